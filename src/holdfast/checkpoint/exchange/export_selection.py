@@ -16,25 +16,17 @@ from holdfast.checkpoint.restore.checkpoint import Checkpoint
 
 @dataclass(slots=True)
 class ExportSelection:
-    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it.
-
-    Attributes:
-        tensors: selected tensors by name, tied ones included.
-        only: selected prefixes; None for all.
-        rename: new prefix by old prefix; "" removes a prefix.
-        every_value: values by top-level key, also those that only other ranks have.
-        num_bytes: bytes of tensors that have been read so far.
-    """
+    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it."""
 
     checkpoint: Checkpoint
     rank: int
-    only: tuple[str, ...] | None
-    rename: dict[str, str]
+    only: tuple[str, ...] | None  # selected prefixes; None for all
+    rename: dict[str, str]  # new prefix by old prefix; "" removes a prefix
     num_threads: int
     on_bytes: Callable[[int], None] | None = None
-    tensors: dict[str, Shard] = field(default_factory=dict)
-    every_value: dict[str, Any] = field(default_factory=dict)
-    num_bytes: int = 0
+    tensors: dict[str, Shard] = field(default_factory=dict)  # selected ones by name, tied ones included
+    every_value: dict[str, Any] = field(default_factory=dict)  # also those that only other ranks have
+    num_bytes: int = 0  # of tensors that have been read so far
     _rank_of: dict[str, int] = field(default_factory=dict)  # of tensors that only other ranks have
     _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.exchange import dcp_folder, safetensors_files, torch_files
+from holdfast.checkpoint.exchange import safetensors_files, torch_files
 from holdfast.checkpoint.exchange.home_writer import refuse_existing_home, write_home
 from holdfast.checkpoint.exchange.source import Source, read_range
 from holdfast.checkpoint.exchange.trees import select, touched_by
@@ -178,7 +178,7 @@ def _kind_of_folder(path: Path) -> str | None:
         raise InvalidInput(
             f"{path} is already a home of Holdfast: copy the folder, or export from it.", key=str(path)
         )
-    if (path / dcp_folder.METADATA).is_file():
+    if (path / torch_files.DCP_METADATA).is_file():
         return "dcp"
     return "hf" if any(path.glob("*.safetensors")) or any(path.glob(_BIN)) else None
 
@@ -195,7 +195,7 @@ def open_source(path: Path, kind: str, *, only: tuple[str, ...] | None, under: s
     if kind == "torch":
         return torch_files.open_files([path], under=under)
     if kind == "dcp":
-        return _nest_under(dcp_folder.open_folder(path, only=only), under)
+        return _nest_under(torch_files.open_dcp_folder(path, only=only), under)
     if kind == "safetensors":
         return _nest_under(safetensors_files.open_files([path]), under)
     return _open_hf(path, under)
@@ -208,9 +208,9 @@ def _check_shape(path: Path, kind: str) -> None:
     if path.is_dir() != (kind in ("dcp", "hf")) and not path.name.endswith(".index.json"):
         needed = "a folder" if kind in ("dcp", "hf") else "a file"
         raise InvalidInput(f"{path} is not a source of kind {kind!r}, which is {needed}.", key=str(path))
-    if kind == "dcp" and not (path / dcp_folder.METADATA).is_file():
+    if kind == "dcp" and not (path / torch_files.DCP_METADATA).is_file():
         raise InvalidInput(
-            f"{path} has no file {dcp_folder.METADATA}: it is not a DCP checkpoint, or its save was "
+            f"{path} has no file {torch_files.DCP_METADATA}: it is not a DCP checkpoint, or its save was "
             "interrupted.",
             key=str(path),
         )

@@ -132,7 +132,8 @@ def _pack(value: Any, path: Path, into: Packed) -> Any:
         return _pack(dict(vars(value)), path, into)
     if is_stateful(value) and not isinstance(value, type):
         into.kinds.append((path, _STATE_DICT, None))
-        return _pack(value.state_dict(), path, into)
+        state: Any = value
+        return _pack(state.state_dict(), path, into)
     return value
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.exchange.source import FileReader, Source, SourceTensor, read_range
+from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_size, columns
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
@@ -78,7 +78,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 def open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
     """Open safetensors files as one source, with the file name of each tensor if they have an index."""
-    found: dict[str, list[tuple[str, FileReader]]] = {}
+    found: dict[str, list[tuple[str, RegionReader]]] = {}
     for path in paths:
         for name, dtype, reader in _readers(path):
             if weight_map is None or weight_map.get(name) == path.name:
@@ -92,7 +92,7 @@ def open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = Non
     return Source(tuple(_join(name, readers) for name, readers in found.items()))
 
 
-def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
+def _join(name: str, readers: list[tuple[str, RegionReader]]) -> SourceTensor:
     dtypes = {dtype for dtype, _ in readers}
     ranks = {len(reader.region.offsets) for _, reader in readers}
     if len(dtypes) > 1 or len(ranks) > 1:
@@ -110,7 +110,7 @@ def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
     return SourceTensor(name, readers[0][0], shape, tuple(reader for _, reader in readers))
 
 
-def _readers(path: Path) -> list[tuple[str, str, FileReader]]:
+def _readers(path: Path) -> list[tuple[str, str, RegionReader]]:
     """Return each tensor in a file: its name, its dtype and a reader."""
     size = int.from_bytes(read_range(path, 0, 8), "little")
     num_bytes = min(size, MAX_HEADER_BYTES, path.stat().st_size - 8)  # parse_header reports a wrong size
@@ -150,7 +150,7 @@ def _check_overlap(entries: dict[str, Any]) -> int:
 
 def _parse_entry(
     path: Path, name: str, entry: Fields, sharding: Fields | None, data_start: int
-) -> tuple[str, str, FileReader]:
+) -> tuple[str, str, RegionReader]:
     dtype, sizes = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
     start, stop = columns(list(entry.integers("data_offsets")), 2, "the offsets")
     if dtype not in ITEM_BYTES:
@@ -161,4 +161,4 @@ def _parse_entry(
     check_size(name, dtype, sizes)
     if len(offsets) != len(sizes) or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(sizes)}")
-    return name, dtype, FileReader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])
+    return name, dtype, file_reader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])

@@ -61,12 +61,7 @@ class CalmTensors:
         return {i: name for i, name in names.items() if name not in self and name not in self._torn}
 
     def observe(self, watch: WriteWatch, names: Mapping[int, str]) -> None:
-        """Observe tensors until `end` or `cancel`.
-
-        Args:
-            watch: a watch over them, which ends with the observation.
-            names: tensors of the watch, by index.
-        """
+        """Observe the tensors of a watch, which ends with the observation, until `end` or `cancel`."""
         if names:  # without the tensors themselves: training may release them
             self._watch, self._observed = replace(watch, tensors={}, edges=None), names
         else:
@@ -130,11 +125,7 @@ class Repeats:
         self._saves_left = 0
 
     def record_torn(self, names: Iterable[str]) -> None:
-        """Count a torn save.
-
-        Args:
-            names: the tensors that were written during its copy.
-        """
+        """Count a save that was torn, as some tensors were written during its copy."""
         if self._saves_left:
             self._are_all = True
         self._names |= frozenset(names)
@@ -142,10 +133,8 @@ class Repeats:
         self.num_torn += 1
 
     def record_torn_elsewhere(self) -> None:
-        """Count a save that was torn on another rank; the next saves copy everything before returning.
-
-        Otherwise each rank would be torn by itself at another save, and none of these would be complete.
-        """
+        """Count a save that was torn on another rank; the next saves copy everything before returning."""
+        # Otherwise each rank would be torn by itself at another save, and none would be complete (note 013).
         self.record_torn(())
         self._are_all = True
 

@@ -56,23 +56,13 @@ class Staging:
 
 
 class Stager:
-    """Copies of one process, one after the other. Optimizers wait for them.
-
-    Args:
-        optimizers: those of the state that exist already.
-
-    Attributes:
-        waited_s: total time that optimizers have waited.
-        num_steps: steps that the optimizers of the state have begun.
-        repeats: the tensors that are copied before `stage` returns, because a copy of them was torn.
-        watcher: proves that tensors did not change while they were copied.
-    """
+    """Copies of one process, one after the other. Optimizers, also those of the state, wait for them."""
 
     def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        self.waited_s = 0.0
-        self.num_steps = 0
-        self.repeats = Repeats()
-        self.watcher = Watcher(on_busy=cancel_all)
+        self.waited_s = 0.0  # total time that optimizers have waited
+        self.num_steps = 0  # that the optimizers of the state have begun
+        self.repeats = Repeats()  # tensors that are copied before `stage` returns, as a copy was torn
+        self.watcher = Watcher(on_busy=cancel_all)  # proves that tensors did not change while copied
         self._pid = os.getpid()
         self._calm = CalmTensors()
         self._current: Staging | None = None
@@ -208,9 +198,10 @@ class Stager:
         self.wait()
         self._calm.cancel()
         staging = self._current = Staging(arena)
-        copy = _Copy(self, staging, plan, tensors, plan.live(tensors), witnesses, then, at_once=at_once)
+        copy = _Copy(self, staging, plan, tensors, witnesses, then, at_once=at_once)
         copy.free = () if at_once or is_lent or plan.is_cuda else plan.lasting
         try:
+            copy.live += plan.live(tensors)
             self._divide(copy)
             self._start(copy)
         except BaseException:  # no thread will end the watches or wait for the copies, so this does
@@ -387,10 +378,10 @@ class _Copy:
     staging: Staging
     plan: SavePlan
     tensors: Mapping[str, torch.Tensor]  # by name, whole
-    live: list[torch.Tensor]  # what is copied, by index
     witnesses: Mapping[int, int]  # offsets in the arena by index, of those that are copied
     then: Callable[[Staging], None]
     at_once: bool
+    live: list[torch.Tensor] = field(default_factory=list)  # what is copied, by index
     free: tuple[int, ...] = ()  # tensors without an owner that may be calm
     views: list[torch.Tensor] = field(default_factory=list)  # copies in the arena, by index
     later: list[int] = field(default_factory=list)  # tensors that are copied in the background

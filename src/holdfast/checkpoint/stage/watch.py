@@ -50,10 +50,9 @@ class Extents:
     def of(
         cls, tensors: Mapping[int, torch.Tensor], mappings: Sequence[Range], apart: Sequence[int] = ()
     ) -> Extents:
-        """Return the extents of dense tensors by index.
+        """Return the extents of dense CPU tensors by index.
 
         Args:
-            tensors: CPU tensors without gaps between their elements.
             mappings: memory that may be tracked, by start; no range crosses the end of one.
             apart: addresses of tensors that are tracked separately, sorted; no range includes one.
         """
@@ -102,11 +101,7 @@ class Extents:
 
 
 def find_overlapping(places: Iterable[tuple[int, int, int]]) -> set[int]:
-    """Return the indices of tensors that share pages with another one.
-
-    Args:
-        places: first address, bytes and index of each tensor.
-    """
+    """Return the indices of tensors, each at an address with its bytes, that share pages with another one."""
     found: set[int] = set()
     reached, last = 0, -1  # end of the memory so far, and the tensor that ends there
     for start, num_bytes, index in sorted(places):
@@ -195,21 +190,16 @@ _NOTHING = Extents.of({}, ())
 class Watcher:
     """Starts watches over tensors, if the kernel records writes.
 
-    Args:
-        on_busy: called if memory is not available; may end the watches of others over it.
-
-    Attributes:
-        refusal: reason why this process cannot watch memory, or None if it can.
-        shared: indices of the tensors, of the last call of `locate`, in memory that other processes may write
-            to, or that still has pages of a file: a watch does not detect such changes.
-        overlapping: indices of the large tensors that share pages with others: the end of a watch over one of
-            them would end that of the others.
+    `on_busy` is called if memory is not available; it may end the watches of others over it.
     """
 
     def __init__(self, on_busy: Callable[[], None] = lambda: None) -> None:
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # reason why this process cannot watch memory
         self.shared: frozenset[int] = frozenset()
+        """Tensors of the last `locate` in memory that other processes may write to, or that still has pages
+        of a file: a watch does not detect such changes."""
         self.overlapping: frozenset[int] = frozenset()
+        """Large tensors that share pages: the end of a watch over one would end that of the others."""
         self._on_busy = on_busy
         self._of_files: frozenset[int] = frozenset()  # those of `shared` that may become private
         self._tracker: WriteTracker | None = None
@@ -224,12 +214,7 @@ class Watcher:
             self.refusal = error.strerror or str(error)
 
     def locate(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
-        """Find the tensors of a save in memory. Those of the last call are skipped.
-
-        Args:
-            tensors: all of them.
-            large: indices of those that may be watched.
-        """
+        """Find the tensors of a save, of which the large may be watched; those of the last are skipped."""
         before, self._ids = self._ids, list(map(id, tensors))
         places, known = _Places.of({i: tensors[i] for i in large}), self._places
         new = set[int]()
@@ -321,11 +306,9 @@ class Watcher:
         return extents
 
     def use_huge_pages(self, tensors: Mapping[int, torch.Tensor], *, until: Callable[[], bool]) -> None:
-        """Move the memory of tensors into huge pages, once. A watch then costs a hundredth.
+        """Move the memory of large tensors into huge pages, once. A watch then costs a hundredth.
 
-        Args:
-            tensors: large ones by index, as for `start`; none of them may be watched now.
-            until: called repeatedly; True ends the work, which a later call continues.
+        None of them may be watched now. If `until()` is True, the work ends, and a later call continues it.
 
         Blocks: 0.2 to 2 s per GB of small pages; releases the GIL.
         """
@@ -363,9 +346,7 @@ class WriteWatch:
     def end(self, copies: Sequence[torch.Tensor]) -> list[int]:
         """End the watch; return the indices of tensors that were written since it began.
 
-        Args:
-            copies: of the tensors, by index, complete and contiguous. They receive the bytes of shared pages
-                that were saved when the watch began.
+        Their complete and contiguous copies receive the bytes of shared pages that were saved when it began.
         """
         written = self.find_written()
         self.cancel()
@@ -400,11 +381,7 @@ class WriteWatch:
 
 
 def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, saved: bytes) -> None:
-    """Put bytes of a dense tensor into a copy with another order of elements.
-
-    Args:
-        offset: of these bytes in the tensor's memory; a multiple of an element's, as are the bytes.
-    """
+    """Put bytes of a dense tensor, at an offset in its memory, into a copy with another order of elements."""
     order, item_bytes = memory_order(tensor), tensor.element_size()
     assert order is not None
     left = torch.arange(offset // item_bytes, (offset + len(saved)) // item_bytes, device="cpu")
@@ -418,10 +395,7 @@ def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The memory of some tensors. Two tensors at one address may differ in size, and in their strides.
-
-    Lists and not tuples for each tensor, because there may be thousands at each save.
-    """
+    """The memory of some tensors, in lists and not a tuple for each: at each save there may be thousands."""
 
     addresses: dict[int, int]  # by index
     num_bytes: list[int]  # in the same order

@@ -60,11 +60,7 @@ class WriteTracker:
             raise
 
     def start(self, ranges: Iterable[Range], *, in_huge_pages: bool = False) -> None:
-        """Track writes to `ranges` from now on.
-
-        Args:
-            ranges: memory of this process.
-            in_huge_pages: most of it is in huge pages; selects the call that is faster then.
+        """Track writes to memory from now on. If most is in huge pages, another call is faster.
 
         Blocks: 10 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
         """
@@ -78,7 +74,11 @@ class WriteTracker:
                     self._protect(start, stop)
                 else:
                     self._scan(start, stop, _SCAN_PROTECT | _SCAN_CHECK)
-                    for low, high in self._find_moving(start, stop):
+                    # A page that the kernel is moving to another place, to make room for a huge one, loses
+                    # the protection of that call when it arrives (Linux 6.18), and would count as written.
+                    # That of `_protect` stays.
+                    moving = {"any_of": _WRITTEN | _SWAPPED, "returned": _TRACKABLE}
+                    for low, high in self._scan_all(start, stop, _SCAN_CHECK, **moving):
                         self._protect(low, high)
         except OSError:
             self.stop(started)
@@ -87,16 +87,6 @@ class WriteTracker:
     def _protect(self, start: int, stop: int) -> None:
         fcntl.ioctl(self._uffd, _WRITEPROTECT, bytearray(struct.pack("3Q", start, stop - start, _PROTECT)))
 
-    def _find_moving(self, start: int, stop: int) -> list[Range]:
-        """Return the parts in pages that the kernel was moving while `_scan` protected them."""
-        # A page that the kernel moves to another place, to make room for a huge one, loses the protection of
-        # that call when it arrives (Linux 6.18), and would count as written. That of `_protect` stays.
-        found: list[Range] = []
-        wanted = {"any_of": _WRITTEN | _SWAPPED, "returned": _TRACKABLE}
-        while start < stop:
-            start = self._scan(start, stop, _SCAN_CHECK, found, **wanted)
-        return found
-
     def stop(self, ranges: Iterable[Range]) -> None:
         """Stop tracking `ranges`. Later writes to them cost nothing."""
         for start, stop in ranges:
@@ -104,16 +94,14 @@ class WriteTracker:
                 fcntl.ioctl(self._uffd, _UNREGISTER, bytearray(struct.pack("2Q", start, stop - start)))
 
     def find_written(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the parts of `ranges` that may have been written since `start`.
-
-        A page counts as written unless the kernel still protects it; also one that was unmapped or dropped
-        meanwhile.
-        """
+        """Return the parts of `ranges` that may have been written since `start`."""
+        # A page counts as written unless the kernel still protects it, also if it was unmapped (note 013).
         written: list[Range] = []
+        protected = {"inverted": _WRITTEN, "required": _WRITTEN, "any_of": _PRESENT | _SWAPPED}
         for start, stop in ranges:
             at = start
             try:
-                for low, high in self._scan_protected(start, stop):
+                for low, high in self._scan_all(start, stop, _SCAN_CHECK, **protected, returned=_TRACKABLE):
                     if low > at:
                         written.append((at, low))
                     at = high
@@ -122,13 +110,6 @@ class WriteTracker:
             if at < stop:
                 written.append((at, stop))
         return written
-
-    def _scan_protected(self, start: int, stop: int) -> list[Range]:
-        found: list[Range] = []
-        while start < stop:
-            kinds = {"inverted": _WRITTEN, "required": _WRITTEN, "any_of": _PRESENT | _SWAPPED}
-            start = self._scan(start, stop, _SCAN_CHECK, found, **kinds, returned=_TRACKABLE)
-        return found
 
     def is_own(self, start: int, stop: int) -> bool:
         """Return True if this process has written to all pages of a file's private mapping."""
@@ -141,11 +122,15 @@ class WriteTracker:
 
     def find_small(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the parts of `ranges` in present small pages. The zero page does not count."""
+        absent = _HUGE | _ZERO
+        kinds = {"inverted": absent, "required": _PRESENT | absent, "returned": _PRESENT}
+        return [part for start, stop in ranges for part in self._scan_all(start, stop, 0, **kinds)]
+
+    def _scan_all(self, start: int, stop: int, flags: int, **kinds: int) -> list[Range]:
+        """Call PAGEMAP_SCAN until the end of a range, and return the parts that it finds."""
         found: list[Range] = []
-        absent, wanted = _HUGE | _ZERO, _PRESENT | _HUGE | _ZERO
-        for start, stop in ranges:
-            while start < stop:
-                start = self._scan(start, stop, 0, found, inverted=absent, required=wanted, returned=_PRESENT)
+        while start < stop:
+            start = self._scan(start, stop, flags, found, **kinds)
         return found
 
     def _scan(
@@ -214,13 +199,10 @@ def _open_userfaultfd() -> int:
 
 
 def use_huge_pages(ranges: Iterable[Range], *, until: Callable[[], bool]) -> None:
-    """Ask the kernel to move memory into huge pages, which are tracked much faster.
+    """Ask the kernel to move memory that is present into huge pages, which are tracked much faster.
 
-    The content does not change. If the kernel has no huge page left, the pages stay small.
-
-    Args:
-        ranges: memory that is present; of each, the part between boundaries of 2 MiB is used.
-        until: called between two huge pages; True ends the work.
+    The content does not change. If the kernel has no huge page left, the pages stay small. `until` is called
+    between two huge pages; True ends the work.
 
     Blocks: 0.3 to 5 ms per huge page.
     """

@@ -1,7 +1,6 @@
 """Training objects as named tensors and values: captured for a checkpoint, and restored from one."""
 
-from holdfast.checkpoint.state.capture import CapturedState
-from holdfast.checkpoint.state.catalog import assign, catalog_of, shared_tensors
+from holdfast.checkpoint.state.capture import CapturedState, assign, catalog_of, shared_tensors
 from holdfast.checkpoint.state.entry import Skippable, per_rank, replicated
 from holdfast.checkpoint.state.load import Load
 from holdfast.checkpoint.state.optimizers import stepping

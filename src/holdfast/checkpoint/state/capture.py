@@ -1,22 +1,25 @@
-"""Captured states: live tensors and values by name, the collectors that find them, and marks of changes."""
+"""Captured states: live tensors and values by name, the collectors that find them, and their catalogs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint.copies import SharedTensor
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.partitioning import Partitioning
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout
 from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import (
-    is_composite,
-    is_savable,
-)
+from holdfast.checkpoint.state.tensors import NAMES, is_composite, is_savable
 from holdfast.checkpoint.state.tree import extract_tensors, references
 
 
@@ -229,3 +232,80 @@ def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, t
 
 def _inner_role(role: Role) -> Role:
     return role._replace(is_named=False, is_inner=role.is_named)
+
+
+def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, Partitioning]:
+    """Choose which copy of each tensor is written, so that ranks write evenly by bytes.
+
+    Tensors whose copies are the same sets of ranks are distributed over these copies: the largest first, each
+    to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
+    mappings does not matter. A rank that also holds other tensors computes the same result for these.
+
+    Args:
+        sizes: bytes of each whole tensor by name.
+        shardings: their shardings, without per-rank names.
+
+    Returns:
+        The partitioning by which each tensor is written, by name. Equal ones are the same object.
+
+    Ranks: not collective; every rank computes the same from the same arguments.
+    Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
+    """
+    partitionings: dict[str, Partitioning] = {}
+    for copies, members in _groups(shardings).items():
+        loads = [(0, copy) for copy in range(len(copies))]
+        for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
+            num_bytes, copy = loads[0]
+            partitionings[name] = layout.partitioning(copy)
+            heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
+    return partitionings
+
+
+def _groups(
+    shardings: Mapping[str, Sharding],
+) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]]:
+    """Return names and layouts, grouped by their copies."""
+    by_layout: dict[int, list[tuple[str, ShardLayout]]] = {}
+    for name, sharding in shardings.items():
+        by_layout.setdefault(id(sharding.layout), []).append((name, sharding.layout))
+    groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]] = {}
+    for members in by_layout.values():  # few: hashing a thousand ranks for each tensor would take long
+        groups.setdefault(members[0][1].copies, []).extend(members)
+    return groups
+
+
+def catalog_of(captured: CapturedState) -> Catalog:
+    """Return the catalog of a captured state, without per-rank tensors.
+
+    Ranks: not collective; ranks that hold the same tensors compute the same catalog, byte for byte.
+    """
+    shardings = captured.shardings
+    dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}
+    sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
+    chosen = assign(sizes, shardings)
+    held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
+    for sharding in shardings.values():
+        if id(sharding.layout) not in held_by:
+            held_by[id(sharding.layout)] = tuple(sorted(sharding.holders))
+    tensors = {
+        name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
+        for name, one in shardings.items()
+    }
+    return Catalog(tensors, dict(captured.tied))
+
+
+def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list[SharedTensor]:
+    """Return the regions of tensors on this rank that other ranks hold too.
+
+    Ranks: not collective; ranks that hold the same tensors find the same names.
+    """
+    numbers = {name: number for number, name in enumerate(catalog.tensors)}
+    found: list[SharedTensor] = []
+    for name, one in captured.shardings.items():
+        layout = captured.lowest.get(name, one.layout)
+        region, item_bytes = layout.region_number(rank), ITEM_BYTES[NAMES[captured.tensors[name].dtype]]
+        num_bytes = -(-math.prod(one.shape) // len(layout.copies[0])) * item_bytes
+        if len(layout.copies) > 1 and region is not None and num_bytes and name in numbers:
+            is_trained = name in captured.owned
+            found.append(SharedTensor(name, numbers[name], region, layout.copies, num_bytes, is_trained))
+    return found

@@ -81,7 +81,7 @@ def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None
     plan.read_tree(saved, live.device)
 
     def finish() -> None:
-        inner = {name: insert_tensors(item, plan.tensor) for name, item in saved.inner.items()}
+        inner = {name: plan.insert(item) for name, item in saved.inner.items()}
         # A copy: names that were tied when they were saved share one object.
         new = put_together(replace(saved, inner=inner), None)
         set_content(live, new.to(device=live.device, copy=True))

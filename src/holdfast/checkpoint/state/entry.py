@@ -117,11 +117,7 @@ def is_generator(value: Any) -> bool:
 
 
 def is_entry(value: Any) -> bool:
-    """Return True for an object that is always saved under its own key.
-
-    These are modules, optimizers, other objects with state_dict() and load_state_dict(), random number
-    generators, and whatever the user has marked.
-    """
+    """Return True for an object that is always saved under its own key: with a state, or marked."""
     kind = type(value)
     if kind in _SIMPLE or isinstance(value, (type, torch.Tensor)):
         return False

@@ -23,7 +23,6 @@ from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, options_of
 from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_dtensor, is_sharded_tensor
-from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -112,7 +111,7 @@ class FSDP1ModuleEntry(StateEntry):
             state = module.state_dict()
         trees: dict[str, Any] = {}
         saved_key = plan.saved_key(self.key)
-        for values in plan.all_values(self.key):
+        for values in plan.all_values(self.key):  # the first one with a name wins
             found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
             trees = {**{plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in found.items()}, **trees}
         for key, value in state.items():
@@ -129,7 +128,7 @@ class FSDP1ModuleEntry(StateEntry):
             for key in state:
                 tree = trees.get(f"{self.key}.{canonical(module, key)[0]}")
                 if tree is not None:
-                    state[key] = insert_tensors(tree, plan.tensor)
+                    state[key] = plan.insert(tree)
             with _sharded(module):
                 module.load_state_dict(state)
 
@@ -190,7 +189,7 @@ class FSDP1OptimizerEntry(StateEntry):
                 made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in saved_state.tensors.items()}
                 plan.read_tree(saved_state.trees)
                 for key, tree in saved_state.trees.items():
-                    made[fqn][key] = partial(insert_tensors, tree, plan.tensor)
+                    made[fqn][key] = partial(plan.insert, tree)
         saved.skip_the_rest()
         for options in chosen:
             plan.read_tree(options)
@@ -198,7 +197,7 @@ class FSDP1OptimizerEntry(StateEntry):
         def finish() -> None:
             new = []
             for group, options in zip(groups, chosen, strict=True):
-                new.append({**group, **insert_tensors(options_of(options or {}), plan.tensor)})
+                new.append({**group, **plan.insert(options_of(options or {}))})
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
             state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
             self._load({"state": state, "param_groups": new})

@@ -42,23 +42,16 @@ class HolderAgreement:
     A plain tensor is held by the first of these that applies: the ranks that the user has named; the ranks
     that had its name at the agreement; for an optimizer's tensor, the ranks that hold its parameter; all
     ranks, if all are alike. Otherwise a module's tensor is held by this rank alone, and any other by all
-    ranks that have its top-level key.
-
-    Args:
-        is_alike: all ranks have the same names under the same keys, according to the agreement.
-        layouts: by name; empty if all ranks have the same.
-        keys: the ranks that have a top-level key; empty if all ranks have the same.
-        names: names that any rank has; empty if all ranks have the same.
-        marked: top-level key -> ranks that the user has named.
+    ranks that have its top-level key. Layouts, keys and names are empty if all ranks have the same.
     """
 
     rank: int
     world_size: int
-    is_alike: bool = True
-    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)
-    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
-    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_alike: bool = True  # all ranks have the same names under the same keys, according to the agreement
+    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)  # by name
+    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks that have a top-level key
+    names: frozenset[str] = frozenset()  # that any rank has
+    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of a key, as users name them
 
     def layout(self, name: str, raw: ShardLayout | None, *, is_lowest: bool, in_module: bool) -> ShardLayout:
         """Return the layout of a tensor that belongs to no parameter.

@@ -6,6 +6,7 @@ import enum
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,14 @@ from holdfast.checkpoint.state.filled_memory import (
     read_only_error,
 )
 from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit
-from holdfast.checkpoint.state.sharding import is_divided, local_of, parts_like, shape_of, shards_of
+from holdfast.checkpoint.state.sharding import (
+    is_divided,
+    local_of,
+    make_real,
+    parts_like,
+    shape_of,
+    shards_of,
+)
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
     RAW,
@@ -36,19 +44,19 @@ from holdfast.checkpoint.state.tensors import (
     is_plain_memory,
     is_same_view,
     is_sharded_tensor,
-    laid_out_like,
     torch_dtype,
     unfillable,
 )
-from holdfast.checkpoint.state.tree import references
+from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
 """Separator between an optimizer's key and its parameter in names of unexpected parameters."""
-_SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
+_NOTHING_MADE: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({})
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
+_SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
 
 
 class LoadPhase(enum.IntEnum):
@@ -71,21 +79,10 @@ class Load:
     filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
 
     Args:
-        tensors: saved tensors by saved name.
-        tied: saved alias -> saved name.
-        values: encoded values by saved top-level key.
+        tensors: saved tensors by saved name; `tied` has their aliases.
+        values: encoded values by saved top-level key; `others` those of further parts, for other keys.
         rename: saved name -> live name.
-        others: encoded values of further parts, used for keys that `values` lacks.
         rank: this rank, whose parts of sharded tensors are filled.
-
-    Attributes:
-        missing: names in the live state but not in the checkpoint; they stay unchanged.
-        unexpected: names in the checkpoint but not in the live state; they are not read.
-        notes: on values that differ from the saved ones, such as casts.
-        generator_notes: on generators of the process that are not set as saved; `finish` adds them.
-        misfits: errors of values that stay unchanged unless the load is strict.
-        written: live tensors that are written to, by live name.
-        used: saved names, aliases included, that fill something live.
     """
 
     def __init__(
@@ -101,13 +98,13 @@ class Load:
         self.tensors = tensors
         self.tied = tied
         self.rename = rename
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.notes: list[str] = []
-        self.generator_notes: list[str] = []
-        self.misfits: list[Misfit] = []
-        self.written: dict[str, torch.Tensor] = {}
-        self.used: set[str] = set()
+        self.missing: list[str] = []  # names in the live state but not in the checkpoint; they stay unchanged
+        self.unexpected: list[str] = []  # in the checkpoint but not in the live state; they are not read
+        self.notes: list[str] = []  # on values that differ from the saved ones, such as casts
+        self.generator_notes: list[str] = []  # on those of the process that are not set as saved; of `finish`
+        self.misfits: list[Misfit] = []  # errors of values that stay unchanged unless the load is strict
+        self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name
+        self.used: set[str] = set()  # saved names, aliases included, that fill something live
         self._steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
@@ -117,7 +114,7 @@ class Load:
         self.updates = Updates()
         self._memory = FilledMemory()  # of all live tensors
         self._swapped: set[int] = set()  # ids of meta tensors that become real
-        self._real: dict[int, torch.device] = {}  # id of a meta tensor -> its device once real
+        self.real_devices: dict[int, torch.device] = {}  # of meta tensors once they are real, by id
 
     def complete(self, unexpected: list[str], *, strict: bool) -> Load:
         """Return the load if live tensors can be written and, if `strict`, all names have been found."""
@@ -172,10 +169,7 @@ class Load:
         self.used.update(name for live, name in self.saved_names.items() if _is_under(live, [key]))
 
     def fit(self, saved: Any, live: Any, path: str) -> Fitting | None:
-        """Fit a saved tree to the live value at a key path; return None, and record why, if it does not.
-
-        Fields that only one of them has are recorded as missing or unexpected.
-        """
+        """Fit a saved tree to the live value at a key path, or return None, and record all differences."""
         try:
             found = fit(saved, live, path)
         except Misfit as error:
@@ -208,6 +202,10 @@ class Load:
         (target,) = self._parts[self.tied.get(name, name)]
         assert target.region is None, name
         return target.tensor if device is None else target.tensor.to(device)
+
+    def insert(self, tree: Any, made: Mapping[str, Callable[[], torch.Tensor]] = _NOTHING_MADE) -> Any:
+        """Return a tree with its filled tensors, of which functions make some."""
+        return insert_tensors(tree, lambda name: made[name]() if name in made else self.tensor(name))
 
     def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
         """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory.
@@ -261,20 +259,15 @@ class Load:
 
     def device_of(self, live: torch.Tensor) -> torch.device:
         """Return the device of a live tensor, or the device chosen for a meta tensor."""
-        return self._real.get(id(live), torch.device("cpu")) if live.device.type == "meta" else live.device
-
-    def set_real_device(self, live: torch.Tensor, device: torch.device) -> None:
-        """Set the device where a meta tensor becomes real. Call it before planning to fill it."""
-        self._real[id(live)] = device
+        chosen = self.real_devices.get(id(live), torch.device("cpu"))
+        return chosen if live.device.type == "meta" else live.device
 
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
         if is_composite(live) and live.dtype not in RAW:
             composite = take_apart(live)
-            why = (
-                f"it was saved as a plain tensor, but is {shown_type(composite.type, composite.facts)}. "
-                "Build it as it was when it was saved, or leave it out with only= or rename=."
-            )
-            raise unfillable(live, label, why)
+            found = f"it was saved as a plain tensor, but is {shown_type(composite.type, composite.facts)}. "
+            advice = "Build it as it was when it was saved, or leave it out with only= or rename=."
+            raise unfillable(live, label, found + advice)
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
             raise unfillable(live, label)
@@ -290,8 +283,8 @@ class Load:
 
     def _is_own(self, name: str, live: torch.Tensor) -> bool:
         """Return True if each rank has saved its own, in the live shape."""
-        own = type(live) in PLAIN and self._spec(name).partitioning is None
-        return own and tuple(live.shape) == self.shape(name)
+        is_whole = type(live) in PLAIN and self._spec(name).partitioning is None
+        return is_whole and tuple(live.shape) == self.shape(name)
 
     def _parts_of(
         self, live: torch.Tensor, label: str, *, is_whole: bool = False
@@ -374,7 +367,7 @@ class Load:
         return choose
 
     def _add_memory(self, live: torch.Tensor) -> list[Range]:
-        """Note that a live tensor is filled; return its addresses that others fill too."""
+        """Record that a live tensor is filled; return its addresses that other tensors fill too."""
         if (place := range_of(live)) is None:
             return []
         shared = self._memory.overlap(*place)
@@ -396,13 +389,13 @@ class Load:
         return target
 
     def _make_real(self, saved: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
-        device = self._real.setdefault(id(live), torch.device("cpu"))
+        device = self.real_devices.setdefault(id(live), torch.device("cpu"))
         is_second = id(live) in self._swapped
         self._swapped.add(id(live))
         is_shared = saved in self._claimed
         sources = self._new_sources(saved, device, regions)
         if not is_second:
-            self.add_step(LoadPhase.SWAP, lambda: _swap(live, sources, device, label, is_shared=is_shared))
+            self.add_step(LoadPhase.SWAP, lambda: make_real(live, sources, device, label, copy=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
 
@@ -423,31 +416,6 @@ class Load:
         return self.tensors[saved]
 
 
-def _swap(
-    live: torch.Tensor,
-    sources: list[Callable[[], torch.Tensor]],
-    device: torch.device,
-    label: str,
-    *,
-    is_shared: bool,
-) -> None:
-    """Make a meta tensor real in place. Modules and optimizers keep the same object."""
-    parts = [source().detach().to(device=device, dtype=live.dtype, copy=is_shared) for source in sources]
-    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
-    real = parts_like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
-    if isinstance(live, torch.nn.Parameter):
-        real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
-    vars(real).update(vars(live))
-    try:
-        torch.utils.swap_tensors(live, real)
-    except RuntimeError as error:
-        raise InvalidInput(
-            f"{label} is on the meta device and cannot be made real in place: {error} "
-            "Call to_empty(device=...) on the module before you restore.",
-            key=label,
-        ) from error
-
-
 def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
     renamed: dict[str, str] = {}
     for name in names:
@@ -463,11 +431,9 @@ def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
 
 def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
     """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins."""
-    if rename is None:
-        return lambda name: name
     if callable(rename):
         return rename
-    prefixes = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+    prefixes = sorted((rename or {}).items(), key=lambda pair: -len(pair[0]))
 
     def renamed(name: str) -> str:
         for old, new in prefixes:
@@ -521,12 +487,11 @@ def _is_under(name: str, keys: Collection[str]) -> bool:
 
 def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
     """Return the error of a strict load whose names differ."""
+    found = {"in the live state but not in the checkpoint": missing}
+    found["in the checkpoint but not in the live state"] = unexpected
     parts = [
         f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{', ...' if len(names) > _MAX_LISTED else ''}"
-        for names, what in (
-            (missing, "in the live state but not in the checkpoint"),
-            (unexpected, "in the checkpoint but not in the live state"),
-        )
+        for what, names in found.items()
         if names
     ]
     advice = (

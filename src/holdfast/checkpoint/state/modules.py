@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
-from holdfast.checkpoint.state.tree import has_saved_form, insert_tensors, references
+from holdfast.checkpoint.state.tree import has_saved_form, references
 from holdfast.errors import Corrupt, InvalidInput
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -199,7 +200,7 @@ class ModuleEntry(StateEntry):
             elif id(value) in live and not is_composite(value):
                 continue
             elif key in special:
-                state[key] = insert_tensors(special[key], plan.tensor)
+                state[key] = plan.insert(special[key])
             else:
                 del state[key]
         try:
@@ -253,7 +254,7 @@ class ModuleEntry(StateEntry):
         device = torch.device("cpu") if real.type == "meta" else real
         for tensor in tensors:
             if tensor.is_meta:
-                plan.set_real_device(tensor, device)
+                plan.real_devices[id(tensor)] = device
 
     def _current(self, state: dict[str, Any]) -> _ModuleNames:
         """Return the names of a state_dict(), made again if keys or wrappers have changed."""
@@ -270,7 +271,8 @@ class ModuleEntry(StateEntry):
         return known
 
     def _facts(self, wrappers: tuple[str, ...]) -> list[object]:
-        return [_facts(_at(self.value, path)) for path in wrappers]
+        steps = (path.split(".") if path else () for path in wrappers)
+        return [_facts(functools.reduce(_child, path, _unwrapped(self.value))) for path in steps]
 
 
 def _plan_new(plan: Load, saved: str, value: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
@@ -315,13 +317,6 @@ def _wrapper_paths(keys: list[str]) -> tuple[str, ...]:
     split = [key.split(".") for key in keys]
     found = (parts[:i] for parts in split for i, part in enumerate(parts) if part in _WRAPPER_PARTS)
     return tuple(dict.fromkeys(map(".".join, found)))
-
-
-def _at(root: torch.nn.Module, path: str) -> Any:
-    module: Any = _unwrapped(root)
-    for part in path.split(".") if path else ():
-        module = _child(module, part)
-    return module
 
 
 def _child(module: Any, part: str) -> Any:

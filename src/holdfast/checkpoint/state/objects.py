@@ -30,13 +30,7 @@ from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_stat
 from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_composite
-from holdfast.checkpoint.state.tree import (
-    extract_tensors,
-    has_saved_form,
-    insert_tensors,
-    match_tensors,
-    references,
-)
+from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, match_tensors, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 
@@ -109,10 +103,7 @@ class StatefulEntry(StateEntry):
             if name not in made:
                 plan.read_new(name)
 
-        def tensor(name: str) -> torch.Tensor:
-            return made[name]() if name in made else plan.tensor(name)
-
-        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
+        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(plan.insert(tree, made)))
 
     def _finish(self, state: Any) -> None:
         if hidden_state(self.value) and HIDDEN in state:
@@ -270,11 +261,8 @@ class ValueEntry(StateEntry):
         tree = match_tensors(fitting.tree, self.value, claim)
         plan.read_tree(tree)
 
-        def tensor(name: str) -> torch.Tensor:
-            return chosen[name]() if name in chosen else plan.tensor(name)
-
         def finish() -> None:
-            _replace(self, plan.updates.update(self.value, insert_tensors(tree, tensor)), put)
+            _replace(self, plan.updates.update(self.value, plan.insert(tree, chosen)), put)
 
         plan.add_step(LoadPhase.VALUE, finish)
 
@@ -288,7 +276,7 @@ def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
 def _plan_tree(plan: Load, tree: Any, finish: Callable[[Any], None]) -> None:
     """Plan to call `finish` with a saved tree, its tensors filled."""
     plan.read_tree(tree)
-    plan.add_step(LoadPhase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))
+    plan.add_step(LoadPhase.OBJECT, lambda: finish(plan.insert(tree)))
 
 
 def _rehearse(value: Any, state: Any) -> None:

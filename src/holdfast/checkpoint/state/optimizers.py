@@ -198,13 +198,10 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @final
 class OptimizerEntry(StateEntry):
-    """An optimizer without save and load code of its own.
+    """An optimizer without save and load code of its own; `names` returns those of live parameters by id.
 
     State keeps its saved dtype: `Optimizer.load_state_dict` would cast it to the dtype of its parameter,
     which rounds float32 moments of bfloat16 parameters.
-
-    Args:
-        names: returns the names of all live parameters of the state by id.
     """
 
     def __init__(self, key: str, value: Optimizer, replication: Replication | None, names: Names) -> None:
@@ -225,8 +222,8 @@ class OptimizerEntry(StateEntry):
             if layout is None or values is None:
                 return self._capture_each(collector, named)
         groups = capture_groups(self, self.value.param_groups, layout.fqns, collector, named_types=True)
-        if not collector.collect_all(layout.names, layout.roles, layout.tensors(values)):
-            raise AssertionError("a layout has no composite tensors")
+        is_collected = collector.collect_all(layout.names, layout.roles, layout.tensors(values))
+        assert is_collected, "a layout has no composite tensors"
         return {"param_groups": groups, "state": encode(layout.others(values), f"{self.key}.state")}
 
     def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
@@ -367,7 +364,7 @@ class OptimizerEntry(StateEntry):
             for name in list(optimizer.state):
                 if not isinstance(name, torch.Tensor) and name not in shared:
                     del optimizer.state[name]
-            optimizer.state.update(insert_tensors(shared, plan.tensor))
+            optimizer.state.update(plan.insert(shared))
             # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -96,10 +97,9 @@ def find_resume_risks(
     *,
     has_live_objects: bool = True,
 ) -> list[ResumeRisk]:
-    """Return the parts of a state that will not resume exactly.
+    """Return the parts of a state, of objects by key, that will not resume exactly.
 
     Args:
-        values: the objects of the state by key.
         read_only: names of tensors that a restore could not write to.
         forgotten: optimizers that have begun a step, with state that is not saved.
         has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
@@ -141,7 +141,7 @@ def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> It
             f"and not the {kind}. Pass the {kind} itself in its place: {_as_state(path, kind)}."
         )
     for path, names in _named_like_modules(value, key, _MAX_DEPTH):
-        if not any(names <= {name for name, _ in _tensors_of(module)} for module in modules):
+        if not any(names <= _names_in(module) for module in modules):
             yield (
                 f"{path} is a dictionary of tensors that are named as those of a module ({min(names)}), and "
                 "no module of the state has these names. If it is a copy of a model's state_dict(), a "
@@ -164,9 +164,9 @@ def _named_like_modules(value: Any, path: str, depth: int) -> Iterator[tuple[str
         yield from _named_like_modules(item, f"{path}.{step}", depth - 1)
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+def _names_in(module: torch.nn.Module) -> set[str]:
+    tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name for name, _ in chain.from_iterable(tensors)}
 
 
 def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
@@ -237,12 +237,8 @@ def _forgotten_doubts(values: Mapping[str, Any], forgotten: Sequence[torch.optim
 
 def _holders_of(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> list[str]:
     """Return the names of attributes that hold an optimizer."""
-    return [
-        f"{key}.{name}"
-        for key, value in values.items()
-        for name, one in getattr(value, "__dict__", {}).items()
-        if one is optimizer
-    ]
+    attributes = [(key, getattr(value, "__dict__", {})) for key, value in values.items()]
+    return [f"{key}.{name}" for key, own in attributes for name, one in own.items() if one is optimizer]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -258,9 +254,8 @@ def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an object is a scheduler of an optimizer, or may contain one."""
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
         return False
-    return getattr(value, "optimizer", None) is optimizer or bool(
-        callable(getattr(value, "load_state_dict", None)) and hasattr(value, "step")
-    )
+    may_be = callable(getattr(value, "load_state_dict", None)) and hasattr(value, "step")
+    return may_be or getattr(value, "optimizer", None) is optimizer
 
 
 def _prepared_doubts(key: str, loader: Any) -> Iterator[str]:

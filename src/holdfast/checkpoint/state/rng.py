@@ -16,7 +16,6 @@ from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.rawbytes import view_bytes
 
@@ -57,7 +56,7 @@ def plan(load: Load, rank: int, world_size: int, *, own_rank: bool) -> None:
     load.read_tree(tree)
 
     def finish() -> None:
-        values = insert_tensors(tree, load.tensor)
+        values = load.insert(tree)
         notes = restore(values) if own_rank else [derive(values, rank=rank, world_size=world_size)]
         load.generator_notes.extend(notes)
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,27 +23,19 @@ from holdfast.checkpoint.state.tensors import (
     is_sharded_tensor,
     laid_out_like,
 )
-from holdfast.errors import Unsupported
+from holdfast.errors import InvalidInput, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few.
+    """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few."""
 
-    Args:
-        splits: (dim, parts) in the order in which they are made, as in `EvenPartitioning`. Parts are never 1.
-        copies: the full sets of global ranks that together hold a tensor, each in the order of its regions.
-            A rank with several regions is listed for each.
-        regions: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
-        is_own: only what this rank holds is listed, because a tensor with shard attributes shows no more.
-        places: of such a tensor, the region of it that is each of its shards.
-    """
-
-    splits: tuple[tuple[int, int], ...]
+    splits: tuple[tuple[int, int], ...]  # (dim, parts) in the order in which they are made; parts are never 1
     copies: tuple[tuple[int, ...], ...]
-    regions: tuple[Region, ...] | None = None
-    is_own: bool = False
-    places: tuple[Region, ...] = field(default=(), compare=False)
+    """The full sets of global ranks that together hold a tensor, each in the order of its regions."""
+    regions: tuple[Region, ...] | None = None  # of a tensor split by no rule, in the order of a copy's ranks
+    is_own: bool = False  # lists what this rank holds, as a tensor with shard attributes shows no more
+    places: tuple[Region, ...] = field(default=(), compare=False)  # of such shards in the live tensor
     _partitionings: dict[int, Partitioning] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -155,9 +147,7 @@ def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor, or a plain tensor itself.
-
-    It shares the tensor's memory. That of a tensor with shard attributes is all of it, see `shards_of`.
+    """Return this rank's part of a sharded tensor, in the same memory, or any other tensor itself.
 
     Blocks: until a pending collective has filled the part.
     """
@@ -168,10 +158,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Region]]:
-    """Return this rank's shards of a tensor and their regions of the whole one; all of it if it is plain.
-
-    They share the tensor's memory.
-    """
+    """Return this rank's shards of a tensor, in the same memory, and their regions of the whole one."""
     local, sharding = local_of(tensor), sharding_of(tensor)
     if sharding is None:
         return [(local, Region.whole(tuple(local.shape)))]
@@ -217,6 +204,31 @@ def parts_like(
     for place, part in zip(_own_layout(new).places, parts, strict=True):
         new[place.slices].copy_(part)
     return new
+
+
+def make_real(
+    live: torch.Tensor,
+    sources: list[Callable[[], torch.Tensor]],
+    device: torch.device,
+    label: str,
+    *,
+    copy: bool,
+) -> None:
+    """Make a meta tensor real in place. Modules and optimizers keep the same object."""
+    parts = [source().detach().to(device=device, dtype=live.dtype, copy=copy) for source in sources]
+    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
+    real = parts_like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
+    if isinstance(live, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
+    vars(real).update(vars(live))
+    try:
+        torch.utils.swap_tensors(live, real)
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"{label} is on the meta device and cannot be made real in place: {error} "
+            "Call to_empty(device=...) on the module before you restore.",
+            key=label,
+        ) from error
 
 
 def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:

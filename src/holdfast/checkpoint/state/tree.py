@@ -67,10 +67,7 @@ def _check_fields(value: Any, path: str) -> None:
 
 
 def saved_container(value: Any, path: str) -> Any:
-    """Return the saved form of a container, with its live items.
-
-    A value that is no container of the program's own type is returned as it is.
-    """
+    """Return the saved form of a container of the program's own type, with its live items; others as is."""
     if type(value) is collections.defaultdict:
         return collections.defaultdict(None, value)
     kind = kind_of(value)
@@ -284,13 +281,9 @@ def references(tree: Any) -> Iterator[str]:
 
 
 def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live: bool = True) -> Any:
-    """Return an extracted tree with its tensors inserted again; the reverse of `extract_tensors`.
+    """Return an extracted and fitted tree with its tensors inserted again; the reverse of `extract_tensors`.
 
-    Args:
-        tree: the tree, fitted to live values.
-        tensor: returns the tensor with a name.
-        is_live: the tree is for live objects. Otherwise a composite tensor of a class of the program stays a
-            `SavedTensor` with its inner tensors.
+    If it is not for live objects, a composite tensor of a class of the program stays a `SavedTensor`.
     """
     if type(tree) is TensorRef:
         return tensor(tree.name)
@@ -312,10 +305,7 @@ def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live:
 
 
 def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
-    """Return an extracted tree with live tensors wherever `claim(name, live tensor)` accepts them.
-
-    `tree` and `live` are walked together; a reference without a live counterpart stays.
-    """
+    """Return an extracted tree with the live tensors in its places that `claim(name, tensor)` accepts."""
     if type(tree) is TensorRef:
         is_plain = isinstance(live, torch.Tensor) and not is_composite(live)
         return live if is_plain and claim(tree.name, live) else tree

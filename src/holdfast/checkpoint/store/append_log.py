@@ -41,10 +41,8 @@ class AppendLogs:
 
     A thread writes appended data after a pause. `flush` writes it at once, and so does a normal exit.
 
-    Args:
-        load: returns an object's bytes, or None if it does not exist; retries for so many seconds (None: the
-            store's own limit).
-        save: writes an object, likewise.
+    `load` returns an object's bytes, or None if it does not exist; it retries for so many seconds (None: the
+    store's own limit). `save` writes an object, likewise.
     """
 
     def __init__(self, load: Load, save: Save) -> None:

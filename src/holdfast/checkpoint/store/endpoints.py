@@ -31,10 +31,8 @@ _PORTS = {"http": 80, "https": 443}
 def check_endpoint(url: str, document: str, *, own: str = "") -> None:
     """Raise if a document's URL would send keys to an endpoint unknown to the user.
 
-    Args:
-        url: location named by the document; paths and URLs of the clouds themselves always pass.
-        document: name of the document, for the error.
-        own: location that the user has named, whose endpoint therefore gets the keys anyway.
+    Paths and URLs of the clouds themselves always pass. `own` is a location that the user has named, whose
+    endpoint therefore gets the keys anyway.
     """
     address = _address(url)
     endpoint = _endpoint_with_keys(address)
@@ -64,11 +62,9 @@ def _endpoint_with_keys(address: Address | None) -> str | None:
 
 
 def with_environment(address: Address) -> Address:
-    """Return an address with all options that determine its location, also those from the environment.
-
-    The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
-    on servers with tenants also under another profile.
-    """
+    """Return an address with all options that determine its location, also those from the environment."""
+    # The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
+    # on servers with tenants also under another profile.
     facts = dict(address.options)
     for name, found in _from_environment(address).items():
         if found and not facts.get(name):

@@ -223,10 +223,8 @@ class LocalStore(Store):
 
     @override
     def sync(self, folder: str) -> None:
-        """Make all names in a folder durable, even those that this process synced before.
-
-        Another process may have removed the folder since, and made it again.
-        """
+        """Make all names in a folder durable, even those that this process synced before."""
+        # Another process may have removed the folder since, and made it again (note 015).
         with translating(self.root, "sync", folder), self._rooted() as root:
             if root is None:
                 return
@@ -417,11 +415,7 @@ def _kind(root: int, name: str) -> int | None:
 
 
 def _walk(root: int, prefix: str) -> Iterator[tuple[str, int, os.DirEntry[str]]]:
-    """Yield all entries except folders, from the folders that can hold names with this prefix.
-
-    Yields:
-        the folder's path, its descriptor, and the entry.
-    """
+    """Yield the folder, its descriptor and the entry of all but folders, where names may have this prefix."""
     parent, _, start = prefix.rpartition("/")
     pending = [(parent, start)]
     while pending:

@@ -178,13 +178,7 @@ NOT_REGULAR = "it is not a regular file."
 
 @contextmanager
 def translating(root: Path, verb: str, name: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Translate errors of the operating system in the block into ours.
-
-    Args:
-        verb: failed action, for messages.
-        name: object or folder.
-        num_bytes: size of what was to be written or read, if any.
-    """
+    """Translate errors of the operating system in the block into ours, which name the failed action."""
     try:
         yield
     except (Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported):
@@ -253,11 +247,9 @@ class DurableNames:
         self._durable.pop(level, None)
 
     def sync_up(self, root: int, folder: str) -> None:
-        """Make the names of a folder, of its parents and of the root durable.
-
-        Each level once, whoever created it: another process may have, without having reached its fsync. Twice
-        would double the time of a small put, since even an fsync without changes flushes the disk's cache.
-        """
+        """Make the names of a folder, of its parents and of the root durable, each once."""
+        # Whoever created it: another process may have, without having reached its fsync (note 015). Twice
+        # would double the time of a small put, as even an fsync without changes flushes the disk's cache.
         for level in levels(folder):
             info = os.stat(level, dir_fd=root, follow_symlinks=False)
             if self._durable.get(level) != (info.st_dev, info.st_ino):

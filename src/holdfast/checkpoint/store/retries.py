@@ -192,9 +192,7 @@ class Retries:
     ) -> _T:
         """Return the result of `act`, repeated while failures may pass and the time limit allows.
 
-        Args:
-            retrying: use the client that retries by itself.
-            past_end: the result if the object ends before the requested range.
+        If `retrying`, its client retries by itself. `past_end` is the result if the object ends too early.
         """
         with command_limit.reporting(self._address.place):
             return self._call(request, act, retrying=retrying, past_end=past_end)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.copies import Copies
-from holdfast.checkpoint.state.catalog import shared_tensors
+from holdfast.checkpoint.state.capture import shared_tensors
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, held_by
 from holdfast.watch.replicas.trainer import FREE_BYTES, MAX_TURNS, turns_of
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.stage.extents import LARGE_BYTES
-from holdfast.checkpoint.stage.watch import Watcher
+from holdfast.checkpoint.stage.watch import LARGE_BYTES, Watcher
 from holdfast.checkpoint.stage.write_tracker import WriteTracker
 
 SIZE = 1_000_000

@@ -277,18 +277,12 @@ def test_values_that_no_save_writes_are_damage_so_that_an_older_checkpoint_is_ta
 
 Build = Callable[[torch.optim.Optimizer], Any]
 REJECTED: dict[str, tuple[Build, Build]] = {
-    "scaler": (
-        lambda _: torch.amp.GradScaler("cpu", enabled=False),
-        lambda _: torch.amp.GradScaler("cpu"),
-    ),
+    "scaler": (lambda _: torch.amp.GradScaler("cpu", enabled=False), lambda _: torch.amp.GradScaler("cpu")),
     "one in place of two": (
         lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2), StepLR(o, 3)], [2, 4]),
         lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2]),
     ),
-    "another kind": (
-        lambda o: StepLR(o, 2),
-        lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2]),
-    ),
+    "another kind": (lambda o: StepLR(o, 2), lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 2)], [2])),
 }
 
 

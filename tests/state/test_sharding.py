@@ -71,7 +71,7 @@ def _assert_regions_are_torchs(ranks: torch.Tensor, placements: Any, shape: tupl
         assert region.sizes == sizes
         assert region.offsets == offsets or not region.num_items
     for copy in range(len(sharding.copies)):
-        _assert_covers_once(sharding.partitioning(copy), shape)
+        _assert_covers_once(sharding.layout.partitioning(copy), shape)
 
 
 def _assert_covers_once(partitioning: Any, shape: tuple[int, ...]) -> None:
@@ -122,8 +122,8 @@ def test_replicated_mesh_dimensions_are_copies() -> None:
     assert sharding is not None
     assert sharding.splits == ((0, 2),)
     assert sharding.copies == ((0, 1), (5, 4))
-    assert sharding.partitioning(1) == EvenPartitioning(((0, 2),), (5, 4))
-    assert sharding.partitioning(1) is sharding.partitioning(1)
+    assert sharding.layout.partitioning(1) == EvenPartitioning(((0, 2),), (5, 4))
+    assert sharding.layout.partitioning(1) is sharding.layout.partitioning(1)
 
 
 def test_a_local_tensor_shares_memory() -> None:

@@ -29,9 +29,7 @@ def settings(url: str) -> Any:
     return {**client.config, **(client.client_options or {})}
 
 
-def test_the_error_for_a_missing_library_names_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_error_for_a_missing_library_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(Unsupported, match=r"pip install 'torch-holdfast\[remote\]'"):
         open_store("s3://bucket/run")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.store.endpoints import SharedKeys, shared_credentials, shared_region
+from holdfast.checkpoint.store.endpoints import shared_credentials, shared_region
 from holdfast.errors import InvalidInput, Unsupported
 
 VARIABLES = ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")
@@ -40,7 +40,7 @@ def test_without_files_the_client_finds_keys_by_itself() -> None:
 def test_the_default_profile_is_used(files: Path) -> None:
     write(files / "credentials", "default", **KEYS, aws_session_token="T")
     provider = shared_credentials(None)
-    assert isinstance(provider, SharedKeys)
+    assert provider is not None
     found = provider()
     assert (found["access_key_id"], found["secret_access_key"], found["token"]) == ("K", "S%", "T")
     assert found["expires_at"].tzinfo is not None

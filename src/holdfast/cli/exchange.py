@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from holdfast.checkpoint.exchange.export_names import KINDS, check_step, choose_kind
+from holdfast.checkpoint.exchange.exporter import KINDS, check_step, choose_kind
 from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint

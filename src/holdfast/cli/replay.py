@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.exchange.home_copy import copy_checkpoint
+from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home

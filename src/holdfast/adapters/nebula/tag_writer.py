@@ -22,7 +22,7 @@ from holdfast.checkpoint.home.claim import claim_run, read_run
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Home, Limits, Local
-from holdfast.checkpoint.state.replication import per_rank
+from holdfast.checkpoint.state.entry import per_rank
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.exchange.background_export import BackgroundExport, export_in_background
-    from holdfast.checkpoint.exchange.exporter import Exported, export_checkpoint
+    from holdfast.checkpoint.exchange.exporter import (
+        BackgroundExport,
+        Exported,
+        export_checkpoint,
+        export_in_background,
+    )
     from holdfast.checkpoint.exchange.importer import Imported, import_checkpoint
 
 __all__ = [
@@ -20,12 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:  # each imports what only it needs
-    if name in ("Exported", "export_checkpoint"):
-        from holdfast.checkpoint.exchange import exporter as module
-    elif name in ("BackgroundExport", "export_in_background"):
-        from holdfast.checkpoint.exchange import background_export as module
-    elif name in ("Imported", "import_checkpoint"):
-        from holdfast.checkpoint.exchange import importer as module
-    else:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(module, name)
+    file = "importer" if name in ("Imported", "import_checkpoint") else "exporter"
+    return getattr(importlib.import_module(f"{__name__}.{file}"), name)

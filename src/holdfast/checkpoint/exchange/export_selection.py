@@ -8,33 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.exchange.trees import select
+from holdfast.checkpoint.exchange.trees import select, touched_by
 from holdfast.checkpoint.format.layout import Shard
-from holdfast.checkpoint.format.nesting import is_optimizer, is_under
+from holdfast.checkpoint.format.nesting import is_optimizer
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 
 
 @dataclass(slots=True)
 class ExportSelection:
-    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it.
-
-    Attributes:
-        tensors: selected tensors by name, tied ones included.
-        only: selected prefixes; None for all.
-        rename: new prefix by old prefix; "" removes a prefix.
-        every_value: values by top-level key, also those that only other ranks have.
-        num_bytes: bytes of tensors that have been read so far.
-    """
+    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it."""
 
     checkpoint: Checkpoint
     rank: int
-    only: tuple[str, ...] | None
-    rename: dict[str, str]
+    only: tuple[str, ...] | None  # selected prefixes; None for all
+    rename: dict[str, str]  # new prefix by old prefix; "" removes a prefix
     num_threads: int
     on_bytes: Callable[[int], None] | None = None
-    tensors: dict[str, Shard] = field(default_factory=dict)
-    every_value: dict[str, Any] = field(default_factory=dict)
-    num_bytes: int = 0
+    tensors: dict[str, Shard] = field(default_factory=dict)  # selected ones by name, tied ones included
+    every_value: dict[str, Any] = field(default_factory=dict)  # also those that only other ranks have
+    num_bytes: int = 0  # of tensors that have been read so far
     _rank_of: dict[str, int] = field(default_factory=dict)  # of tensors that only other ranks have
     _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
 
@@ -47,10 +39,11 @@ class ExportSelection:
         only: Iterable[str] | None,
         rename: Mapping[str, str] | None,
         num_threads: int,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> ExportSelection:
         """Select the tensors and values with any of the prefixes."""
         prefixes = None if only is None else tuple(only)
-        one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads)
+        one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads, on_bytes)
         shapes, others = checkpoint.facts(rank), [of for of in range(checkpoint.world_size) if of != rank]
         if checkpoint.value_index() is None:
             one.every_value = _join(checkpoint.values(of) for of in (rank, *others))
@@ -83,11 +76,13 @@ class ExportSelection:
         """Return the selected values by top-level key, with a `TensorRef` in place of each tensor."""
         if self.only is None:
             return self.every_value
-        return {
-            key: value
-            for key, value in self.every_value.items()
-            if any(is_under(key, prefix) or is_under(prefix, key) for prefix in self.only)
-        }
+        return touched_by(self.only, self.every_value)
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes of tensors that have been read."""
+        self.num_bytes += num_bytes
+        if self.on_bytes is not None:
+            self.on_bytes(num_bytes)
 
     def stream(self, names: Sequence[str]) -> TensorStream:
         """Return a stream of the bytes of some tensors, one after the other."""
@@ -95,11 +90,7 @@ class ExportSelection:
 
 
 def _join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the values of different ranks, such as stages of a pipeline, as one.
-
-    An optimizer gets the groups of all of them, and a dict the keys that only later ones have. Of other
-    values, those of the first rank count.
-    """
+    """Return the values of different ranks as one: groups of all optimizers, keys of all dicts."""
     joined: dict[str, Any] = {}
     for values in parts:
         for key, value in values.items():
@@ -156,7 +147,5 @@ class TensorStream:
         while left:
             view = next(self._slices).view
             left -= len(view)
-            self._selection.num_bytes += len(view)
-            if self._selection.on_bytes is not None:
-                self._selection.on_bytes(len(view))
+            self._selection.count(len(view))
             yield view

@@ -1,29 +1,80 @@
-"""Export of a checkpoint to other formats."""
+"""Export of a checkpoint to other formats, at once or in a thread while training continues."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import re
 import secrets
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, final
 
-from holdfast.checkpoint.exchange import (
-    deepspeed_export,
-    safetensors_export,
-    torch_export,
-    trainer_export,
-)
-from holdfast.checkpoint.exchange.export_names import check_step, choose_kind
-from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.checkpoint.store.contract import Store
+from holdfast.errors import HoldfastError, Internal, InvalidInput, NotFound, SaveWarning, TimedOut
+from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
-from holdfast.system.units import parse_bytes
+from holdfast.system.units import Duration, parse_bytes, parse_step, parse_timeout
 
 if TYPE_CHECKING:
     import torch
+
+    from holdfast.checkpoint.keeper.save import Save
+
+_NICENESS = 10
+_EXIT_S = 5.0  # to remove what was written
+KINDS = ("safetensors", "hf", "torch", "dcp", "trainer", "deepspeed")
+"""Kinds of exports: a safetensors file, a Hugging Face folder, a file of torch.save, a DCP folder, a folder
+`checkpoint-N` of Hugging Face's Trainer, a folder of DeepSpeed's checkpoints."""
+_KIND_BY_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "torch")}
+_STEP = re.compile(r"(?:.*[-_.])?(?:checkpoint|step)[-_]?(\d+)(?:\.\w+)?", re.IGNORECASE)
+
+
+def choose_kind(path: Path, kind: str | None) -> str:
+    """Return the kind of an export; by default the one that the suffix of its name stands for."""
+    by_suffix = _KIND_BY_SUFFIX.get(path.suffix.lower())
+    if kind is None and by_suffix is None:
+        raise InvalidInput(
+            f"The name {path.name!r} does not choose a format: end it in {' or '.join(_KIND_BY_SUFFIX)}, or "
+            f"choose one of {', '.join(KINDS)} (kind=, --to). Nothing was exported.",
+            key=str(path),
+        )
+    if kind is not None:
+        _check_kind(kind)
+    if kind is not None and by_suffix not in (None, kind):
+        raise InvalidInput(
+            f"The name {path.name!r} stands for the format {by_suffix}, but {kind} was asked for. Nothing "
+            "was exported. Choose another name, or the other format (kind=, --to).",
+            key=str(path),
+        )
+    return kind or by_suffix or ""
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise InvalidInput(
+            f"Unknown kind of export {kind!r}: use {', '.join(KINDS)}. Nothing was exported.", key=kind
+        )
+
+
+def check_step(path: Path, step: int) -> None:
+    """Check that the name of an export does not have the number of another step."""
+    named = _STEP.fullmatch(path.name)
+    if named is not None and int(named[1]) != step:
+        raise InvalidInput(
+            f"{path.name} names step {int(named[1])}, but the checkpoint is of step {step}. Nothing was "
+            f"exported. Choose that checkpoint (--step {int(named[1])}), or another name.",
+            key=str(path),
+            step=step,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +115,7 @@ def export_checkpoint(
         checkpoint: checkpoint from `holdfast.open`.
         path: file or folder to write; its parent must exist. A name such as `checkpoint-500` must have the
             step's number.
-        kind: one of `export_names.KINDS`; by default the one of the suffix: .safetensors, or .pt and others
+        kind: one of `exporter.KINDS`; by default the one of the suffix: .safetensors, or .pt and others
             for torch.
         only: prefixes of the names to export ("model" includes "model.weight"). By default everything is
             exported.
@@ -92,53 +143,38 @@ def export_checkpoint(
     target, limit = Path(path).expanduser(), parse_bytes(max_shard_bytes, "max_shard_bytes")
     kind = choose_kind(target, kind)
     check_step(target, checkpoint.step)
+    from holdfast.checkpoint.exchange import trainer_export, weights_export  # slow, and needed only here
+    from holdfast.checkpoint.exchange.export_selection import ExportSelection
+
     selection = ExportSelection.choose(
-        checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads
+        checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads, on_bytes=on_bytes
     )
-    selection.on_bytes = on_bytes
-    writers: dict[str, Callable[[], None]] = {
-        "safetensors": lambda: safetensors_export.write_file(selection, target, overwrite=overwrite),
-        "hf": lambda: safetensors_export.write_folder(
-            selection, target, max_shard_bytes=limit, overwrite=overwrite
-        ),
-        "torch": lambda: torch_export.write_file(selection, target, overwrite=overwrite),
-        "dcp": lambda: torch_export.write_folder(selection, target, overwrite=overwrite),
-        "trainer": lambda: trainer_export.write_folder(
-            selection, target, max_shard_bytes=limit, overwrite=overwrite
-        ),
-        "deepspeed": lambda: deepspeed_export.write_folder(selection, target, overwrite=overwrite),
+    writers: dict[str, Callable[..., None]] = {
+        "safetensors": weights_export.write_safetensors_file,
+        "hf": partial(weights_export.write_hf_folder, max_shard_bytes=limit),
+        "torch": weights_export.write_torch_file,
+        "dcp": weights_export.write_dcp_folder,
+        "trainer": partial(trainer_export.write_trainer_folder, max_shard_bytes=limit),
+        "deepspeed": trainer_export.write_deepspeed_folder,
     }
-    sizes = _sizes(selection, kind)
+    sizes = [one.num_bytes for one in selection.tensors.values()]
+    if kind == "deepspeed":
+        sizes = trainer_export.deepspeed_sizes(checkpoint)
+    elif kind in ("torch", "dcp"):
+        sizes = [one.num_bytes for name, one in selection.tensors.items() if selection.original(name) == name]
     if on_total is not None:
         on_total(sum(sizes))
-    writers[kind]()
+    writers[kind](selection, target, overwrite=overwrite)
     count = len(sizes) if kind == "deepspeed" else len(selection.tensors)
     seconds = time.perf_counter() - began
     return Exported(str(target), checkpoint.step, kind, count, selection.num_bytes, seconds)
 
 
-def _sizes(selection: ExportSelection, kind: str) -> list[int]:
-    """Return the bytes of each tensor that is written."""
-    if kind == "deepspeed":
-        return deepspeed_export.count_tensors(selection.checkpoint)
-    shared = kind in ("torch", "dcp")
-    return [
-        tensor.num_bytes
-        for name, tensor in selection.tensors.items()
-        if not shared or selection.original(name) == name
-    ]
-
-
 def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the state dict of a saved module: whole tensors, verified, in a mapped file.
+    """Return the state dict of the module saved under a key: whole tensors, verified, in a mapped file.
 
     The system drops their pages when memory is short, and reads them again. Tied tensors are the same object.
-
-    Args:
-        checkpoint: from `holdfast.open`.
-        key: key of the module in the saved state.
-        folder: where the file is written. It has no name any more when this returns, and its space is free
-            when the tensors are.
+    The file in `folder` has no name any more when this returns; its space is free when the tensors are.
     """
     from safetensors.torch import load_file
 
@@ -152,3 +188,221 @@ def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, tor
     prefix = f"{key}."
     roots = {name: checkpoint.info(prefix + name).tied_to or prefix + name for name in found}
     return {name: found.get(root.removeprefix(prefix), found[name]) for name, root in roots.items()}
+
+
+class _Stopped(Exception):
+    """The program ends before the export does."""
+
+
+@final
+class BackgroundExport:
+    """Export that a thread writes; the future of an `Exported`. Made by `export_in_background`.
+
+    Attributes:
+        path: file or folder that appears when the export is complete.
+        total_bytes: size of all tensors; None until the checkpoint is open.
+        num_bytes: bytes of tensors that have been verified so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.total_bytes: int | None = None
+        self.num_bytes = 0
+        self._ended = threading.Event()
+        self._is_stopped = False
+        self._exported: Exported | None = None
+        self._error: HoldfastError | None = None
+
+    def done(self) -> bool:
+        """Return True if the export is complete or has failed."""
+        return self._ended.is_set()
+
+    def result(self, timeout: Duration | None = None) -> Exported:
+        """Wait until the export is durable, and return its facts.
+
+        Args:
+            timeout: seconds, or text such as "10m"; None for no limit.
+
+        Raises:
+            HoldfastError: the export failed, as `export_checkpoint`; or the save that it waits for did.
+            RetryLater: not complete within `timeout`; also a TimeoutError. The export continues.
+
+        Blocks: until the export ends, at most `timeout`.
+        """
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        assert self._exported is not None
+        return self._exported
+
+    def exception(self, timeout: Duration | None = None) -> HoldfastError | None:
+        """Wait until the export ends, and return its error, or None.
+
+        Raises:
+            RetryLater: not within `timeout`; also a TimeoutError. The export continues.
+
+        Blocks: as `result`.
+        """
+        timeout_s = parse_timeout(timeout, "timeout")
+        if not self._ended.wait(timeout_s):
+            raise TimedOut(
+                f"The export to {self.path} is not complete after {timeout_s} s: {self.num_bytes} of "
+                f"{self.total_bytes or 'unknown'} bytes. It continues in the background."
+            )
+        return self._error
+
+    # -- set by the thread and at the end of the program -----------------------------------------------------
+
+    def count(self, num_bytes: int) -> None:
+        """Count bytes that have been verified. Ends the export if the program does."""
+        if self._is_stopped:
+            raise _Stopped
+        self.num_bytes += num_bytes
+
+    def set_total(self, num_bytes: int) -> None:
+        """Set the size of all tensors."""
+        self.total_bytes = num_bytes
+
+    def complete(self, exported: Exported) -> None:
+        """Record that the export is durable."""
+        self._exported = exported
+        self._ended.set()
+
+    def fail(self, error: HoldfastError) -> None:
+        """Record the error, and warn."""
+        self._error = error
+        try:
+            warn(f"The export to {self.path} failed: {error}", SaveWarning)
+        finally:
+            self._ended.set()
+
+    def stop(self, thread: threading.Thread) -> None:
+        """Stop the export of a program that ends, and warn."""
+        if self.done():
+            return
+        self._is_stopped = True
+        thread.join(_EXIT_S)
+        if not self.done():
+            warn(
+                f"The program ended before the export to {self.path} did, so nothing is there. Call result() "
+                "of the export before the end, or run `holdfast export`.",
+                SaveWarning,
+            )
+
+
+_running: weakref.WeakKeyDictionary[BackgroundExport, threading.Thread] = weakref.WeakKeyDictionary()
+
+
+def export_in_background(
+    home: str | os.PathLike[str] | Store,
+    path: str | os.PathLike[str],
+    *,
+    after: Save | None = None,
+    step: int | None = None,
+    kind: str = "safetensors",
+    only: Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    max_shard_bytes: int | str = "5GB",
+    rank: int = 0,
+    overwrite: bool = False,
+) -> BackgroundExport:
+    """Start an export of a checkpoint in the background. Every byte is read from home and verified.
+
+    The thread has a lower priority and reads one block after the other, so that training keeps the processor.
+    A failure is a SaveWarning, and raised by `result`. A program that ends earlier stops the export, with a
+    warning: call `result` first. Nothing incomplete ever appears at `path`.
+
+    Memory: as `export_checkpoint`. The tensors in memory are not used, so that no second copy of them exists.
+
+    Args:
+        home: home of the run, as for `holdfast.open`.
+        path: file or folder to write; its parent must exist.
+        after: a save of this program, whose step is exported as soon as it is in home. Keep that checkpoint
+            long enough: an export of one that `keep` deletes meanwhile fails.
+        step: step to export; by default the newest.
+        kind: see `export_checkpoint`.
+        only: see `export_checkpoint`.
+        rename: see `export_checkpoint`.
+        max_shard_bytes: see `export_checkpoint`.
+        rank: see `export_checkpoint`.
+        overwrite: replace an older export.
+
+    Returns:
+        The export under way.
+
+    Raises:
+        InvalidInput: the kind, the size or the step is invalid, or both `after` and `step` are given.
+
+    Ranks: not collective. Call it on one rank.
+    Blocks: no.
+    """
+    _check_kind(kind)
+    limit = parse_bytes(max_shard_bytes, "max_shard_bytes")
+    if after is not None and step is not None:
+        raise InvalidInput("export_in_background() takes after= or step=, not both. Nothing was exported.")
+    chosen = None if step is None else parse_step(step, "export_in_background()")
+    export = BackgroundExport(Path(path).expanduser())
+
+    def write() -> Exported:
+        found = chosen if after is None else _wait_for(after)
+        return export_checkpoint(
+            open_checkpoint(home, found),
+            export.path,
+            kind=kind,
+            only=only,
+            rename=rename,
+            max_shard_bytes=limit,
+            rank=rank,
+            overwrite=overwrite,
+            num_threads=1,
+            on_total=export.set_total,
+            on_bytes=export.count,
+        )
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        try:
+            export.complete(write())
+        except _Stopped:
+            pass
+        except NotFound as error:
+            export.fail(_not_in_home(error, after))
+        except HoldfastError as error:
+            export.fail(error)
+        except Exception as error:  # noqa: BLE001 - the thread must not end without a result
+            text = f"{error!r}. Nothing was written there. This is a bug of Holdfast: report it."
+            export.fail(Internal(text))
+
+    thread = threading.Thread(target=run, name="holdfast-export", daemon=True)
+    _running[export] = thread
+    thread.start()
+    return export
+
+
+def _wait_for(save: Save) -> int:
+    """Wait until a save is in home, and return its step."""
+    save.wait_home()
+    if save.skipped:
+        raise NotFound(
+            f"The save of step {save.step} was skipped, since no staging memory was free. Nothing was "
+            "exported. Export another step.",
+            step=save.step,
+        )
+    return save.step
+
+
+def _not_in_home(error: NotFound, after: Save | None) -> HoldfastError:
+    if after is None or after.skipped:
+        return error
+    return NotFound(
+        f"{error} It was saved by this program: if it was only due in the local folder, save it with "
+        "to_home=True; if `keep` has deleted it since, keep more.",
+        step=after.step,
+    )
+
+
+@atexit.register
+def _stop_all() -> None:
+    for export, thread in list(_running.items()):
+        export.stop(thread)

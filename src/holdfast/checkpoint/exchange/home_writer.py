@@ -1,4 +1,4 @@
-"""Writer of a new home with one checkpoint: the data file in blocks, then part and manifest."""
+"""Writers of a new home with one checkpoint: from a source in another format, or as a verified copy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ from holdfast.checkpoint.exchange.source import Source, SourceTensor
 from holdfast.checkpoint.format import manifest, names, part, partitioning, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.hashes import chunk_bytes_for
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest
 from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay_out
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile
-from holdfast.checkpoint.home.claim import claim_attempt, new_run, newest_attempt, note_saved, read_run
+from holdfast.checkpoint.home.claim import (
+    check_run,
+    claim_attempt,
+    new_run,
+    newest_attempt,
+    note_saved,
+    read_run,
+)
 from holdfast.checkpoint.home.commit import make_manifest, parse_parts
+from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import WriterId, list_home
 from holdfast.checkpoint.home.retain import delete_files
+from holdfast.checkpoint.keeper.persist import verified_blocks
 from holdfast.checkpoint.restore.slices import split_into_slices
 from holdfast.checkpoint.store.contract import Store
-from holdfast.errors import Conflict, HoldfastError
+from holdfast.errors import Conflict, Corrupt, HoldfastError
 from holdfast.system.units import plural
 
 BUFFER_BYTES = 8 << 20
@@ -41,15 +51,17 @@ class ChunkHashes:
         self._open = xxhash.xxh3_128()
         self._filled = 0
 
-    def add(self, view: memoryview) -> None:
-        """Hash the next bytes."""
-        while view:
-            head = view[: self.chunk_bytes - self._filled]
+    def add(self, view: memoryview) -> memoryview:
+        """Hash the next bytes, and return them."""
+        rest = view
+        while rest:
+            head = rest[: self.chunk_bytes - self._filled]
             self._open.update(head)
             self._filled += len(head)
-            view = view[len(head) :]
+            rest = rest[len(head) :]
             if self._filled == self.chunk_bytes:
                 self._close()
+        return view
 
     def _close(self) -> None:
         self._done.append(self._open.hexdigest())
@@ -76,19 +88,8 @@ def write_home(
     Memory: `BUFFER_BYTES`, plus one read of a region of the source.
 
     Args:
-        store: new home, or one with leftovers of killed imports.
         origin: description of the source, for the history.
         on_bytes: called with a number of bytes after they have been read from the source.
-
-    Returns:
-        The size and hashes of the data file.
-
-    Raises:
-        Conflict: the home is not new, or another run or import has begun in it. The home is as before.
-        InvalidInput: a name or a value cannot be in a checkpoint. Nothing was written.
-        Corrupt: the source is damaged. What had been written was deleted.
-        RetryLater: reading the source or writing to the home failed. What had been written was deleted, if
-            possible.
 
     Blocks: until the checkpoint is durable.
     """
@@ -105,30 +106,29 @@ def write_home(
         refuse_existing_home(store)  # again, because later imports and runs see the claim
         store.sweep()
         hashes = ChunkHashes(layout.file_bytes)
-        parts = _with_hashes(_file_parts(list(source), layout, on_bytes), hashes)
+        parts = map(hashes.add, _file_parts(list(source), layout, on_bytes))
         store.put_parts(names.data(step, attempt, 0), parts, layout.file_bytes, if_absent=True)
         file = hashes.finish()
-        texts = make_documents(
-            run_id=this_run.id,
-            step=step,
-            attempt=attempt,
-            shards=shards,
-            layout=layout,
-            file=file,
-            tied=source.tied,
-            values=encoded,
-        )
+        checkpoint = CheckpointId(attempt=attempt, step=step)
+        facts = {"tied": source.tied, "values": encoded}
+        texts = make_documents(this_run.id, checkpoint, shards, layout, file, **facts)
         for name, text in texts.items():
             _check_not_overtaken(store, attempt)
             store.put(name, text, if_absent=True)
         _check_not_overtaken(store, attempt)
     except BaseException:
-        _remove(store, step, attempt)
+        written = names.manifest(step, attempt), names.part(step, attempt, 0), names.data(step, attempt, 0)
+        with suppress(HoldfastError):  # the error that is being raised explains more
+            delete_files(store, written)  # the manifest first, so that nothing incomplete is ever visible
+            store.delete(names.attempt(attempt))
         raise
-    note_saved(store, this_run.id, CheckpointId(attempt=attempt, step=step))
+    note_saved(store, this_run.id, checkpoint)
     with suppress(HoldfastError):  # the checkpoint is complete; the next start of the run writes it too
         store.put(names.RUN, run.document(this_run), if_absent=True)
-    _remove_older(store, attempt)
+    with suppress(HoldfastError):  # they do no harm, and `holdfast rm --incomplete` deletes them
+        for one in list_home(store).saved.values():
+            if one.attempt < attempt and not one.is_committed:  # an import that no longer may commit
+                delete_files(store, one.names)
     history = History(store, WriterId(this_run.id, attempt, rank=0, world_size=1))
     detail, seconds = f"imported from {origin}", time.perf_counter() - began
     history.record("committed", step=step, num_bytes=file.num_bytes, seconds=seconds, detail=detail)
@@ -136,22 +136,17 @@ def write_home(
 
 
 def make_documents(
-    *,
     run_id: str,
-    step: int,
-    attempt: int,
+    checkpoint: CheckpointId,
     shards: list[Shard],
     layout: FileLayout,
     file: DataFile,
+    *,
     tied: dict[str, str],
     values: dict[str, Any],
 ) -> dict[str, bytes]:
-    """Return the documents of a checkpoint of one rank, in the order of writing.
-
-    Args:
-        tied: name by alias.
-        values: tagged JSON by top-level key.
-    """
+    """Return the documents of a checkpoint of one rank, with encoded values, in the order of writing."""
+    attempt, step = checkpoint.attempt, checkpoint.step
     whole, ranks = partitioning.whole(0), (0,)
     tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole, ranks) for shard in shards}
     draft = part.draft(
@@ -198,12 +193,6 @@ def _check_not_overtaken(store: Store, attempt: int) -> None:
         )
 
 
-def _with_hashes(parts: Iterator[memoryview], hashes: ChunkHashes) -> Iterator[memoryview]:
-    for one in parts:
-        hashes.add(one)
-        yield one
-
-
 def _file_parts(
     tensors: list[SourceTensor], layout: FileLayout, on_bytes: Callable[[int], None] | None
 ) -> Iterator[memoryview]:
@@ -225,17 +214,26 @@ def _file_parts(
     yield buffer[:filled]
 
 
-def _remove(store: Store, step: int, attempt: int) -> None:
-    """Delete what was written, the manifest first, so that no incomplete checkpoint is ever visible."""
-    written = names.manifest(step, attempt), names.part(step, attempt, 0), names.data(step, attempt, 0)
-    with suppress(HoldfastError):  # the error that is being raised explains more
-        delete_files(store, written)
-        store.delete(names.attempt(attempt))
+def copy_checkpoint(
+    source: Store, target: Store, saved: Manifest, *, on_bytes: Callable[[int], None] = lambda count: None
+) -> None:
+    """Copy a checkpoint into an empty place, and verify every byte on the way.
 
-
-def _remove_older(store: Store, attempt: int) -> None:
-    """Delete files of earlier imports that did not write their manifest, and no longer may."""
-    with suppress(HoldfastError):  # they do no harm, and `holdfast rm --incomplete` deletes them
-        for one in list_home(store).saved.values():
-            if one.attempt < attempt and not one.is_committed:
-                delete_files(store, one.names)
+    Blocks: until all is written; in memory there is one block at a time.
+    """
+    step, attempt = saved.step, saved.attempt
+    check_run(target, saved.run)
+    for rank in range(saved.world_size):
+        found = read_part(source, saved, rank)
+        files = {names.data(step, attempt, rank): found.file, names.frozen(step, attempt, rank): found.frozen}
+        for name, file in files.items():
+            if file is not None:
+                target.put_parts(name, verified_blocks(source, name, file), file.num_bytes)
+                on_bytes(file.num_bytes)
+        name = names.part(step, attempt, rank)
+        text = source.get(name)
+        if digest(text) != saved.parts[rank].part_xxh3:
+            raise Corrupt(f"{name} in {source.url} has changed while it was copied.", key=name)
+        target.put(name, text)
+    name = names.manifest(step, attempt)
+    target.put(name, source.get(name))  # last, as a save does

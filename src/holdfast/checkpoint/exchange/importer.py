@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.exchange import dcp_folder, safetensors_files, torch_files
+from holdfast.checkpoint.exchange import safetensors_files, torch_files
 from holdfast.checkpoint.exchange.home_writer import refuse_existing_home, write_home
 from holdfast.checkpoint.exchange.source import Source, read_range
-from holdfast.checkpoint.exchange.trees import select
+from holdfast.checkpoint.exchange.trees import select, touched_by
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.nesting import is_under, prune
+from holdfast.checkpoint.format.nesting import prune
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import InvalidInput, NotFound, RetryLater
@@ -104,10 +104,7 @@ def import_checkpoint(
 
 
 def _check_expansion(path: Path, opened: Source) -> None:
-    """Check that an import does not write many times the size of its source.
-
-    An expanded tensor of any size has few bytes in a file.
-    """
+    """Check that an import does not write many times the size of its source, as of expanded tensors."""
     folder = path.parent if path.name.endswith(".index.json") else path
     files = folder.iterdir() if folder.is_dir() else (path,)
     source_bytes = sum(file.stat().st_size for file in files if file.is_file())
@@ -133,12 +130,7 @@ def _select(opened: Source, prefixes: tuple[str, ...], what: str) -> Source:
     ]
     tied = {alias: first.get(name, name) for alias, name in tied.items() if alias not in first.values()}
     kept = {*(tensor.name for tensor in tensors), *tied}
-    values = {
-        key: value
-        for key, value in opened.values.items()
-        if any(is_under(key, prefix) or is_under(prefix, key) for prefix in prefixes)
-    }
-    return Source(tuple(tensors), tied, prune(values, kept))
+    return Source(tuple(tensors), tied, prune(touched_by(prefixes, opened.values), kept))
 
 
 KINDS = ("torch", "dcp", "safetensors", "hf")
@@ -186,34 +178,27 @@ def _kind_of_folder(path: Path) -> str | None:
         raise InvalidInput(
             f"{path} is already a home of Holdfast: copy the folder, or export from it.", key=str(path)
         )
-    if (path / dcp_folder.METADATA).is_file():
+    if (path / torch_files.DCP_METADATA).is_file():
         return "dcp"
     return "hf" if any(path.glob("*.safetensors")) or any(path.glob(_BIN)) else None
 
 
 def open_source(path: Path, kind: str, *, only: tuple[str, ...] | None, under: str | None) -> Source:
-    """Open a source of one of `KINDS`.
+    """Open a source of one of `KINDS`, with everything under a top-level key.
 
     Args:
         only: prefixes of the names to open, as far as the kind can leave out others; None for all.
-        under: top-level key to put everything under.
-
-    Raises:
-        InvalidInput: the kind is unknown, or the source is of another kind.
-        Unsupported: the source needs code to load, or has a dtype that a checkpoint cannot hold.
-        Corrupt: the source is damaged.
-        NotFound: a file of the source is missing.
     """
-    openers: dict[str, Callable[[], Source]] = {
-        "torch": lambda: torch_files.open_files([path], under=under),
-        "dcp": lambda: _nest_under(dcp_folder.open_folder(path, only=only), under),
-        "safetensors": lambda: _nest_under(safetensors_files.open_file(path), under),
-        "hf": lambda: _open_hf(path, under),
-    }
-    if kind not in openers:
+    if kind not in KINDS:
         raise InvalidInput(f"Unknown kind of source {kind!r}: use {', '.join(KINDS)}.")
     _check_shape(path, kind)
-    return openers[kind]()
+    if kind == "torch":
+        return torch_files.open_files([path], under=under)
+    if kind == "dcp":
+        return _nest_under(torch_files.open_dcp_folder(path, only=only), under)
+    if kind == "safetensors":
+        return _nest_under(safetensors_files.open_files([path]), under)
+    return _open_hf(path, under)
 
 
 def _check_shape(path: Path, kind: str) -> None:
@@ -223,9 +208,9 @@ def _check_shape(path: Path, kind: str) -> None:
     if path.is_dir() != (kind in ("dcp", "hf")) and not path.name.endswith(".index.json"):
         needed = "a folder" if kind in ("dcp", "hf") else "a file"
         raise InvalidInput(f"{path} is not a source of kind {kind!r}, which is {needed}.", key=str(path))
-    if kind == "dcp" and not (path / dcp_folder.METADATA).is_file():
+    if kind == "dcp" and not (path / torch_files.DCP_METADATA).is_file():
         raise InvalidInput(
-            f"{path} has no file {dcp_folder.METADATA}: it is not a DCP checkpoint, or its save was "
+            f"{path} has no file {torch_files.DCP_METADATA}: it is not a DCP checkpoint, or its save was "
             "interrupted.",
             key=str(path),
         )
@@ -251,10 +236,7 @@ def _nest_under(source: Source, under: str | None) -> Source:
     """Return a source with everything under one top-level key."""
     if under is None:
         return source
-    tensors = tuple(
-        type(tensor)(f"{under}.{tensor.name}", tensor.dtype, tensor.shape, tensor.readers)
-        for tensor in source
-    )
+    tensors = tuple(replace(tensor, name=f"{under}.{tensor.name}") for tensor in source)
     tied = {f"{under}.{alias}": f"{under}.{name}" for alias, name in source.tied.items()}
     if not source.values:
         return Source(tensors, tied, {under: {}})

@@ -17,6 +17,7 @@ import torch
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
+from holdfast.checkpoint.state.entry import is_stateful
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
 from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
@@ -33,6 +34,7 @@ KNOWN = frozenset(
 )
 """Classes of other libraries that are restored as such. Only their attributes are saved, never code."""
 _NAMESPACES: dict[str, type] = {"namespace": argparse.Namespace, "simple-namespace": types.SimpleNamespace}
+_LABELS = {kind: label for label, kind in _NAMESPACES.items()}
 _STATE_DICT, _VERSIONS = "state-dict", "versions"
 _SEQUENCES = (list, tuple, collections.deque)
 
@@ -116,25 +118,23 @@ def _pack(value: Any, path: Path, into: Packed) -> Any:
         if value.device.type != "cpu":
             into.devices[path] = str(value.device)
         return value
-    if _is_mapping(value):
+    if isinstance(value, dict) and kind is not collections.Counter:
         return _pack_dict(value, path, into)
     if kind in _SEQUENCES and (container := kind_of(value)) is not None:
         pairs = container.items(value)
         return container.rebuild(value, [(i, _pack(item, (*path, i), into)) for i, item in pairs])
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value, (int, str)) else value
-    label = _label(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    label = _LABELS.get(kind) or (name if name in KNOWN else None)
     if label is not None:
         into.kinds.append((path, label, None))
         return _pack(dict(vars(value)), path, into)
-    if _has_state_dict(value):
+    if is_stateful(value) and not isinstance(value, type):
         into.kinds.append((path, _STATE_DICT, None))
-        return _pack(value.state_dict(), path, into)
+        state: Any = value
+        return _pack(state.state_dict(), path, into)
     return value
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict) and type(value) is not collections.Counter
 
 
 def _pack_dict(value: dict[Any, Any], path: Path, into: Packed) -> dict[Any, Any]:
@@ -148,20 +148,6 @@ def _pack_dict(value: dict[Any, Any], path: Path, into: Packed) -> dict[Any, Any
         if versions:
             into.kinds.append((path, _VERSIONS, versions))
     return collections.OrderedDict(items)
-
-
-def _label(value: Any) -> str | None:
-    kind = type(value)
-    if kind in _NAMESPACES.values():
-        return next(label for label, one in _NAMESPACES.items() if one is kind)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return name if name in KNOWN else None
-
-
-def _has_state_dict(value: Any) -> bool:
-    if isinstance(value, type):
-        return False
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def unpack(tree: Any, kinds: list[tuple[Path, str, Any]]) -> Any:
@@ -241,12 +227,7 @@ def checked_metadata(name: str) -> Iterator[None]:
 
 
 def partition_key(name: Any, reserved: Collection[str]) -> str:
-    """Return the key of a partition: its name, with characters escaped that keys cannot have.
-
-    Args:
-        name: name of the partition.
-        reserved: keys that the partition must not get.
-    """
+    """Return the key of a partition: its name, with characters escaped that keys cannot have."""
     if not isinstance(name, str) or not name:
         raise InvalidInput(f"A partition's name must be a non-empty string, not {name!r}.")
     key = name.replace("%", "%25").replace("/", "%2F").replace("@", "%40")
@@ -254,11 +235,7 @@ def partition_key(name: Any, reserved: Collection[str]) -> str:
 
 
 def describe_partitions(partitions: Mapping[str, tuple[str, Packed]]) -> dict[str, Any]:
-    """Return the metadata of partitions, by name.
-
-    Args:
-        partitions: key in the checkpoint and packed value of each partition, by name.
-    """
+    """Return the metadata of partitions, by name; `partitions` are key and packed value of each."""
     return {
         name: {
             "key": key,
@@ -280,11 +257,7 @@ def packed_of(name: str, metadata: Any, tree: Any) -> Packed:
 def read_partition(checkpoint: Checkpoint, rank: int, meta_key: str, name: str) -> Packed:
     """Return a partition that a rank has saved, on the CPU and verified.
 
-    Args:
-        checkpoint: opened checkpoint.
-        rank: rank that has saved it.
-        meta_key: top-level key with the metadata of all partitions.
-        name: name of the partition.
+    `meta_key` is the top-level key with the metadata of all partitions.
     """
     values = checkpoint.values(rank)
     with checked_metadata(name):

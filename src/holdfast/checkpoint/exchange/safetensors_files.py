@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.exchange.source import FileReader, Source, SourceTensor, read_range
+from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_size, columns
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
@@ -22,11 +22,6 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_FILE_NAME_BYTES = 255  # the limit of Linux
 
 
-def open_file(path: Path) -> Source:
-    """Open a safetensors file."""
-    return _open_files([path])
-
-
 def open_folder(folder: Path) -> Source:
     """Open the safetensors files of a folder: those in its index, or all if it has no index.
 
@@ -35,14 +30,14 @@ def open_folder(folder: Path) -> Source:
     """
     index = find_index(folder, INDEX_SUFFIX)
     if index is None:
-        return _open_files(sorted(folder.glob("*.safetensors")))
+        return open_files(sorted(folder.glob("*.safetensors")))
     return open_index(index)
 
 
 def open_index(index: Path) -> Source:
     """Open the files in an index."""
     weight_map = read_index(index)
-    return _open_files([index.parent / name for name in dict.fromkeys(weight_map.values())], weight_map)
+    return open_files([index.parent / name for name in dict.fromkeys(weight_map.values())], weight_map)
 
 
 def find_index(folder: Path, suffix: str) -> Path | None:
@@ -68,7 +63,9 @@ def read_index(path: Path) -> dict[str, str]:
         raise Corrupt(f"{path} is not an index with a weight_map: {error}", key=str(path)) from error
     weight_map = {name: found.text(name, max_chars=1024) for name in found.members}
     files = set(weight_map.values())
-    outside = [name for name in files if "\0" in name or Path(name).name != name or not _is_file_name(name)]
+    sizes = {name: len(name.encode("utf-8", "surrogateescape")) for name in files}
+    outside = [name for name in files if "\0" in name or Path(name).name != name]
+    outside += [name for name, num_bytes in sizes.items() if not 0 < num_bytes <= _MAX_FILE_NAME_BYTES]
     if outside:
         raise Corrupt(f"{path} names {outside[0]!r}, which is not a file of its folder.", key=str(path))
     for name in files:
@@ -79,12 +76,9 @@ def read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _is_file_name(name: str) -> bool:
-    return 0 < len(name.encode("utf-8", "surrogateescape")) <= _MAX_FILE_NAME_BYTES
-
-
-def _open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
-    found: dict[str, list[tuple[str, FileReader]]] = {}
+def open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = None) -> Source:
+    """Open safetensors files as one source, with the file name of each tensor if they have an index."""
+    found: dict[str, list[tuple[str, RegionReader]]] = {}
     for path in paths:
         for name, dtype, reader in _readers(path):
             if weight_map is None or weight_map.get(name) == path.name:
@@ -98,7 +92,7 @@ def _open_files(paths: Iterable[Path], weight_map: Mapping[str, str] | None = No
     return Source(tuple(_join(name, readers) for name, readers in found.items()))
 
 
-def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
+def _join(name: str, readers: list[tuple[str, RegionReader]]) -> SourceTensor:
     dtypes = {dtype for dtype, _ in readers}
     ranks = {len(reader.region.offsets) for _, reader in readers}
     if len(dtypes) > 1 or len(ranks) > 1:
@@ -116,9 +110,11 @@ def _join(name: str, readers: list[tuple[str, FileReader]]) -> SourceTensor:
     return SourceTensor(name, readers[0][0], shape, tuple(reader for _, reader in readers))
 
 
-def _readers(path: Path) -> list[tuple[str, str, FileReader]]:
+def _readers(path: Path) -> list[tuple[str, str, RegionReader]]:
     """Return each tensor in a file: its name, its dtype and a reader."""
-    entries, data_start = _header(path)
+    size = int.from_bytes(read_range(path, 0, 8), "little")
+    num_bytes = min(size, MAX_HEADER_BYTES, path.stat().st_size - 8)  # parse_header reports a wrong size
+    entries, data_start = parse_header(bytes(read_range(path, 0, 8 + num_bytes)), str(path))
     metadata = entries.pop("__metadata__", {})
     try:
         fields = Fields(metadata, "its metadata")
@@ -152,15 +148,9 @@ def _check_overlap(entries: dict[str, Any]) -> int:
     return end
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    size = int.from_bytes(read_range(path, 0, 8), "little")
-    num_bytes = min(size, MAX_HEADER_BYTES, path.stat().st_size - 8)  # parse_header reports a wrong size
-    return parse_header(bytes(read_range(path, 0, 8 + num_bytes)), str(path))
-
-
 def _parse_entry(
     path: Path, name: str, entry: Fields, sharding: Fields | None, data_start: int
-) -> tuple[str, str, FileReader]:
+) -> tuple[str, str, RegionReader]:
     dtype, sizes = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
     start, stop = columns(list(entry.integers("data_offsets")), 2, "the offsets")
     if dtype not in ITEM_BYTES:
@@ -171,4 +161,4 @@ def _parse_entry(
     check_size(name, dtype, sizes)
     if len(offsets) != len(sizes) or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(sizes)}")
-    return name, dtype, FileReader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])
+    return name, dtype, file_reader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])

@@ -4,52 +4,35 @@ from __future__ import annotations
 
 import os
 import stat
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, final
-
-from typing_extensions import override
+from typing import Any
 
 from holdfast.checkpoint.format.layout import Shard, byte_ranges, item_offset
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.errors import Corrupt, NotFound, RetryLater
 
 
-class RegionReader(ABC):
-    """Reader of a region of a tensor, whose bytes are in row-major order."""
+@dataclass(frozen=True, slots=True)
+class RegionReader:
+    """Reader of a region of a tensor, whose bytes are in row-major order.
 
-    region: Region
-
-    @abstractmethod
-    def read(self, region: Region) -> memoryview:
-        """Return the bytes of a region inside this one that is contiguous in it.
-
-        Raises:
-            Corrupt: the bytes are missing.
-            RetryLater: the bytes could not be read.
-        """
-
-
-@final
-class FileReader(RegionReader):
-    """Reader of a region whose bytes are a range of a file.
-
-    Args:
-        start: byte at which the region begins.
+    `read` returns the bytes of a region inside this one that is contiguous in it.
     """
 
-    def __init__(self, path: Path, start: int, region: Region, item_bytes: int) -> None:
-        self.region = region
-        self._path = path
-        self._start = start
-        self._item_bytes = item_bytes
+    region: Region
+    read: Callable[[Region], memoryview]
 
-    @override
-    def read(self, region: Region) -> memoryview:
-        start = self._start + item_offset(region, self.region) * self._item_bytes
-        return read_range(self._path, start, region.num_items * self._item_bytes)
+
+def file_reader(path: Path, start: int, region: Region, item_bytes: int) -> RegionReader:
+    """Return a reader of a region whose bytes are in a file, from `start` on."""
+
+    def read(part: Region) -> memoryview:
+        at = start + item_offset(part, region) * item_bytes
+        return read_range(path, at, part.num_items * item_bytes)
+
+    return RegionReader(region, read)
 
 
 def read_range(path: Path, start: int, num_bytes: int) -> memoryview:

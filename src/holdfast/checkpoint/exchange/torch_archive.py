@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import pickle
 import struct
@@ -28,11 +29,7 @@ _ENCRYPTED, _UTF8 = 0x41, 0x800
 
 
 def check_layout(archive: zipfile.ZipFile) -> str:
-    """Check that every reader finds the same members with the same bytes in an archive.
-
-    Returns:
-        The folder of all members.
-    """
+    """Check that every reader finds the same members with the same bytes; return the folder of all."""
     file, members = archive.fp, archive.infolist()
     if file is None or not members:
         raise ValueError("the archive has no members")
@@ -129,12 +126,13 @@ class TensorLocation:
 def locate_tensor(path: Path, offset: int, length: int) -> TensorLocation | None:
     """Locate the tensor that was saved alone into a range of a file.
 
-    Returns:
-        The location, or None if the tensor is not contiguous, has another byte order, or is a subclass.
+    None if it is not contiguous, has another byte order, or is a subclass.
     """
     what = f"{path} at byte {offset}"
     try:
-        with zipfile.ZipFile(_open_range(path, offset, length)) as archive:
+        is_small = length <= _MAX_AT_ONCE_BYTES
+        whole = io.BytesIO(read_range(path, offset, length)) if is_small else None
+        with zipfile.ZipFile(whole or io.BufferedReader(_FileRange(path, offset, length))) as archive:
             return _find(archive, path, offset, what)
     except DAMAGED as error:
         raise Corrupt(
@@ -178,19 +176,11 @@ def _is_contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _open_range(path: Path, offset: int, length: int) -> IO[bytes]:
-    if length <= _MAX_AT_ONCE_BYTES:
-        return io.BytesIO(read_range(path, offset, length))
-    return io.BufferedReader(_FileRange(path, offset, length))
-
-
 class _FileRange(io.RawIOBase):
     """Range of a file, as a file object."""
 
     def __init__(self, path: Path, offset: int, length: int) -> None:
-        self._path = path
-        self._offset = offset
-        self._length = length
+        self._path, self._offset, self._length = path, offset, length
         self._at = 0
 
     def readable(self) -> bool:
@@ -248,47 +238,36 @@ def write_archive(
     stored: Iterable[ArchivedTensor],
     read: Callable[[ArchivedTensor], Iterator[memoryview]],
 ) -> int:
-    """Write a tree at the end of a file, in the format of `torch.save`.
+    """Write a tree at the end of a file, in the format of `torch.save`; return the size of the archive.
 
     Args:
         out: seekable file, positioned where the archive begins.
         tree: plain containers and values, with `ArchivedTensor` in place of tensors.
         stored: each storage once, in the order of the archive.
         read: yields a storage's bytes.
-
-    Returns:
-        Size of the archive in bytes.
     """
+    data = io.BytesIO()
+    _Pickler(data, protocol=2).dump(tree)  # the protocol of torch.save, which torch.load expects
     storages = (Record(f"data/{one.key}", one.num_bytes, partial(read, one)) for one in stored)
-    return write_records(out, _pickle(tree), storages)
+    return write_records(out, data.getvalue(), storages)
 
 
 def write_records(out: IO[bytes], pickled: bytes, storages: Iterable[Record]) -> int:
-    """Write a pickle and its storages in the format of `torch.save`.
+    """Write a pickle as `torch.save` does, and its storages; return the size of the archive.
 
     Args:
         out: seekable file, positioned where the archive begins.
-        pickled: pickle that refers to the storages, as `torch.save` writes it.
         storages: records in the order of the archive; each is written before the next one is asked for.
-
-    Returns:
-        Size of the archive in bytes.
     """
     view = _ArchiveFile(out)
+    first = Record.of_bytes("data.pkl", pickled), Record.of_bytes("byteorder", b"little")
     with zipfile.ZipFile(view, "w", zipfile.ZIP_STORED) as archive:
-        _write(archive, view, "data.pkl", pickled)
-        _write(archive, view, "byteorder", b"little")
-        for one in storages:
+        for one in itertools.chain(first, storages, [Record.of_bytes("version", b"3\n")]):
             info = _info(view, one.name, one.num_bytes)
             with archive.open(info, "w", force_zip64=one.num_bytes >= _ZIP64_BYTES) as record:
                 for part in one.read():
                     record.write(part)
-        _write(archive, view, "version", b"3\n")
     return view.seek(0, 2)
-
-
-def _write(archive: zipfile.ZipFile, view: _ArchiveFile, name: str, data: bytes) -> None:
-    archive.writestr(_info(view, name, len(data)), data)
 
 
 def _info(view: _ArchiveFile, name: str, num_bytes: int) -> zipfile.ZipInfo:
@@ -326,12 +305,6 @@ class _ArchiveFile(io.RawIOBase):
 
     def flush(self) -> None:
         self._out.flush()
-
-
-def _pickle(tree: Any) -> bytes:
-    data = io.BytesIO()
-    _Pickler(data, protocol=2).dump(tree)  # the protocol of torch.save, which torch.load expects
-    return data.getvalue()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Reader of files of torch.save: weights only and memory-mapped, so that a file may be larger than memory."""
+"""Readers of files of torch.save, weights only and memory-mapped, and of DCP folders, by ranges."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
-from typing_extensions import override
-
-from holdfast.checkpoint.exchange.pickle_check import StorageCheck, check_pickle
-from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, read_range
-from holdfast.checkpoint.exchange.torch_archive import DAMAGED, check_layout
-from holdfast.checkpoint.exchange.trees import FlatTree, flatten
+from holdfast.checkpoint.exchange import safe_unpickler
+from holdfast.checkpoint.exchange.safe_unpickler import StorageCheck, check_pickle
+from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
+from holdfast.checkpoint.exchange.torch_archive import DAMAGED, check_layout, locate_tensor
+from holdfast.checkpoint.exchange.trees import flatten, is_named_tensor, is_state_dict, nest, select
+from holdfast.checkpoint.format.agreement import covers_once
+from holdfast.checkpoint.format.catalog import check_size
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.limits import MAX_DIMS
 from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.values import TensorRef
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.system.documents import read_integers
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def open_files(paths: Iterable[Path], *, under: str | None = None) -> Source:
-    """Open files of torch.save as one source.
-
-    Args:
-        paths: files of one checkpoint, each a dict; a single tensor or list needs `under`.
-        under: top-level key to put everything under.
-
-    Raises:
-        Unsupported: a file needs a class that weights-only loading refuses. None of its code has run.
-        Corrupt: a file is damaged or truncated.
-        InvalidInput: two tensors have the same name, or a value cannot be in a checkpoint.
-    """
+    """Open files of torch.save, each a dict, as one source. A single tensor or list needs the key `under`."""
     tree: Any = {}
     for path in paths:
         loaded = load(path)
@@ -74,11 +69,7 @@ def open_files(paths: Iterable[Path], *, under: str | None = None) -> Source:
 
 
 def load(path: Path, **options: Any) -> Any:
-    """Load a file of torch.save. Tensors are mapped from the file if it is an archive.
-
-    Args:
-        options: options of `torch.load`, such as `map_location`.
-    """
+    """Load a file of torch.save, with options of torch.load. Tensors of an archive are mapped."""
     is_archive = _is_archive(path)
     try:
         with path.open("rb") as file:
@@ -184,48 +175,35 @@ def _is_archive(path: Path) -> bool:
 
 def open_tree(tree: dict[str, Any]) -> Source:
     """Return a tree of tensors and plain values as a source."""
-    flat: FlatTree = flatten(tree)
-    pages = Pages()
-    tensors = tuple(_source_tensor(name, tensor, pages) for name, tensor in flat.tensors.items())
-    return Source(tensors, flat.tied, flat.values)
-
-
-def _source_tensor(name: str, tensor: torch.Tensor, pages: Pages) -> SourceTensor:
     from holdfast.checkpoint.state.tensors import dtype_name
 
-    shape = tuple(tensor.shape)
-    return SourceTensor(name, dtype_name(tensor.dtype), shape, (MemoryReader(tensor, pages=pages),))
+    tensors, tied, values = flatten(tree)
+    pages = Pages()
+    found = (
+        SourceTensor(name, dtype_name(one.dtype), tuple(one.shape), (memory_reader(one, pages=pages),))
+        for name, one in tensors.items()
+    )
+    return Source(tuple(found), tied, values)
 
 
-@final
-class MemoryReader(RegionReader):
-    """Reader of a tensor's region in this process's memory, perhaps mapped from a file.
+def memory_reader(
+    tensor: torch.Tensor, region: Region | None = None, pages: Pages | None = None
+) -> RegionReader:
+    """Return a reader of a region of a CPU tensor; `pages` receives what was read, if it may be mapped."""
+    whole = tensor.detach().resolve_conj().resolve_neg()
+    of = region or Region.whole(tuple(tensor.shape))
 
-    Args:
-        tensor: tensor on the CPU, with any strides.
-        region: region of the tensor; by default all of it.
-        pages: receives the pages that were read, if they may be mapped from a file.
-    """
-
-    def __init__(
-        self, tensor: torch.Tensor, region: Region | None = None, pages: Pages | None = None
-    ) -> None:
-        self._pages = pages
-        self._tensor = tensor.detach().resolve_conj().resolve_neg()
-        self.region = region or Region.whole(tuple(tensor.shape))
-
-    @override
-    def read(self, region: Region) -> memoryview:
-        part = self._tensor
-        for dim, (at, start, length) in enumerate(
-            zip(region.offsets, self.region.offsets, region.sizes, strict=True)
-        ):
+    def read(wanted: Region) -> memoryview:
+        part = whole
+        for dim, (at, start, length) in enumerate(zip(wanted.offsets, of.offsets, wanted.sizes, strict=True)):
             part = part.narrow(dim, at - start, length)
         dense = part.contiguous()
         copied = memoryview(ctypes.string_at(dense.data_ptr(), dense.nbytes))
-        if self._pages is not None:
-            self._pages.add(part)
+        if pages is not None:
+            pages.add(part)
         return copied
+
+    return RegionReader(of, read)
 
 
 @final
@@ -253,3 +231,138 @@ class Pages:
         for first, num_bytes in self._used:
             _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), _MADV_PAGEOUT)
         self._used, self._num_bytes = [], 0
+
+
+DCP_METADATA = ".metadata"
+_DAMAGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
+def open_dcp_folder(folder: Path, *, only: Iterable[str] | None = None) -> Source:
+    """Open a DCP checkpoint: the keys with any of the prefixes, or all."""
+    path = folder / DCP_METADATA
+    data = bytes(read_range(path, 0, path.stat().st_size))
+    metadata = safe_unpickler.load(data, safe_unpickler.DCP_NAMES, str(path))
+    try:
+        return _DcpFolder(folder, metadata.fields, num_bytes=len(data)).open(only)
+    except _DAMAGED as error:
+        raise Corrupt(
+            f"{path} is not metadata that this version of Holdfast can read: {error!r}.", key=str(path)
+        ) from error
+
+
+class _DcpFolder:
+    """Parsed metadata of a DCP checkpoint."""
+
+    def __init__(self, folder: Path, fields: dict[str, Any], *, num_bytes: int) -> None:
+        self._max_chunks = num_bytes  # chunks that may be listed, because a pickle can share lists of them
+        self._folder = folder
+        self._entries: dict[str, safe_unpickler.StandIn] = fields["state_dict_metadata"]
+        self._paths: dict[str, tuple[Any, ...]] = fields.get("planner_data") or {}
+        self._items: dict[tuple[str, tuple[int, ...] | None], safe_unpickler.StandIn] = {}
+        for index, info in fields["storage_data"].items():
+            offset = index.fields.get("offset")
+            self._items[index.fields["fqn"], None if offset is None else tuple(offset)] = info
+
+    def open(self, only: Iterable[str] | None) -> Source:
+        """Return the tensors and values with some prefixes."""
+        tensors: list[SourceTensor] = []
+        tied: dict[str, str] = {}
+        flat: dict[str, Any] = {}
+        for name in select(self._entries, only, str(self._folder)):
+            entry = self._entries[name]
+            if isinstance(entry, safe_unpickler.Tensor):
+                tensors.append(self._tensor(name, entry))
+                flat[name] = TensorRef(name)
+                continue
+            path, start, length = self._range_of(name, None)
+            data = bytes(read_range(path, start, length))
+            inner = open_tree({name: load_bytes(data, f"{name} in {path.name}")})
+            tensors += inner.tensors
+            tied |= inner.tied
+            flat[name] = inner.values.get(name, TensorRef(name))
+            if flat[name] == {} and inner.tensors:
+                flat[name] = {o.name[len(name) + 1 :]: TensorRef(o.name) for o in inner.tensors}
+        nested = nest({self._paths.get(name, (name,)): value for name, value in flat.items()})
+        values = {
+            key: {} if is_state_dict(key, tree) else tree
+            for key, tree in nested.items()
+            if not is_named_tensor(key, tree)
+        }
+        return Source(tuple(tensors), tied, values)
+
+    def _tensor(self, name: str, entry: safe_unpickler.StandIn) -> SourceTensor:
+        shape = tuple(entry.fields["size"])
+        properties = entry.fields["properties"]
+        torch_name = properties.args[0] if properties.args else properties.fields["dtype"]
+        dtype = safe_unpickler.DTYPE_NAMES.get(torch_name)
+        if dtype is None:
+            raise Unsupported(f"{name} has dtype {torch_name}, which a checkpoint cannot hold.", key=name)
+        self._max_chunks -= len(entry.fields["chunks"])
+        if self._max_chunks < 0:
+            raise ValueError("it lists more chunks than it has bytes")
+        read_integers(list(shape), max_items=MAX_DIMS)
+        chunks = [one.fields for one in entry.fields["chunks"]]
+        regions = [Region(tuple(one["offsets"]), tuple(one["sizes"])) for one in chunks]
+        for region in regions:
+            if not region.is_inside(shape):
+                raise ValueError(f"a chunk of {name} at {region} is not inside {shape}")
+        check_size(name, dtype, shape)
+        if not covers_once(name, shape, regions):
+            raise Corrupt(
+                f"The chunks of {name} do not cover its shape {list(shape)} exactly once. The source is "
+                "damaged.",
+                key=name,
+            )
+        readers = [
+            _item_reader(*self._range_of(name, region.offsets), dtype, region, name)
+            for region in regions
+            if region.num_items
+        ]
+        return SourceTensor(name, dtype, shape, tuple(readers))
+
+    def _range_of(self, name: str, offset: tuple[int, ...] | None) -> tuple[Path, int, int]:
+        info = self._items.get((name, offset))
+        if info is None:
+            raise Corrupt(
+                f"{DCP_METADATA} does not list the file of {name} at {offset}. It is damaged.", key=name
+            )
+        if info.fields.get("transform_descriptors"):
+            transforms = ", ".join(map(str, info.fields["transform_descriptors"]))
+            raise Unsupported(
+                f"{name} was transformed ({transforms}) when it was saved. Only plain items can be read."
+            )
+        relative, start, length = (info.fields[key] for key in ("relative_path", "offset", "length"))
+        if Path(relative).is_absolute() or ".." in Path(relative).parts or min(start, length) < 0:
+            raise Corrupt(f"{DCP_METADATA} has an invalid path for {name}: {relative!r}.", key=name)
+        return self._folder / relative, start, length
+
+
+def _item_reader(path: Path, start: int, length: int, dtype: str, region: Region, name: str) -> RegionReader:
+    """Return a reader of a chunk of a DCP checkpoint: a `torch.save` of one tensor in a range of a file."""
+    located: list[RegionReader] = []  # by the first read
+
+    def check(found_dtype: str, shape: tuple[int, ...]) -> None:
+        if (found_dtype, shape) != (dtype, region.sizes):
+            found, listed = f"{found_dtype}{list(shape)}", f"{dtype}{list(region.sizes)}"
+            raise Corrupt(
+                f"{path.name} contains {found} for {name} at {list(region.offsets)}, but {DCP_METADATA} "
+                f"lists {listed}: files of two saves are mixed.",
+                key=name,
+            )
+
+    def read(part: Region) -> memoryview:
+        if located:
+            return located[0].read(part)
+        location = locate_tensor(path, start, length)
+        if location is not None:
+            check(location.dtype, location.shape)
+            located.append(file_reader(path, location.start, region, ITEM_BYTES[dtype]))
+            return located[0].read(part)
+        from holdfast.checkpoint.state.tensors import dtype_name
+
+        # A tensor that is not contiguous is loaded whole by every read.
+        tensor = load_bytes(bytes(read_range(path, start, length)), f"{name} in {path.name}")
+        check(dtype_name(tensor.dtype), tuple(tensor.shape))
+        return memory_reader(tensor, region).read(part)
+
+    return RegionReader(region, read)

@@ -1,18 +1,21 @@
-"""Export to a folder `checkpoint-N` of Hugging Face's Trainer, which resumes from it without Holdfast."""
+"""Export to folders of other trainers, which resume from them without Holdfast: Hugging Face, DeepSpeed."""
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.exchange import safetensors_export
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.torch_export import build_tree, write_tree
+from holdfast.checkpoint.exchange.packed_value import KNOWN, read_partition, unpack
+from holdfast.checkpoint.exchange.weights_export import build_tree, write_hf_folder, write_tree
 from holdfast.checkpoint.format.composites import shown_type
+from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.format.nesting import composites
-from holdfast.checkpoint.restore.atomic_output import atomic_file
+from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.errors import InvalidInput, Unsupported
 
@@ -20,33 +23,33 @@ STATE, STATE_FILE = "trainer_state", "trainer_state.json"
 _FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
 
-def write_folder(selection: ExportSelection, folder: Path, *, max_shard_bytes: int, overwrite: bool) -> None:
-    """Write weights, optimizer, scheduler, scaler, generators and `trainer_state.json`.
+def write_trainer_folder(
+    selection: ExportSelection, folder: Path, *, max_shard_bytes: int, overwrite: bool
+) -> None:
+    """Write the folder `checkpoint-N` of a Hugging Face Trainer: weights and all that it resumes from.
 
-    The weights have the names of the model's own parameters. A `config.json` is not written, but kept. The
-    weights come last: without them the Trainer refuses the folder.
-
-    Args:
-        selection: a whole checkpoint of a Trainer that was attached to Holdfast.
-        folder: created if it does not exist. Other files in it are kept.
-        max_shard_bytes: maximum bytes of tensors in a shard of the weights.
-        overwrite: replace files of an older export.
+    The weights have the names of the model's own parameters. Other files, such as a `config.json`, are kept.
     """
     write_training_files(selection, folder, overwrite=overwrite)
+    # The weights come last: without them the Trainer refuses the folder.
     weights = _part(selection, "model", rename={"model": ""})
-    safetensors_export.write_folder(weights, folder, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    write_hf_folder(weights, folder, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
     selection.num_bytes += weights.num_bytes
 
 
 def write_training_files(selection: ExportSelection, folder: Path, *, overwrite: bool) -> None:
-    """Write everything but the weights; see `write_folder`."""
+    """Write optimizer, scheduler, scaler, generators and `trainer_state.json`."""
     checkpoint = selection.checkpoint
     values = checkpoint.values()
     _check(selection, values)
     folder.mkdir(parents=True, exist_ok=True)
     for key, name in _FILES.items():
         if key in values:
-            _write_value(selection, key, folder / name, overwrite=overwrite)
+            part = _part(selection, key)
+            stored, tree = build_tree(part)
+            content = number_parameters(tree[key]) if key == "optimizer" else tree[key]
+            write_tree(folder / name, part, stored, content, overwrite=overwrite)
+            selection.num_bytes += part.num_bytes
     if "optimizer" in values:  # else the Trainer's own folder would not have generators either
         for rank in range(checkpoint.world_size):
             name = "rng_state.pth" if checkpoint.world_size == 1 else f"rng_state_{rank}.pth"
@@ -82,23 +85,8 @@ def _check(selection: ExportSelection, values: Mapping[str, Any]) -> None:
 def _part(
     selection: ExportSelection, key: str, *, rename: Mapping[str, str] | None = None
 ) -> ExportSelection:
-    part = ExportSelection.choose(
-        selection.checkpoint,
-        rank=selection.rank,
-        only=[key],
-        rename=rename,
-        num_threads=selection.num_threads,
-    )
-    part.on_bytes = selection.on_bytes
-    return part
-
-
-def _write_value(selection: ExportSelection, key: str, path: Path, *, overwrite: bool) -> None:
-    part = _part(selection, key)
-    stored, tree = build_tree(part)
-    content = number_parameters(tree[key]) if key == "optimizer" else tree[key]
-    write_tree(path, part, stored, content, overwrite=overwrite)
-    selection.num_bytes += part.num_bytes
+    whole, options = selection, {"num_threads": selection.num_threads, "on_bytes": selection.on_bytes}
+    return ExportSelection.choose(whole.checkpoint, rank=whole.rank, only=[key], rename=rename, **options)
 
 
 def number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -125,15 +113,79 @@ def _write_generators(checkpoint: Checkpoint, rank: int, path: Path, *, overwrit
         "cpu": checkpoint.tensor("rng.torch", rank=rank),
     }
     if (numpy := saved.get("numpy")) is not None:
-        inner = numpy["state"]
-        states["numpy"] = (
-            numpy["bit_generator"],
-            np.asarray(inner["key"], dtype=np.uint32),
-            inner["pos"],
-            numpy["has_gauss"],
-            numpy["gauss"],
-        )
+        key, position = np.asarray(numpy["state"]["key"], dtype=np.uint32), numpy["state"]["pos"]
+        states["numpy"] = (numpy["bit_generator"], key, position, numpy["has_gauss"], numpy["gauss"])
     if "rng.cuda" in checkpoint and checkpoint.world_size == 1:
         states["cuda"] = checkpoint.tensor("rng.cuda", rank=rank)
     with atomic_file(path, overwrite=overwrite) as partial:
         torch.save(states, partial)
+
+
+_META_KEYS = ("deepspeed", "nebula")
+"""Keys of the facts about a save: of the adapter for DeepSpeed, and of the block "nebula"."""
+_LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
+
+
+def write_deepspeed_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -> None:
+    """Write the files of all ranks for `engine.load_checkpoint`, and then the file `latest`.
+
+    Memory: for one file.
+    """
+    import torch
+
+    checkpoint = selection.checkpoint
+    key = _meta_key(checkpoint)
+    if selection.only is not None or selection.rename:
+        raise InvalidInput(
+            "A folder for DeepSpeed has all files of all ranks, under DeepSpeed's names. Nothing was "
+            "written. Leave only and rename out.",
+            step=checkpoint.step,
+        )
+    tag = checkpoint.values()[key]["tag"]
+    target = folder / tag
+    target.parent.mkdir(parents=True, exist_ok=True)
+    owners: dict[str, int] = {}  # the lowest rank that has saved each file
+    for rank in range(checkpoint.world_size):
+        for name in checkpoint.values(rank)[key]["partitions"]:
+            owners.setdefault(name, rank)
+    with atomic_folder(target, ["*_states.pt"], overwrite=overwrite) as partial:
+        for name, rank in owners.items():
+            packed = read_partition(checkpoint, rank, key, name)
+            needed = [kind for _, kind, _ in packed.kinds if kind in KNOWN]
+            if needed and importlib.util.find_spec("deepspeed") is None:
+                raise Unsupported(
+                    f"{name} has a {needed[0]}, and DeepSpeed is not installed. Nothing was written. Run "
+                    "pip install deepspeed, as DeepSpeed's own scripts need it too.",
+                    key=name,
+                )
+            with (partial / name).open("wb") as file:
+                torch.save(unpack(packed.tree, packed.kinds), file)
+            selection.count(sum(tensor.nbytes for tensor in packed.tensors()))
+    with atomic_file(folder / _LATEST, overwrite=True) as latest:
+        latest.write_text(tag)
+    package = importlib.util.find_spec("deepspeed")  # which leaves a script beside its checkpoints
+    for place in (package.submodule_search_locations or ()) if package is not None else ():
+        script = Path(place) / "utils" / _SCRIPT
+        if script.is_file():
+            shutil.copyfile(script, folder / _SCRIPT)
+
+
+def deepspeed_sizes(checkpoint: Checkpoint) -> list[int]:
+    """Return the bytes of each tensor in a folder of DeepSpeed."""
+    found: list[int] = []
+    for rank in range(checkpoint.world_size):
+        facts = checkpoint.facts(rank).items()
+        found += [Shard.whole(name, *one).num_bytes for name, one in facts if not name.startswith("rng.")]
+    return found
+
+
+def _meta_key(checkpoint: Checkpoint) -> str:
+    values: Mapping[str, Any] = checkpoint.values()
+    for key in _META_KEYS:
+        if isinstance(values.get(key), dict) and "partitions" in values[key]:
+            return key
+    raise InvalidInput(
+        f"Step {checkpoint.step} was not saved by an engine of DeepSpeed. Nothing was written. Export it to "
+        "another format, such as torch.",
+        step=checkpoint.step,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import datetime
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.format.nesting import is_under
@@ -29,17 +28,23 @@ def select(names: Iterable[str], only: Iterable[str] | None, what: str) -> list[
     return [name for name in every if any(is_under(name, prefix) for prefix in prefixes)]
 
 
-def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str, str]:
-    """Return new names with their old ones, after the longest matching prefix is replaced.
+def touched_by(prefixes: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the top-level values that are under any of the prefixes, or contain it."""
+    chosen = list(prefixes)
+    return {k: v for k, v in values.items() if any(is_under(k, one) or is_under(one, k) for one in chosen)}
 
-    "" removes a prefix and its dot.
-    """
+
+def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str, str]:
+    """Return new names with their old ones; the longest matching prefix is replaced, by "" with its dot."""
     prefixes = prefixes or {}
     by_length = sorted(prefixes, key=len, reverse=True)
     found: dict[str, str] = {}
     for name in names:
         prefix = next((old for old in by_length if is_under(name, old)), None)
-        renamed = name if prefix is None else _replace(name, prefix, prefixes[prefix])
+        renamed = name
+        if prefix is not None:
+            new, rest = prefixes[prefix], name[len(prefix) :].removeprefix(".") if prefix else name
+            renamed = f"{new}.{rest}" if new and rest else new or rest
         is_emptied = not renamed and renamed != name
         if is_emptied or renamed in found:
             clash = "a name cannot be empty" if is_emptied else f"{found[renamed]!r} gets that name too"
@@ -48,30 +53,18 @@ def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str
     return found
 
 
-def _replace(name: str, old: str, new: str) -> str:
-    rest = name[len(old) :].removeprefix(".") if old else name
-    return f"{new}.{rest}" if new and rest else new or rest
-
-
-@dataclass(slots=True)
-class FlatTree:
-    """Tensors of a tree by name, names of tied tensors, and the remaining values."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-
-
-def flatten(tree: Mapping[str, Any]) -> FlatTree:
-    """Flatten a tree. The name of a tensor is its path, joined by dots."""
+def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
+    """Return the tensors of a tree by their paths, joined by dots; names of tied ones; other values."""
     from holdfast.checkpoint.state.tensors import is_savable, unsavable
     from holdfast.checkpoint.state.tree import extract_tensors
 
-    found = FlatTree()
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    values: dict[str, Any] = {}
     views: dict[object, str] = {}  # name by the memory that a tensor refers to
 
     def emit(name: str, tensor: torch.Tensor) -> None:
-        if name in found.tensors or name in found.tied:
+        if name in tensors or name in tied:
             raise InvalidInput(
                 f"Two tensors of the source would be named {name!r}. Rename a key before the import.",
                 key=name,
@@ -81,9 +74,9 @@ def flatten(tree: Mapping[str, Any]) -> FlatTree:
         view = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         first = views.setdefault(view, name) if tensor.numel() else name
         if first == name:
-            found.tensors[name] = tensor
+            tensors[name] = tensor
         else:
-            found.tied[name] = first
+            tied[name] = first
 
     for key, item in tree.items():
         try:
@@ -95,8 +88,8 @@ def flatten(tree: Mapping[str, Any]) -> FlatTree:
                 key=key[:60],
             ) from error
         if not is_named_tensor(key, stripped):
-            found.values[key] = {} if is_state_dict(key, stripped) else stripped
-    return found
+            values[key] = {} if is_state_dict(key, stripped) else stripped
+    return tensors, tied, values
 
 
 def is_named_tensor(key: str, tree: Any) -> bool:
@@ -129,10 +122,7 @@ def nest(flat: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
 
 
 def _as_lists(node: Any) -> Any:
-    """Convert dicts with numeric keys to lists.
-
-    DCP flattens lists so, and converts a dict's own keys to strings.
-    """
+    """Convert dicts with numeric keys to the lists that DCP flattened; it makes other keys strings."""
     if type(node) not in (dict, collections.OrderedDict):
         return node
     if node and all(type(key) is int for key in node):

@@ -16,7 +16,7 @@ from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
 from holdfast.checkpoint.state import Load, State
-from holdfast.checkpoint.state.load import LoadPlan, mismatch, renamer
+from holdfast.checkpoint.state.load import renamer
 from holdfast.checkpoint.state.sharding import may_be_sharded
 from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store.contract import Store
@@ -282,7 +282,7 @@ def _plan_tensors(
 ) -> Load:
     """Plan the fill of a state dict. Its names are those of the checkpoint without the prefix `key`."""
     prefix = "" if key is None else f"{key}."
-    plan = LoadPlan(parts.tensors_for(rank), parts.manifest.tied, {}, renamer(rename), rank=rank)
+    plan = Load(parts.tensors_for(rank), parts.manifest.tied, {}, renamer(rename), rank=rank)
     for name, tensor in tensors.items():
         label = prefix + name
         if label in plan.saved_names:
@@ -294,6 +294,4 @@ def _plan_tensors(
         for live, saved in plan.saved_names.items()
         if key is not None and live.startswith(prefix) and saved not in plan.used
     ]
-    if strict and (plan.missing or extra):
-        raise mismatch(plan.missing, extra)
-    return Load(plan, extra)
+    return plan.complete(extra, strict=strict)

@@ -61,18 +61,13 @@ class Arena:
         except BaseException:
             os.close(self.fd)
             raise
-        self.views: dict[
-            int, list[torch.Tensor]
-        ] = {}  # filled by SavePlan.views: a plan's tensors in this arena
+        self.views: dict[int, list[torch.Tensor]] = {}  # a plan's tensors here, filled by SavePlan.views
         self._is_pinned: bool | None = None  # None: not tried
 
     def prefault(self) -> None:
         """Allocate all pages now.
 
         Blocks: for about 1 s per GB of memory that the machine has not touched before; releases the GIL.
-
-        Raises:
-            RetryLater: the machine does not have that much memory.
         """
         try:
             os.posix_fallocate(self.fd, 0, self.num_bytes)
@@ -181,11 +176,7 @@ class Arenas:
                 self._changed.notify_all()
 
     def wait_prepared(self) -> None:
-        """Wait for the arena that `prepare` makes.
-
-        Raises:
-            RetryLater: the machine does not have that much memory.
-        """
+        """Wait for the arena that `prepare` makes."""
         with self._lock:
             self._changed.wait_for(lambda: not self._preparing)
             self._raise_refused()
@@ -231,9 +222,6 @@ class Arenas:
         """Return a free arena of at least `num_bytes`, or None after the timeout.
 
         Blocks: until an arena is free, if the limit does not allow another.
-
-        Raises:
-            InvalidInput: `num_bytes` exceeds the limit.
         """
         if num_bytes + mmap.PAGESIZE > self.cap_bytes:
             raise InvalidInput(

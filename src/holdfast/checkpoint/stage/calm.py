@@ -1,4 +1,4 @@
-"""Tensors that no optimizer owns and nothing writes to before the next step."""
+"""Tensors by their writes: calm ones, those of torn copies, and PyTorch's counters of writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
+import torch
+
 from holdfast.checkpoint.stage.watch import WriteWatch
+from holdfast.checkpoint.state.tensors import versions
 
 _all: weakref.WeakSet[CalmTensors] = weakref.WeakSet()
 _ENOUGH = 2
@@ -58,12 +61,7 @@ class CalmTensors:
         return {i: name for i, name in names.items() if name not in self and name not in self._torn}
 
     def observe(self, watch: WriteWatch, names: Mapping[int, str]) -> None:
-        """Observe tensors until `end` or `cancel`.
-
-        Args:
-            watch: a watch over them, which ends with the observation.
-            names: tensors of the watch, by index.
-        """
+        """Observe the tensors of a watch, which ends with the observation, until `end` or `cancel`."""
         if names:  # without the tensors themselves: training may release them
             self._watch, self._observed = replace(watch, tensors={}, edges=None), names
         else:
@@ -106,3 +104,76 @@ def cancel_all() -> None:
     """End the observations of all stagers of this process: memory can be watched by one only."""
     for one in list(_all):
         one.cancel()
+
+
+_FIRST_SAVES = 8
+_MAX_SAVES = 1 << 20
+
+
+class Repeats:
+    """Chooses the tensors that the next save copies before it returns, after a torn copy.
+
+    After a first tear these are the tensors that were written; if another save is torn meanwhile, all of
+    them. This lasts for 8 saves, and after each further tear for twice as many: a loop that writes to tensors
+    once is slowed down briefly, one that always does keeps its saves.
+    """
+
+    def __init__(self) -> None:
+        self.num_torn = 0
+        self._names: frozenset[str] = frozenset()
+        self._are_all = False
+        self._saves_left = 0
+
+    def record_torn(self, names: Iterable[str]) -> None:
+        """Count a save that was torn, as some tensors were written during its copy."""
+        if self._saves_left:
+            self._are_all = True
+        self._names |= frozenset(names)
+        self._saves_left = min(_FIRST_SAVES << self.num_torn, _MAX_SAVES)
+        self.num_torn += 1
+
+    def record_torn_elsewhere(self) -> None:
+        """Count a save that was torn on another rank; the next saves copy everything before returning."""
+        # Otherwise each rank would be torn by itself at another save, and none would be complete (note 013).
+        self.record_torn(())
+        self._are_all = True
+
+    def record_saved(self) -> None:
+        """Count a save that was not torn."""
+        self._saves_left = max(0, self._saves_left - 1)
+        if not self._saves_left:
+            self._names, self._are_all = frozenset(), False
+
+    def __contains__(self, name: str) -> bool:
+        return self._are_all or name in self._names
+
+    def __bool__(self) -> bool:
+        return self._saves_left > 0
+
+
+class VersionCounters:
+    """PyTorch's version counters of some tensors at the start of the copy.
+
+    PyTorch counts a write after its kernel has run or, on a device, has been queued. It never counts writes
+    through `.data` or from outside of PyTorch. So a changed counter proves a write, but an unchanged one
+    proves nothing.
+    """
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._before = versions(tensors.values())
+        self._changed: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def find_changed(self) -> set[int]:
+        """Return the indices of written tensors, ignoring steps that wait for the copy."""
+        now = versions(self._tensors.values())
+        for index, before, after in zip(self._tensors, self._before, now, strict=True):
+            if before != after and index not in self._stepped:
+                self._changed.add(index)
+        return self._changed
+
+    def begin_step(self, addresses: set[int]) -> None:
+        """Expect writes to the tensors at `addresses` from now on, after the copy."""
+        self.find_changed()
+        self._stepped.update(i for i, tensor in self._tensors.items() if tensor.data_ptr() in addresses)

@@ -1,11 +1,15 @@
-"""Copies from CUDA devices to host memory, queued on a side stream of each device."""
+"""Copies from devices to host memory, without making training wait: of tensors and of single numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, SupportsFloat
 
 import torch
+
+from holdfast.checkpoint.state.tensors import is_dtensor
+from holdfast.errors import InvalidInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,7 @@ class DeviceCopies:
     events: Mapping[torch.device, torch.cuda.Event]
 
     def followed_by(self, later: DeviceCopies) -> DeviceCopies:
-        """Return both as one; `later` was queued after these."""
+        """Return copies and others that were queued after them as one."""
         return DeviceCopies({**self.events, **later.events})
 
     def delay_writes(self) -> None:
@@ -24,26 +28,17 @@ class DeviceCopies:
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Wait until all copies have run.
-
-        Raises:
-            RuntimeError: a device has failed.
-        """
+        """Wait until all copies have run."""
         for device, event in self.events.items():
-            with torch.cuda.device(
-                device
-            ):  # in a new thread, the runtime would use memory of the first device
+            # In a new thread, the runtime would use memory of the first device.
+            with torch.cuda.device(device):
                 event.synchronize()
 
 
 def queue_copies(views: Sequence[torch.Tensor], live: Sequence[torch.Tensor]) -> DeviceCopies:
-    """Queue copies of `live` into `views`, behind the work of each device's current stream.
+    """Queue copies of `live` into the host tensors `views`, behind the work of each device's current stream.
 
     Tensors in host memory are copied before this returns. `live` must exist until the copies have run.
-
-    Args:
-        views: contiguous host tensors, one for each of `live`, with its shape and dtype.
-        live: tensors on any devices.
     """
     by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for view, tensor in zip(views, live, strict=True):
@@ -89,3 +84,57 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingScalar:
+    """A number that is being copied from a device."""
+
+    host: torch.Tensor
+    copied: torch.cuda.Event | None  # None: only a read shows it
+
+    @property
+    def is_ready(self) -> bool:
+        """True if reading it would not wait."""
+        return self.copied is None or self.copied.query()
+
+    def read(self) -> float:
+        """Return the number.
+
+        Blocks: until the device has computed it.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        return float(self.host)
+
+
+def copy_scalar(value: SupportsFloat | torch.Tensor, name: str) -> float | PendingScalar:
+    """Return a number, or its pending copy, which is queued behind the device's current work."""
+    if not isinstance(value, torch.Tensor):
+        return _number(value, name)
+    if is_dtensor(value) or value.numel() != 1 or value.is_complex() or value.is_meta:
+        raise InvalidInput(
+            f"{name}: expected one number, found a {type(value).__name__} of shape "
+            f"{tuple(value.shape)} and {value.dtype}. Nothing was recorded. Reduce it first."
+        )
+    value = value.detach()
+    if value.device.type == "cpu":
+        return float(value)
+    if value.device.type != "cuda":
+        return PendingScalar(value.clone(), None)
+    host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(value.device))
+    return PendingScalar(host, copied)
+
+
+def _number(value: Any, name: str) -> float:
+    try:
+        if hasattr(value, "__float__"):  # a text would be parsed
+            return float(value)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"{name}: {value!r:.100} does not fit into a float. Nothing was recorded."
+        ) from error
+    raise InvalidInput(f"{name}: expected a number, found {value!r:.100}. Nothing was recorded.")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
 
 from holdfast.checkpoint.format.catalog import Catalog, catalog_text
-from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.layout import FileLayout, Shard, lay_out
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.stage.arena import Arena
-from holdfast.checkpoint.stage.extents import LARGE_BYTES
+from holdfast.checkpoint.stage.watch import LARGE_BYTES
+from holdfast.checkpoint.state.tensors import NAMES, torch_dtype
 
 WITNESS_ALIGNMENT = 64
 """Bytes that the offset of each witness in the arena is a multiple of."""
@@ -78,7 +78,7 @@ class SavePlan:
         """
         shards = list(catalog.shards_of(rank))
         shards += [
-            Shard.whole(name, _NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
+            Shard.whole(name, NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
             for name, tensor in tensors.items()
             if name in per_rank
         ]
@@ -141,9 +141,8 @@ class SavePlan:
     @property
     def image_bytes(self) -> int:
         """Bytes of an arena for both images."""
-        return (
-            self.file.file_bytes if self.frozen_file is None else self.frozen_at + self.frozen_file.file_bytes
-        )
+        frozen = self.frozen_file
+        return self.file.file_bytes if frozen is None else self.frozen_at + frozen.file_bytes
 
     @property
     def witness_at(self) -> int:
@@ -172,10 +171,15 @@ class SavePlan:
         """
         if self.number not in arena.views:
             arena.views.clear()  # only one plan lives at a time
-            _put_header(arena, 0, self.file)
-            if self.frozen_file is not None:
-                _put_header(arena, self.frozen_at, self.frozen_file)
-            arena.views[self.number] = list(self._views(arena))
+            for at, file in ((0, self.file), (self.frozen_at, self.frozen_file)):
+                if file is not None:
+                    header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
+                    arena.bytes[at : at + len(header)].copy_(header)
+            places = ((shard, *self.position(index)) for index, shard in enumerate(self.shards))
+            arena.views[self.number] = [
+                arena.bytes[at : at + num_bytes].view(torch_dtype(shard.dtype)).view(shard.sizes)
+                for shard, at, num_bytes in places
+            ]
         return arena.views[self.number]
 
     def preparation(self) -> Callable[[Arena], None]:
@@ -189,19 +193,3 @@ class SavePlan:
             self.views(arena)
 
         return prepare
-
-    def _views(self, arena: Arena) -> Iterable[torch.Tensor]:
-        for index, shard in enumerate(self.shards):
-            at, num_bytes = self.position(index)
-            yield arena.bytes[at : at + num_bytes].view(_DTYPES[shard.dtype]).view(shard.sizes)
-
-
-def _put_header(arena: Arena, at: int, file: FileLayout) -> None:
-    header = torch.frombuffer(bytearray(file.header), dtype=torch.uint8)
-    arena.bytes[at : at + len(header)].copy_(header)
-
-
-_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, attribute) for name, attribute in TORCH_NAMES.items() if hasattr(torch, attribute)
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -16,26 +15,21 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.stage.arena import Arena
-from holdfast.checkpoint.stage.calm import CalmTensors, cancel_all
+from holdfast.checkpoint.stage.calm import CalmTensors, Repeats, VersionCounters, cancel_all
 from holdfast.checkpoint.stage.device_copies import DeviceCopies, copy_all, queue_copies
 from holdfast.checkpoint.stage.plan import SavePlan
-from holdfast.checkpoint.stage.repeats import Repeats
-from holdfast.checkpoint.stage.step_hook import LastStep, StepHook
+from holdfast.checkpoint.stage.step_hook import LastStep, StepHook, Storages, addresses_of
 from holdfast.checkpoint.stage.watch import Watcher, WriteWatch
-from holdfast.checkpoint.state.tensors import is_dtensor
+from holdfast.checkpoint.state.tensors import versions
 from holdfast.errors import InvalidInput
 from holdfast.system.failpoint import failpoint
 from holdfast.system.process_exit import complete_at_exit
 
 _MANY = 1000  # tensors that one thread copies before another one pays
 _MAX_THREADS = 4
-_GROUP_BYTES = (
-    64 << 20
-)  # copied in one call without the interpreter; small enough to see a failing thread early
-
+_GROUP_BYTES = 64 << 20  # in one call without the interpreter; small enough to see a failing thread early
 _NO_WITNESSES: Mapping[int, int] = MappingProxyType({})
 _NOTHING = torch.empty(0, device="cpu")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
@@ -61,52 +55,14 @@ class Staging:
         return bool(self.changed)
 
 
-class VersionCounters:
-    """PyTorch's version counters of some tensors at the start of the copy.
-
-    PyTorch counts a write after its kernel has run or, on a device, has been queued. It never counts writes
-    through `.data` or from outside of PyTorch. So a changed counter proves a write, but an unchanged one
-    proves nothing.
-    """
-
-    def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._before = _versions(tensors.values())
-        self._changed: set[int] = set()
-        self._stepped: set[int] = set()
-
-    def find_changed(self) -> set[int]:
-        """Return the indices of written tensors, ignoring steps that wait for the copy."""
-        now = _versions(self._tensors.values())
-        for index, before, after in zip(self._tensors, self._before, now, strict=True):
-            if before != after and index not in self._stepped:
-                self._changed.add(index)
-        return self._changed
-
-    def begin_step(self, addresses: set[int]) -> None:
-        """Expect writes to the tensors at `addresses` from now on, after the copy."""
-        self.find_changed()
-        self._stepped.update(i for i, tensor in self._tensors.items() if tensor.data_ptr() in addresses)
-
-
 class Stager:
-    """Copies of one process, one after the other. Optimizers wait for them.
-
-    Args:
-        optimizers: those of the state that exist already.
-
-    Attributes:
-        waited_s: total time that optimizers have waited.
-        num_steps: steps that the optimizers of the state have begun.
-        repeats: the tensors that are copied before `stage` returns, because a copy of them was torn.
-        watcher: proves that tensors did not change while they were copied.
-    """
+    """Copies of one process, one after the other. Optimizers, also those of the state, wait for them."""
 
     def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        self.waited_s = 0.0
-        self.num_steps = 0
-        self.repeats = Repeats()
-        self.watcher = Watcher(on_busy=cancel_all)
+        self.waited_s = 0.0  # total time that optimizers have waited
+        self.num_steps = 0  # that the optimizers of the state have begun
+        self.repeats = Repeats()  # tensors that are copied before `stage` returns, as a copy was torn
+        self.watcher = Watcher(on_busy=cancel_all)  # proves that tensors did not change while copied
         self._pid = os.getpid()
         self._calm = CalmTensors()
         self._current: Staging | None = None
@@ -116,9 +72,7 @@ class Stager:
         self._thread: threading.Thread | None = None
         self._settling: threading.Thread | None = None
         self._closing = False
-        self._is_captured = (
-            False  # a step is in a CUDA graph, whose replays call no hook and count no version
-        )
+        self._is_captured = False  # a step is in a CUDA graph
         # The plan's number, and address and version of each frozen tensor, at the previous save.
         self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
         self._frozen_names: frozenset[str] = frozenset()
@@ -156,9 +110,6 @@ class Stager:
         """Raise if another thread than the calling one steps the optimizers of the state.
 
         `stage` raises if one has begun a step since, with any optimizer of the tensors that it copies.
-
-        Raises:
-            InvalidInput: it does, and may change the state at any moment.
         """
         self._steps_checked = self._hook.last_steps()
         self._check_threads(())
@@ -168,12 +119,12 @@ class Stager:
         others = self._hook.steps_of_other_threads(self._steps_checked)
         if not others:
             return
-        storages = _Storages.of(live)
+        storages = Storages.of(live)
         for last in others:
             optimizer = last.optimizer()
             if optimizer is None:
                 continue
-            if self._hook.is_known(optimizer) or storages.contain_any(_addresses_of(optimizer)):
+            if self._hook.is_known(optimizer) or storages.contain_any(addresses_of(optimizer)):
                 raise InvalidInput(
                     f"save() was called in the thread {threading.current_thread().name!r}, but an optimizer "
                     f"of the state's parameters steps in the thread {last.thread.name!r}, which may change "
@@ -194,12 +145,12 @@ class Stager:
         staging = self._current
         if staging is None or staging.done.is_set():
             return
-        if not is_known and staging.addresses.isdisjoint(_addresses_of(optimizer)):
+        if not is_known and staging.addresses.isdisjoint(addresses_of(optimizer)):
             return
         if staging.queued is not None:
             # On the device, not here: the update's kernels queue behind the copies, Python continues.
             if staging.counters is not None:
-                staging.counters.begin_step(_addresses_of(optimizer))
+                staging.counters.begin_step(addresses_of(optimizer))
             staging.queued.delay_writes()
             return
         began = time.perf_counter()
@@ -247,10 +198,15 @@ class Stager:
         self.wait()
         self._calm.cancel()
         staging = self._current = Staging(arena)
-        free = () if at_once or is_lent or plan.is_cuda else plan.lasting
+        copy = _Copy(self, staging, plan, tensors, witnesses, then, at_once=at_once)
+        copy.free = () if at_once or is_lent or plan.is_cuda else plan.lasting
         try:
-            self._start(staging, plan, tensors, then, free, at_once=at_once, witnesses=witnesses)
-        except BaseException:  # no thread will wait for the copies, so this does
+            copy.live += plan.live(tensors)
+            self._divide(copy)
+            self._start(copy)
+        except BaseException:  # no thread will end the watches or wait for the copies, so this does
+            for watch in copy.watches:
+                watch.cancel()
             if staging.queued is not None:
                 staging.queued.wait()
             staging.done.set()
@@ -258,162 +214,107 @@ class Stager:
             raise
         return staging
 
-    def _start(
-        self,
-        staging: Staging,
-        plan: SavePlan,
-        tensors: Mapping[str, torch.Tensor],
-        then: Callable[[Staging], None],
-        free: tuple[int, ...],
-        *,
-        at_once: bool,
-        witnesses: Mapping[int, int],
-    ) -> None:
-        """Start as `stage` does. `free` are tensors without an owner that may be calm."""
-        live = plan.live(tensors)
-        self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
+    def _divide(self, copy: _Copy) -> None:
+        """Choose the tensors to copy in the background, and start the watches over them.
+
+        The watches begin before anything is copied: a write that no watch sees would tear a copy (note 013).
+        """
+        plan, live, repeats = copy.plan, copy.live, self.repeats
+        names, frozen = plan.live_names, self._unchanged(plan, live)
         if plan.is_cuda:
-            staging.arena.pin()
-        views = [*plan.views(staging.arena), *_witness_views(plan, live, staging.arena, witnesses)]
-        calm = () if at_once else self._calm_witnesses(plan, witnesses)
-        watches: tuple[WriteWatch, ...] = ()
-        if plan.is_cuda:
-            later = (*self._divide_cuda(staging, plan, live, at_once=at_once), *calm)
+            # The replay of a CUDA graph calls no hook and counts no version, so a step in one would tear.
+            is_excluded = copy.at_once or self._is_captured
+            copy.later = [i for i in plan.background if not is_excluded and names[i] not in repeats]
         else:
             self.watcher.locate(live, plan.large)
-            later, watch = self._divide(staging, plan, live, free, at_once=at_once)
-            lone = plan.large.difference(self.watcher.overlapping)
-            watches = watch, self.watcher.start({i: live[i] for i in calm if i in lone})
-            later = (*later, *watches[1].tensors)
-        try:
-            background = frozenset(later)
-            blocking = tuple(i for i in (*range(len(plan.names)), *witnesses) if i not in background)
-            # An optimizer knows a tensor, and PyTorch counts its writes, as a whole.
-            whole = {i: tensors[plan.live_names[i]] for i in later}
-            staging.addresses = frozenset(tensor.data_ptr() for tensor in whole.values())
-            staging.counters = VersionCounters(whole)
-            changed: set[int] = set()
-            if plan.is_cuda:
-                _start_cuda(staging, blocking, later, live, views)
-            else:
-                changed = self._copy_blocking(plan, blocking, live, views, free)
-            self._check_threads(live)  # another one may just have begun its first step
-            failpoint("trainer.staging")
-            work = _Background(self, staging, plan, later, live, views, watches, changed, free, then)
-            thread = threading.Thread(target=work.run, name="holdfast-stage", daemon=True)
-            thread.start()
-        except BaseException:
-            for watch in watches:
-                watch.cancel()
-            raise
-        self._thread = thread
-
-    def _calm_witnesses(self, plan: SavePlan, witnesses: Mapping[int, int]) -> tuple[int, ...]:
-        """Return the indices of witnesses that may be copied in the background."""
-        names, torn = plan.live_names, self._torn_witnesses
-        return tuple(
-            i
-            for i in witnesses
-            if i in plan.calm_witnesses and names[i] not in self.repeats and names[i] not in torn
-        )
-
-    def note_witnesses(self, plan: SavePlan, torn: Iterable[int]) -> None:
-        """Copy torn witnesses before `stage` returns from now on."""
-        self._torn_witnesses.update(plan.live_names[i] for i in torn)
-
-    def _divide(
-        self,
-        staging: Staging,
-        plan: SavePlan,
-        live: list[torch.Tensor],
-        free: tuple[int, ...],
-        *,
-        at_once: bool,
-    ) -> tuple[tuple[int, ...], WriteWatch]:
-        """Return the tensors to copy in the background, and the watch over them, already started."""
-        names, frozen = plan.names, self._unchanged(plan, live)
-        wanted = () if at_once else (*plan.background, *frozen, *self._find_calm(plan, free))
-        overlapping = self.watcher.overlapping
-        if not overlapping.issubset(wanted):  # all that overlap need one watch
-            wanted = [i for i in wanted if i not in overlapping]
-        watch = self.watcher.start(
-            {i: live[i] for i in wanted if i in plan.large and names[i] not in self.repeats}
-        )
-        later = set(watch.tensors)
-        staging.is_frozen_unchanged = self._may_trust(plan, frozen, watch, at_once=at_once)
-        if staging.is_frozen_unchanged:
-            later.update(frozen)
-        return tuple(sorted(later)), watch
-
-    def _find_calm(self, plan: SavePlan, free: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(i for i in free if plan.names[i] in self._calm)
+            wanted = [*plan.background, *frozen, *(i for i in copy.free if names[i] in self._calm)]
+            overlapping = self.watcher.overlapping
+            if copy.at_once:
+                wanted = []
+            elif not overlapping.issubset(wanted):  # all that overlap need one watch (note 013)
+                wanted = [i for i in wanted if i not in overlapping]
+            copy.later = copy.watch([i for i in wanted if i in plan.large and names[i] not in repeats])
+        later = frozenset(copy.later)
+        unwatched = [i for i in frozen if (plan.is_cuda or i in plan.large) and i not in later]
+        if unwatched and not copy.at_once and not any(names[i] in repeats for i in unwatched):
+            copy.staging.is_frozen_unchanged = True
+            copy.later += set(frozen).difference(later)
+        copy.later.sort()
+        if copy.at_once:
+            return
+        calm = [i for i in copy.witnesses if i in plan.calm_witnesses]
+        calm = [i for i in calm if names[i] not in repeats and names[i] not in self._torn_witnesses]
+        if not plan.is_cuda:
+            calm = copy.watch([i for i in calm if i in plan.large and i not in self.watcher.overlapping])
+        copy.later += calm
 
     def _unchanged(self, plan: SavePlan, live: list[torch.Tensor]) -> tuple[int, ...]:
         """Return the frozen tensors if all have the addresses and versions of the previous save."""
         tensors, before = [live[i] for i in plan.frozen], self._frozen
-        places = zip((t.data_ptr() for t in tensors), _versions(tensors), strict=True)
+        places = zip([t.data_ptr() for t in tensors], versions(tensors), strict=True)
         self._frozen = plan.number, list(places)  # another plan may change their positions in the file
+        self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
         return plan.frozen if self._frozen == before else ()
 
-    def _may_trust(
-        self, plan: SavePlan, frozen: tuple[int, ...], watch: WriteWatch | None, *, at_once: bool
-    ) -> bool:
-        """Return True if unwatched frozen tensors are copied in the background too."""
-        watched = () if watch is None else watch.tensors
-        unwatched = [i for i in frozen if (i in plan.large or plan.is_cuda) and i not in watched]
-        return bool(unwatched) and not at_once and not any(plan.names[i] in self.repeats for i in unwatched)
+    def _start(self, copy: _Copy) -> None:
+        """Copy what is not copied in the background, and start the thread for the rest."""
+        plan, staging, names = copy.plan, copy.staging, copy.plan.live_names
+        copy.place()
+        later = frozenset(copy.later)
+        blocking = [i for i in (*range(len(plan.names)), *copy.witnesses) if i not in later]
+        # An optimizer knows a tensor, and PyTorch counts its writes, as a whole.
+        whole = {i: copy.tensors[names[i]] for i in copy.later}
+        staging.addresses = frozenset(map(torch.Tensor.data_ptr, whole.values()))
+        staging.counters = VersionCounters(whole)
+        if plan.is_cuda:
+            # The current stream waits for the first ones only, an optimizer's step for all.
+            staging.queued = queue_copies(*copy.pairs(blocking))
+            staging.queued.delay_writes()
+            staging.queued = staging.queued.followed_by(queue_copies(*copy.pairs(copy.later)))
+        else:
+            copy.changed = self._copy_blocking(copy, blocking)
+        self._check_threads(copy.live)  # another one may just have begun its first step
+        failpoint("trainer.staging")
+        thread = threading.Thread(target=copy.run, name="holdfast-stage", daemon=True)
+        thread.start()
+        self._thread = thread
 
-    def _divide_cuda(
-        self, staging: Staging, plan: SavePlan, live: list[torch.Tensor], *, at_once: bool
-    ) -> tuple[int, ...]:
-        frozen = self._unchanged(plan, live)
-        is_free = not at_once and not self._is_captured
-        later = (i for i in plan.background if plan.names[i] not in self.repeats) if is_free else ()
-        staging.is_frozen_unchanged = self._may_trust(plan, frozen, None, at_once=at_once)
-        return (*later, *frozen) if staging.is_frozen_unchanged else tuple(later)
-
-    def _copy_blocking(
-        self,
-        plan: SavePlan,
-        blocking: tuple[int, ...],
-        live: list[torch.Tensor],
-        views: list[torch.Tensor],
-        free: tuple[int, ...],
-    ) -> set[int]:
+    def _copy_blocking(self, copy: _Copy, blocking: list[int]) -> set[int]:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
+        plan, live, watcher = copy.plan, copy.live, self.watcher
+        lone = plan.large.difference(watcher.overlapping)
+        chosen = self._calm.choose(plan.number, {i: plan.names[i] for i in copy.free if i in lone})
         large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
-        lone = plan.large.difference(self.watcher.overlapping)
-        chosen = self._calm.choose(plan.number, {i: plan.names[i] for i in free if i in lone})
-        observed = self.watcher.start({i: live[i] for i in chosen})
-        watch = self.watcher.start({i: tensor for i, tensor in large.items() if i not in chosen})
+        observed = watcher.start({i: live[i] for i in chosen})
+        watch = watcher.start({i: tensor for i, tensor in large.items() if i not in chosen})
         counters = VersionCounters(large)
         try:
-            _copy_in_threads([views[i] for i in blocking], [live[i] for i in blocking])
-            changed = {*watch.end(views), *observed.find_written(), *counters.find_changed()}
-            observed.complete(views)
+            _copy_in_threads(*copy.pairs(blocking))
+            changed = {*watch.end(copy.views), *observed.find_written(), *counters.find_changed()}
+            observed.complete(copy.views)
         except BaseException:
             watch.cancel()
             observed.cancel()
             raise
         self._calm.observe(observed, {i: chosen[i] for i in observed.tensors})
-        shared = self.watcher.shared.intersection(blocking)  # writes of other processes show only so
-        return changed | {i for i in shared if not _is_equal(views[i], live[i])}
+        shared = watcher.shared.intersection(blocking)  # writes of other processes show only so (note 013)
+        return changed | {i for i in shared if not _is_equal(copy.views[i], live[i])}
+
+    def note_witnesses(self, plan: SavePlan, torn: Iterable[int]) -> None:
+        """Copy torn witnesses before `stage` returns from now on."""
+        self._torn_witnesses.update(plan.live_names[i] for i in torn)
 
     def distrust_frozen(self, *, for_long: bool = False) -> None:
         """Copy unwatched frozen tensors at once at the next save, because this one failed.
 
-        Args:
-            for_long: it failed because they had changed, so also at further saves.
+        If `for_long`, it failed because they had changed, so also at further saves.
         """
         if for_long:
             self.repeats.record_torn(self._frozen_names)
         self._frozen = None
 
     def record_torn(self, names: tuple[str, ...]) -> None:
-        """Copy tensors before `stage` returns, because a copy of them was torn.
-
-        For some saves, and those without an owner from now on.
-        """
+        """Copy torn tensors before `stage` returns, for some saves; those without an owner from now on."""
         self.repeats.record_torn(names)
         self._calm.record_torn(names)
 
@@ -425,7 +326,7 @@ class Stager:
         live, current = plan.live(tensors), self._current
         if not plan.is_cuda:
             self.watcher.locate(live, plan.large)
-            self._settle(plan, live, plan.lasting, current)
+            self.settle_located(plan, live, plan.lasting, current)
 
     def settle_in_background(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Call `settle` in a thread, once. The first save then need not protect small pages.
@@ -436,17 +337,19 @@ class Stager:
             return
         live = plan.live(tensors)
         self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
+        arguments = plan, live, plan.lasting, None
         self._settling = threading.Thread(
-            target=self._settle, args=(plan, live, plan.lasting, None), name="holdfast-settle", daemon=True
+            target=self.settle_located, args=arguments, name="holdfast-settle", daemon=True
         )
         self._settling.start()
 
-    def _settle(
+    def settle_located(
         self, plan: SavePlan, live: list[torch.Tensor], free: tuple[int, ...], current: Staging | None
     ) -> None:
+        """Continue `settle` after the tensors were located, until another copy than `current` runs."""
         observed = self._calm.observed  # protected pages stay small
-        settled = [i for i in free if i not in observed]
-        large = {i: live[i] for i in (*plan.background, *plan.frozen, *settled) if i in plan.large}
+        wanted = [*plan.background, *plan.frozen, *(i for i in free if i not in observed)]
+        large = {i: live[i] for i in wanted if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
 
     def end_with_interpreter(self, timeout_s: float) -> None:
@@ -468,25 +371,53 @@ class Stager:
 
 
 @dataclass
-class _Background:
-    """The part of a staging that runs beside training. It keeps the tensors' memory alive."""
+class _Copy:
+    """The copy of one save, whose tensors have the indices of its plan. It keeps their memory alive."""
 
     stager: Stager
     staging: Staging
     plan: SavePlan
-    indices: tuple[int, ...]  # of the tensors that are copied in the background
-    live: list[torch.Tensor]
-    views: list[torch.Tensor]
-    watches: tuple[WriteWatch, ...]
-    changed: set[int]  # during the blocking copy
-    free: tuple[int, ...]  # tensors without an owner that may be calm
+    tensors: Mapping[str, torch.Tensor]  # by name, whole
+    witnesses: Mapping[int, int]  # offsets in the arena by index, of those that are copied
     then: Callable[[Staging], None]
+    at_once: bool
+    live: list[torch.Tensor] = field(default_factory=list)  # what is copied, by index
+    free: tuple[int, ...] = ()  # tensors without an owner that may be calm
+    views: list[torch.Tensor] = field(default_factory=list)  # copies in the arena, by index
+    later: list[int] = field(default_factory=list)  # tensors that are copied in the background
+    watches: list[WriteWatch] = field(default_factory=list)  # over these
+    changed: set[int] = field(default_factory=set)  # during the blocking copy
+
+    def watch(self, indices: Iterable[int]) -> list[int]:
+        """Watch tensors until the end of the copy; return those that can be watched."""
+        watch = self.stager.watcher.start({i: self.live[i] for i in indices})
+        self.watches.append(watch)
+        return list(watch.tensors)
+
+    def place(self) -> None:
+        """Find the copies in the arena; an empty tensor stands for witnesses that are not copied."""
+        arena = self.staging.arena
+        if self.plan.is_cuda:
+            arena.pin()
+        self.views += self.plan.views(arena)
+        for index in range(len(self.plan.names), len(self.live)):
+            tensor, at = self.live[index], self.witnesses.get(index)
+            place = None if at is None else arena.bytes[at : at + tensor.nbytes]
+            self.views.append(_NOTHING if place is None else place.view(tensor.dtype).view(tensor.shape))
+
+    def pairs(self, indices: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the copies of tensors, and the live ones."""
+        return [self.views[i] for i in indices], [self.live[i] for i in indices]
 
     def run(self) -> None:
+        """Copy beside training, and hand the copy over."""
         staging = self.staging
         try:
             try:
-                self._copy()
+                if staging.queued is not None:
+                    staging.queued.wait()
+                else:
+                    self._copy_groups()
             finally:
                 self._find_changed()
         except Exception as error:  # noqa: BLE001 - any failure of the copy belongs to the save, which raises it
@@ -496,94 +427,33 @@ class _Background:
         finally:
             staging.done.set()
         if staging.queued is None:
-            self.stager._settle(self.plan, self.live, self.free, staging)
+            self.stager.settle_located(self.plan, self.live, self.free, staging)
 
-    def _copy(self) -> None:
-        if self.staging.queued is not None:
-            self.staging.queued.wait()
-            return
+    def _copy_groups(self) -> None:
         with torch.no_grad():
-            for group in _groups(self.live, self.indices):
-                copy_all([self.views[i] for i in group], [self.live[i] for i in group])
+            group: list[int] = []
+            num_bytes = 0
+            for i in self.later:
+                group.append(i)
+                num_bytes += self.live[i].nbytes
+                if num_bytes >= _GROUP_BYTES or i == self.later[-1]:
+                    copy_all(*self.pairs(group))
+                    group, num_bytes = [], 0
 
     def _find_changed(self) -> None:
-        found = self.changed
+        found, staging, names = self.changed, self.staging, self.plan.names
         for watch in self.watches:
-            found |= set(watch.end(self.views))
-        if self.staging.counters is not None:
-            found |= self.staging.counters.find_changed()
-        changed = sorted(i for i in found if i < len(self.plan.names))
-        self.staging.torn_witnesses = frozenset(found.difference(changed))
-        self.stager.note_witnesses(self.plan, self.staging.torn_witnesses)
-        self.staging.changed = tuple(self.plan.names[i] for i in changed)
+            found.update(watch.end(self.views))
+        if staging.counters is not None:
+            found |= staging.counters.find_changed()
+        changed = sorted(i for i in found if i < len(names))
+        staging.torn_witnesses = frozenset(found.difference(changed))
+        self.stager.note_witnesses(self.plan, staging.torn_witnesses)
+        staging.changed = tuple(names[i] for i in changed)
         if changed:
-            self.stager.record_torn(self.staging.changed)
+            self.stager.record_torn(staging.changed)
         else:
             self.stager.repeats.record_saved()
-
-
-def _start_cuda(
-    staging: Staging,
-    blocking: tuple[int, ...],
-    later: tuple[int, ...],
-    live: list[torch.Tensor],
-    views: list[torch.Tensor],
-) -> None:
-    """Queue all copies; what the caller writes to `blocking` on a device from now on waits for them."""
-    staging.queued = queue_copies([views[i] for i in blocking], [live[i] for i in blocking])
-    staging.queued.delay_writes()
-    rest = queue_copies([views[i] for i in later], [live[i] for i in later])
-    staging.queued = staging.queued.followed_by(rest)
-
-
-def _witness_views(
-    plan: SavePlan, live: Sequence[torch.Tensor], arena: Arena, witnesses: Mapping[int, int]
-) -> Iterable[torch.Tensor]:
-    """Yield the copies of all witnesses in an arena; an empty tensor for those that are not copied."""
-    for index in range(len(plan.names), len(live)):
-        tensor, at = live[index], witnesses.get(index)
-        if at is None:
-            yield _NOTHING
-        else:
-            yield arena.bytes[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class _Storages:
-    """Memory of the storages of some tensors: sorted first addresses, and the ends of the same storages."""
-
-    starts: list[int]
-    stops: list[int]
-
-    @classmethod
-    def of(cls, tensors: Iterable[torch.Tensor]) -> _Storages:
-        """Return the storages of tensors."""
-        found = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
-        starts = sorted(found)
-        return cls(starts, [start + found[start] for start in starts])
-
-    def contain_any(self, addresses: Iterable[int]) -> bool:
-        """Return True if one of the addresses is in a storage."""
-        places = ((bisect.bisect_right(self.starts, at) - 1, at) for at in addresses)
-        return any(i >= 0 and at < self.stops[i] for i, at in places)
-
-
-def _addresses_of(optimizer: Optimizer) -> set[int]:
-    """Return the addresses of an optimizer's parameters and state tensors on this rank."""
-    found = set()
-    for group in optimizer.param_groups:
-        found.update(map(_address_of, group["params"]))
-    for slots in list(optimizer.state.values()):
-        if isinstance(slots, dict):
-            # A list, as the optimizer may add slots in another thread.
-            found.update(_address_of(t) for t in list(slots.values()) if isinstance(t, torch.Tensor))
-    return found
-
-
-def _address_of(tensor: torch.Tensor) -> int:
-    if type(tensor) not in _PLAIN and is_dtensor(tensor):
-        tensor = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return tensor.data_ptr()
 
 
 def _is_equal(copy: torch.Tensor, live: torch.Tensor) -> bool:
@@ -611,21 +481,3 @@ def _copy_in_threads(views: list[torch.Tensor], live: list[torch.Tensor]) -> Non
         copy_part(parts[0])
         for one in pending:
             one.result()
-
-
-def _groups(live: list[torch.Tensor], indices: tuple[int, ...]) -> Iterable[list[int]]:
-    group: list[int] = []
-    num_bytes = 0
-    for i in indices:
-        group.append(i)
-        num_bytes += live[i].nbytes
-        if num_bytes >= _GROUP_BYTES:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group
-
-
-def _versions(tensors: Iterable[torch.Tensor]) -> list[int | None]:
-    # Tensors made in inference mode do not count versions.
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,17 +1,19 @@
-"""Hook that runs before every optimizer step, and the threads that make the steps."""
+"""Hook that runs before every optimizer step, the threads that make the steps, and the memory they change."""
 
 from __future__ import annotations
 
+import bisect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue] - torch.optim deletes the name
+
+from holdfast.checkpoint.state.tensors import PLAIN, is_dtensor
 
 _hooks: set[int] = set()
 """Ids of the hooks of all StepHooks."""
@@ -26,9 +28,7 @@ class LastStep:
     gradient: tuple[int, int] | None  # id and version of one gradient that it uses
 
 
-def _is_foreign(thread: threading.Thread) -> bool:
-    """Return True if Python did not start a thread."""
-    return isinstance(thread, threading._DummyThread)  # pyright: ignore[reportPrivateUsage] - the only sign
+_Foreign = threading._DummyThread  # pyright: ignore[reportPrivateUsage] - the only sign of Python's own
 
 
 class StepHook:
@@ -64,7 +64,13 @@ class StepHook:
             if closure is None:
                 call(optimizer)
                 return None
-            return (optimizer,), {"closure": _then(closure, partial(call, optimizer))}
+
+            def closure_then_call() -> Any:
+                result = closure()
+                call(optimizer)
+                return result
+
+            return (optimizer,), {"closure": closure_then_call}
 
         handle = optimizers.register_optimizer_step_pre_hook(hook)
         optimizers._global_optimizer_pre_hooks.move_to_end(handle.id, last=False)
@@ -99,17 +105,17 @@ class StepHook:
             last
             for key, last in last_steps.items()
             if last.thread is not this
-            and not _is_foreign(last.thread)
+            and not isinstance(last.thread, _Foreign)
             and (since.get(key) is not last or last.thread.is_alive())
         ]
 
     def _record(self, optimizer: Optimizer) -> None:
         """Record the thread of a step until the optimizer's object is deleted."""
         key, steps = id(optimizer), self._last_steps
-        before = steps.get(key)
-        reference = (
-            weakref.ref(optimizer, lambda _: steps.pop(key, None)) if before is None else before.optimizer
-        )
+        if (before := steps.get(key)) is not None:
+            reference = before.optimizer
+        else:
+            reference = weakref.ref(optimizer, lambda _: steps.pop(key, None))
         gradient = next(_gradients(optimizer), None)
         steps[key] = LastStep(reference, threading.current_thread(), _identity(gradient))
 
@@ -155,16 +161,37 @@ def _closure_of(
         return None
     closure = kwargs["closure"] if len(args) == 1 else args[1]
     is_first = type(optimizer).__module__.startswith("torch.optim.")
-    has_other_hooks = optimizer._optimizer_step_pre_hooks or not _hooks.issuperset(
-        optimizers._global_optimizer_pre_hooks
-    )
+    of_all = optimizers._global_optimizer_pre_hooks
+    has_other_hooks = optimizer._optimizer_step_pre_hooks or not _hooks.issuperset(of_all)
     return closure if callable(closure) and is_first and not has_other_hooks else None
 
 
-def _then(closure: Callable[[], Any], call: Callable[[], None]) -> Callable[[], Any]:
-    def closure_then_call() -> Any:
-        result = closure()
-        call()
-        return result
+@dataclass(frozen=True, slots=True)
+class Storages:
+    """Memory of the storages of some tensors: sorted first addresses, and the ends of the same storages."""
 
-    return closure_then_call
+    starts: list[int]
+    stops: list[int]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Storages:
+        """Return the storages of tensors."""
+        found = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
+        starts = sorted(found)
+        return cls(starts, [start + found[start] for start in starts])
+
+    def contain_any(self, addresses: Iterable[int]) -> bool:
+        """Return True if one of the addresses is in a storage."""
+        places = ((bisect.bisect_right(self.starts, at) - 1, at) for at in addresses)
+        return any(i >= 0 and at < self.stops[i] for i, at in places)
+
+
+def addresses_of(optimizer: Optimizer) -> set[int]:
+    """Return the addresses of an optimizer's parameters and state tensors on this rank."""
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for slots in list(optimizer.state.values()):  # lists, as the optimizer may add slots in another thread
+        if isinstance(slots, dict):
+            found += [one for one in list(slots.values()) if isinstance(one, torch.Tensor)]
+    return {
+        (one._local_tensor if type(one) not in PLAIN and is_dtensor(one) else one).data_ptr() for one in found
+    }

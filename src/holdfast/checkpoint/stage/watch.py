@@ -1,47 +1,205 @@
-"""Watches over tensors. Each proves that they did not change in memory during a copy."""
+"""Watches over tensors, which prove that they did not change in memory during a copy (note 013).
+
+The kernel records writes to whole pages. So the extents of tensors in memory are the pages that only they
+fill, which are watched, and edges on pages shared with other memory, which are saved when a watch begins.
+"""
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import errno
+import mmap
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.checkpoint.stage.extents import (
-    Extents,
-    PrivateMappings,
-    find_overlapping,
-    is_dense,
-    is_within,
-    memory_order,
-)
-from holdfast.checkpoint.stage.write_tracker import WriteTracker, use_huge_pages
+from holdfast.checkpoint.stage.write_tracker import Range, WriteTracker, use_huge_pages
+from holdfast.system.linux.memory_mappings import read_mappings
+
+LARGE_BYTES = 32 << 10
+"""Smaller tensors are copied before save() returns, because they share their pages with other memory."""
+_get_num_bytes = operator.attrgetter("nbytes")
+_GAP_BYTES = 256 << 10  # ranges as close as this are tracked as one: each costs a call to the kernel
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Bytes of a tensor on a page that it shares with other memory."""
+
+    index: int  # of the tensor
+    address: int
+    offset: int  # of these bytes in the tensor, in its own order
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """The memory of some tensors: whole pages, which can be tracked, and edges, which cannot."""
+
+    pages: tuple[tuple[int, int, int], ...]  # start, stop and the tensor's index, by start
+    edges: tuple[Edge, ...]
+    ranges: tuple[Range, ...]  # these cover all `pages`, and the small gaps between them
+    num_edge_bytes: int
+    indices: frozenset[int]  # of the tensors
+
+    @classmethod
+    def of(
+        cls, tensors: Mapping[int, torch.Tensor], mappings: Sequence[Range], apart: Sequence[int] = ()
+    ) -> Extents:
+        """Return the extents of dense CPU tensors by index.
+
+        Args:
+            mappings: memory that may be tracked, by start; no range crosses the end of one.
+            apart: addresses of tensors that are tracked separately, sorted; no range includes one.
+        """
+        pages: list[tuple[int, int, int]] = []
+        edges: list[Edge] = []
+        for index, tensor in tensors.items():
+            start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            low, high = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
+            if low >= high:
+                edges.append(Edge(index, start, 0, stop - start))
+                continue
+            pages.append((low, high, index))
+            if start < low:
+                edges.append(Edge(index, start, 0, low - start))
+            if high < stop:
+                edges.append(Edge(index, high, high - start, stop - high))
+        pages.sort()
+        return cls(
+            tuple(pages),
+            tuple(edges),
+            tuple(_coalesce([(low, high) for low, high, _ in pages], mappings, apart)),
+            sum(edge.num_bytes for edge in edges),
+            frozenset(tensors),
+        )
+
+    def touched_by(self, ranges: Iterable[Range]) -> list[int]:
+        """Return the indices of the tensors that have pages in `ranges`, in order."""
+        starts = [low for low, _, _ in self.pages]
+        longest = max((high - low for low, high, _ in self.pages), default=0)
+        found: set[int] = set()
+        for start, stop in ranges:
+            first = bisect.bisect_left(starts, start - longest)
+            for low, high, index in self.pages[first : bisect.bisect_left(starts, stop)]:
+                if low < stop and high > start:
+                    found.add(index)
+        return sorted(found)
+
+    def save_edges(self) -> ctypes.Array[ctypes.c_char]:
+        """Return the current bytes of all edges, one after the other."""
+        saved = ctypes.create_string_buffer(max(1, self.num_edge_bytes))
+        at = ctypes.addressof(saved)
+        for edge in self.edges:
+            ctypes.memmove(at, edge.address, edge.num_bytes)
+            at += edge.num_bytes
+        return saved
+
+
+def find_overlapping(places: Iterable[tuple[int, int, int]]) -> set[int]:
+    """Return the indices of tensors, each at an address with its bytes, that share pages with another one."""
+    found: set[int] = set()
+    reached, last = 0, -1  # end of the memory so far, and the tensor that ends there
+    for start, num_bytes, index in sorted(places):
+        low, high = -(-start // _PAGE) * _PAGE, (start + num_bytes) // _PAGE * _PAGE
+        if low < reached and low < high:
+            found.update((index, last))
+        if high > reached:
+            reached, last = high, index
+    return found
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements fill their memory without gaps, each once."""
+    return tensor.is_contiguous() or memory_order(tensor) is not None
+
+
+def memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions from the slowest to the fastest in memory; None if the tensor is not dense."""
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    order = [dimension for dimension in order if tensor.shape[dimension] != 1]
+    stride = 1
+    for dimension in reversed(order):
+        if tensor.stride(dimension) != stride:
+            return None
+        stride *= tensor.shape[dimension]
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateMappings:
+    """Address ranges that other processes do not share, by start."""
+
+    anonymous: list[Range]  # neighbours are joined
+    of_files: list[Range]  # their pages follow the file until this process has written to them
+
+    @classmethod
+    def read(cls) -> PrivateMappings:
+        """Return the writable mappings of this process.
+
+        Blocks: 1 ms per 1000 mappings.
+        """
+        anonymous: list[Range] = []
+        of_files: list[Range] = []
+        found = read_mappings(lambda access: access[:2] == b"rw" and access[3:] == b"p")
+        for start, stop, is_of_file in found:
+            if is_of_file:
+                of_files.append((start, stop))
+            elif anonymous and anonymous[-1][1] == start:
+                anonymous[-1] = anonymous[-1][0], stop
+            else:
+                anonymous.append((start, stop))
+        return cls(anonymous, of_files)
+
+
+def is_within(tensor: torch.Tensor, mappings: Sequence[Range]) -> bool:
+    """Return True if all bytes of a tensor are in one of `mappings`."""
+    start = tensor.data_ptr()
+    at = bisect.bisect_right(mappings, (start, 1 << 64)) - 1
+    return at >= 0 and start + tensor.nbytes <= mappings[at][1]
+
+
+def _coalesce(ranges: Sequence[Range], mappings: Sequence[Range], apart: Sequence[int]) -> Iterable[Range]:
+    """Join sorted ranges across small gaps, within one mapping and without separate tensors."""
+    current: Range | None = None
+    limit = 0  # the end of the mapping of `current`, or the next separate tensor
+    for start, stop in ranges:
+        if current is not None and start <= current[1] + _GAP_BYTES and stop <= limit:
+            current = current[0], max(current[1], stop)
+            continue
+        if current is not None:
+            yield current
+        current = start, stop
+        mapping = bisect.bisect_right(mappings, (start, 1 << 64)) - 1
+        next_apart = bisect.bisect_left(apart, start)
+        limit = min(
+            mappings[mapping][1] if mapping >= 0 else stop,
+            apart[next_apart] if next_apart < len(apart) else 1 << 64,
+        )
+    if current is not None:
+        yield current
+
 
 _NOTHING = Extents.of({}, ())
-_get_num_bytes = operator.attrgetter("nbytes")
 
 
 class Watcher:
     """Starts watches over tensors, if the kernel records writes.
 
-    Args:
-        on_busy: called if memory is not available; may end the watches of others over it.
-
-    Attributes:
-        refusal: reason why this process cannot watch memory, or None if it can.
-        shared: indices of the tensors, of the last call of `locate`, in memory that other processes may write
-            to, or that still has pages of a file: a watch does not detect such changes.
-        overlapping: indices of the large tensors that share pages with others: the end of a watch over one of
-            them would end that of the others.
+    `on_busy` is called if memory is not available; it may end the watches of others over it.
     """
 
     def __init__(self, on_busy: Callable[[], None] = lambda: None) -> None:
-        self.refusal: str | None = None
+        self.refusal: str | None = None  # reason why this process cannot watch memory
         self.shared: frozenset[int] = frozenset()
+        """Tensors of the last `locate` in memory that other processes may write to, or that still has pages
+        of a file: a watch does not detect such changes."""
         self.overlapping: frozenset[int] = frozenset()
+        """Large tensors that share pages: the end of a watch over one would end that of the others."""
         self._on_busy = on_busy
         self._of_files: frozenset[int] = frozenset()  # those of `shared` that may become private
         self._tracker: WriteTracker | None = None
@@ -56,12 +214,7 @@ class Watcher:
             self.refusal = error.strerror or str(error)
 
     def locate(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
-        """Find the tensors of a save in memory. Those of the last call are skipped.
-
-        Args:
-            tensors: all of them.
-            large: indices of those that may be watched.
-        """
+        """Find the tensors of a save, of which the large may be watched; those of the last are skipped."""
         before, self._ids = self._ids, list(map(id, tensors))
         places, known = _Places.of({i: tensors[i] for i in large}), self._places
         new = set[int]()
@@ -88,13 +241,10 @@ class Watcher:
             self._mappings = PrivateMappings.read()
         shared = {i for i in shared if not is_within(plain[i], self._mappings.anonymous)}
         of_files = {i for i in shared if is_within(plain[i], self._mappings.of_files)}
-        own = {i for i in of_files if self._is_own(plain[i])}
+        places = {i: (plain[i].data_ptr(), plain[i].data_ptr() + plain[i].nbytes) for i in of_files}
+        own = {i for i, place in places.items() if self._tracker is not None and self._tracker.is_own(*place)}
         self._of_files = frozenset(of_files.difference(own))
         return shared.difference(own)
-
-    def _is_own(self, tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
-        return self._tracker is not None and self._tracker.is_own(address, address + tensor.nbytes)
 
     def start(self, tensors: Mapping[int, torch.Tensor]) -> WriteWatch:
         """WriteWatch tensors by index from now on; those that cannot be watched are left out.
@@ -156,17 +306,13 @@ class Watcher:
         return extents
 
     def use_huge_pages(self, tensors: Mapping[int, torch.Tensor], *, until: Callable[[], bool]) -> None:
-        """Move the memory of tensors into huge pages, once. A watch then costs a hundredth.
+        """Move the memory of large tensors into huge pages, once. A watch then costs a hundredth.
 
-        Args:
-            tensors: large ones by index, as for `start`; none of them may be watched now.
-            until: called repeatedly; True ends the work, which a later call continues.
+        None of them may be watched now. If `until()` is True, the work ends, and a later call continues it.
 
         Blocks: 0.2 to 2 s per GB of small pages; releases the GIL.
         """
-        if self._tracker is None:
-            return
-        if self._huge.issuperset(tensors):
+        if self._tracker is None or self._huge.issuperset(tensors):
             return
         extents, known = self._find_extents(tensors), self._extents
         use_huge_pages(self._tracker.find_small(extents.ranges), until=until)
@@ -200,9 +346,7 @@ class WriteWatch:
     def end(self, copies: Sequence[torch.Tensor]) -> list[int]:
         """End the watch; return the indices of tensors that were written since it began.
 
-        Args:
-            copies: of the tensors, by index, complete and contiguous. They receive the bytes of shared pages
-                that were saved when the watch began.
+        Their complete and contiguous copies receive the bytes of shared pages that were saved when it began.
         """
         written = self.find_written()
         self.cancel()
@@ -215,18 +359,16 @@ class WriteWatch:
             return []
         return self.extents.touched_by(self.tracker.find_written(self.extents.ranges))
 
-    def complete(self, copies: Sequence[torch.Tensor]) -> None:
-        """Put the bytes of shared pages into copies, as for `end`."""
-        if self.tracker is not None:
-            self._put_edges(copies)
-
     def cancel(self) -> None:
         """End the watch without a result."""
         if self.tracker is not None:
             self.tracker.stop(self.extents.ranges)
 
-    def _put_edges(self, copies: Sequence[torch.Tensor]) -> None:
-        at = ctypes.addressof(self.edges) if self.edges is not None else 0
+    def complete(self, copies: Sequence[torch.Tensor]) -> None:
+        """Put the bytes of shared pages into copies, as for `end`."""
+        if self.edges is None:
+            return
+        at = ctypes.addressof(self.edges)
         addresses = {i: copies[i].data_ptr() for i, tensor in self.tensors.items() if tensor.is_contiguous()}
         for edge in self.extents.edges:
             to = addresses.get(edge.index)
@@ -239,11 +381,7 @@ class WriteWatch:
 
 
 def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, saved: bytes) -> None:
-    """Put bytes of a dense tensor into a copy with another order of elements.
-
-    Args:
-        offset: of these bytes in the tensor's memory; a multiple of an element's, as are the bytes.
-    """
+    """Put bytes of a dense tensor, at an offset in its memory, into a copy with another order of elements."""
     order, item_bytes = memory_order(tensor), tensor.element_size()
     assert order is not None
     left = torch.arange(offset // item_bytes, (offset + len(saved)) // item_bytes, device="cpu")
@@ -257,10 +395,7 @@ def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, 
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """The memory of some tensors. Two tensors at one address may differ in size, and in their strides.
-
-    Lists and not tuples for each tensor, because there may be thousands at each save.
-    """
+    """The memory of some tensors, in lists and not a tuple for each: at each save there may be thousands."""
 
     addresses: dict[int, int]  # by index
     num_bytes: list[int]  # in the same order

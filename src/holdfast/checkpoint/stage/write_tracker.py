@@ -27,8 +27,7 @@ _FEATURES = 1 << 12 | 1 << 13 | 1 << 15  # shared memory and huge pages; pages n
 _REGISTER_WRITES = 2
 _PAGEMAP_SCAN = 0xC0606610
 _SCAN_PROTECT, _SCAN_CHECK = 1, 2  # protect the pages that match; fail where writes are not tracked
-_TRACKABLE, _WRITTEN, _FILE, _PRESENT, _SWAPPED, _HUGE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 4, 1 << 6
-_ZERO = 1 << 5
+_TRACKABLE, _WRITTEN, _FILE, _PRESENT, _SWAPPED, _ZERO, _HUGE = (1 << bit for bit in range(7))
 _MADV_COLLAPSE = 25
 _MAX_FOUND = 1024  # ranges that one call returns; more take more calls
 
@@ -42,9 +41,6 @@ class WriteTracker:
 
     Source: userfaultfd(2) with UFFD_FEATURE_WP_ASYNC and the ioctl PAGEMAP_SCAN, Linux 6.7; CRIU and
     Windows's GetWriteWatch use the same for incremental copies.
-
-    Raises:
-        OSError: the kernel does not have such a record, or this process may not use it.
     """
 
     def __init__(self) -> None:
@@ -64,16 +60,9 @@ class WriteTracker:
             raise
 
     def start(self, ranges: Iterable[Range], *, in_huge_pages: bool = False) -> None:
-        """Track writes to `ranges` from now on.
-
-        Args:
-            ranges: memory of this process.
-            in_huge_pages: most of it is in huge pages; selects the call that is faster then.
+        """Track writes to memory from now on. If most is in huge pages, another call is faster.
 
         Blocks: 10 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
-
-        Raises:
-            OSError: a range cannot be tracked. None of them is then.
         """
         started: list[Range] = []
         try:
@@ -85,7 +74,11 @@ class WriteTracker:
                     self._protect(start, stop)
                 else:
                     self._scan(start, stop, _SCAN_PROTECT | _SCAN_CHECK)
-                    for low, high in self._find_moving(start, stop):
+                    # A page that the kernel is moving to another place, to make room for a huge one, loses
+                    # the protection of that call when it arrives (Linux 6.18), and would count as written.
+                    # That of `_protect` stays.
+                    moving = {"any_of": _WRITTEN | _SWAPPED, "returned": _TRACKABLE}
+                    for low, high in self._scan_all(start, stop, _SCAN_CHECK, **moving):
                         self._protect(low, high)
         except OSError:
             self.stop(started)
@@ -94,19 +87,6 @@ class WriteTracker:
     def _protect(self, start: int, stop: int) -> None:
         fcntl.ioctl(self._uffd, _WRITEPROTECT, bytearray(struct.pack("3Q", start, stop - start, _PROTECT)))
 
-    def _find_moving(self, start: int, stop: int) -> list[Range]:
-        """Return the parts in pages that the kernel was moving while `_scan` protected them.
-
-        A page that the kernel moves to another place, to make room for a huge one, loses the protection of
-        that call when it arrives (Linux 6.18), and would count as written. That of `_protect` stays.
-        """
-        found: list[Range] = []
-        while start < stop:
-            start = self._scan(
-                start, stop, _SCAN_CHECK, found, any_of=_WRITTEN | _SWAPPED, returned=_TRACKABLE
-            )
-        return found
-
     def stop(self, ranges: Iterable[Range]) -> None:
         """Stop tracking `ranges`. Later writes to them cost nothing."""
         for start, stop in ranges:
@@ -114,16 +94,14 @@ class WriteTracker:
                 fcntl.ioctl(self._uffd, _UNREGISTER, bytearray(struct.pack("2Q", start, stop - start)))
 
     def find_written(self, ranges: Iterable[Range]) -> list[Range]:
-        """Return the parts of `ranges` that may have been written since `start`.
-
-        A page counts as written unless the kernel still protects it; also one that was unmapped or dropped
-        meanwhile.
-        """
+        """Return the parts of `ranges` that may have been written since `start`."""
+        # A page counts as written unless the kernel still protects it, also if it was unmapped (note 013).
         written: list[Range] = []
+        protected = {"inverted": _WRITTEN, "required": _WRITTEN, "any_of": _PRESENT | _SWAPPED}
         for start, stop in ranges:
             at = start
             try:
-                for low, high in self._scan_protected(start, stop):
+                for low, high in self._scan_all(start, stop, _SCAN_CHECK, **protected, returned=_TRACKABLE):
                     if low > at:
                         written.append((at, low))
                     at = high
@@ -132,21 +110,6 @@ class WriteTracker:
             if at < stop:
                 written.append((at, stop))
         return written
-
-    def _scan_protected(self, start: int, stop: int) -> list[Range]:
-        found: list[Range] = []
-        while start < stop:
-            start = self._scan(
-                start,
-                stop,
-                _SCAN_CHECK,
-                found,
-                inverted=_WRITTEN,
-                required=_WRITTEN,
-                any_of=_PRESENT | _SWAPPED,
-                returned=_TRACKABLE,
-            )
-        return found
 
     def is_own(self, start: int, stop: int) -> bool:
         """Return True if this process has written to all pages of a file's private mapping."""
@@ -159,14 +122,15 @@ class WriteTracker:
 
     def find_small(self, ranges: Iterable[Range]) -> list[Range]:
         """Return the parts of `ranges` in present small pages. The zero page does not count."""
+        absent = _HUGE | _ZERO
+        kinds = {"inverted": absent, "required": _PRESENT | absent, "returned": _PRESENT}
+        return [part for start, stop in ranges for part in self._scan_all(start, stop, 0, **kinds)]
+
+    def _scan_all(self, start: int, stop: int, flags: int, **kinds: int) -> list[Range]:
+        """Call PAGEMAP_SCAN until the end of a range, and return the parts that it finds."""
         found: list[Range] = []
-        for start, stop in ranges:
-            at = start
-            while at < stop:
-                wanted = _PRESENT | _HUGE | _ZERO
-                at = self._scan(
-                    at, stop, 0, found, inverted=_HUGE | _ZERO, required=wanted, returned=_PRESENT
-                )
+        while start < stop:
+            start = self._scan(start, stop, flags, found, **kinds)
         return found
 
     def _scan(
@@ -184,23 +148,9 @@ class WriteTracker:
         """Call PAGEMAP_SCAN once, append the results to `found`, and return the address reached."""
         number = 0 if found is None else _MAX_FOUND
         vector = (ctypes.c_uint64 * (3 * number))()
-        arguments = bytearray(
-            struct.pack(
-                "12Q",
-                96,
-                flags,
-                start,
-                stop,
-                0,
-                ctypes.addressof(vector) if number else 0,
-                number,
-                0,
-                inverted,
-                required,
-                any_of,
-                returned,
-            )
-        )
+        address = ctypes.addressof(vector) if number else 0
+        kinds = inverted, required, any_of, returned
+        arguments = bytearray(struct.pack("12Q", 96, flags, start, stop, 0, address, number, 0, *kinds))
         num_found = fcntl.ioctl(self._pagemap, _PAGEMAP_SCAN, arguments)
         if found is not None:
             found.extend((vector[3 * i], vector[3 * i + 1]) for i in range(num_found))
@@ -249,13 +199,10 @@ def _open_userfaultfd() -> int:
 
 
 def use_huge_pages(ranges: Iterable[Range], *, until: Callable[[], bool]) -> None:
-    """Ask the kernel to move memory into huge pages, which are tracked much faster.
+    """Ask the kernel to move memory that is present into huge pages, which are tracked much faster.
 
-    The content does not change. If the kernel has no huge page left, the pages stay small.
-
-    Args:
-        ranges: memory that is present; of each, the part between boundaries of 2 MiB is used.
-        until: called between two huge pages; True ends the work.
+    The content does not change. If the kernel has no huge page left, the pages stay small. `until` is called
+    between two huge pages; True ends the work.
 
     Blocks: 0.3 to 5 ms per huge page.
     """

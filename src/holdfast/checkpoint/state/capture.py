@@ -1,29 +1,25 @@
-"""Captured states: live tensors and values by name, the collectors that find them, and marks of changes."""
+"""Captured states: live tensors and values by name, the collectors that find them, and their catalogs."""
 
 from __future__ import annotations
 
-import itertools
-import operator
-from collections.abc import Callable, Iterable
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from typing_extensions import override
 
+from holdfast.checkpoint.copies import SharedTensor
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.partitioning import Partitioning
 from holdfast.checkpoint.format.values import encode
+from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
-from holdfast.checkpoint.state.replication import Replication
-from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, local_of
+from holdfast.checkpoint.state.sharding import Sharding, ShardLayout
 from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import (
-    PLAIN,
-    is_composite,
-    is_savable,
-    may_be_reread,
-    show_same_memory,
-    shows_same_memory,
-)
+from holdfast.checkpoint.state.tensors import NAMES, is_composite, is_savable
 from holdfast.checkpoint.state.tree import extract_tensors, references
 
 
@@ -51,31 +47,11 @@ class CapturedState:
     lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
 
 
-@dataclass(frozen=True, slots=True)
-class _Emit:
-    """Function for `extract_tensors` that collects tensors with one role."""
-
-    collect: Callable[[str, torch.Tensor, Role], object]
-    role: Role
-
-    def __call__(self, name: str, tensor: torch.Tensor) -> object:
-        return self.collect(name, tensor, self.role)
-
-    def per_rank(self, name: str, tensor: torch.Tensor) -> object:
-        """Collect a tensor that is different on every rank."""
-        return self.collect(name, tensor, self.role._replace(replication=Replication.PER_RANK, follows=None))
-
-
 class TensorCollector:
     """Collects tensors by name while a state is walked.
 
     It follows the table of the previous capture as long as the same tensors come in the same order, which
     costs one comparison each. At the first difference it starts a new table, and searches for ties again.
-
-    Args:
-        world_size: number of ranks; with one rank, nothing is per rank.
-        checked: names that have passed the check for reserved names; grows.
-        followed: table of the previous capture, if any.
     """
 
     def __init__(
@@ -87,7 +63,7 @@ class TensorCollector:
         self._row = 0  # of the table that is followed: all before it are confirmed
         self._owner = 0
         self._composites: list[str] = []  # of the table that is followed: names that are confirmed
-        self._replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
+        self.replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
         self._replaced_at: set[int] = set()  # their addresses
 
     @property
@@ -110,10 +86,9 @@ class TensorCollector:
         return self._new_table.add(name, tensor, role)
 
     def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
-        """Collect several tensors; quick if they are the objects of the previous capture.
+        """Collect several tensors; return False, and collect none, if one of them is composite.
 
-        Returns:
-            False if one of them is a composite tensor; then none was collected.
+        Quick if they are the objects of the previous capture.
         """
         if self._followed is not None and self._followed.are_same(self._row, names, roles, tensors):
             self._row += len(names)
@@ -133,15 +108,26 @@ class TensorCollector:
             self._leave(self._followed)
         self._new_table.name_composite(name, tensor, inner)
 
-    def callback(self, role: Role) -> Callable[[str, torch.Tensor], object]:
-        """Return a function for `extract_tensors` that collects tensors with one role."""
-        return _Emit(self.collect, role)
+    def extract(self, value: Any, name: str, role: Role, **options: bool) -> Any:
+        """Return a tree whose tensors are collected with one role; see `extract_tensors`."""
+        return _extract(self.collect, value, name, role, **options)
+
+    def encode(self, value: Any, name: str, role: Role, **options: bool) -> Any:
+        """Collect the tensors of a value with one role, and return its encoded tree."""
+        return encode(self.extract(value, name, role, **options), name)
+
+    def encode_composite(self, name: str, tensor: torch.Tensor, role: Role) -> Any:
+        """Collect the inner tensors of a composite tensor, and return its encoded description."""
+        tree = self.extract(tensor, name, _inner_role(role), named_types=True)
+        if role.is_named:
+            self.name_composite(name, tensor, list(references(tree)))
+        return encode(tree, name)
 
     def own(self, parameters: list[torch.Tensor]) -> None:
         """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
-        table, i = self._followed, self._owner
-        if table is not None:
-            if i < len(table.owners) and _are_same_objects(table.owners[i], parameters):
+        if (table := self._followed) is not None:
+            known = table.owners[self._owner] if self._owner < len(table.owners) else None
+            if known is not None and [*map(id, known)] == [*map(id, parameters)]:
                 self._owner += 1
                 return
             self._leave(table)
@@ -154,10 +140,6 @@ class TensorCollector:
         """
         self.table.own_memory(tensors)
 
-    def is_per_rank(self, name: str) -> bool:
-        """Return True if each rank has its own tensor under `name`."""
-        return self.table.is_per_rank(name)
-
     def captured(
         self,
         values: dict[str, Any],
@@ -166,17 +148,13 @@ class TensorCollector:
         *,
         is_frozen_known: bool,
     ) -> CapturedState:
-        """Return the collected tensors with the encoded values.
+        """Return the collected tensors with the encoded values by top-level key.
 
         Args:
-            values: encoded values by top-level key.
             structure: of the previous capture, made by the same agreement; kept if it still holds.
-            agreement: holders of plain tensors.
             is_frozen_known: the parameters of every optimizer in the state are known.
         """
-        if self._followed is not None and not self._is_at_end(self._followed):
-            self._leave(self._followed)
-        is_kept = self._followed is not None and not self._put_replaced(self._followed)
+        is_kept = self.end()
         if structure is None or not is_kept:
             new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
             structure = structure if structure is not None and structure.has_same_facts(new) else new
@@ -192,141 +170,142 @@ class TensorCollector:
             lowest=structure.lowest,
         )
 
-    def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
-        """Return True if the next row matches this name, role and tensor.
+    def end(self) -> bool:
+        """End the walk. Return True if the followed table holds, with tensors replaced by like ones."""
+        if (table := self._followed) is None:
+            return False
+        ends = len(table.names), len(table.owners), len(table.composites)
+        if (self._row, self._owner, len(self._composites)) != ends:
+            self._leave(table)
+            return False
+        changes = [table.replace(row, tensor) for row, tensor in self.replaced.items()]
+        return not any(changes)
 
-        Also if only the tensor was replaced, and no other row depends on it.
-        """
+    def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
+        """Return True if the next row has this name, role and tensor, or one that may be replaced by it."""
         row = self._row
         if not table.has(row, name, role):
             return False
         if table.is_same(row, tensor):
             return True
-        if not is_savable(local_of(tensor)) or not table.can_replace(row, tensor):
+        part = table.part(row, tensor)
+        if not is_savable(part) or not table.can_replace(row, tensor):
             return False
-        address = local_of(tensor).data_ptr()
+        address = part.data_ptr()
         if address and address in self._replaced_at:
             return False
         self._replaced_at.add(address)
-        self._replaced[row] = tensor
+        self.replaced[row] = tensor
         return True
-
-    def _is_at_end(self, table: TensorTable) -> bool:
-        is_named = len(self._composites) == len(table.composites)
-        return is_named and self._row == len(table.names) and self._owner == len(table.owners)
 
     def _leave(self, table: TensorTable) -> None:
         """Copy the confirmed rows into the new table, and continue with that one."""
         self._followed = None
         for row in range(self._row):
-            tensor = self._replaced.get(row)
-            live = table.live(row) if tensor is None else tensor
+            live = self.replaced.get(row, table.live[row])
             self._new_table.add(table.names[row], live, table.roles[row])
         for name in self._composites:
             self._new_table.name_composite(name, *table.composites[name])
         for parameters in table.owners[: self._owner]:
             self._new_table.own(parameters)
 
-    def _put_replaced(self, table: TensorTable) -> bool:
-        """Put the replaced tensors into the followed table; return True if its structure changes."""
-        changes = [table.replace(row, tensor) for row, tensor in self._replaced.items()]
-        return any(changes)
 
-
-def _are_same_objects(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-_PLAIN = frozenset(PLAIN)
-_numbers = itertools.count()
-_get_version, _get_dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
-
-
-class MemoryMarks:
-    """Marks of the memory of some tensors, one after the other. They differ from those of any other object.
-
-    It holds an alias of each tensor of the newest mark. So the memory of a tensor that training replaces
-    stays in use until the next mark, and no new tensor can start at the same address before it.
-    """
-
-    def __init__(self) -> None:
-        self._aliases: list[torch.Tensor] = []
-        self._dtypes: list[torch.dtype] = []
-        self._rereadable: list[int] = []  # places of those that another view could show differently
-        self._number = next(_numbers)  # of the memory that the aliases show
-
-    def mark(self, tensors: list[torch.Tensor]) -> tuple[int, list[int]]:
-        """Return a value that differs if the memory is another, or was written.
-
-        Args:
-            tensors: this rank's parts of the state's tensors.
-        """
-        if not self._are_shown_by(tensors):
-            self._aliases = [tensor.detach() for tensor in tensors]
-            self._dtypes = list(map(_get_dtype, tensors))
-            self._rereadable = [at for at, alias in enumerate(self._aliases) if may_be_reread(alias)]
-            self._number = next(_numbers)
-        return self._number, versions(tensors)
-
-    def _are_shown_by(self, tensors: list[torch.Tensor]) -> bool:
-        return (
-            list(map(_get_dtype, tensors)) == self._dtypes
-            and show_same_memory(tensors, self._aliases)
-            and all(shows_same_memory(tensors[at], self._aliases[at]) for at in self._rereadable)
-        )
-
-
-class MarkCollector(TensorCollector):
-    """Collects the tensors of entries for a mark, without names."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1, set())
-        self.tensors: list[torch.Tensor] = []
-
-    @override
-    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        self.tensors.append(tensor if type(tensor) in _PLAIN else local_of(tensor))
-        return name
-
-    @override
-    def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
-        if _PLAIN.issuperset(map(type, tensors)):
-            self.tensors += tensors
-            return True
-        if any(map(is_composite, tensors)):
-            return False
-        self.tensors += map(local_of, tensors)
-        return True
-
-    @override
-    def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
-        pass
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return PyTorch's counters of writes. Tensors made in inference mode have none, and count as 0."""
-    tensors = list(tensors)
-    try:
-        return list(map(_get_version, tensors))
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def capture_composite(collector: TensorCollector, name: str, tensor: torch.Tensor, role: Role) -> Any:
-    """Collect the inner tensors of a composite tensor, and return its encoded description."""
-    tree = extract_tensors(tensor, name, collector.callback(_inner_role(role)), named_types=True)
-    if role.is_named:
-        collector.name_composite(name, tensor, list(references(tree)))
-    return encode(tree, name)
+def _extract(
+    collect: Callable[[str, torch.Tensor, Role], object], value: Any, name: str, role: Role, **options: bool
+) -> Any:
+    own = role._replace(replication=Replication.PER_RANK, follows=None)
+    return extract_tensors(
+        value,
+        name,
+        lambda path, tensor: collect(path, tensor, role),
+        per_rank=lambda path, tensor: collect(path, tensor, own),
+        **options,
+    )
 
 
 def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, torch.Tensor, Role]]:
     """Return name, tensor and role of the rows that a composite tensor is saved in."""
     found: list[tuple[str, torch.Tensor, Role]] = []
-    emit = _Emit(lambda *row: found.append(row), _inner_role(role))
-    extract_tensors(tensor, name, emit, named_types=True)
+    _extract(lambda *row: found.append(row), tensor, name, _inner_role(role), named_types=True)
     return found
 
 
 def _inner_role(role: Role) -> Role:
     return role._replace(is_named=False, is_inner=role.is_named)
+
+
+def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, Partitioning]:
+    """Choose which copy of each tensor is written, so that ranks write evenly by bytes.
+
+    Tensors whose copies are the same sets of ranks are distributed over these copies: the largest first, each
+    to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
+    mappings does not matter. A rank that also holds other tensors computes the same result for these.
+
+    Args:
+        sizes: bytes of each whole tensor by name.
+        shardings: their shardings, without per-rank names.
+
+    Returns:
+        The partitioning by which each tensor is written, by name. Equal ones are the same object.
+
+    Ranks: not collective; every rank computes the same from the same arguments.
+    Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
+    """
+    partitionings: dict[str, Partitioning] = {}
+    for copies, members in _groups(shardings).items():
+        loads = [(0, copy) for copy in range(len(copies))]
+        for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
+            num_bytes, copy = loads[0]
+            partitionings[name] = layout.partitioning(copy)
+            heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
+    return partitionings
+
+
+def _groups(
+    shardings: Mapping[str, Sharding],
+) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]]:
+    """Return names and layouts, grouped by their copies."""
+    by_layout: dict[int, list[tuple[str, ShardLayout]]] = {}
+    for name, sharding in shardings.items():
+        by_layout.setdefault(id(sharding.layout), []).append((name, sharding.layout))
+    groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]] = {}
+    for members in by_layout.values():  # few: hashing a thousand ranks for each tensor would take long
+        groups.setdefault(members[0][1].copies, []).extend(members)
+    return groups
+
+
+def catalog_of(captured: CapturedState) -> Catalog:
+    """Return the catalog of a captured state, without per-rank tensors.
+
+    Ranks: not collective; ranks that hold the same tensors compute the same catalog, byte for byte.
+    """
+    shardings = captured.shardings
+    dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}
+    sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
+    chosen = assign(sizes, shardings)
+    held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
+    for sharding in shardings.values():
+        if id(sharding.layout) not in held_by:
+            held_by[id(sharding.layout)] = tuple(sorted(sharding.holders))
+    tensors = {
+        name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
+        for name, one in shardings.items()
+    }
+    return Catalog(tensors, dict(captured.tied))
+
+
+def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list[SharedTensor]:
+    """Return the regions of tensors on this rank that other ranks hold too.
+
+    Ranks: not collective; ranks that hold the same tensors find the same names.
+    """
+    numbers = {name: number for number, name in enumerate(catalog.tensors)}
+    found: list[SharedTensor] = []
+    for name, one in captured.shardings.items():
+        layout = captured.lowest.get(name, one.layout)
+        region, item_bytes = layout.region_number(rank), ITEM_BYTES[NAMES[captured.tensors[name].dtype]]
+        num_bytes = -(-math.prod(one.shape) // len(layout.copies[0])) * item_bytes
+        if len(layout.copies) > 1 and region is not None and num_bytes and name in numbers:
+            is_trained = name in captured.owned
+            found.append(SharedTensor(name, numbers[name], region, layout.copies, num_bytes, is_trained))
+    return found

@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.format.composites import SavedTensor, shown_type
 from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
 from holdfast.checkpoint.state.fitting import misfit, needs_live
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unfillable
 from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput
 
 
-def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | None:
+def difference(plan: Load, saved: SavedTensor, live: torch.Tensor) -> str | None:
     """Return how a saved composite tensor and the live one differ, or None."""
     why = misfit(saved, live)
     if why is not None:
@@ -36,28 +36,8 @@ def difference(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> str | 
     return None
 
 
-def fill_composite(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
     """Plan to fill a live composite tensor from a saved one. It stays the same object."""
-    _check_fit(plan, saved, live, label)
-    _fill(plan, saved, live, label)
-
-
-def read_composite(
-    plan: LoadPlan, saved: SavedTensor, device: torch.device
-) -> Callable[[], torch.Tensor] | None:
-    """Plan to read a composite tensor of a kind of torch's own into new memory.
-
-    Returns:
-        A function that makes the tensor after all targets are filled; None if its class is the program's.
-    """
-    if needs_live(saved):
-        return None
-    plan.read_tree(saved, device)
-    return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
-
-
-def _check_fit(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
-    """Raise unless a live composite tensor can be filled from a saved one."""
     why = difference(plan, saved, live)
     if why is not None:
         raise InvalidInput(
@@ -67,12 +47,23 @@ def _check_fit(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: st
             key=label,
         )
     if live.is_meta:
-        raise unfillable(
-            live, label, "it is on the meta device. Call to_empty(device=...) on the module first."
-        )
+        why = "it is on the meta device. Call to_empty(device=...) on the module first."
+        raise unfillable(live, label, why)
+    _fill(plan, saved, live, label)
 
 
-def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+def read_composite(plan: Load, saved: SavedTensor, device: torch.device) -> Callable[[], torch.Tensor] | None:
+    """Plan to read a composite tensor into new memory; return a function that makes it filled.
+
+    None if its class is the program's.
+    """
+    if needs_live(saved):
+        return None
+    plan.read_tree(saved, device)
+    return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
+
+
+def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
     if is_sparse(live):
         _replace_content(plan, saved, live)
         return
@@ -85,12 +76,12 @@ def _fill(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor, label: str) ->
             plan.fill(part.name, item, f"{label}.{name}")
 
 
-def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> None:
+def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None:
     """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
     plan.read_tree(saved, live.device)
 
     def finish() -> None:
-        inner = {name: insert_tensors(item, plan.tensor) for name, item in saved.inner.items()}
+        inner = {name: plan.insert(item) for name, item in saved.inner.items()}
         # A copy: names that were tied when they were saved share one object.
         new = put_together(replace(saved, inner=inner), None)
         set_content(live, new.to(device=live.device, copy=True))
@@ -99,21 +90,20 @@ def _replace_content(plan: LoadPlan, saved: SavedTensor, live: torch.Tensor) -> 
 
 
 def plan_state(
-    plan: LoadPlan, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
+    plan: Load, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
 ) -> Callable[[], torch.Tensor]:
-    """Plan to fill one composite tensor of a parameter's state.
+    """Plan to fill one composite tensor of a parameter's state; return a function that returns it filled.
 
     It is the live one, if there is one that fits, or one that the optimizer makes as at its first step.
-
-    Returns:
-        A function that returns it after all targets are filled.
     """
     known = [live] if isinstance(live, torch.Tensor) else []
     if not any(difference(plan, saved, one) is None for one in known):
         read = read_composite(plan, saved, plan.device_of(parameter))
         if read is not None:
             return read
-        known += _new_states(optimizer, parameter)
+        make: Callable[..., torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
+        if make is not None and not parameter.is_meta:  # torchao's low-bit optimizers call it at a first step
+            known += [make(parameter, is_signed) for is_signed in (True, False)]
     if not known:
         raise InvalidInput(
             f"{label} was saved as {shown_type(saved.type, saved.facts)}, but the live "
@@ -125,14 +115,3 @@ def plan_state(
     target = next((one for one in known if difference(plan, saved, one) is None), known[0])
     fill_composite(plan, saved, target, label)
     return lambda: target
-
-
-def _new_states(optimizer: Optimizer, parameter: torch.Tensor) -> list[torch.Tensor]:
-    """Return new state tensors of a parameter, as low-bit optimizers make them: signed and unsigned.
-
-    Source: `_new_buffer` of the optimizers in torchao, which they call at their first step.
-    """
-    make: Callable[[torch.Tensor, bool], torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
-    if make is None or parameter.is_meta:
-        return []
-    return [make(parameter, is_signed) for is_signed in (True, False)]

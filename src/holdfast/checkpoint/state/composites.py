@@ -8,42 +8,21 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.composites import (
-    DTENSOR,
-    DTYPE,
-    MAX_INNER,
-    SPARSE,
-    SavedTensor,
-    raw_of,
-)
+from holdfast.checkpoint.format.composites import DTENSOR, DTYPE, MAX_INNER, SPARSE, SavedTensor, raw_of
 from holdfast.checkpoint.state.sharding import layout_of, local_of, reshaped_like, shard_like
-from holdfast.checkpoint.state.tensors import (
-    LAYOUTS,
-    PLAIN,
-    RAW,
-    SHARD_ATTRIBUTES,
-    is_dtensor,
-    torch_dtype,
-)
+from holdfast.checkpoint.state.tensors import LAYOUTS, PLAIN, RAW, SHARD_ATTRIBUTES, is_dtensor, torch_dtype
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.documents import shown
 
 
 @dataclass(frozen=True, slots=True)
 class Composite:
-    """A live composite tensor, taken apart.
+    """A live composite tensor, taken apart."""
 
-    Args:
-        type: as in `SavedTensor`.
-        inner: its inner tensors, detached; they share its memory.
-        facts: plain values that describe it.
-        context: further description of a class's own, of any types; only if `has_context`.
-    """
-
-    type: str
-    inner: dict[str, torch.Tensor]
-    facts: dict[str, Any] = field(default_factory=dict)
-    context: Any = None
+    type: str  # as in `SavedTensor`
+    inner: dict[str, torch.Tensor]  # detached; they share its memory
+    facts: dict[str, Any] = field(default_factory=dict)  # plain values that describe it
+    context: Any = None  # further description of a class's own, of any types; only if `has_context`
     has_context: bool = False
 
 
@@ -65,14 +44,9 @@ def take_apart(tensor: torch.Tensor) -> Composite:
 
 
 def put_together(saved: SavedTensor, live: torch.Tensor | None) -> Any:
-    """Return a new composite tensor over inner tensors, which it shares the memory of.
+    """Return a new composite tensor over the memory of inner tensors, in place of references in `saved`.
 
-    Args:
-        saved: its description, with a tensor in place of each reference.
-        live: a tensor of the same type with the same facts; None to do without.
-
-    Returns:
-        The tensor, or `saved` itself if the type needs a live tensor and there is none.
+    If the type needs a live tensor with the same facts, and there is none, `saved` itself is returned.
     """
     if saved.type in SPARSE:
         return _sparse(saved)

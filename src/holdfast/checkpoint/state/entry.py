@@ -1,22 +1,65 @@
-"""Entries of a state: their interface, the objects that are one, and what their state_dict() leaves out."""
+"""Entries of a state: their marks and interface, the objects that are one, and their hidden state."""
 
 from __future__ import annotations
 
+import enum
 import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
 from holdfast.checkpoint.format.containers import kind_of
-from holdfast.checkpoint.state.replication import MarkedObject, Replication
+from holdfast.errors import InvalidInput
 
 if TYPE_CHECKING:  # these modules look for entries in values, so they import this one
     from holdfast.checkpoint.state.capture import TensorCollector
-    from holdfast.checkpoint.state.load import LoadPlan
+    from holdfast.checkpoint.state.load import Load
     from holdfast.checkpoint.state.tensor_table import Role
+
+
+class Replication(enum.Enum):
+    """Ranks that hold the true bytes of a tensor."""
+
+    REPLICATED = "replicated"  # all ranks hold the same bytes; any may write them
+    LOWEST = "lowest"  # all ranks hold it, but rank 0's bytes are the true ones
+    PER_RANK = "per rank"  # every rank has its own
+    OWN = "own"  # every rank has its own, except for tensors that are sharded by themselves
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedObject:
+    """An object of the state, marked by the user with the replication of its tensors."""
+
+    _holdfast_is_leaf: ClassVar[bool] = True  # no container of a state, whose fields are saved
+    value: Any
+    replication: Replication
+    ranks: tuple[int, ...] | None = None  # its holders, if the user has named them
+
+
+def replicated(value: Any, ranks: Iterable[int] | None = None) -> MarkedObject:
+    """Mark an object of the state as the same on every rank. Each tensor is written once.
+
+    Use it for large objects that are per rank by default (anything but modules and optimizers). If the ranks
+    differ nevertheless, the tensors of all ranks but one are lost.
+
+    Args:
+        ranks: the global ranks that hold it, if not all ranks that have its key; the same on each of them.
+    """
+    value = value.value if isinstance(value, MarkedObject) else value
+    return MarkedObject(value, Replication.REPLICATED, None if ranks is None else tuple(sorted(set(ranks))))
+
+
+def per_rank(value: Any) -> MarkedObject:
+    """Mark an object of the state as different on every rank. Every rank writes its tensors.
+
+    Use it for modules whose parameters differ from rank to rank. A sharded tensor in it counts as this rank's
+    local part.
+    """
+    return MarkedObject(value.value if isinstance(value, MarkedObject) else value, Replication.PER_RANK)
 
 
 class StateEntry(ABC):
@@ -40,7 +83,7 @@ class StateEntry(ABC):
         return ()
 
     @abstractmethod
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         """Plan how the entry is filled from the checkpoint. Changes nothing live.
 
         Args:
@@ -74,26 +117,80 @@ def is_generator(value: Any) -> bool:
 
 
 def is_entry(value: Any) -> bool:
-    """Return True for an object that is always saved under its own key.
-
-    These are modules, optimizers, other objects with state_dict() and load_state_dict(), random number
-    generators, and whatever the user has marked.
-    """
+    """Return True for an object that is always saved under its own key: with a state, or marked."""
     kind = type(value)
     if kind in _SIMPLE or isinstance(value, (type, torch.Tensor)):
         return False
     return kind is MarkedObject or is_stateful(value) or is_generator(value)
 
 
+@dataclass(frozen=True, slots=True)
+class FoundEntry:
+    """An object of a state or in its containers, with its mark."""
+
+    root: str  # top-level key
+    value: Any
+    replication: Replication | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+def find_entries(objects: Mapping[str, Any]) -> dict[str, FoundEntry]:
+    """Return the objects of a state, and the entries in its containers, by key path."""
+    found: dict[str, FoundEntry] = {}
+    for key, value in objects.items():
+        top = _without_mark(FoundEntry(key, value))
+        _add(found, key, top)
+        try:
+            for path, inner in () if is_entry(top.value) else nested_entries(top.value, key):
+                _check_mark(path, inner, key)
+                _add(found, path, _without_mark(replace(top, value=inner)))
+        except RecursionError as error:
+            raise contains_itself(key) from error
+    return found
+
+
+def _without_mark(found: FoundEntry) -> FoundEntry:
+    """Return an object without its mark. In a marked container it has the container's mark."""
+    mark = found.value
+    if not isinstance(mark, MarkedObject):
+        return found
+    return FoundEntry(found.root, mark.value, mark.replication, mark.ranks)
+
+
+def _check_mark(path: str, inner: Any, key: str) -> None:
+    if not isinstance(inner, MarkedObject) or is_entry(inner.value) or isinstance(inner.value, torch.Tensor):
+        return
+    raise InvalidInput(
+        f"{path} is a marked {type(inner.value).__qualname__} inside a container. Only tensors and objects "
+        "with a state of their own can be marked there. Nothing was written. Mark the whole "
+        f"{key!r}, or move it to a key of its own.",
+        key=path,
+    )
+
+
+def _add(found: dict[str, FoundEntry], key: str, new: FoundEntry) -> None:
+    other = found.setdefault(key, new)
+    if other is not new:
+        kinds = [type(each.value).__qualname__ for each in (other, new)]
+        raise InvalidInput(
+            f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
+            f"a {kinds[1]} in {new.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
+            "string look the same. Nothing was written. Rename one of the keys.",
+            key=key,
+        )
+
+
+def contains_itself(key: str) -> InvalidInput:
+    """Return the error for a container that no walk ends in."""
+    return InvalidInput(
+        f"{key} contains itself, or is nested too deeply, so it cannot be saved. Nothing was written. Save "
+        "it as a flat list, with the index of an item in place of a reference to it.",
+        key=key,
+    )
+
+
 def nested_entries(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the key path and object of each entry in a container, at any depth.
-
-    Args:
-        path: key path of the container.
-
-    Raises:
-        RecursionError: the container contains itself.
-    """
+    """Yield the key path and object of each entry in a container at a path, at any depth."""
     kind = kind_of(value)
     if kind is None or _is_plain(value):
         return
@@ -177,11 +274,9 @@ _WRAPPERS = frozenset({"ScheduleFreeWrapper", "ScheduleFreeWrapperReference"})
 
 
 def hidden_state(value: Any) -> dict[str, Any]:
-    """Return plain values by the path of an attribute; empty for most objects.
-
-    The wrappers of schedulefree move parameters between two places, and `train_mode` is the present one. A
-    metric of torchmetrics counts its updates, by which its mean states are weighted.
-    """
+    """Return plain values by the path of an attribute, which no state_dict() has; empty for most objects."""
+    # A metric of torchmetrics counts its updates, by which its mean states are weighted. The wrappers of
+    # schedulefree move parameters between two places, and `train_mode` is the present one.
     if isinstance(value, torch.nn.Module):
         return {f"{path}._update_count": int(metric._update_count) for path, metric in _metrics(value)}
     return {"train_mode": bool(value.train_mode)} if _is_wrapper(value) else {}

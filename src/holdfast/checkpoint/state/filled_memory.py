@@ -81,20 +81,14 @@ def find_read_only(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     stops = [stop for _, stop in ranges]
     found: list[str] = []
     for name, tensor in tensors.items():
-        start, stop = _span(tensor)
-        at = bisect.bisect_right(stops, start)
-        if start < stop and at < len(ranges) and ranges[at][0] < stop:
+        if tensor.device.type != "cpu" or not tensor.numel() or tensor.layout is not torch.strided:
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        stop, at = start + (last + 1) * tensor.element_size(), bisect.bisect_right(stops, start)
+        if at < len(ranges) and ranges[at][0] < stop:
             found.append(name)
     return found
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a CPU tensor's first byte and after its last; equal ones for others."""
-    if tensor.device.type != "cpu" or not tensor.numel() or tensor.layout is not torch.strided:
-        return 0, 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
 
 
 def read_only_error(names: Sequence[str]) -> InvalidInput:

@@ -40,45 +40,14 @@ class Misfit(InvalidInput):
 
 @dataclass(slots=True)
 class Fitting:
-    """Result of fitting one saved tree to a live one.
+    """One walk over a saved tree and a live one together, and its result."""
 
-    Args:
-        tree: the tree with values of the live types, still with a `TensorRef` for each tensor.
-        missing: key paths of fields that only the live state has.
-        unexpected: key paths of fields that only the checkpoint has.
-    """
-
-    tree: Any = None
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-
-
-def fit(saved: Any, live: Any, path: str) -> Fitting:
-    """Fit a saved tree to the live value in its place. Changes nothing live.
-
-    A saved type is only looked up in the live value: the place itself, or, for an item that the live
-    container does not have yet, an item beside it or the container's `default_factory`. Objects that are
-    entries stay where they are in the live containers.
-
-    Raises:
-        Misfit: the live state has no value of the same type.
-    """
-    found = Fitting()
-    fitted = _Fitter(found).fit(saved, live, path, is_here=True)
-    found.tree = live if fitted is _GONE else fitted
-    return found
-
-
-class _Fitter:
-    """One walk over a saved tree and a live one together.
-
-    In its methods, `is_here` is False if `live` is in another place and only shows the types.
-    """
-
-    def __init__(self, found: Fitting) -> None:
-        self._found = found
+    tree: Any = None  # with values of the live types, still with a `TensorRef` for each tensor
+    missing: list[str] = field(default_factory=list)  # key paths of fields that only the live state has
+    unexpected: list[str] = field(default_factory=list)  # of those that only the checkpoint has
 
     def fit(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
+        """Return a saved value in the types of a live one; `is_here` unless that only shows the types."""
         if is_here and is_entry(live):
             return live
         kind = type(saved)
@@ -124,7 +93,7 @@ class _Fitter:
     def _kept(self, saved: Any, left: dict[Any, Any], path: str) -> dict[Any, Any]:
         """Return the live items of a container that stay in it, of those that are not saved."""
         if isinstance(saved, NAMESPACES):
-            self._found.missing += [f"{path}.{name}" for name in left]
+            self.missing += [f"{path}.{name}" for name in left]
             return left
         held = [step for step, item in left.items() if holds_entry(item)]
         if isinstance(saved, dict):
@@ -143,8 +112,8 @@ class _Fitter:
         new = dict(container.items(live))
         names = list(new) if isinstance(saved, SavedNamedTuple) else field_names(live)
         items = dict(saved.fields)
-        self._found.unexpected += [f"{path}.{name}" for name in items if name not in names]
-        self._found.missing += [f"{path}.{name}" for name in names if name not in items]
+        self.unexpected += [f"{path}.{name}" for name in items if name not in names]
+        self.missing += [f"{path}.{name}" for name in names if name not in items]
         for name in [name for name in names if name in items]:
             fitted = self.fit(items[name], new.get(name, _ABSENT), f"{path}.{name}", is_here=is_here)
             if fitted is not _GONE:
@@ -158,6 +127,19 @@ class _Fitter:
         if isinstance(saved, NAMED_TYPES) or type(saved) in (tuple, frozenset):
             return self.fit(saved, _example(saved, live, None), f"{path}.<key>", is_here=False)
         return saved
+
+
+def fit(saved: Any, live: Any, path: str) -> Fitting:
+    """Fit a saved tree to the live value in its place. Changes nothing live.
+
+    A saved type is only looked up in the live value: the place itself, or, for an item that the live
+    container does not have yet, an item beside it or the container's `default_factory`. Objects that are
+    entries stay where they are in the live containers.
+    """
+    found = Fitting()
+    fitted = found.fit(saved, live, path, is_here=True)
+    found.tree = live if fitted is _GONE else fitted
+    return found
 
 
 def _fit_tensor(saved: SavedTensor, live: Any, path: str) -> Any:
@@ -210,12 +192,7 @@ def _misfit(path: str, name: str, live: Any) -> Misfit:
 
 
 def fit_composite(saved: Any, live: Any) -> Any:
-    """Return a saved tensor with the live one of its class, at every depth.
-
-    Args:
-        saved: a `SavedTensor`, or a `TensorRef` inside one.
-        live: any value; `misfit` has returned None for it, unless the type needs no live tensor.
-    """
+    """Return a saved tensor, or a reference inside one, with the live one of its class, at every depth."""
     if not isinstance(saved, SavedTensor) or misfit(saved, live) is not None:
         return saved
     found = take_apart(live).inner
@@ -335,13 +312,10 @@ class Updates:
     def _update_items(self, kind: ContainerKind, live: Any, new: Any) -> Any:
         """Update the items of a container; return it, or a new one if it cannot have other items."""
         places = dict(kind.items(live))
-        pairs = [
-            (step, self.update(places[step], item) if step in places else item)
-            for step, item in kind.items(new)
-        ]
-        is_same = len(pairs) == len(places) and all(
-            step in places and item is places[step] for step, item in pairs
-        )
+        items = kind.items(new)
+        pairs = [(step, self.update(places[step], item) if step in places else item) for step, item in items]
+        are_same = all(step in places and item is places[step] for step, item in pairs)
+        is_same = are_same and len(pairs) == len(places)
         if is_same and (kind.refill is None or is_dataclass(live)):
             return live  # with what its cached properties have computed
         is_longer = isinstance(live, collections.deque) and live.maxlen != new.maxlen
@@ -390,7 +364,6 @@ def is_equal(value: Any, other: Any) -> bool:
             a[0] == b[0] and is_equal(a[1], b[1]) for a, b in zip(pairs, others, strict=True)
         )
     if _is_array(value):
-        return (
-            value.dtype == other.dtype and value.shape == other.shape and value.tobytes() == other.tobytes()
-        )
+        is_alike = value.dtype == other.dtype and value.shape == other.shape
+        return is_alike and value.tobytes() == other.tobytes()
     return bool(value == other) or (value != value and other != other)

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -14,16 +15,14 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
-from holdfast.checkpoint.state.entry import StateEntry
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.entry import Replication, StateEntry
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.modules import EXTRA, canonical
-from holdfast.checkpoint.state.optimizers import is_state_tensor_name
-from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.optimizers import capture_groups, is_state_tensor_name
 from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, options_of
 from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_dtensor, is_sharded_tensor
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors
 from holdfast.errors import InvalidInput
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -31,15 +30,8 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 def is_fsdp1(module: torch.nn.Module) -> bool:
     """Return True if a module contains FSDP1."""
-    fsdp = _fsdp()
-    return fsdp is not None and any(
-        isinstance(child, fsdp.FullyShardedDataParallel) for child in module.modules()
-    )
-
-
-def _fsdp() -> Any:
-    """Return FSDP1's package if it is imported, or None."""
-    return sys.modules.get("torch.distributed.fsdp")
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules())
 
 
 @contextlib.contextmanager
@@ -74,24 +66,19 @@ class FSDP1ModuleEntry(StateEntry):
             if isinstance(value, torch.Tensor):
                 collector.collect(name, value, role)
             else:
-                extra[fqn] = encode(
-                    extract_tensors(
-                        value, name, collector.callback(Role(role.replication)), composites=False
-                    ),
-                    name,
-                )
+                extra[fqn] = collector.encode(value, name, Role(role.replication), composites=False)
         return {EXTRA: extra} if extra else {}
 
     def _note_copies(self) -> None:
-        """Record which ranks hold the same shards.
-
-        Needed if FSDP1 shards within groups and copies across them.
-        """
+        """Record which ranks hold the same shards, if FSDP1 shards within groups and copies across them."""
         if self._has_noted:
             return
+        from torch.distributed import fsdp
+
         self._has_noted = True
         seen: set[str] = set()
-        for child in _fsdp().FullyShardedDataParallel.fsdp_modules(self.value):
+        children: Any = fsdp.FullyShardedDataParallel.fsdp_modules(self.value)
+        for child in children:
             across = getattr(child, "_inter_node_pg", None)
             if across is not None and child.process_group.group_name not in seen:
                 seen.add(child.process_group.group_name)
@@ -106,7 +93,8 @@ class FSDP1ModuleEntry(StateEntry):
         self._note_copies()
         with _sharded(module):
             state = module.state_dict()
-        buffers = {_bare(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+        names = (name.split(".") for name, _ in module.named_buffers(remove_duplicate=False))
+        buffers = {".".join(part for part in name if part != _WRAPPED) for name in names}
         rows = []
         for key, value in state.items():
             fqn, parameter, buffer = canonical(module, key)
@@ -116,14 +104,14 @@ class FSDP1ModuleEntry(StateEntry):
         return rows
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         module: torch.nn.Module = self.value
         self._note_copies()
         with _sharded(module):
             state = module.state_dict()
         trees: dict[str, Any] = {}
         saved_key = plan.saved_key(self.key)
-        for values in plan.all_values(self.key):
+        for values in plan.all_values(self.key):  # the first one with a name wins
             found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
             trees = {**{plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in found.items()}, **trees}
         for key, value in state.items():
@@ -140,7 +128,7 @@ class FSDP1ModuleEntry(StateEntry):
             for key in state:
                 tree = trees.get(f"{self.key}.{canonical(module, key)[0]}")
                 if tree is not None:
-                    state[key] = insert_tensors(tree, plan.tensor)
+                    state[key] = plan.insert(tree)
             with _sharded(module):
                 module.load_state_dict(state)
 
@@ -174,27 +162,15 @@ class FSDP1OptimizerEntry(StateEntry):
                 if isinstance(value, torch.Tensor) and is_state_tensor_name(key):
                     collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
                 else:
-                    other.setdefault(name, {})[key] = extract_tensors(
-                        value,
-                        f"{self.key}.state.{name}.{key}",
-                        collector.callback(role),
-                        composites=False,
-                    )
-        groups = [self._capture_group(i, group, collector) for i, group in enumerate(state["param_groups"])]
-        return {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
-
-    def _capture_group(self, index: int, group: dict[str, Any], collector: TensorCollector) -> dict[str, Any]:
-        label = f"{self.key}.param_groups.{index}"
-        emit = collector.callback(Role(self.replication or Replication.REPLICATED))
-        options = {
-            k: extract_tensors(v, f"{label}.{k}", emit, composites=False)
-            for k, v in group.items()
-            if k != "params"
-        }
-        return {"params": [self._name(fqn) for fqn in group["params"]], **encode(options, label)}
+                    tree = collector.extract(value, f"{self.key}.state.{name}.{key}", role, composites=False)
+                    other.setdefault(name, {})[key] = tree
+        groups = state["param_groups"]
+        names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
+        saved = capture_groups(self, groups, names, collector, composites=False)
+        return {"param_groups": saved, "state": encode(other, f"{self.key}.state")}
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
         saved = SavedOptimizer(self.key, plan)
@@ -212,7 +188,8 @@ class FSDP1OptimizerEntry(StateEntry):
                 shared.update({fqn} if is_shared else ())
                 made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in saved_state.tensors.items()}
                 plan.read_tree(saved_state.trees)
-                made[fqn].update({k: _grafted(plan, tree) for k, tree in saved_state.trees.items()})
+                for key, tree in saved_state.trees.items():
+                    made[fqn][key] = partial(plan.insert, tree)
         saved.skip_the_rest()
         for options in chosen:
             plan.read_tree(options)
@@ -220,7 +197,7 @@ class FSDP1OptimizerEntry(StateEntry):
         def finish() -> None:
             new = []
             for group, options in zip(groups, chosen, strict=True):
-                new.append({**group, **insert_tensors(options_of(options or {}), plan.tensor)})
+                new.append({**group, **plan.insert(options_of(options or {}))})
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
             state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
             self._load({"state": state, "param_groups": new})
@@ -249,18 +226,10 @@ class FSDP1OptimizerEntry(StateEntry):
         return f"{self._module.key}.{canonical(self._module.value, fqn)[0]}"
 
 
-def _new(plan: LoadPlan, saved: str, model: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _new(plan: Load, saved: str, model: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Plan to read a state tensor, sharded like a parameter of the same shape."""
     is_cut = is_dtensor(model) or is_sharded_tensor(model)
     if is_cut and plan.shape(saved) and plan.shape(saved) == tuple(model.shape):
         return plan.read_like(saved, model, saved)
     plan.read_new(saved)
-    return lambda: plan.tensor(saved)
-
-
-def _grafted(plan: LoadPlan, tree: Any) -> Callable[[], Any]:
-    return lambda: insert_tensors(tree, plan.tensor)
-
-
-def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _WRAPPED)
+    return partial(plan.tensor, saved)

@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.checkpoint.format.agreement import check_regions
 from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.checkpoint.state.sharding import ShardLayout, held_by
@@ -18,29 +19,20 @@ Gather = Callable[[Any], list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
-    """Facts that a rank sends about one tensor.
-
-    `shape` is that of the whole tensor; `layout` is None if it is plain.
-    """
+    """Facts that a rank sends about one tensor."""
 
     dtype: str
-    shape: tuple[int, ...]
-    layout: ShardLayout | None
+    shape: tuple[int, ...]  # of the whole tensor
+    layout: ShardLayout | None  # None if it is plain
 
 
 @dataclass(frozen=True, slots=True)
 class RankInventory:
-    """Contents of one rank's state.
+    """Contents of one rank's state."""
 
-    Args:
-        keys: top-level keys of its state.
-        tensors: by name, those of modules and single tensors that are not per rank.
-        others: names of its other module tensors.
-    """
-
-    keys: frozenset[str]
-    tensors: dict[str, HeldTensor]
-    others: frozenset[str]
+    keys: frozenset[str]  # of its state, at the top level
+    tensors: dict[str, HeldTensor]  # by name, those of modules and single tensors that are not per rank
+    others: frozenset[str]  # names of its other module tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +42,16 @@ class HolderAgreement:
     A plain tensor is held by the first of these that applies: the ranks that the user has named; the ranks
     that had its name at the agreement; for an optimizer's tensor, the ranks that hold its parameter; all
     ranks, if all are alike. Otherwise a module's tensor is held by this rank alone, and any other by all
-    ranks that have its top-level key.
-
-    Args:
-        is_alike: all ranks have the same names under the same keys, according to the agreement.
-        layouts: by name; empty if all ranks have the same.
-        keys: the ranks that have a top-level key; empty if all ranks have the same.
-        names: names that any rank has; empty if all ranks have the same.
-        marked: top-level key -> ranks that the user has named.
+    ranks that have its top-level key. Layouts, keys and names are empty if all ranks have the same.
     """
 
     rank: int
     world_size: int
-    is_alike: bool = True
-    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)
-    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
-    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    is_alike: bool = True  # all ranks have the same names under the same keys, according to the agreement
+    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)  # by name
+    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks that have a top-level key
+    names: frozenset[str] = frozenset()  # that any rank has
+    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of a key, as users name them
 
     def layout(self, name: str, raw: ShardLayout | None, *, is_lowest: bool, in_module: bool) -> ShardLayout:
         """Return the layout of a tensor that belongs to no parameter.
@@ -76,45 +61,32 @@ class HolderAgreement:
             is_lowest: only the lowest of its ranks has the true bytes.
             in_module: it is a module's.
         """
-        known = self._marked(name) if raw is None and self.marked else None
+        marked = _key_of(name, self.marked) if raw is None else None
         agreed = self.layouts.get(name)
         if agreed is not None and agreed.regions is not None and raw is None:
             agreed = None  # a shard then, and a whole tensor now
-        known = known or agreed or raw or self._unknown(name, in_module=in_module)
+        known = agreed or raw if marked is None else held_by(self.marked[marked])
+        if known is None:
+            ranks = tuple(range(self.world_size))
+            if not self.is_alike:
+                key = None if in_module else _key_of(name, self.keys)
+                ranks = (self.rank,) if key is None else self.keys[key]
+            known = held_by(ranks)
         return held_by((min(known.holders),)) if is_lowest and raw is None else known
 
     def follow(
         self, raw: ShardLayout | None, parameter: ShardLayout, parameter_raw: ShardLayout | None
     ) -> ShardLayout:
-        """Return the layout of an optimizer's tensor.
-
-        Args:
-            raw: layout read from the tensor itself, or None if it is plain.
-            parameter: agreed layout of its parameter.
-            parameter_raw: layout read from the parameter itself.
-        """
+        """Return the layout of an optimizer's tensor, of its own and of its parameter's; see `layout`."""
         if raw is None:
             return held_by(tuple(sorted(parameter.holders)))
         return parameter if raw == parameter_raw else raw
-
-    def _marked(self, name: str) -> ShardLayout | None:
-        key = _key_of(name, self.marked)
-        return None if key is None else held_by(self.marked[key])
-
-    def _unknown(self, name: str, *, in_module: bool) -> ShardLayout:
-        if self.is_alike:
-            return held_by(tuple(range(self.world_size)))
-        key = None if in_module else _key_of(name, self.keys)
-        return held_by((self.rank,) if key is None else self.keys[key])
 
 
 def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> HolderAgreement:
     """Determine the holders of all tensors, together with the other ranks.
 
     Digests are compared first. Only if they differ, one rank of each kind sends its inventory.
-
-    Raises:
-        InvalidInput: two ranks have different tensors under one name.
 
     Ranks: collective; `gather` returns the values of all ranks, by rank.
     Blocks: on `gather`.
@@ -171,9 +143,8 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
             keys.setdefault(key, []).extend(ranks)
         each = [(one,) for one in ranks]
         for name, (dtype, shape, number) in table["tensors"].items():
-            splits, copies, regions, is_own = (
-                ((), each, None, False) if number is None else table["layouts"][number]
-            )
+            whole = (), each, None, False
+            splits, copies, regions, is_own = whole if number is None else table["layouts"][number]
             regions = None if regions is None else tuple(Region(*one) for one in regions)
             fact = (dtype, tuple(shape), splits, () if is_own else regions)
             merge = merges.setdefault(name, _Merge(ranks[0], fact, set(), {}))
@@ -188,12 +159,11 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
     for name, merge in merges.items():
         if merge.fact[-1] == ():
             _join(name, merge)
-    layouts = _shared(merges)
     return HolderAgreement(
         rank,
         world_size,
         is_alike=all(_names(table) == _names(kinds[0][0]) for table, _ in kinds),
-        layouts=layouts,
+        layouts=_shared(merges),
         keys={key: tuple(sorted(ranks)) for key, ranks in keys.items()},
         names=frozenset(names),
     )
@@ -226,10 +196,10 @@ def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
         key = (splits, regions, frozenset(merge.copies))
         if key not in known:
             copies = tuple(sorted(merge.copies))
-            is_whole = not splits and regions is None
-            known[key] = (
-                held_by(tuple(r for (r,) in copies)) if is_whole else ShardLayout(splits, copies, regions)
-            )
+            if splits or regions is not None:
+                known[key] = ShardLayout(splits, copies, regions)
+            else:
+                known[key] = held_by(tuple(rank for (rank,) in copies))
         layouts[name] = known[key]
     return layouts
 
@@ -251,5 +221,5 @@ def _disagreement(name: str, merge: _Merge, rank: int, fact: tuple[Any, ...]) ->
 
 def _key_of(name: str, keys: Mapping[str, Any]) -> str | None:
     """Return the longest key that contains a name."""
-    found = [key for key in keys if name == key or name.startswith(f"{key}.")]
+    found = [key for key in keys if is_under(name, key)]
     return max(found, key=len, default=None)

@@ -6,12 +6,14 @@ import enum
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint.format.composites import shown_type
 from holdfast.checkpoint.format.manifest import Tensor
+from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.format.values import decode
 from holdfast.checkpoint.state.composites import take_apart
@@ -27,9 +29,9 @@ from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit
 from holdfast.checkpoint.state.sharding import (
     is_divided,
     local_of,
-    local_shards_like,
+    make_real,
+    parts_like,
     shape_of,
-    shard_like,
     shards_of,
 )
 from holdfast.checkpoint.state.tensors import (
@@ -42,19 +44,19 @@ from holdfast.checkpoint.state.tensors import (
     is_plain_memory,
     is_same_view,
     is_sharded_tensor,
-    laid_out_like,
     torch_dtype,
     unfillable,
 )
-from holdfast.checkpoint.state.tree import references
+from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Rename = Callable[[str], str]
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
 """Separator between an optimizer's key and its parameter in names of unexpected parameters."""
-_SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
+_NOTHING_MADE: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({})
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
+_SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
 
 
 class LoadPhase(enum.IntEnum):
@@ -71,54 +73,15 @@ class LoadPhase(enum.IntEnum):
 
 
 class Load:
-    """A plan to fill the live state. Making it changes nothing live.
+    """A plan to fill the live state, made by one entry after the other. Making it changes nothing live.
 
     Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
     filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
 
-    Raises:
-        InvalidInput: a live tensor is in memory that is mapped read-only.
-    """
-
-    def __init__(self, plan: LoadPlan, unexpected: list[str]) -> None:
-        self.targets: dict[str, list[FillTarget]] = plan.targets()
-        """Saved name -> this rank's targets. Parts without elements are not included."""
-        self.missing: list[str] = plan.missing
-        """Names in the live state but not in the checkpoint; they stay unchanged."""
-        self.unexpected: list[str] = unexpected
-        """Names in the checkpoint but not in the live state; they are not read."""
-        self.notes: list[str] = plan.notes
-        """Notes on values that differ from the saved ones, such as casts."""
-        self.generator_notes: list[str] = plan.generator_notes
-        """Notes on generators of the process that are not set as saved; `finish` adds them."""
-        self._steps = plan.steps
-        if found := find_read_only(plan.written):
-            raise read_only_error(found)
-
-    def finish(self) -> None:
-        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
-
-        Call it once, after all targets are filled.
-
-        Raises:
-            InvalidInput: an object of the state rejects its own saved state.
-
-        Ranks: not collective by itself; a user's load_state_dict() may be.
-        """
-        steps, self._steps = self._steps, []
-        for _, step in sorted(steps, key=operator.itemgetter(0)):
-            step()
-
-
-class LoadPlan:
-    """Collector of a load's actions, one entry of the state after the other.
-
     Args:
-        tensors: saved tensors by saved name.
-        tied: saved alias -> saved name.
-        values: encoded values by saved top-level key.
+        tensors: saved tensors by saved name; `tied` has their aliases.
+        values: encoded values by saved top-level key; `others` those of further parts, for other keys.
         rename: saved name -> live name.
-        others: encoded values of further parts, used for keys that `values` lacks.
         rank: this rank, whose parts of sharded tensors are filled.
     """
 
@@ -135,14 +98,14 @@ class LoadPlan:
         self.tensors = tensors
         self.tied = tied
         self.rename = rename
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.notes: list[str] = []  # on values that differ from the saved ones
-        self.generator_notes: list[str] = []  # on generators of the process
-        self.misfits: list[Misfit] = []  # of values that stay unchanged unless the load is strict
-        self.steps: list[tuple[LoadPhase, Callable[[], None]]] = []
+        self.missing: list[str] = []  # names in the live state but not in the checkpoint; they stay unchanged
+        self.unexpected: list[str] = []  # in the checkpoint but not in the live state; they are not read
+        self.notes: list[str] = []  # on values that differ from the saved ones, such as casts
+        self.generator_notes: list[str] = []  # on those of the process that are not set as saved; of `finish`
+        self.misfits: list[Misfit] = []  # errors of values that stay unchanged unless the load is strict
         self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name
         self.used: set[str] = set()  # saved names, aliases included, that fill something live
+        self._steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
         self._rank = rank
@@ -151,14 +114,36 @@ class LoadPlan:
         self.updates = Updates()
         self._memory = FilledMemory()  # of all live tensors
         self._swapped: set[int] = set()  # ids of meta tensors that become real
-        self._real: dict[int, torch.device] = {}  # id of a meta tensor -> its device once real
+        self.real_devices: dict[int, torch.device] = {}  # of meta tensors once they are real, by id
+
+    def complete(self, unexpected: list[str], *, strict: bool) -> Load:
+        """Return the load if live tensors can be written and, if `strict`, all names have been found."""
+        if strict and self.misfits:
+            raise self.misfits[0]
+        if strict and (self.missing or unexpected):
+            raise mismatch(self.missing, unexpected)
+        if found := find_read_only(self.written):
+            raise read_only_error(found)
+        for one in self.misfits:
+            kept = str(one).partition(" Nothing was changed.")[0]
+            self.notes.append(f"{kept} The live value stays (strict=False).")
+        self.unexpected = unexpected
+        return self
+
+    def finish(self) -> None:
+        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
+
+        Call it once, after all targets are filled.
+
+        Ranks: not collective by itself; a user's load_state_dict() may be.
+        """
+        steps, self._steps = self._steps, []
+        for _, step in sorted(steps, key=operator.itemgetter(0)):
+            step()
 
     def saved_key(self, key: str) -> str | None:
         """Return the saved top-level key that fills the live key, or None."""
-        for keys, _ in self._sources:
-            if key in keys:
-                return keys[key]
-        return None
+        return next((keys[key] for keys, _ in self._sources if key in keys), None)
 
     def saved_keys(self) -> list[str]:
         """Return all saved top-level keys."""
@@ -184,10 +169,7 @@ class LoadPlan:
         self.used.update(name for live, name in self.saved_names.items() if _is_under(live, [key]))
 
     def fit(self, saved: Any, live: Any, path: str) -> Fitting | None:
-        """Fit a saved tree to the live value at a key path; return None, and record why, if it does not.
-
-        Fields that only one of them has are recorded as missing or unexpected.
-        """
+        """Fit a saved tree to the live value at a key path, or return None, and record all differences."""
         try:
             found = fit(saved, live, path)
         except Misfit as error:
@@ -200,7 +182,7 @@ class LoadPlan:
 
     def add_step(self, phase: LoadPhase, step: Callable[[], None]) -> None:
         """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
-        self.steps.append((phase, step))
+        self._steps.append((phase, step))
 
     def read_new(self, name: str, device: torch.device | str = "cpu") -> None:
         """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
@@ -221,13 +203,12 @@ class LoadPlan:
         assert target.region is None, name
         return target.tensor if device is None else target.tensor.to(device)
 
-    def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
-        """Plan to read this rank's part of a saved tensor into new memory.
+    def insert(self, tree: Any, made: Mapping[str, Callable[[], torch.Tensor]] = _NOTHING_MADE) -> Any:
+        """Return a tree with its filled tensors, of which functions make some."""
+        return insert_tensors(tree, lambda name: made[name]() if name in made else self.tensor(name))
 
-        Args:
-            name: saved name, of a tensor with the shape of `model`.
-            model: a sharded tensor with the wanted layout.
-            label: name of `model`, for messages.
+    def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+        """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory.
 
         Returns:
             A function that makes the sharded tensor after all targets are filled.
@@ -235,10 +216,13 @@ class LoadPlan:
         saved, device = self._use(name), self.device_of(model)
         regions = [region for _, region in self._parts_of(model, label)]
         sources = self._new_sources(saved, device, regions)
-        return lambda: _like([source().to(device) for source in sources], model, self.dtype(name), device)
+        return lambda: parts_like(
+            [source().to(device) for source in sources], model, self.dtype(name), device
+        )
 
+    @property
     def targets(self) -> dict[str, list[FillTarget]]:
-        """Return the targets to fill; parts of sharded tensors only if they have an element."""
+        """This rank's targets by saved name; parts of sharded tensors only if they have an element."""
         return {
             name: found
             for name, parts in self._parts.items()
@@ -254,12 +238,7 @@ class LoadPlan:
         return tuple(self._spec(name).shape)
 
     def fill(self, name: str, live: torch.Tensor, label: str) -> None:
-        """Plan to fill a live tensor from a saved one, in place if possible.
-
-        Args:
-            name: saved name.
-            label: live name, for messages.
-        """
+        """Plan to fill a live tensor from a saved one, in place if possible. `label` is its live name."""
         self._check(name, live, label)
         saved = self._use(name)
         is_whole = type(live) in PLAIN and (not is_local_shard(live) or self._is_own(name, live))
@@ -273,27 +252,22 @@ class LoadPlan:
             filled = [target.tensor for target in self._parts[saved]]
             for part, region in parts:
                 source = self._source(saved, region)
-                if not any(_is_same_memory(part, one) for one in filled):
+                if not any(part.data_ptr() == one.data_ptr() and is_same_view(part, one) for one in filled):
                     self._add_memory(part)
-                    self.add_step(LoadPhase.COPY, partial(_copy_from, source, part))
+                    self.add_step(LoadPhase.COPY, lambda source=source, part=part: copy(source(), part))
         self._claimed.add(saved)
 
     def device_of(self, live: torch.Tensor) -> torch.device:
         """Return the device of a live tensor, or the device chosen for a meta tensor."""
-        return self._real.get(id(live), torch.device("cpu")) if live.device.type == "meta" else live.device
-
-    def set_real_device(self, live: torch.Tensor, device: torch.device) -> None:
-        """Set the device where a meta tensor becomes real. Call it before planning to fill it."""
-        self._real[id(live)] = device
+        chosen = self.real_devices.get(id(live), torch.device("cpu"))
+        return chosen if live.device.type == "meta" else live.device
 
     def _check(self, name: str, live: torch.Tensor, label: str) -> None:
         if is_composite(live) and live.dtype not in RAW:
             composite = take_apart(live)
-            why = (
-                f"it was saved as a plain tensor, but is {shown_type(composite.type, composite.facts)}. "
-                "Build it as it was when it was saved, or leave it out with only= or rename=."
-            )
-            raise unfillable(live, label, why)
+            found = f"it was saved as a plain tensor, but is {shown_type(composite.type, composite.facts)}. "
+            advice = "Build it as it was when it was saved, or leave it out with only= or rename=."
+            raise unfillable(live, label, found + advice)
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
             raise unfillable(live, label)
@@ -309,8 +283,8 @@ class LoadPlan:
 
     def _is_own(self, name: str, live: torch.Tensor) -> bool:
         """Return True if each rank has saved its own, in the live shape."""
-        own = type(live) in PLAIN and self._spec(name).partitioning is None
-        return own and tuple(live.shape) == self.shape(name)
+        is_whole = type(live) in PLAIN and self._spec(name).partitioning is None
+        return is_whole and tuple(live.shape) == self.shape(name)
 
     def _parts_of(
         self, live: torch.Tensor, label: str, *, is_whole: bool = False
@@ -365,23 +339,15 @@ class LoadPlan:
             self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
 
     def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-        """Plan to read a tensor into new memory if its live one shares memory.
-
-        Args:
-            name: saved name.
-            live: tensor of a container, which could contain another one in its place.
+        """Plan to read a tensor of a container into new memory if its live one shares memory.
 
         Returns:
             A function that returns `live` with the saved values after all targets are filled, or a new tensor
             if they differ from those that the others have there. None if `live` shares no memory or is not
             plain.
         """
-        if (
-            type(live) is not torch.Tensor
-            or live.requires_grad
-            or is_divided(live)
-            or self.tied.get(name, name) in self._parts
-        ):
+        is_plain = type(live) is torch.Tensor and not live.requires_grad and not is_divided(live)
+        if not is_plain or self.tied.get(name, name) in self._parts:
             return None
         if tuple(live.shape) != self.shape(name) or live.dtype is not self.dtype(name):
             return None
@@ -401,7 +367,7 @@ class LoadPlan:
         return choose
 
     def _add_memory(self, live: torch.Tensor) -> list[Range]:
-        """Note that a live tensor is filled; return its addresses that others fill too."""
+        """Record that a live tensor is filled; return its addresses that other tensors fill too."""
         if (place := range_of(live)) is None:
             return []
         shared = self._memory.overlap(*place)
@@ -423,20 +389,21 @@ class LoadPlan:
         return target
 
     def _make_real(self, saved: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
-        device = self._real.setdefault(id(live), torch.device("cpu"))
+        device = self.real_devices.setdefault(id(live), torch.device("cpu"))
         is_second = id(live) in self._swapped
         self._swapped.add(id(live))
         is_shared = saved in self._claimed
         sources = self._new_sources(saved, device, regions)
         if not is_second:
-            self.add_step(LoadPhase.SWAP, lambda: _swap(live, sources, device, label, is_shared=is_shared))
+            self.add_step(LoadPhase.SWAP, lambda: make_real(live, sources, device, label, copy=is_shared))
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
-            self.add_step(LoadPhase.COPY, lambda: self._copy_again(sources, live, label))
 
-    def _copy_again(self, sources: list[Callable[[], torch.Tensor]], live: torch.Tensor, label: str) -> None:
-        for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
-            copy(source(), part)
+            def copy_again() -> None:
+                for source, (part, _) in zip(sources, self._parts_of(live, label), strict=True):
+                    copy(source(), part)
+
+            self.add_step(LoadPhase.COPY, copy_again)
 
     def _use(self, name: str) -> str:
         self.used.add(name)
@@ -447,49 +414,6 @@ class LoadPlan:
         if saved not in self.tensors:
             raise Corrupt(f"The checkpoint refers to a tensor {saved!r} that it does not contain.", key=saved)
         return self.tensors[saved]
-
-
-def _copy_from(source: Callable[[], torch.Tensor], live: torch.Tensor) -> None:
-    copy(source(), live)
-
-
-def _is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and is_same_view(a, b)
-
-
-def _like(
-    parts: list[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
-) -> torch.Tensor:
-    """Return a tensor with the sharding of `model` and this rank's parts."""
-    if is_local_shard(model):
-        return local_shards_like(parts, model, dtype, device)
-    (part,) = parts
-    return shard_like(part, model)
-
-
-def _swap(
-    live: torch.Tensor,
-    sources: list[Callable[[], torch.Tensor]],
-    device: torch.device,
-    label: str,
-    *,
-    is_shared: bool,
-) -> None:
-    """Make a meta tensor real in place. Modules and optimizers keep the same object."""
-    parts = [source().detach().to(device=device, dtype=live.dtype, copy=is_shared) for source in sources]
-    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
-    real = _like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
-    if isinstance(live, torch.nn.Parameter):
-        real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
-    vars(real).update(vars(live))
-    try:
-        torch.utils.swap_tensors(live, real)
-    except RuntimeError as error:
-        raise InvalidInput(
-            f"{label} is on the meta device and cannot be made real in place: {error} "
-            "Call to_empty(device=...) on the module before you restore.",
-            key=label,
-        ) from error
 
 
 def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
@@ -506,19 +430,14 @@ def _renamed(names: Iterable[str], rename: Rename) -> dict[str, str]:
 
 
 def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
-    """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins.
-
-    Prefixes end at dots: "a.b" matches "a.b" and "a.b.c", not "a.bc".
-    """
-    if rename is None:
-        return lambda name: name
+    """Return the function that maps saved names to live ones. In a mapping, the longest prefix wins."""
     if callable(rename):
         return rename
-    prefixes = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+    prefixes = sorted((rename or {}).items(), key=lambda pair: -len(pair[0]))
 
     def renamed(name: str) -> str:
         for old, new in prefixes:
-            if name == old or name.startswith(f"{old}."):
+            if old and is_under(name, old):
                 return new + name[len(old) :]
         return name
 
@@ -526,7 +445,7 @@ def renamer(rename: Mapping[str, str] | Rename | None) -> Rename:
 
 
 def leftover(
-    plan: LoadPlan,
+    plan: Load,
     live_keys: Collection[str],
     wanted: Collection[str] | None,
     held: tuple[Collection[str], Collection[str]] | None,
@@ -545,9 +464,14 @@ def leftover(
     ]
     found = list(plan.unexpected)
     if held is not None:
-        names = [name for name in names if not _is_held(plan.rename(name), held, live_keys)]
-        found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in held[0]]
-        live_keys = {*live_keys, *held[1]}
+        live_names, keys = held
+        elsewhere = [key for key in keys if key not in live_keys]
+        renamed = {name: plan.rename(name) for name in names}
+        names = [
+            k for k, live in renamed.items() if live not in live_names and not _is_under(live, elsewhere)
+        ]
+        found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in live_names]
+        live_keys = {*live_keys, *keys}
     for key in plan.saved_keys():
         if plan.rename(key) in live_keys or (wanted is not None and not _is_under(plan.rename(key), wanted)):
             continue
@@ -557,24 +481,17 @@ def leftover(
     return found + names
 
 
-def _is_held(name: str, held: tuple[Collection[str], Collection[str]], live_keys: Collection[str]) -> bool:
-    """Return True if another rank has a name, or the key that contains it."""
-    names, keys = held
-    return name in names or _is_under(name, [key for key in keys if key not in live_keys])
-
-
 def _is_under(name: str, keys: Collection[str]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in keys)
+    return any(is_under(name, key) for key in keys)
 
 
 def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
     """Return the error of a strict load whose names differ."""
+    found = {"in the live state but not in the checkpoint": missing}
+    found["in the checkpoint but not in the live state"] = unexpected
     parts = [
         f"{len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{', ...' if len(names) > _MAX_LISTED else ''}"
-        for names, what in (
-            (missing, "in the live state but not in the checkpoint"),
-            (unexpected, "in the checkpoint but not in the live state"),
-        )
+        for what, names in found.items()
         if names
     ]
     advice = (

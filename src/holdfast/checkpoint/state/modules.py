@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from types import CellType
 from typing import Any, final
 
 import torch
@@ -19,16 +20,15 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
 from holdfast.checkpoint.format.nesting import placed_composites
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
+from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
-from holdfast.checkpoint.state.entry import HIDDEN, StateEntry, hidden_state, set_hidden_state
+from holdfast.checkpoint.state.entry import HIDDEN, Replication, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
-from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, insert_tensors, references
+from holdfast.checkpoint.state.tree import has_saved_form, references
 from holdfast.errors import Corrupt, InvalidInput
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -54,19 +54,17 @@ class _Row:
         return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
 
 
+@dataclass(slots=True)
 class _ModuleNames:
     """The names of a module, valid while its keys and its wrappers stay the same."""
 
-    def __init__(
-        self, keys: list[str], wrappers: tuple[str, ...], facts: list[object], rows: tuple[_Row, ...]
-    ) -> None:
-        self.keys = keys
-        self.wrappers = wrappers  # paths that may hold a wrapper
-        self.facts = facts  # facts about the modules at these paths
-        self.rows = rows
-        self.names = [row.name for row in rows]
-        self.kinds: list[object] | None = None  # of the values in the previous capture
-        self.roles: list[Role] | None = None  # None if some of these values are not tensors
+    keys: list[str]
+    wrappers: tuple[str, ...]  # paths that may hold a wrapper
+    facts: list[object]  # facts about the modules at these paths
+    rows: list[_Row]
+    names: list[str]  # of the rows
+    kinds: list[object] | None = None  # of the values in the previous capture
+    roles: list[Role] | None = None  # None if some of these values are not tensors
 
     def set_kinds(self, kinds: list[object], values: list[object]) -> None:
         """Record the kinds of the values, and the roles if all of them are tensors."""
@@ -103,12 +101,11 @@ class ModuleEntry(StateEntry):
         under: dict[str, Any] = {}
         for row, value in zip(structure.rows, values, strict=True):
             if isinstance(value, torch.Tensor) and is_composite(value):
-                under[row.fqn] = capture_composite(collector, row.name, value, row.role(value))
+                under[row.fqn] = collector.encode_composite(row.name, value, row.role(value))
             elif isinstance(value, torch.Tensor):
                 collector.collect(row.name, value, row.role(value))
             else:
-                emit = collector.callback(Role(row.buffer))
-                extra[row.fqn] = encode(extract_tensors(value, row.name, emit, named_types=True), row.name)
+                extra[row.fqn] = collector.encode(value, row.name, Role(row.buffer), named_types=True)
         if under:
             own[UNDER] = under
         return {**own, EXTRA: extra} if extra else own
@@ -124,50 +121,58 @@ class ModuleEntry(StateEntry):
 
     def has_meta(self) -> bool:
         """Return True if the module has tensors on the meta device. A restore makes them real."""
-        return any(map(_get_is_meta, chain(self.value.parameters(), self.value.buffers())))
+        return any(map(_get_is_meta, _tensors_of(self.value)))
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         module: torch.nn.Module = self.value
         state = module.state_dict(keep_vars=True)
-        live = set(map(id, chain(module.parameters(), module.buffers())))
-        if self.has_meta():
-            self._plan_meta(plan)
+        live = set(map(id, _tensors_of(module)))
+        self._plan_meta(plan)
         parts = list(filter(None, plan.all_values(self.key)))  # most modules have none
         trees, composites = self._saved_trees(plan, parts) if parts else ({}, {})
         rows = self._current(state).rows
         adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
-        special: dict[str, Any] = {}  # key -> _New for a tensor, or a tree
+        made: dict[str, Callable[[], torch.Tensor]] = {}  # makers of tensors for the module's load code
+        special: dict[str, Any] = {}  # trees for it
         for row, (key, value) in zip(rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
             tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
             if isinstance(tree, SavedTensor) and id(value) in live:
                 fill_composite(plan, tree, value, row.name)
             elif saved is not None and id(value) in adapted and tree is None:
-                special[key] = _plan_adapted(plan, saved, value)
+                plan.read_new(saved, value.device)  # load code gives it its saved shape
+                made[key] = partial(plan.tensor, saved, value.device)
             elif saved is not None and id(value) in live and tree is None:
                 plan.fill(saved, value, row.name)
             elif tree is not None:
-                _plan_tree(plan, tree, value, row.name, key, special)
+                fitting = plan.fit(tree, value, row.name) if has_saved_form(tree) else Fitting(tree)
+                if fitting is not None:
+                    special[key] = fitting.tree
+                    plan.read_tree(fitting.tree)
             elif saved is not None:
-                special[key] = _plan_new(plan, saved, value, row.name)
+                made[key] = _plan_new(plan, saved, value, row.name)
             else:
                 plan.missing.append(row.name)
         plan.unexpected += [*trees, *composites]
         for composite in composites.values():
             plan.used.update(references(composite))
-        if special or _has_load_code(module):
-            plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, special))
+        if made or special or any(map(_has_own_load_code, module.modules())):
+            plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, made, special))
         self._plan_hidden(plan, parts)
 
-    def _plan_hidden(self, plan: LoadPlan, parts: list[Any]) -> None:
+    def _plan_hidden(self, plan: Load, parts: list[Any]) -> None:
         for values in parts:  # the first one that has it wins
             if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
                 plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, self.value, hidden))
                 return
 
-    def _find_adapted(self, plan: LoadPlan, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
-        """Return the ids of live tensors that get their saved shapes from load code."""
+    def _find_adapted(self, plan: Load, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
+        """Return the ids of live tensors that get their saved shapes from load code.
+
+        The load code of the nearest module that has some runs on a copy, whose tensors have no memory.
+        Nothing live changes, and a module of another size is refused before a restore begins.
+        """
         names: dict[int, str] = {}
         is_resized = False
         for row, value in values:
@@ -179,20 +184,23 @@ class ModuleEntry(StateEntry):
             return frozenset()
         with torch.device("meta"):
             blank = {at: torch.empty(plan.shape(name), dtype=plan.dtype(name)) for at, name in names.items()}
-        return _find_adaptable(self.value, blank)
+        changed = {id(one) for one in _tensors_of(self.value) if _may_change(one, blank.get(id(one)))}
+        loaders = _loaders(self.value, changed)
+        return frozenset(one for module, ids in loaders if _accepts(module, blank) for one in ids)
 
-    def _finish(self, plan: LoadPlan, special: dict[str, Any]) -> None:
+    def _finish(
+        self, plan: Load, made: dict[str, Callable[[], torch.Tensor]], special: dict[str, Any]
+    ) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
-        live = {id(tensor) for tensor in chain(self.value.parameters(), self.value.buffers())}
+        live = set(map(id, _tensors_of(self.value)))
         for key, value in list(state.items()):
-            found = special.get(key)
-            if isinstance(found, _New):
-                state[key] = found.make()
+            if key in made:
+                state[key] = made[key]()
             elif id(value) in live and not is_composite(value):
                 continue
             elif key in special:
-                state[key] = insert_tensors(found, plan.tensor)
+                state[key] = plan.insert(special[key])
             else:
                 del state[key]
         try:
@@ -206,7 +214,7 @@ class ModuleEntry(StateEntry):
                 key=self.key,
             ) from error
 
-    def _saved_trees(self, plan: LoadPlan, parts: list[Any]) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
+    def _saved_trees(self, plan: Load, parts: list[Any]) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
         """Return saved trees that are not tensors, and composite tensors, by live name."""
         prefix = f"{plan.saved_key(self.key)}."
         extra: dict[str, Any] = {}
@@ -223,10 +231,12 @@ class ModuleEntry(StateEntry):
             {plan.rename(prefix + fqn): saved for fqn, saved in composites.items()},
         )
 
-    def _plan_meta(self, plan: LoadPlan) -> None:
+    def _plan_meta(self, plan: Load) -> None:
         """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
+        if not self.has_meta():
+            return
         module: torch.nn.Module = self.value
-        tensors = list(chain(module.parameters(), module.buffers()))
+        tensors = list(_tensors_of(module))
         lost = [
             ".".join(part for part in (path, name) if part)
             for path, child in module.named_modules()
@@ -244,68 +254,33 @@ class ModuleEntry(StateEntry):
         device = torch.device("cpu") if real.type == "meta" else real
         for tensor in tensors:
             if tensor.is_meta:
-                plan.set_real_device(tensor, device)
+                plan.real_devices[id(tensor)] = device
 
     def _current(self, state: dict[str, Any]) -> _ModuleNames:
         """Return the names of a state_dict(), made again if keys or wrappers have changed."""
         keys, known = list(state), self._structure
-        if (
-            known is None
-            or known.keys != keys
-            or (known.wrappers and known.facts != self._facts(known.wrappers))
-        ):
-            self._structure = known = self._read(keys)
+        is_known = known is not None and known.keys == keys
+        if known is None or not is_known or (known.wrappers and known.facts != self._facts(known.wrappers)):
+            wrappers, mark = _wrapper_paths(keys), self.replication
+            rows = [
+                _Row(fqn, f"{self.key}.{fqn}", mark or parameter, mark or buffer)
+                for fqn, parameter, buffer in (canonical(self.value, key) for key in keys)
+            ]
+            names = [row.name for row in rows]
+            self._structure = known = _ModuleNames(keys, wrappers, self._facts(wrappers), rows, names)
         return known
 
-    def _read(self, keys: list[str]) -> _ModuleNames:
-        wrappers = tuple(dict.fromkeys(path for key in keys for path in _wrapper_paths(key)))
-        return _ModuleNames(
-            keys=keys,
-            wrappers=wrappers,
-            facts=self._facts(wrappers),
-            rows=tuple(self._row(key) for key in keys),
-        )
-
     def _facts(self, wrappers: tuple[str, ...]) -> list[object]:
-        return [_facts(_at(self.value, path)) for path in wrappers]
-
-    def _row(self, key: str) -> _Row:
-        fqn, parameter, buffer = canonical(self.value, key)
-        return _Row(fqn, f"{self.key}.{fqn}", self.replication or parameter, self.replication or buffer)
+        steps = (path.split(".") if path else () for path in wrappers)
+        return [_facts(functools.reduce(_child, path, _unwrapped(self.value))) for path in steps]
 
 
-@dataclass(frozen=True, slots=True)
-class _New:
-    """Source of a saved tensor that goes through the module's own load code."""
-
-    make: Callable[[], torch.Tensor]
-
-
-def _plan_new(plan: LoadPlan, saved: str, value: torch.Tensor, label: str) -> _New:
-    """Plan to read a tensor that a hook of the module makes.
-
-    It becomes a DTensor if the hook makes one. The module's load code may combine it with other DTensors,
-    and these do not mix with plain tensors.
-    """
+def _plan_new(plan: Load, saved: str, value: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+    """Plan to read a tensor that a hook of the module makes; a DTensor if the hook makes one."""
     if is_divided(value) and shape_of(value) == plan.shape(saved):
-        return _New(plan.read_like(saved, value, label))
+        return plan.read_like(saved, value, label)  # load code may combine it with others, all DTensors
     plan.read_new(saved)
-    return _New(lambda: plan.tensor(saved))
-
-
-def _plan_adapted(plan: LoadPlan, saved: str, live: torch.Tensor) -> _New:
-    """Plan to read a tensor that load code gives its saved shape."""
-    device = live.device
-    plan.read_new(saved, device)
-    return _New(lambda: plan.tensor(saved, device))
-
-
-def _plan_tree(plan: LoadPlan, tree: Any, value: Any, label: str, key: str, special: dict[str, Any]) -> None:
-    """Plan to pass a saved tree to the module's own load code."""
-    fitting = plan.fit(tree, value, label) if has_saved_form(tree) else Fitting(tree)
-    if fitting is not None:
-        special[key] = fitting.tree
-        plan.read_tree(fitting.tree)
+    return partial(plan.tensor, saved)
 
 
 def _kinds(values: list[object]) -> list[object]:
@@ -337,17 +312,11 @@ def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replic
     return ".".join(parts), parameter, buffer
 
 
-def _wrapper_paths(key: str) -> list[str]:
-    """Return the paths of the wrapped modules in a key: those before a wrapper's part."""
-    parts = key.split(".")
-    return [".".join(parts[:i]) for i, part in enumerate(parts) if part in _WRAPPER_PARTS]
-
-
-def _at(root: torch.nn.Module, path: str) -> Any:
-    module: Any = _unwrapped(root)
-    for part in path.split(".") if path else ():
-        module = _child(module, part)
-    return module
+def _wrapper_paths(keys: list[str]) -> tuple[str, ...]:
+    """Return the paths of the wrapped modules in some keys: those before a wrapper's part."""
+    split = [key.split(".") for key in keys]
+    found = (parts[:i] for parts in split for i, part in enumerate(parts) if part in _WRAPPER_PARTS)
+    return tuple(dict.fromkeys(map(".".join, found)))
 
 
 def _child(module: Any, part: str) -> Any:
@@ -373,12 +342,8 @@ def _is_compiled(module: Any) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
-def _has_load_code(module: torch.nn.Module) -> bool:
-    """Return True if loading a module does more than copy its tensors."""
-    return any(map(_has_own_load_code, module.modules()))
-
-
 def _has_own_load_code(module: torch.nn.Module) -> bool:
+    """Return True if loading a module without its children does more than copy its tensors."""
     plain, kind = torch.nn.Module, type(module)
     return bool(
         module._load_state_dict_pre_hooks
@@ -391,26 +356,8 @@ def _has_own_load_code(module: torch.nn.Module) -> bool:
     )
 
 
-def _find_adaptable(root: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> frozenset[int]:
-    """Return the ids of live tensors whose load code accepts saved tensors of other shapes.
-
-    The load code of the nearest module that has some runs on a copy, whose tensors have no memory. Nothing
-    live changes, and a module of another size is refused before a restore begins.
-
-    Args:
-        root: the module.
-        saved: tensors on the meta device, with saved shapes and dtypes, by the id of the live tensor.
-    """
-    found: set[int] = set()
-    changed = {key for key, one in _tensors_of(root) if _may_change(one, saved.get(key))}
-    for module, ids in _loaders(root, changed):
-        if _accepts(module, saved):
-            found.update(ids)
-    return frozenset(found)
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[int, torch.Tensor]]:
-    return ((id(one), one) for one in chain(module.parameters(), module.buffers()))
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return chain(module.parameters(), module.buffers())
 
 
 def _may_change(live: torch.Tensor, saved: torch.Tensor | None) -> bool:
@@ -435,9 +382,10 @@ def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torc
 
 def _accepts(module: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> bool:
     """Return True if load code, tried on a copy, takes the saved shapes."""
-    if any(map(_is_bound_elsewhere, _hooks_of(module))):
+    hooks = [(m._load_state_dict_pre_hooks, m._load_state_dict_post_hooks) for m in module.modules()]
+    if any(_is_bound_elsewhere(hook) for kinds in hooks for kind in kinds for hook in kind.values()):
         return False
-    bare = {key: _without_memory(one) for key, one in _tensors_of(module)}
+    bare = {id(one): _without_memory(one) for one in _tensors_of(module)}
     try:
         trial = copy.deepcopy(module, {**bare})
     except Exception:  # noqa: BLE001 - FSDP2 refuses copies; then the shapes are an error, as everywhere else
@@ -461,21 +409,11 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return bare
 
 
-def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
-    for child in module.modules():
-        yield from child._load_state_dict_pre_hooks.values()
-        yield from child._load_state_dict_post_hooks.values()
-
-
 def _is_bound_elsewhere(hook: Any) -> bool:
     """Return True if a copy of its module would share live objects of a hook."""
     function = getattr(hook, "hook", hook)  # torch wraps hooks that receive their module
-    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
-    return any(_holds_live(cell) for cell in cells)
-
-
-def _holds_live(cell: CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, (torch.nn.Module, torch.Tensor))
-    except ValueError:  # the variable has no value
-        return False
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # the variable has no value
+            if isinstance(cell.cell_contents, (torch.nn.Module, torch.Tensor)):
+                return True
+    return False

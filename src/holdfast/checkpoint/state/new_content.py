@@ -10,33 +10,31 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.named_types import NAMED_TYPES
 from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import ResumeWarning
 from holdfast.system import units
 from holdfast.system.callsite import warn
 
 
-def plan_new(plan: LoadPlan, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
-    """Plan to put the saved values of some keys into a mapping.
+def plan_new(plan: Load, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
+    """Plan to put the saved values of some keys into a mapping, with whole tensors in new memory.
 
-    Their tensors are whole, and in new memory.
-
-    Args:
-        plan: receives the tensors to read, and the step that fills `target`.
-        target: receives the values. Nothing in it is changed before all tensors are filled.
-        keys: top-level keys that the checkpoint has.
+    Nothing in the mapping is changed before all tensors are filled.
     """
     trees = {key: plan.values(key) for key in keys}
     referenced = [name for tree in trees.values() for name in references(tree)]
-    implied = _implied(plan, keys, set(referenced))
+    known = set(referenced)  # modules and optimizers have tensors that no value refers to
+    others = [name for name in plan.saved_names if name not in known]
+    implied = [name for name in others if any(is_under(name, key) for key in keys)]
     for name in (*referenced, *implied):
         plan.read_new(name)
 
     _warn_of_types([found for key, tree in trees.items() for found in _named(tree, key)])
 
     def finish() -> None:
-        new = {key: _placed(insert_tensors(tree, plan.tensor, is_live=False)) for key, tree in trees.items()}
+        new = {key: insert_tensors(tree, plan.tensor, is_live=False) for key, tree in trees.items()}
+        new = {key: placed_composites(one) if type(one) is dict else one for key, one in new.items()}
         for name in implied:
             insert(new, name, plan.tensor(name))
         target.update(place_entries(new))
@@ -69,16 +67,3 @@ def _named(tree: Any, path: str) -> Iterator[tuple[str, str]]:
         yield from (one for key in keys for one in _named(key, f"{path}.<key>"))
         for step, item in kind.items(tree):
             yield from _named(item, f"{path}.{step}")
-
-
-def _placed(value: Any) -> Any:
-    return placed_composites(value) if type(value) is dict else value
-
-
-def _implied(plan: LoadPlan, keys: Collection[str], referenced: Collection[str]) -> list[str]:
-    """Return the tensors that no value refers to: those of modules and optimizers."""
-    return [
-        name
-        for name in plan.saved_names
-        if name not in referenced and any(is_under(name, key) for key in keys)
-    ]

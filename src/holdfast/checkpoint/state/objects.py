@@ -14,43 +14,35 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector, capture_composite, inner_rows
+from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
 from holdfast.checkpoint.state.entry import (
     HIDDEN,
+    MarkedObject,
+    Replication,
     StateEntry,
     has_only_entries,
     hidden_state,
     set_hidden_state,
 )
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.replication import MarkedObject, Replication
-from holdfast.checkpoint.state.review import is_repeatable
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
 from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_composite
-from holdfast.checkpoint.state.tree import (
-    extract_tensors,
-    has_saved_form,
-    insert_tensors,
-    match_tensors,
-    references,
-)
+from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, match_tensors, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
+
+_PARTLY = "The state may be partly restored: do not train with it."
+_NOT_REPEATABLE = ("accelerate", "torch", "torchdata", "datasets")
 
 
 def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
     """Return the encoded values of a state_dict(), and copies of its tensors."""
     tensors: list[torch.Tensor] = []
-    values = encode(
-        extract_tensors(
-            state, key, lambda _, tensor: tensors.append(tensor.detach().clone()), named_types=True
-        ),
-        key,
-    )
-    return values, tensors
+    tree = extract_tensors(state, key, lambda _, one: tensors.append(one.detach().clone()), named_types=True)
+    return encode(tree, key), tensors
 
 
 def _is_equal(a: tuple[Any, list[torch.Tensor]], b: tuple[Any, list[torch.Tensor]]) -> bool:
@@ -70,16 +62,22 @@ class StatefulEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        state = self._state()
+        try:
+            state = self.value.state_dict()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise InvalidInput(
+                f"{self.key}: {type(self.value).__qualname__}.state_dict() failed: {error!r}. Nothing was "
+                "written. Make it return the object's state, or leave the object out of the state.",
+                key=self.key,
+            ) from error
         hidden = hidden_state(self.value)
-        emit = collector.callback(Role(self.replication or Replication.OWN))
-        tree = extract_tensors(
-            {**state, HIDDEN: hidden} if hidden else state, self.key, emit, named_types=True
-        )
-        return encode(tree, self.key)
+        whole = {**state, HIDDEN: hidden} if hidden else state
+        return collector.encode(whole, self.key, Role(self.replication or Replication.OWN), named_types=True)
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
         tree = plan.values(self.key)
@@ -105,10 +103,7 @@ class StatefulEntry(StateEntry):
             if name not in made:
                 plan.read_new(name)
 
-        def tensor(name: str) -> torch.Tensor:
-            return made[name]() if name in made else plan.tensor(name)
-
-        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(insert_tensors(tree, tensor)))
+        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(plan.insert(tree, made)))
 
     def _finish(self, state: Any) -> None:
         if hidden_state(self.value) and HIDDEN in state:
@@ -117,11 +112,10 @@ class StatefulEntry(StateEntry):
         if is_ordered and hasattr(live := self.value.state_dict(), "_metadata"):
             # Such as a TensorDict's: part of its structure, which it checks.
             state.__dict__["_metadata"] = live._metadata
-        saved = _content(state, self.key) if is_repeatable(self.value) and not may_be_sharded() else None
-        self._load(
-            lambda: self.value.load_state_dict(state),
-            "The state may be partly restored: do not train with it.",
-        )
+        # Calling state_dict() again changes nothing, which data loaders do not guarantee.
+        is_repeatable = type(self.value).__module__.partition(".")[0] not in _NOT_REPEATABLE
+        saved = _content(state, self.key) if is_repeatable and not may_be_sharded() else None
+        self._load(lambda: self.value.load_state_dict(state), _PARTLY)
         if saved is not None and not _is_equal(saved, _content(self.value.state_dict(), self.key)):
             warn(
                 f"{self.key}: after load_state_dict() the state_dict() of this "
@@ -129,18 +123,6 @@ class StatefulEntry(StateEntry):
                 "restored. Make load_state_dict() set everything that state_dict() returns.",
                 ResumeWarning,
             )
-
-    def _state(self) -> Any:
-        try:
-            return self.value.state_dict()
-        except HoldfastError:
-            raise
-        except Exception as error:
-            raise InvalidInput(
-                f"{self.key}: {type(self.value).__qualname__}.state_dict() failed: {error!r}. Nothing was "
-                "written. Make it return the object's state, or leave the object out of the state.",
-                key=self.key,
-            ) from error
 
     def _load(self, load: Callable[[], object], outcome: str) -> None:
         try:
@@ -163,7 +145,7 @@ class TensorEntry(StateEntry):
         if not is_composite(self.value):
             collector.collect(self.key, self.value, self._role())
             return encode(TensorRef(self.key), self.key)
-        return capture_composite(collector, self.key, self.value, self._role())
+        return collector.encode_composite(self.key, self.value, self._role())
 
     @override
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
@@ -175,7 +157,7 @@ class TensorEntry(StateEntry):
         return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         saved = plan.saved_names.get(self.key)
         if saved is None and isinstance(composite := plan.values(self.key), SavedTensor):
             fill_composite(plan, composite, self.value, self.key)
@@ -204,7 +186,7 @@ class GeneratorEntry(StateEntry):
         return encode(generator.get_state(legacy=False), self.key)
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
         tree = plan.values(self.key)
@@ -216,8 +198,7 @@ class GeneratorEntry(StateEntry):
                 raise self._misfit(f"it has shape {size}, expected {expected}", "Nothing was changed.")
         else:  # tried on a copy, before anything live changes
             self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
-        advice = "The state may be partly restored: do not train with it."
-        _plan_tree(plan, tree, lambda state: self._set(self.value, state, advice))
+        _plan_tree(plan, tree, lambda state: self._set(self.value, state, _PARTLY))
 
     def _set(self, generator: Any, state: Any, outcome: str) -> None:
         try:
@@ -252,19 +233,11 @@ class ValueEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        return encode(
-            extract_tensors(
-                self.value,
-                self.key,
-                collector.callback(Role(self.replication or Replication.OWN)),
-                named_types=True,
-                entries=True,
-            ),
-            self.key,
-        )
+        role = Role(self.replication or Replication.OWN)
+        return collector.encode(self.value, self.key, role, named_types=True, entries=True)
 
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.saved_key(self.key) is None and has_only_entries(self.value):
             return  # it was saved in another container, or its objects under keys of their own
         if plan.lacks(self.key):
@@ -288,11 +261,8 @@ class ValueEntry(StateEntry):
         tree = match_tensors(fitting.tree, self.value, claim)
         plan.read_tree(tree)
 
-        def tensor(name: str) -> torch.Tensor:
-            return chosen[name]() if name in chosen else plan.tensor(name)
-
         def finish() -> None:
-            _replace(self, plan.updates.update(self.value, insert_tensors(tree, tensor)), put)
+            _replace(self, plan.updates.update(self.value, plan.insert(tree, chosen)), put)
 
         plan.add_step(LoadPhase.VALUE, finish)
 
@@ -303,21 +273,16 @@ def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
         put(MarkedObject(new, entry.replication) if entry.replication else new)
 
 
-def _plan_tree(plan: LoadPlan, tree: Any, finish: Callable[[Any], None]) -> None:
+def _plan_tree(plan: Load, tree: Any, finish: Callable[[Any], None]) -> None:
     """Plan to call `finish` with a saved tree, its tensors filled."""
     plan.read_tree(tree)
-    plan.add_step(LoadPhase.OBJECT, lambda: finish(insert_tensors(tree, plan.tensor)))
+    plan.add_step(LoadPhase.OBJECT, lambda: finish(plan.insert(tree)))
 
 
 def _rehearse(value: Any, state: Any) -> None:
-    """Load the state of one of PyTorch's schedulers or scalers into a copy.
-
-    Their load code sets attributes and has no other effect. Code of other libraries or of the program may
-    have any, so it is not called twice. A state with tensors is not complete before they are read.
-
-    Raises:
-        Exception: the load code rejects the state.
-    """
+    """Load the state of one of PyTorch's schedulers or scalers into a copy; raise if they reject it."""
+    # Their load code sets attributes and has no other effect. Code of other libraries or of the program may
+    # have any, so it is not called twice. A state with tensors is not complete before they are read.
     if not _is_pytorchs(value) or any(True for _ in references(state)):
         return
     try:

@@ -20,31 +20,26 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.composite_load import plan_state
-from holdfast.checkpoint.state.entry import StateEntry
-from holdfast.checkpoint.state.load import LoadPhase, LoadPlan
-from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.entry import Replication, StateEntry
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState, options_of
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
 from holdfast.checkpoint.state.tree import (
-    extract_tensors,
+    PLAIN_TYPES,
     has_saved_form,
     insert_tensors,
     is_plain_value,
     match_tensors,
 )
 
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
 _get_values = operator.methodcaller("values")
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLayout:
-    """Positions of the tensors and plain values in an optimizer's state.
-
-    Made by `find_layout`; `read` returns the current values.
-    """
+    """Positions of the tensors and plain values in an optimizer's state; `read` returns the current ones."""
 
     parameter_names: dict[int, str]  # of the state at that time; compared by identity
     parameters: list[torch.Tensor]
@@ -97,16 +92,13 @@ def find_layout(
     prefix: str,
     role: Callable[[str, torch.Tensor], Role],
 ) -> OptimizerLayout | None:
-    """Return the layout of an optimizer's state, or None if it contains other objects.
+    """Return the layout of a state of plain values and tensors that are not composite; None for any other.
 
     Args:
         parameter_names: names of the state's parameters by id.
         named: the optimizer's parameters with their names, group by group.
         prefix: of the names of all tensors.
         role: returns the role of the state tensors of a parameter.
-
-    Returns:
-        The layout, or None unless the state consists of plain values and tensors that are not composite.
     """
     state = optimizer.state
     place = {id(owner): i for i, owner in enumerate(state)}
@@ -115,7 +107,7 @@ def find_layout(
         return None  # state that is shared, or of parameters outside of all groups
     rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
     is_tensor = [isinstance(v, torch.Tensor) and is_state_tensor_name(key) for _, _, key, v in rows]
-    if not all(flag or type(row[3]) in _LEAVES for flag, row in zip(is_tensor, rows, strict=True)):
+    if not all(flag or type(row[3]) in PLAIN_TYPES for flag, row in zip(is_tensor, rows, strict=True)):
         return None
     tensors = list(compress(rows, is_tensor))
     if any(is_composite(value) for *_, value in tensors):
@@ -146,18 +138,20 @@ _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 """Code of the function that torch wraps around every step() to run its hooks."""
 
 
+_SAVE_AND_LOAD_HOOKS = (
+    *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+    *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+)
+
+
 def is_plain(optimizer: Optimizer) -> bool:
     """Return True if an optimizer saves and loads as `torch.optim.Optimizer` does."""
     kind, own = type(optimizer), optimizer.__dict__
     return (
         kind.state_dict is Optimizer.state_dict
         and kind.load_state_dict is Optimizer.load_state_dict
-        and "state_dict" not in own
-        and "load_state_dict" not in own
-        and not optimizer._optimizer_state_dict_pre_hooks
-        and not optimizer._optimizer_state_dict_post_hooks
-        and not optimizer._optimizer_load_state_dict_pre_hooks
-        and not optimizer._optimizer_load_state_dict_post_hooks
+        and own.keys().isdisjoint(("state_dict", "load_state_dict"))
+        and not any(map(own.get, _SAVE_AND_LOAD_HOOKS))
     )
 
 
@@ -167,10 +161,7 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 
 
 def stepping() -> str | None:
-    """Return the class of the optimizer whose step() this thread is running, or None.
-
-    Hooks that run after an optimizer's step do not count as part of it.
-    """
+    """Return the class of the optimizer whose step() this thread runs; None also in the hooks after it."""
     inner, frame = None, sys._getframe(1)
     while frame is not None:
         if frame.f_code is _HOOKED_STEP and inner is not None:
@@ -185,11 +176,8 @@ def _codes_after_step(optimizer: Optimizer) -> set[object]:
     """Return the code objects of the hooks that run after an optimizer's step."""
     hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
     hooks = [hook.func if isinstance(hook, functools.partial) else hook for hook in hooks]
-    functions = [
-        hook if hasattr(hook, "__code__") else getattr(hook, "__func__", type(hook).__call__)
-        for hook in hooks
-    ]
-    return {getattr(function, "__code__", None) for function in functions}
+    bodies = [h if hasattr(h, "__code__") else getattr(h, "__func__", type(h).__call__) for h in hooks]
+    return {getattr(body, "__code__", None) for body in bodies}
 
 
 def parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -210,13 +198,10 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @final
 class OptimizerEntry(StateEntry):
-    """An optimizer without save and load code of its own.
+    """An optimizer without save and load code of its own; `names` returns those of live parameters by id.
 
     State keeps its saved dtype: `Optimizer.load_state_dict` would cast it to the dtype of its parameter,
     which rounds float32 moments of bfloat16 parameters.
-
-    Args:
-        names: returns the names of all live parameters of the state by id.
     """
 
     def __init__(self, key: str, value: Optimizer, replication: Replication | None, names: Names) -> None:
@@ -236,44 +221,28 @@ class OptimizerEntry(StateEntry):
             self._layout = layout
             if layout is None or values is None:
                 return self._capture_each(collector, named)
-        groups = self._capture_groups(collector, layout.fqns)
-        if not collector.collect_all(layout.names, layout.roles, layout.tensors(values)):
-            raise AssertionError("a layout has no composite tensors")
+        groups = capture_groups(self, self.value.param_groups, layout.fqns, collector, named_types=True)
+        is_collected = collector.collect_all(layout.names, layout.roles, layout.tensors(values))
+        assert is_collected, "a layout has no composite tensors"
         return {"param_groups": groups, "state": encode(layout.others(values), f"{self.key}.state")}
 
     def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
         """Capture state of any kind: with containers, or without a parameter."""
         other: dict[str, Any] = {}
         shared: dict[Any, Any] = {}
-        groups = self._capture_groups(collector, [[fqn for fqn, _ in group] for group in named])
+        fqns = [[fqn for fqn, _ in group] for group in named]
+        groups = capture_groups(self, self.value.param_groups, fqns, collector, named_types=True)
         for fqn, parameter in chain.from_iterable(named):
             if state := self.value.state.get(parameter):
                 self._capture_state(collector, fqn, parameter, state, other)
+        role = Role(self.replication or Replication.REPLICATED, is_owned=True)
         for name, value in self.value.state.items():
             if not isinstance(name, torch.Tensor):
-                emit = collector.callback(Role(self.replication or Replication.REPLICATED, is_owned=True))
-                path = f"{self.key}.shared.{name}"
-                shared[name] = extract_tensors(value, path, emit, composites=False)
+                shared[name] = collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
         if shared:
             values["shared"] = encode(shared, f"{self.key}.state")
         return values
-
-    def _capture_groups(self, collector: TensorCollector, fqns: list[list[str]]) -> list[dict[str, Any]]:
-        groups = zip(self.value.param_groups, fqns, strict=True)
-        return [self._capture_group(collector, i, group, names) for i, (group, names) in enumerate(groups)]
-
-    def _capture_group(
-        self, collector: TensorCollector, index: int, group: dict[str, Any], fqns: list[str]
-    ) -> dict[str, Any]:
-        emit = collector.callback(Role(self.replication or Replication.REPLICATED))
-        options = {
-            name: extract_tensors(value, f"{self.key}.param_groups.{index}.{name}", emit, named_types=True)
-            for name, value in group.items()
-            if name != "params"
-        }
-        # A copy of the names: a captured state must not change with the names kept here.
-        return {"params": list(fqns), **encode(options, f"{self.key}.param_groups[{index}]")}
 
     def _capture_state(
         self,
@@ -288,30 +257,21 @@ class OptimizerEntry(StateEntry):
             if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
                 collector.collect(prefix + name, value, role)
             else:
-                emit = collector.callback(role)
                 is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
-                tree = extract_tensors(value, f"{prefix}{name}", emit, named_types=is_named)
+                tree = collector.extract(value, f"{prefix}{name}", role, named_types=is_named)
                 other.setdefault(fqn, {})[name] = tree
 
     def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
-        replication = self._replication_of(collector, fqn, parameter)
-        follows = (
-            fqn
-            if replication is Replication.REPLICATED and id(parameter) in collector.parameter_names
-            else None
-        )
+        """Return the role of state. It is replicated as its parameter, unless that is outside the state."""
+        is_own = collector.table.is_per_rank(fqn)
+        of_parameter = Replication.PER_RANK if is_own else Replication.REPLICATED
+        is_in_state = id(parameter) in collector.parameter_names
+        replication = self.replication or (of_parameter if is_in_state else Replication.OWN)
+        follows = fqn if replication is Replication.REPLICATED and is_in_state else None
         return Role(replication, is_owned=True, follows=follows)
 
-    def _replication_of(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Replication:
-        """Return the replication of state: its parameter's, unless the parameter is outside the state."""
-        if self.replication is not None:
-            return self.replication
-        if id(parameter) not in collector.parameter_names:
-            return Replication.OWN
-        return Replication.PER_RANK if collector.is_per_rank(fqn) else Replication.REPLICATED
-
     @override
-    def plan(self, plan: LoadPlan, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
         saved = SavedOptimizer(self.key, plan)
@@ -322,25 +282,15 @@ class OptimizerEntry(StateEntry):
             for fqn, parameter in group:
                 state, is_shared = saved.state_of(fqn)
                 if state is not None:
-                    self._plan_state(plan, parameter, state, options or {}, is_shared=is_shared)
+                    self._plan_state(plan, parameter, state, options or {}, is_shared)
         saved.skip_the_rest()
         self._plan_groups(plan, chosen)
         self._plan_shared(plan, saved.shared)
 
     def _plan_state(
-        self,
-        plan: LoadPlan,
-        parameter: torch.Tensor,
-        saved: SavedState,
-        options: dict[str, Any],
-        *,
-        is_shared: bool,
+        self, plan: Load, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any], is_shared: bool
     ) -> None:
-        """Plan to restore the state of a parameter.
-
-        Args:
-            is_shared: another parameter gets the same saved state, and must not get the same objects.
-        """
+        """Plan to restore the state of a parameter; as a copy if another parameter gets the same one."""
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         kept: dict[str, torch.Tensor] = {}
         made: dict[str, Callable[[], torch.Tensor]] = {}
@@ -379,7 +329,7 @@ class OptimizerEntry(StateEntry):
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
-    def _plan_groups(self, plan: LoadPlan, chosen: list[dict[str, Any] | None]) -> None:
+    def _plan_groups(self, plan: Load, chosen: list[dict[str, Any] | None]) -> None:
         met: list[dict[str, Any]] = []
         for i, options in enumerate(chosen):
             live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
@@ -400,13 +350,12 @@ class OptimizerEntry(StateEntry):
                 is_split = id(options) in seen  # two live groups must not share a tensor
                 seen.add(id(options))
                 for name, value in insert_tensors(met[i], clone if is_split else plan.tensor).items():
-                    live[name] = (
-                        value if is_plain_value(value) else plan.updates.update(live.get(name), value)
-                    )
+                    is_plain = is_plain_value(value)
+                    live[name] = value if is_plain else plan.updates.update(live.get(name), value)
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
-    def _plan_shared(self, plan: LoadPlan, shared: dict[Any, Any]) -> None:
+    def _plan_shared(self, plan: Load, shared: dict[Any, Any]) -> None:
         """Plan to restore state that is of no parameter, after that of all parameters."""
         plan.read_tree(shared)
 
@@ -415,11 +364,31 @@ class OptimizerEntry(StateEntry):
             for name in list(optimizer.state):
                 if not isinstance(name, torch.Tensor) and name not in shared:
                     del optimizer.state[name]
-            optimizer.state.update(insert_tensors(shared, plan.tensor))
+            optimizer.state.update(plan.insert(shared))
             # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)
+
+
+def capture_groups(
+    entry: StateEntry,
+    groups: list[dict[str, Any]],
+    fqns: list[list[str]],
+    collector: TensorCollector,
+    **options: bool,
+) -> list[dict[str, Any]]:
+    """Return the encoded groups of an optimizer, with names in place of their parameters.
+
+    `options` are those of `extract_tensors`.
+    """
+    role, found = Role(entry.replication or Replication.REPLICATED), []
+    for i, (group, names) in enumerate(zip(groups, fqns, strict=True)):
+        others = {name: value for name, value in group.items() if name != "params"}
+        tree = collector.extract(others, f"{entry.key}.param_groups.{i}", role, **options)
+        # A copy of the names: a captured state must not change with the names kept here.
+        found.append({"params": list(names), **encode(tree, f"{entry.key}.param_groups[{i}]")})
+    return found
 
 
 def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -428,27 +397,24 @@ def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator
 
 
 def _new(
-    plan: LoadPlan, saved_name: str, parameter: torch.Tensor, device: torch.device
+    plan: Load, saved_name: str, parameter: torch.Tensor, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Plan to read a state tensor that the live optimizer lacks; return a function that makes it.
-
-    State of a sharded parameter is sharded like it if it has the same shape. Optimizers make all other state
-    from gradients that are DTensors, so it is a DTensor too, whole on every rank; but scalars are plain.
-    """
+    """Plan to read a state tensor that the live optimizer lacks; return a function that makes it."""
+    # State of a sharded parameter is sharded like it if it has the same shape. Optimizers make all other
+    # state from gradients that are DTensors, so it is a DTensor too, whole on every rank; scalars are plain.
     shape = plan.shape(saved_name)
     if is_divided(parameter) and shape and shape == shape_of(parameter):
         return plan.read_like(saved_name, parameter, saved_name)
-    if not is_dtensor(parameter) or not shape:
-        plan.read_new(saved_name, device)
-        if type(parameter) not in PLAIN:
-            return lambda: plan.tensor(saved_name, device)
-        return lambda: laid_out_like(plan.tensor(saved_name, device), parameter)
     plan.read_new(saved_name, device)
-    return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
+    if is_dtensor(parameter) and shape:
+        return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
+    if type(parameter) in PLAIN:
+        return lambda: laid_out_like(plan.tensor(saved_name, device), parameter)
+    return lambda: plan.tensor(saved_name, device)
 
 
 def _device(
-    name: str, plan: LoadPlan, saved_name: str, parameter: torch.Tensor, options: dict[str, Any]
+    name: str, plan: Load, saved_name: str, parameter: torch.Tensor, options: dict[str, Any]
 ) -> torch.device:
     """Return the device of a state tensor: its parameter's, or the host for a step counter."""
     is_counter = name == "step" and not plan.shape(saved_name)
@@ -457,7 +423,7 @@ def _device(
     return plan.device_of(parameter)
 
 
-def _fits(live: Any, plan: LoadPlan, saved_name: str, device: torch.device | None) -> bool:
+def _fits(live: Any, plan: Load, saved_name: str, device: torch.device | None) -> bool:
     """Return True if a live tensor can be filled from a saved one directly."""
     return (
         isinstance(live, torch.Tensor)
@@ -469,7 +435,7 @@ def _fits(live: Any, plan: LoadPlan, saved_name: str, device: torch.device | Non
     )
 
 
-def _claim(plan: LoadPlan, label: str) -> Callable[[str, torch.Tensor], bool]:
+def _claim(plan: Load, label: str) -> Callable[[str, torch.Tensor], bool]:
     def claim(name: str, live: torch.Tensor) -> bool:
         if not _fits(live, plan, name, None):
             return False

@@ -21,8 +21,7 @@ _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 def check_not_partitioned(key: str, value: Any) -> None:
     """Check that DeepSpeed does not keep a part of an object elsewhere."""
-    reason = _reason(value)
-    if reason is not None:
+    if (reason := _reason(value)) is not None:
         raise Unsupported(
             f"{key} is {reason}. Nothing was written or loaded. Call attach(engine, home) of "
             "holdfast.adapters.deepspeed, and then engine.save_checkpoint() and engine.load_checkpoint(): "
@@ -50,23 +49,18 @@ def _reason(value: Any) -> str | None:
     if _WRAPPERS not in sys.modules:
         return None
     if isinstance(value, torch.nn.Module):
-        return _reason_of_module(value)
+        mark = _mark(value)
+        if mark == "ds_id":
+            return "a module under ZeRO 3, whose parameters are in partitions of each rank"
+        if mark is not None or _is_overwritten(value):
+            return (
+                "a module whose weights an engine of DeepSpeed overwrites in each step from copies of its "
+                "own; what a Checkpointer loads into the module would be lost"
+            )
     if isinstance(value, torch.optim.Optimizer) and _is_wrapped(value):
         return (
             "an optimizer that was given to DeepSpeed, which has replaced its parameters by partitions or "
             "copies of its own; a Checkpointer would save the optimizer's state without them"
-        )
-    return None
-
-
-def _reason_of_module(module: torch.nn.Module) -> str | None:
-    mark = _mark(module)
-    if mark == "ds_id":
-        return "a module under ZeRO 3, whose parameters are in partitions of each rank"
-    if mark is not None or _is_overwritten(module):
-        return (
-            "a module whose weights an engine of DeepSpeed overwrites in each step from copies of its own; "
-            "what a Checkpointer loads into the module would be lost"
         )
     return None
 
@@ -79,13 +73,10 @@ def _mark(module: torch.nn.Module) -> str | None:
 
 
 def _is_wrapped(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer of DeepSpeed uses this one.
-
-    It replaces all parameters by tensors of another class. So most optimizers need no search. What
-    `gc.freeze` has put aside, the search does not find.
-    """
+    """Return True if an optimizer of DeepSpeed uses this one."""
     if _trains_parameters(optimizer):
-        return False
+        return False  # DeepSpeed replaces all parameters by tensors of another class
+    # The search does not find what `gc.freeze` has put aside.
     return gc.get_freeze_count() > 0 or any(vars(one).get("optimizer") is optimizer for one in _wrappers())
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import collections
-import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from holdfast.checkpoint.format.containers import kind_of
-from holdfast.checkpoint.state.entry import is_follower
 from holdfast.checkpoint.state.filled_memory import describe_read_only
-from holdfast.checkpoint.state.loader_watch import plain_iterators
+from holdfast.checkpoint.state.loader_watch import loader_doubts
 from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
-_REPORTED = "_holdfast_has_reported"
 _RANDOM = frozenset(
     (
         *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "uniform"),
@@ -27,6 +25,8 @@ _RANDOM = frozenset(
     )
 )
 """Names of functions that draw random numbers, in the code of a data set."""
+_RANDOM_TRANSFORMS = ("ColorJitter", "RandAugment", "AutoAugment")
+_CALLED = ("__getitem__", "__iter__", "__call__", "forward")
 
 
 def refuse_snapshots(objects: Mapping[str, Any]) -> None:
@@ -34,9 +34,6 @@ def refuse_snapshots(objects: Mapping[str, Any]) -> None:
 
     Such a dictionary is a copy of one moment, or shares memory with the training only until a tensor is
     replaced. That of an optimizer is empty before the first step, and stays so.
-
-    Raises:
-        InvalidInput: there is one, named with its key path and the fix.
     """
     for key, value in objects.items():
         for path, kind in _snapshots(value, key, _MAX_DEPTH):
@@ -100,10 +97,9 @@ def find_resume_risks(
     *,
     has_live_objects: bool = True,
 ) -> list[ResumeRisk]:
-    """Return the parts of a state that will not resume exactly.
+    """Return the parts of a state, of objects by key, that will not resume exactly.
 
     Args:
-        values: the objects of the state by key.
         read_only: names of tensors that a restore could not write to.
         forgotten: optimizers that have begun a step, with state that is not saved.
         has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
@@ -114,11 +110,12 @@ def find_resume_risks(
     strays: list[str] = []
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     for key, value in values.items():
+        bases = type(value).__mro__
         if isinstance(value, torch.nn.Module):
             hidden += _metric_doubts(key, value)
-        elif _is_prepared_loader(value):
+        elif any(one.__module__ == "accelerate.data_loader" for one in bases):
             shown += _prepared_doubts(key, value)
-        elif _is_stateful_loader(value):
+        elif any(one.__name__ == "StatefulDataLoader" for one in bases):
             shown += _loader_doubts(key, value, values)
         elif isinstance(value, torch.optim.Optimizer):
             strays += _stray_doubts(key, value, values)
@@ -127,14 +124,12 @@ def find_resume_risks(
             hidden += _empty_doubts(key, value)
         elif has_live_objects:
             hidden += _snapshot_doubts(key, value, modules)
+    loaders = loader_doubts(list(values.values()))
     return [
         *(ResumeRisk(text, would_show=False) for text in hidden),
         *(ResumeRisk(text, would_show=False, category=StrayParametersWarning) for text in strays),
         *(ResumeRisk(text, would_show=True) for text in shown),
-        *(
-            ResumeRisk(text, would_show=True, category=LoaderWarning)
-            for text in loader_doubts(list(values.values()))
-        ),
+        *(ResumeRisk(text, would_show=True, category=LoaderWarning) for text in loaders),
     ]
 
 
@@ -146,7 +141,7 @@ def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> It
             f"and not the {kind}. Pass the {kind} itself in its place: {_as_state(path, kind)}."
         )
     for path, names in _named_like_modules(value, key, _MAX_DEPTH):
-        if not any(names <= {name for name, _ in _tensors_of(module)} for module in modules):
+        if not any(names <= _names_in(module) for module in modules):
             yield (
                 f"{path} is a dictionary of tensors that are named as those of a module ({min(names)}), and "
                 "no module of the state has these names. If it is a copy of a model's state_dict(), a "
@@ -169,28 +164,23 @@ def _named_like_modules(value: Any, path: str, depth: int) -> Iterator[tuple[str
         yield from _named_like_modules(item, f"{path}.{step}", depth - 1)
 
 
-def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+def _names_in(module: torch.nn.Module) -> set[str]:
+    tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {name for name, _ in chain.from_iterable(tensors)}
 
 
 def _metric_doubts(key: str, module: torch.nn.Module) -> Iterator[str]:
     for name, child in module.named_modules():
-        lost = [state for state, kept in _persistence(child).items() if not kept]
-        if lost:
+        known, defaults = (getattr(child, name, None) for name in ("_persistent", "_defaults"))
+        if not isinstance(known, dict) or not isinstance(defaults, dict):  # no metric of torchmetrics
+            continue
+        if lost := [state for state, is_kept in known.items() if not is_kept]:
             path = f"{key}.{name}" if name else key
             yield (
                 f"{path} is a {type(child).__name__} whose state ({', '.join(lost)}) is not persistent, so "
                 "it is not in its state_dict() and is reset when the run resumes. Call .persistent(True) on "
                 "it before training."
             )
-
-
-def _persistence(module: torch.nn.Module) -> dict[str, bool]:
-    """Return which states of a torchmetrics metric are persistent; {} for other modules."""
-    known = getattr(module, "_persistent", None)
-    is_metric = isinstance(known, dict) and isinstance(getattr(module, "_defaults", None), dict)
-    return known if is_metric and known is not None else {}
 
 
 def _empty_doubts(key: str, value: Any) -> Iterator[str]:
@@ -247,12 +237,8 @@ def _forgotten_doubts(values: Mapping[str, Any], forgotten: Sequence[torch.optim
 
 def _holders_of(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> list[str]:
     """Return the names of attributes that hold an optimizer."""
-    return [
-        f"{key}.{name}"
-        for key, value in values.items()
-        for name, one in getattr(value, "__dict__", {}).items()
-        if one is optimizer
-    ]
+    attributes = [(key, getattr(value, "__dict__", {})) for key, value in values.items()]
+    return [f"{key}.{name}" for key, own in attributes for name, one in own.items() if one is optimizer]
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -268,18 +254,8 @@ def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an object is a scheduler of an optimizer, or may contain one."""
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)):
         return False
-    return getattr(value, "optimizer", None) is optimizer or bool(
-        callable(getattr(value, "load_state_dict", None)) and hasattr(value, "step")
-    )
-
-
-def _is_stateful_loader(value: Any) -> bool:
-    return any(kind.__name__ == "StatefulDataLoader" for kind in type(value).__mro__)
-
-
-def _is_prepared_loader(value: Any) -> bool:
-    """Return True for a data loader that `Accelerator.prepare` has returned."""
-    return any(kind.__module__ == "accelerate.data_loader" for kind in type(value).__mro__)
+    may_be = callable(getattr(value, "load_state_dict", None)) and hasattr(value, "step")
+    return may_be or getattr(value, "optimizer", None) is optimizer
 
 
 def _prepared_doubts(key: str, loader: Any) -> Iterator[str]:
@@ -341,10 +317,7 @@ def _sampler_doubts(key: str, loader: Any, sampler: Any) -> Iterator[str]:
 
 
 def _draws_random_numbers(dataset: Any) -> str | None:
-    """Return the name of a data set's code that draws random numbers.
-
-    None if the search finds nothing; it does not follow every call.
-    """
+    """Return the name of a data set's code that draws random numbers; None if a search finds nothing."""
     waiting, seen = [dataset], set[int]()
     while waiting and len(seen) < 100:
         part = waiting.pop()
@@ -352,24 +325,13 @@ def _draws_random_numbers(dataset: Any) -> str | None:
             continue
         seen.add(id(part))
         kind = type(part)
-        if kind.__name__.startswith("Random") or kind.__name__ in (
-            "ColorJitter",
-            "RandAugment",
-            "AutoAugment",
-        ):
+        if kind.__name__.startswith("Random") or kind.__name__ in _RANDOM_TRANSFORMS:
             return kind.__name__
         functions = [part] if isinstance(part, FunctionType) else []
-        functions += [
-            getattr(kind, name, None) for name in ("__getitem__", "__iter__", "__call__", "forward")
-        ]
+        functions += [getattr(kind, name, None) for name in _CALLED]
         for function in functions:
-            code = getattr(function, "__code__", None)
-            if (
-                function is not None
-                and code is not None
-                and not _RANDOM.isdisjoint(code.co_names)
-                and _is_of_users(function)
-            ):
+            names = getattr(getattr(function, "__code__", None), "co_names", ())
+            if function is not None and not _RANDOM.isdisjoint(names) and _is_of_users(function):
                 return f"{function.__qualname__}()"
         if _is_of_users(kind) or kind.__name__ in ("Compose", "Subset", "ConcatDataset", "Sequential"):
             held = list(getattr(part, "__dict__", {}).values())
@@ -378,96 +340,6 @@ def _draws_random_numbers(dataset: Any) -> str | None:
     return None
 
 
-def _own_generator(dataset: Any) -> str | None:
-    """Return the name of a generator that a data set or its transforms hold; None without one."""
-    waiting, seen = [(type(dataset).__name__, dataset)], set[int]()
-    while waiting and len(seen) < 100:
-        path, part = waiting.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if _is_generator(part):
-            return path
-        for name, item in getattr(part, "__dict__", {}).items():
-            items = item[:20] if isinstance(item, (list, tuple)) else [item]
-            is_searched = (each for each in items if _is_generator(each) or hasattr(each, "__dict__"))
-            waiting += [(f"{path}.{name}", each) for each in is_searched]
-    return None
-
-
-def _is_generator(value: Any) -> bool:
-    kind = type(value)
-    in_numpy = kind.__module__.startswith("numpy.random") and kind.__name__ in ("Generator", "RandomState")
-    return isinstance(value, (torch.Generator, random.Random)) or in_numpy
-
-
 def _is_of_users(thing: Any) -> bool:
     module = getattr(thing, "__module__", None) or ""
     return module.split(".")[0] not in ("torch", "torchdata", "numpy", "builtins")
-
-
-def loader_doubts(values: Collection[Any]) -> Iterator[str]:
-    """Yield a sentence for each data loader in mid-epoch that cannot be resumed; for each iterator once.
-
-    One that was read to its end is left out: it was an evaluation, or the next epoch draws its order from
-    generators that are restored.
-    """
-    for iterator in plain_iterators():
-        if not getattr(iterator, "_num_yielded", 0):  # it may be starting in another thread
-            continue
-        order = iterator._index_sampler  # of batches, or of single elements without batching
-        if _is_ended(iterator, order) or getattr(iterator, _REPORTED, False):
-            continue
-        data = type(iterator._dataset).__qualname__
-        if is_follower(order):
-            doubt = _follower_doubt(iterator, order, data, values)
-        elif hasattr(order, "state_dict"):  # it can be added to the state, and then the order resumes
-            doubt = None
-        else:
-            doubt = _order_doubt(order, data)
-        if doubt is not None:
-            setattr(iterator, _REPORTED, True)
-            yield doubt
-
-
-def _is_ended(iterator: Any, order: Any) -> bool:
-    """Return True if a loader's iterator has returned all of its batches."""
-    try:
-        return iterator._num_yielded >= len(order)
-    except TypeError:  # without a length
-        return False
-
-
-def _follower_doubt(iterator: Any, order: Any, data: str, values: Collection[Any]) -> str | None:
-    if any(order is value for value in values):
-        held = _own_generator(iterator._dataset) if iterator._num_workers else None
-        return held and (
-            f"a DataLoader over {data} has workers, and {held} is a generator of the data set: each worker "
-            "has a copy, which starts anew when the run resumes. Draw from the functions of torch, "
-            "numpy.random or random instead, which are seeded for each batch, or from a generator seeded by "
-            "the sample's index."
-        )
-    kind = type(order).__qualname__
-    return (
-        f"a DataLoader over {data} is being read in the order of a {kind} that is not in the state, so a "
-        "resumed run starts again from its first batch. Add it: state={..., 'batches': batches}."
-    )
-
-
-def _order_doubt(order: Any, data: str) -> str:
-    sampler = getattr(order, "sampler", order)
-    is_shuffled = isinstance(sampler, torch.utils.data.RandomSampler) or (
-        hasattr(sampler, "generator") and sampler.generator is None
-    )
-    how = "shuffled " if is_shuffled else ""
-    return (
-        f"a {how}DataLoader over {data} is being read, and cannot be resumed: a resumed run starts it again, "
-        "with different batches. If it feeds the training, use DataLoader(data, "
-        "batch_sampler=holdfast.train.data.GlobalBatches(len(data), batch_size)) and add these batches to "
-        'the state. If it is an evaluation, read it within `with ckpt.phase("eval"):`.'
-    )
-
-
-def is_repeatable(value: Any) -> bool:
-    """Return True if calling state_dict() changes nothing. Data loaders do not guarantee that."""
-    return type(value).__module__.split(".")[0] not in ("accelerate", "torch", "torchdata", "datasets")

@@ -13,7 +13,8 @@ import torch
 
 from holdfast.checkpoint.format.values import TensorRef, encode
 from holdfast.checkpoint.state.capture import TensorCollector
-from holdfast.checkpoint.state.replication import Replication
+from holdfast.checkpoint.state.entry import Replication
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.rawbytes import view_bytes
@@ -34,29 +35,36 @@ def capture(collector: TensorCollector) -> dict[str, Any]:
     values: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "python": python_state(random),
-        "torch": _emit(collector, _CPU, torch.get_rng_state()),
+        "torch": TensorRef(_CPU),
     }
+    collector.collect(_CPU, torch.get_rng_state(), Role(Replication.OWN))
     if numpy := sys.modules.get("numpy"):
         values["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
-        values["cuda"] = _emit(collector, _CUDA, torch.cuda.get_rng_state())
+        values["cuda"] = TensorRef(_CUDA)
+        collector.collect(_CUDA, torch.cuda.get_rng_state(), Role(Replication.OWN))
     return encode(values, KEY)
 
 
-def _emit(collector: TensorCollector, name: str, state: torch.Tensor) -> TensorRef:
-    collector.collect(name, state, Role(Replication.OWN))
-    return TensorRef(name)
+def plan(load: Load, rank: int, world_size: int, *, own_rank: bool) -> None:
+    """Plan to restore the process-wide generators, or to seed them from another rank's saved states."""
+    tree = load.values(KEY)
+    if tree is None:
+        load.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
+        return
+    check(tree)
+    load.read_tree(tree)
+
+    def finish() -> None:
+        values = load.insert(tree)
+        notes = restore(values) if own_rank else [derive(values, rank=rank, world_size=world_size)]
+        load.generator_notes.extend(notes)
+
+    load.add_step(LoadPhase.RNG, finish)
 
 
 def check(values: Any) -> None:
-    """Set new generators to the saved states, before anything live changes.
-
-    Args:
-        values: decoded, with references to tensors.
-
-    Raises:
-        Corrupt: a state is none that a generator can have.
-    """
+    """Set new generators to decoded saved states, before anything live changes."""
     try:
         set_python_state(random.Random(), values["python"])
         kind = values["numpy"]["bit_generator"] if "numpy" in values else None
@@ -71,11 +79,7 @@ def check(values: Any) -> None:
 
 
 def restore(values: dict[str, Any]) -> list[str]:
-    """Set all process-wide generators; return notes on those that could not be set.
-
-    Args:
-        values: decoded and checked, with tensors inserted.
-    """
+    """Set all process-wide generators to checked states; return notes on those that could not be set."""
     notes = []
 
     def set_one(name: str, set_state: Callable[[], object]) -> None:
@@ -131,11 +135,7 @@ def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:
 
 
 def python_state(generator: Any) -> dict[str, Any]:
-    """Return the state of a `random.Random` (or of the module `random`) as values.
-
-    Raises:
-        InvalidInput: the generator has no state, such as `random.SystemRandom`.
-    """
+    """Return the state of a `random.Random` (or of the module `random`) as values."""
     try:
         version, words, gauss = generator.getstate()
     except NotImplementedError as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-from holdfast.checkpoint.state.load import PARAMETER_MARK, LoadPlan
+from holdfast.checkpoint.state.load import PARAMETER_MARK, Load
 from holdfast.checkpoint.state.tree import references
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -22,18 +21,9 @@ class SavedState:
 
 @final
 class SavedOptimizer:
-    """A saved optimizer, as the source for a live one.
+    """A saved optimizer, as the source for the live one under a key."""
 
-    Args:
-        key: live top-level key.
-        plan: of the load; it receives unexpected and missing parameters.
-
-    Raises:
-        InvalidInput: it was not saved as a plain optimizer.
-        Corrupt: it was, but its values are damaged.
-    """
-
-    def __init__(self, key: str, plan: LoadPlan) -> None:
+    def __init__(self, key: str, plan: Load) -> None:
         self._key = key
         self._plan = plan
         values = _joined(key, list(plan.all_values(key)))
@@ -45,20 +35,17 @@ class SavedOptimizer:
             plan.used.update(references(group))
 
     def state_of(self, fqn: str) -> tuple[SavedState | None, bool]:
-        """Return the state of a live parameter, and whether another one has it too.
-
-        If absent, it is recorded as missing. Several live parameters have one state if they were tied.
-        """
+        """Return the state of a live parameter, and whether another one that it was tied to has it too."""
         found = self._states.get(fqn)
         if found is None:
             self._plan.missing.append(f"{self._key}{PARAMETER_MARK}{fqn}")
             return None, False
         is_shared = found.fqn in self._taken
         if is_shared:
-            note = (
-                f"{self._key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not"
+            self._plan.notes.append(
+                f"{self._key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not "
+                "now; each has a copy of the saved value and optimizer state."
             )
-            self._plan.notes.append(f"{note} now; each has a copy of the saved value and optimizer state.")
         self._taken.add(found.fqn)
         return found, is_shared
 
@@ -70,10 +57,7 @@ class SavedOptimizer:
                 self._plan.used.update(saved.tensors.values(), references(saved.trees))
 
     def choose(self, index: int, fqns: list[str]) -> dict[str, Any] | None:
-        """Return saved options for a live group.
-
-        Those of the group with the same parameters, or of the group that had its parameters.
-        """
+        """Return the saved options of the group with the same parameters, or of one that had some of them."""
         plan, groups = self._plan, self._groups
         primary = {plan.rename(alias): plan.rename(name) for alias, name in plan.tied.items()}
         wanted = set(map(primary.get, fqns, fqns))
@@ -107,7 +91,8 @@ class SavedOptimizer:
                 fqn, _, state_key = name[len(prefix) :].rpartition(".")
                 if fqn in found and state_key.isidentifier():
                     found[fqn].tensors[state_key] = name
-        index = {plan.rename(alias): found[fqn] for alias, fqn in _aliases(plan) if fqn in found}
+        pairs = [*plan.tied.items(), *((name, alias) for alias, name in plan.tied.items())]
+        index = {plan.rename(alias): found[fqn] for alias, fqn in pairs if fqn in found}
         return index | {plan.rename(fqn): one for fqn, one in found.items()}
 
 
@@ -143,13 +128,6 @@ def _has_names(group: Any) -> bool:
     """Return True for a group of parameters by name, as plain optimizers are saved."""
     params = group.get("params") if isinstance(group, dict) else None
     return isinstance(params, list) and {str}.issuperset(map(type, params))
-
-
-def _aliases(plan: LoadPlan) -> Iterator[tuple[str, str]]:
-    """Yield pairs of saved names of one tensor; the second may be an optimizer's parameter."""
-    for alias, name in plan.tied.items():
-        yield alias, name
-        yield name, alias
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,27 +23,19 @@ from holdfast.checkpoint.state.tensors import (
     is_sharded_tensor,
     laid_out_like,
 )
-from holdfast.errors import Unsupported
+from holdfast.errors import InvalidInput, Unsupported
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few.
+    """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few."""
 
-    Args:
-        splits: (dim, parts) in the order in which they are made, as in `EvenPartitioning`. Parts are never 1.
-        copies: the full sets of global ranks that together hold a tensor, each in the order of its regions.
-            A rank with several regions is listed for each.
-        regions: of a tensor split by no rule, in the order of each copy's ranks; `splits` is empty then.
-        is_own: only what this rank holds is listed, because a tensor with shard attributes shows no more.
-        places: of such a tensor, the region of it that is each of its shards.
-    """
-
-    splits: tuple[tuple[int, int], ...]
+    splits: tuple[tuple[int, int], ...]  # (dim, parts) in the order in which they are made; parts are never 1
     copies: tuple[tuple[int, ...], ...]
-    regions: tuple[Region, ...] | None = None
-    is_own: bool = False
-    places: tuple[Region, ...] = field(default=(), compare=False)
+    """The full sets of global ranks that together hold a tensor, each in the order of its regions."""
+    regions: tuple[Region, ...] | None = None  # of a tensor split by no rule, in the order of a copy's ranks
+    is_own: bool = False  # lists what this rank holds, as a tensor with shard attributes shows no more
+    places: tuple[Region, ...] = field(default=(), compare=False)  # of such shards in the live tensor
     _partitionings: dict[int, Partitioning] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -88,15 +81,10 @@ class ShardLayout:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """A tensor's whole shape and its layout.
-
-    Args:
-        shape: of the whole tensor.
-        layout: how it is split, and the ranks that hold it.
-    """
+    """A tensor's whole shape and its layout."""
 
     shape: tuple[int, ...]
-    layout: ShardLayout
+    layout: ShardLayout  # how it is split, and the ranks that hold it
 
     @property
     def splits(self) -> tuple[tuple[int, int], ...]:
@@ -113,10 +101,6 @@ class Sharding:
         """All ranks that hold a region."""
         return self.layout.holders
 
-    def partitioning(self, copy: int) -> Partitioning:
-        """Return the partitioning for writing one of `copies`."""
-        return self.layout.partitioning(copy)
-
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """Return the regions that a rank holds, perhaps empty ones."""
         return self.layout.regions_of(rank, self.shape)
@@ -130,9 +114,6 @@ def held_by(ranks: tuple[int, ...]) -> ShardLayout:
 
 def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     """Return the sharding of a tensor, or None for a plain one.
-
-    Raises:
-        Unsupported: a pending sum (`Partial`), or shards that are not regions.
 
     Ranks: not collective; every rank computes the same.
     """
@@ -161,19 +142,12 @@ _copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
 
 
 def note_copies(group: Any, copies: Sequence[Sequence[int]]) -> None:
-    """Record that other groups hold the same shards as `group`. A ShardedTensor does not show it.
-
-    Args:
-        group: a process group.
-        copies: the global ranks of each group that holds the same, in the order of their shards.
-    """
+    """Record the ranks of each group that holds the same shards as `group`. A ShardedTensor hides it."""
     _copies_of[group.group_name] = tuple(sorted(tuple(ranks) for ranks in copies))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a sharded tensor, or a plain tensor itself.
-
-    It shares the tensor's memory. That of a tensor with shard attributes is all of it, see `shards_of`.
+    """Return this rank's part of a sharded tensor, in the same memory, or any other tensor itself.
 
     Blocks: until a pending collective has filled the part.
     """
@@ -184,10 +158,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Region]]:
-    """Return this rank's shards of a tensor and their regions of the whole one; all of it if it is plain.
-
-    They share the tensor's memory.
-    """
+    """Return this rank's shards of a tensor, in the same memory, and their regions of the whole one."""
     local, sharding = local_of(tensor), sharding_of(tensor)
     if sharding is None:
         return [(local, Region.whole(tuple(local.shape)))]
@@ -204,11 +175,7 @@ def may_be_sharded() -> bool:
 
 
 def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a DTensor of another shape with the placements of `model` over a local part.
-
-    Args:
-        shape: the whole shape; it has the dimensions of `model`, and perhaps more at its end.
-    """
+    """Return a DTensor of another whole shape, with perhaps more dimensions, over a local part."""
     spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
     stride = [1]
     for size in reversed(shape[1:]):
@@ -225,15 +192,43 @@ def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
 
 
-def local_shards_like(
+def parts_like(
     parts: Sequence[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """Return a plain tensor with the shard attributes of `model`, and zeros as padding."""
+    """Return a tensor with the layout of `model` and this rank's parts; padding of a plain one is zeros."""
+    if not is_local_shard(model):
+        (part,) = parts
+        return shard_like(part, model)
     new = torch.zeros_like(model, dtype=dtype, device=device, requires_grad=False)
     vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
     for place, part in zip(_own_layout(new).places, parts, strict=True):
         new[place.slices].copy_(part)
     return new
+
+
+def make_real(
+    live: torch.Tensor,
+    sources: list[Callable[[], torch.Tensor]],
+    device: torch.device,
+    label: str,
+    *,
+    copy: bool,
+) -> None:
+    """Make a meta tensor real in place. Modules and optimizers keep the same object."""
+    parts = [source().detach().to(device=device, dtype=live.dtype, copy=copy) for source in sources]
+    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
+    real = parts_like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
+    if isinstance(live, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
+    vars(real).update(vars(live))
+    try:
+        torch.utils.swap_tensors(live, real)
+    except RuntimeError as error:
+        raise InvalidInput(
+            f"{label} is on the meta device and cannot be made real in place: {error} "
+            "Call to_empty(device=...) on the module before you restore.",
+            key=label,
+        ) from error
 
 
 def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
@@ -268,7 +263,9 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Sh
             f"it is a DTensor with placements {list(placements)}, a pending sum. "
             "Call redistribute() to Shard or Replicate first."
         )
-    order = _split_order(sizes, placements) if shard_order is None else _listed_order(shard_order)
+    order = _split_order(sizes, placements)
+    if shard_order is not None:
+        order = [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
     if order is None:
         raise Unsupported(
             f"it is a DTensor whose placements {list(placements)} on a mesh of {sizes} do not nest. "
@@ -277,20 +274,16 @@ def _mesh_layout(mesh: Any, placements: tuple[Any, ...], shard_order: Any) -> Sh
     split_dims = [mesh_dim for _, mesh_dim in order]
     rest = [mesh_dim for mesh_dim in range(len(sizes)) if mesh_dim not in split_dims]
     ranks = mesh.mesh.permute(*rest, *split_dims) if sizes else mesh.mesh
-    num_copies = 1
-    for mesh_dim in rest:
-        num_copies *= sizes[mesh_dim]
+    num_copies = math.prod(sizes[mesh_dim] for mesh_dim in rest)
     splits = tuple((dim, sizes[mesh_dim]) for dim, mesh_dim in order if sizes[mesh_dim] > 1)
     copies = sorted(tuple(copy) for copy in ranks.reshape(num_copies, -1).tolist())
     return ShardLayout(splits, tuple(copies))
 
 
 def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[int, int]] | None:
-    """Return the splits of a tensor in order, as (tensor dim, mesh dim), or None.
-
-    Mesh dims split from left to right, but a strided shard comes after those to its right that make up its
-    split factor. None if the placements do not nest.
-    """
+    """Return the splits of a tensor in order, as (tensor dim, mesh dim); None if they do not nest."""
+    # Mesh dims split from left to right, but a strided shard comes after those to its right that make up its
+    # split factor.
     by_dim: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(placements))):
         placement = placements[mesh_dim]
@@ -306,10 +299,6 @@ def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[
             return None
         order.insert(at, mesh_dim)
     return [(dim, mesh_dim) for dim, order in sorted(by_dim.items()) for mesh_dim in order]
-
-
-def _listed_order(shard_order: Any) -> list[tuple[int, int]]:
-    return [(entry.tensor_dim, mesh_dim) for entry in shard_order for mesh_dim in entry.mesh_dims]
 
 
 def is_divided(tensor: torch.Tensor) -> bool:

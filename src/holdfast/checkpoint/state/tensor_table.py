@@ -12,8 +12,8 @@ import torch
 
 from holdfast.checkpoint.format.layout import check_name
 from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
-from holdfast.checkpoint.state.replication import Replication
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, layout_of, local_of, shape_of
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
@@ -74,11 +74,7 @@ class TensorTable:
 
     It holds the live tensors and a detached alias of each, so the memory of a tensor that training replaces
     stays in use until the next capture. That also makes comparing safe: while the alias holds the old memory,
-    no new tensor can start at the same address.
-
-    Args:
-        world_size: number of ranks; with one rank, nothing is per rank.
-        checked: names that have passed the check for reserved names; grows.
+    no new tensor can start at the same address. With one rank, nothing is per rank.
     """
 
     def __init__(self, rank: int, world_size: int, checked: set[str]) -> None:
@@ -93,7 +89,7 @@ class TensorTable:
         self.owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
         self.composites: dict[str, tuple[torch.Tensor, list[str]]] = {}  # parameters, with their inner names
         self.has_sharded = False
-        self._live: list[torch.Tensor] = []
+        self.live: list[torch.Tensor] = []
         self._aliases: list[torch.Tensor] = []
         self._types: list[type] = []
         self._dtypes: list[torch.dtype] = []
@@ -106,7 +102,7 @@ class TensorTable:
         self._per_rank: set[str] = set()
         self._owned: set[str] = set()
         self._temporary: set[str] = set()
-        self._checked = checked
+        self._checked = checked  # names that have passed the check for reserved names; grows
         self._at: dict[int, str] = {}  # address -> first tensor that starts there
         self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
 
@@ -119,7 +115,12 @@ class TensorTable:
             check_name(name)
             self._checked.add(name)
         if name in self._row_of:
-            raise _collision(name)
+            raise InvalidInput(
+                f"Two tensors of the state would both be saved as {name!r}: names are ambiguous if a key "
+                "contains a dot, or a number and a string look the same. Nothing was written. Rename one of "
+                "the keys.",
+                key=name,
+            )
         is_here = layout is None or self.rank in layout.holders
         holder = self._place(name, tensor, local, layout) if is_here else name
         # Also for tensors without gradient: the live tensor itself would always equal itself.
@@ -128,7 +129,9 @@ class TensorTable:
             self.tied[name] = holder
         elif is_here:
             self.tensors[name] = alias
-            self._note_replication(name, role.replication, layout)
+            is_own = role.replication is Replication.OWN and layout is None
+            if self.world_size > 1 and (is_own or role.replication is Replication.PER_RANK):
+                self._per_rank.add(name)
         self._row_of[name] = len(self.names)
         if role.is_owned and is_here:
             self._owned.add(holder)
@@ -139,7 +142,7 @@ class TensorTable:
         self.names.append(name)
         self.roles.append(role)
         self.holders.append(holder)
-        self._live.append(tensor)
+        self.live.append(tensor)
         self._aliases.append(alias)
         self._types.append(type(tensor))
         self._dtypes.append(local.dtype)
@@ -188,12 +191,7 @@ class TensorTable:
         return self.composites[name][1] if name in self.composites else [name]
 
     def structure(self, agreement: HolderAgreement, *, is_frozen_known: bool) -> StateStructure:
-        """Return all facts about the tensors.
-
-        Args:
-            agreement: holders of plain tensors.
-            is_frozen_known: the parameters of every optimizer in the state are known.
-        """
+        """Return all facts about the tensors; see `TensorCollector.captured`."""
         tensors = self.tensors.values()
         return StateStructure(
             names=list(self.tensors),
@@ -228,11 +226,8 @@ class TensorTable:
         regions = () if layout.is_own else layout.regions_of(self.rank, shape_of(tensor))
         region = next(iter(regions), None)
         if region is not None and not (region.sizes == local.shape or region.num_items == local.numel() == 0):
-            kind, found = type(tensor).__name__, list(local.shape)
-            why = (
-                f"it is a {kind} whose part here is {found}, but its placements require {list(region.sizes)}."
-            )
-            raise unsavable(tensor, name, why)
+            found = f"it is a {type(tensor).__name__} whose part here is {list(local.shape)}"
+            raise unsavable(tensor, name, f"{found}, but its placements require {list(region.sizes)}.")
         return local, layout
 
     def _place(self, name: str, tensor: torch.Tensor, local: torch.Tensor, layout: ShardLayout | None) -> str:
@@ -252,11 +247,6 @@ class TensorTable:
                 return other
         self._more.setdefault(address, []).append(name)
         return name
-
-    def _note_replication(self, name: str, replication: Replication, layout: ShardLayout | None) -> None:
-        is_own = replication is Replication.PER_RANK or (replication is Replication.OWN and layout is None)
-        if self.world_size > 1 and is_own:
-            self._per_rank.add(name)
 
     def _shardings(self, agreement: HolderAgreement) -> dict[str, Sharding]:
         shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
@@ -279,13 +269,8 @@ class TensorTable:
         if follows is not None and follows in self._row_of:
             parameter = self._row_of[self.tied.get(follows, follows)]
             own = self._layouts[parameter]
-            if (
-                own is not None
-                and own.is_own
-                and own.regions is not None
-                and raw is None
-                and self._shapes[row]
-            ):
+            is_shard = own is not None and own.is_own and own.regions is not None
+            if is_shard and raw is None and self._shapes[row]:
                 raise unsavable(self._aliases[row], self.names[row], _UNKNOWN_PART)
             return agreement.follow(raw, self._layout(parameter, agreement), own)
         is_lowest = role.replication is Replication.LOWEST
@@ -328,33 +313,25 @@ class TensorTable:
 
     # -- comparing -------------------------------------------------------------------------------------------
 
-    def live(self, row: int) -> torch.Tensor:
-        """Return the training object's tensor of a row."""
-        return self._live[row]
-
     def has(self, row: int, name: str, role: Role) -> bool:
         """Return True if a row has this name and role."""
         return row < len(self.names) and self.names[row] == name and self.roles[row] == role
 
     def is_same(self, row: int, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor shows a row's memory in the same way.
-
-        Parameters must also be the same object.
-        """
-        if self.roles[row].is_named and tensor is not self._live[row]:
-            return False
+        """Return True if a tensor shows a row's memory alike; a parameter must be the same object."""
         if type(tensor) is not self._types[row]:
             return False
-        return shows_same_memory(self._part(row, tensor), self._aliases[row]) and self._has_same_sharding(
-            row, tensor
-        )
+        if self.roles[row].is_named and tensor is not self.live[row]:
+            return False
+        part, alias = self.part(row, tensor), self._aliases[row]
+        return shows_same_memory(part, alias) and self._has_same_sharding(row, tensor)
 
     def are_same(
         self, row: int, names: Sequence[str], roles: Sequence[Role], tensors: list[torch.Tensor]
     ) -> bool:
         """Return True if the rows from `row` on have these objects, showing the same memory."""
         at = slice(row, row + len(names))
-        live = self._live[at]
+        live, chosen = self.live[at], self._may_be_reread[at]
         is_same = (
             self.names[at] == names
             and self.roles[at] == roles
@@ -368,20 +345,14 @@ class TensorTable:
         if self.has_sharded:
             if not all(map(self._has_same_sharding, range(row, row + len(names)), tensors)):
                 return False
-            tensors = list(map(self._part, range(row, row + len(names)), tensors))
+            tensors = list(map(self.part, range(row, row + len(names)), tensors))
         return (
             all(map(operator.is_, map(_get_dtype, tensors), self._dtypes[at]))
             and show_same_memory(tensors, self._aliases[at])
-            and all(map(shows_same_memory, *self._rereadable(at, tensors)))
+            and all(map(shows_same_memory, compress(tensors, chosen), compress(self._aliases[at], chosen)))
         )
 
-    def _rereadable(
-        self, at: slice, tensors: list[torch.Tensor]
-    ) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        chosen = self._may_be_reread[at]
-        return compress(tensors, chosen), compress(self._aliases[at], chosen)
-
-    def _part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
+    def part(self, row: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a tensor that the row saves."""
         is_whole = self._layouts[row] is None and type(tensor) in PLAIN
         return tensor if is_whole else local_of(tensor)
@@ -399,7 +370,7 @@ class TensorTable:
 
     def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Return True if a tensor can replace a row's without affecting any other row."""
-        local = self._part(row, tensor)
+        local = self.part(row, tensor)
         name, old, new = self.names[row], self._aliases[row].data_ptr(), local.data_ptr()
         return (
             not self.roles[row].is_named
@@ -416,15 +387,15 @@ class TensorTable:
 
     def replace(self, row: int, tensor: torch.Tensor) -> bool:
         """Replace a row's tensor; return True if dtype, shape or device have changed."""
-        local = self._part(row, tensor)
+        local = self.part(row, tensor)
         name, old, alias = self.names[row], self._aliases[row], local.detach()
         if self._layouts[row] is not None:
-            self._named.pop(id(self._live[row]), None)
+            self._named.pop(id(self.live[row]), None)
             self._named[id(tensor)] = name
         if old.data_ptr():
             del self._at[old.data_ptr()]
         self._at.setdefault(alias.data_ptr(), name)
-        self._live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
+        self.live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
         self._shapes[row] = tuple(alias.shape) if self._layouts[row] is None else shape_of(tensor)
         self._types[row], self._dtypes[row], self._specs[row] = type(tensor), local.dtype, _spec(tensor)
         self._may_be_reread[row] = may_be_reread(local)
@@ -434,14 +405,6 @@ class TensorTable:
 def _spec(tensor: torch.Tensor) -> Any:
     """Return a DTensor's spec, or None. A changed DTensor has another spec."""
     return getattr(tensor, "_spec", None) if type(tensor) not in PLAIN else None
-
-
-def _collision(name: str) -> InvalidInput:
-    message = (
-        f"Two tensors of the state would both be saved as {name!r}: names are ambiguous if a key contains a "
-        "dot, or a number and a string look the same. Nothing was written. Rename one of the keys."
-    )
-    return InvalidInput(message, key=name)
 
 
 def _is_within(found: torch.Tensor | None, owned: torch.Tensor) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.errors import Unsupported
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_get_version = operator.attrgetter("_version")
 _is_set_to = torch.Tensor.is_set_to
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 
@@ -143,14 +146,8 @@ def _why_not(tensor: torch.Tensor) -> str:
 
 def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors at the same address show the same elements alike."""
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.stride() == b.stride()
-        and a.device == b.device
-        and a.is_conj() == b.is_conj()
-        and a.is_neg() == b.is_neg()
-    )
+    is_alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+    return is_alike and (a.stride(), a.is_conj(), a.is_neg()) == (b.stride(), b.is_conj(), b.is_neg())
 
 
 def shows_same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
@@ -182,6 +179,15 @@ def may_be_reread(tensor: torch.Tensor) -> bool:
     return tensor.is_complex() or tensor.untyped_storage().nbytes() != tensor.nbytes
 
 
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return PyTorch's counters of writes. Tensors made in inference mode have none, and count as 0."""
+    tensors = list(tensors)
+    try:
+        return list(map(_get_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Return True if writing a tensor's bytes in sequence into its memory fills it."""
     return (
@@ -195,11 +201,9 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def laid_out_like(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the strides of `empty_like(model)`, if the shapes are equal.
-
-    Optimizers make their state in this way, and their fused kernels go through the memory of a parameter, its
-    gradient and its state without looking at strides.
-    """
+    """Return a tensor with the strides of `empty_like(model)`, if the shapes are equal."""
+    # Optimizers make their state in this way, and their fused kernels go through the memory of a parameter,
+    # its gradient and its state without looking at strides.
     if tensor.shape != model.shape or (tensor.is_contiguous() and model.is_contiguous()):
         return tensor
     if torch.empty_like(model, device="meta").stride() == tensor.stride():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -13,36 +14,28 @@ import torch
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import (
-    CapturedState,
-    MarkCollector,
-    MemoryMarks,
-    TensorCollector,
-    versions,
-)
+from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
 from holdfast.checkpoint.state.entry import (
+    FoundEntry,
+    Replication,
     Skippable,
     StateEntry,
-    is_entry,
+    contains_itself,
+    find_entries,
     is_follower,
     is_generator,
     is_skippable,
     is_stateful,
     is_stream,
-    nested_entries,
 )
 from holdfast.checkpoint.state.filled_memory import find_read_only
 from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
-from holdfast.checkpoint.state.load import Load, LoadPhase, LoadPlan, leftover, mismatch, renamer
+from holdfast.checkpoint.state.load import Load, leftover, renamer
+from holdfast.checkpoint.state.loader_watch import loader_doubts
 from holdfast.checkpoint.state.modules import ModuleEntry
 from holdfast.checkpoint.state.new_content import plan_new
-from holdfast.checkpoint.state.objects import (
-    GeneratorEntry,
-    StatefulEntry,
-    TensorEntry,
-    ValueEntry,
-)
+from holdfast.checkpoint.state.objects import GeneratorEntry, StatefulEntry, TensorEntry, ValueEntry
 from holdfast.checkpoint.state.optimizers import (
     OptimizerEntry,
     has_step_hooks,
@@ -52,28 +45,17 @@ from holdfast.checkpoint.state.optimizers import (
     tensors_of,
 )
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
-from holdfast.checkpoint.state.replication import MarkedObject, Replication
-from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks, loader_doubts
-from holdfast.checkpoint.state.sharding import ShardLayout, layout_of, local_of, shape_of
+from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks
+from holdfast.checkpoint.state.sharding import layout_of, local_of, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import unsavable
-from holdfast.checkpoint.state.tree import insert_tensors
+from holdfast.checkpoint.state.tensors import PLAIN, unsavable, versions
 from holdfast.errors import InvalidInput, Unsupported
 
 _FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
 _FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 _DEEPSPEED = "deepspeed"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """An object of the state or in its containers, with its mark."""
-
-    root: str  # top-level key
-    value: Any
-    replication: Replication | None
-    ranks: tuple[int, ...] | None
+_numbers = itertools.count()
 
 
 class State:
@@ -96,13 +78,14 @@ class State:
         self.are_lent = False
         self._given_world = world
         self._entries: dict[str, StateEntry] = {}
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, FoundEntry] = {}
         self._followers: list[Any] | None = None
-        self._marked: dict[str, tuple[int, ...]] = {}
+        self._ranks_of: dict[str, tuple[int, ...]] = {}  # as the user has marked them
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
-        self._marks: MemoryMarks | None = None
+        self._marked: TensorTable | None = None  # of the last mark
+        self._memory_number = 0  # of its memory, different from that of any other state
         self._agreement: HolderAgreement | None = None
         rank, world_size = self._world()
         for key, entry in self._current().items():
@@ -119,12 +102,6 @@ class State:
         only a digest is exchanged. A tensor that appears later is held as `HolderAgreement` describes; call
         this again after adding modules on some of the ranks.
 
-        Args:
-            gather: returns the values of all ranks, by rank; not called if this rank is alone.
-
-        Raises:
-            InvalidInput: two ranks have different tensors under one name.
-
         Ranks: collective.
         Blocks: on `gather`.
         """
@@ -139,7 +116,10 @@ class State:
         entries = self._current()
         for entry in entries.values():
             for name, tensor, role in entry.named_tensors():
-                layout = None if role.replication is Replication.PER_RANK else _layout(name, tensor)
+                try:
+                    layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
+                except Unsupported as error:
+                    raise unsavable(tensor, name, str(error)) from error
                 if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
                     others.add(name)
                 elif layout is None or layout.is_own or self._world()[0] in layout.holders:
@@ -157,17 +137,19 @@ class State:
         entries = self._current()
         collector = TensorCollector(*self._world(), self._checked, self._table)
         captured = {key: _capture(key, entry, collector) for key, entry in _ordered(entries)}
-        for optimizer in self._hooked(entries):
+        optimizers = _optimizers_of(entries)
+        hooked = [one for one in optimizers if has_step_hooks(one)]
+        for optimizer in hooked:
             collector.own(parameters(optimizer))
         for optimizer in self._lent_optimizers:
             collector.own_memory(tensors_of(optimizer))
         values = {key: captured[key] for key in entries}
         values[rng.KEY] = rng.capture(collector)
-        captured_now = collector.captured(
-            values, self._structure, self._agreed(), is_frozen_known=_are_all_hooked(entries)
+        now = collector.captured(
+            values, self._structure, self._agreed(), is_frozen_known=len(hooked) == len(optimizers)
         )
-        self._table, self._structure = collector.table, captured_now.structure
-        return captured_now
+        self._table, self._structure = collector.table, now.structure
+        return now
 
     def skippables(self) -> dict[str, Skippable]:
         """Return the objects that can skip samples, by key path."""
@@ -175,12 +157,8 @@ class State:
 
     def streams(self) -> list[str]:
         """Return the key paths of loaders and samplers that cannot skip samples."""
-        entries = self._current()
-        return [
-            key
-            for key, one in entries.items()
-            if isinstance(one, StatefulEntry) and is_stream(one.value) and not is_skippable(one.value)
-        ]
+        found = {key: one.value for key, one in self._current().items() if isinstance(one, StatefulEntry)}
+        return [key for key, value in found.items() if is_stream(value) and not is_skippable(value)]
 
     def followers(self) -> list[Any]:
         """Return the objects that follow completed steps, as of the last capture or load."""
@@ -194,9 +172,7 @@ class State:
     ) -> list[ResumeRisk]:
         """Return the parts of the state that will not resume exactly; see `find_resume_risks`.
 
-        Args:
-            stepped: optimizers that have begun a step, in the state or not.
-            has_live_objects: the state should have live objects.
+        `stepped` are the optimizers that have begun a step, in the state or not.
         """
         values = {key: entry.value for key, entry in self._current().items()}
         if not has_live_objects:
@@ -207,17 +183,15 @@ class State:
             for one in stepped
             if any(local_of(t).data_ptr() not in saved for t in state_tensors(one) if t.numel())
         ]
-        return find_resume_risks(values, self._find_read_only(), forgotten)
+        # Tensors of the last capture that a restore could not write to.
+        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
+        read_only = [] if self._table is None else find_read_only(self._table.tensors)
+        read_only = [name for name in read_only if any(is_under(name, key) for key in filled)]
+        return find_resume_risks(values, read_only, forgotten)
 
     def saved_addresses(self) -> set[int]:
         """Return the addresses of the tensors of the last capture."""
         return set() if self._table is None else {one.data_ptr() for one in self._table.tensors.values()}
-
-    def _find_read_only(self) -> list[str]:
-        """Return the tensors of the last capture that a restore could not write to."""
-        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
-        found = [] if self._table is None else find_read_only(self._table.tensors)
-        return [name for name in found if any(is_under(name, key) for key in filled)]
 
     def review_loaders(self) -> list[str]:
         """Return a sentence for each data loader that is being read and will not resume; each once."""
@@ -227,12 +201,7 @@ class State:
     def lent(
         self, objects: MutableMapping[str, Any], optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> Iterator[None]:
-        """Use other objects within a context, and release them afterwards.
-
-        Args:
-            objects: the objects.
-            optimizers: optimizers whose memory `objects` may refer to.
-        """
+        """Use other objects within a context, which may refer to the memory of optimizers."""
         own, self._objects, self.are_lent = self._objects, objects, True
         self._lent_optimizers = [one for one in optimizers if has_step_hooks(one)]
         self._release_memory()
@@ -245,7 +214,7 @@ class State:
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers whose steps change tensors in `CapturedState.owned`."""
-        return [*self._hooked(self._current()), *self._lent_optimizers]
+        return [*filter(has_step_hooks, _optimizers_of(self._current())), *self._lent_optimizers]
 
     def marks(self) -> object:
         """Return a value that changes whenever training changes the state.
@@ -255,17 +224,20 @@ class State:
         those of all tensors and of all plain values. Objects with a state_dict() are not included.
         """
         entries = self._current()
-        found = [entry.value for entry in entries.values() if isinstance(entry.value, torch.optim.Optimizer)]
-        if found:
-            own = [one for one in found if not has_step_hooks(one) and hasattr(one, "param_groups")]
+        if optimizers := _optimizers_of(entries):
+            own = [one for one in optimizers if not has_step_hooks(one) and hasattr(one, "param_groups")]
             return versions(tensor for one in own for tensor in parameters(one))
-        collector = MarkCollector()
+        collector = TensorCollector(*self._world(), self._checked, self._marked)
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
-        values = {
-            key: _capture(key, one, collector) for key, one in entries.items() if isinstance(one, kinds)
-        }
-        self._marks = self._marks or MemoryMarks()
-        return values, self._marks.mark(collector.tensors)
+        chosen = {key: one for key, one in entries.items() if isinstance(one, kinds)}
+        values = {key: _capture(key, one, collector) for key, one in chosen.items()}
+        if not collector.end() or collector.replaced:
+            self._memory_number = next(_numbers)
+        # It holds an alias of each tensor. So the memory of a tensor that training replaces stays in use
+        # until the next mark, and no new tensor can start at the same address before it.
+        self._marked = collector.table
+        parts = (one if type(one) in PLAIN else local_of(one) for one in self._marked.live)
+        return values, self._memory_number, versions(parts)
 
     def load(
         self,
@@ -300,33 +272,24 @@ class State:
             own_rank: `values` were saved by this very rank. Otherwise RNG states are not restored; seeds are
                 derived from them, so that no two ranks draw the same numbers.
 
-        Raises:
-            InvalidInput: the state and the checkpoint do not fit each other.
-            Unsupported: a dtype or kind of tensor cannot be restored here.
-
         Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: if tensors may be
         sharded, it is called to find its DTensors.
         """
         self._release_memory()  # a load replaces tensors: the memory of the old ones must be free
         entries = self._current()
         wanted = self._wanted(only, kept)
-        plan = LoadPlan(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
+        plan = Load(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
         for key, entry in _ordered(entries):
             if wanted is None or key in wanted:
                 entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
         if not with_rng:
             plan.leave(rng.KEY)
         elif wanted is None or rng.KEY in wanted:
-            _plan_rng(plan, *self._world(), own_rank=own_rank)
+            rng.plan(plan, *self._world(), own_rank=own_rank)
         agreement = self._agreed()
         held = (agreement.names, agreement.keys) if not agreement.is_alike else None
         extra = leftover(plan, [*entries, rng.KEY], wanted, held)
-        if strict and plan.misfits:
-            raise plan.misfits[0]
-        if strict and (plan.missing or extra):
-            raise mismatch(plan.missing, extra)
-        plan.notes += map(_describe_kept, plan.misfits)
-        return Load(plan, extra)
+        return plan.complete(extra, strict=strict)
 
     def load_new(
         self,
@@ -338,31 +301,18 @@ class State:
         with_rng: bool = False,
         own_rank: bool = True,
     ) -> Load:
-        """Plan a load of all values and whole tensors into new memory.
-
-        It puts them into the mapping of the state, by key.
+        """Plan a load of all values and whole tensors into new memory, and into the mapping of the state.
 
         A value is rebuilt as it was saved. Tensors of a module come under its key, as in its state_dict();
-        those of an optimizer by the name of their parameter.
-
-        Args:
-            tensors: the checkpoint's tensors by name.
-            tied: its aliases.
-            values: encoded values of the part that is chosen for this rank.
-            only: top-level keys to load; all of them by default.
-            with_rng: restore the process-wide random number generators too.
-            own_rank: see `load`.
-
-        Raises:
-            InvalidInput: the checkpoint does not have a key of `only`.
-            Unsupported: this torch does not have a dtype.
+        those of an optimizer by the name of their parameter. `only` are top-level keys; for the others see
+        `load`.
         """
         self._release_memory()
-        plan = LoadPlan(tensors, tied, values, renamer(None), rank=self._world()[0])
+        plan = Load(tensors, tied, values, renamer(None), rank=self._world()[0])
         plan_new(plan, self._objects, _chosen(plan, only))
         if with_rng:
-            _plan_rng(plan, *self._world(), own_rank=own_rank)
-        return Load(plan, [])
+            rng.plan(plan, *self._world(), own_rank=own_rank)
+        return plan.complete([], strict=False)
 
     def _wanted(self, only: Collection[str] | None, kept: Collection[str]) -> set[str] | None:
         if only is None:
@@ -379,48 +329,26 @@ class State:
     def _current(self) -> dict[str, StateEntry]:
         """Return the entries of the current mapping. Entries of unchanged objects are kept."""
         entries: dict[str, StateEntry] = {}
-        objects, self._followers = self._find(), None
-        self._found = objects
-        for key, found in objects.items():
+        self._found, self._followers = find_entries(self._objects), None
+        self._ranks_of = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
+        for key, found in self._found.items():
             known = self._entries.get(key)
-            if (
-                known is None
-                or known.value is not found.value
-                or known.replication is not found.replication
-                or _is_stale(known)
-            ):
+            is_kept = known is not None and known.value is found.value
+            if known is None or not is_kept or known.replication is not found.replication or _is_stale(known):
                 _check_key(key)
                 known = self._classify(key, found.value, found.replication)
             entries[key] = known
         self._entries = entries
         return entries
 
-    def _find(self) -> dict[str, _Found]:
-        """Return the objects of the mapping, and those in its containers, by key path."""
-        found: dict[str, _Found] = {}
-        for key, value in self._objects.items():
-            top = _bare(key, value, None)
-            _add(found, key, top)
-            try:
-                for path, inner in _nested(key, top.value):
-                    _add(found, path, _bare(key, inner, top))
-            except RecursionError as error:
-                raise _contains_itself(key) from error
-        self._marked = {key: one.ranks for key, one in found.items() if one.ranks is not None}
-        return found
-
     def _classify(self, key: str, value: Any, replication: Replication | None) -> StateEntry:
         if _DEEPSPEED in sys.modules:
             check_not_partitioned(key, value)
         if isinstance(value, torch.nn.Module):
-            return (
-                FSDP1ModuleEntry(key, value, replication)
-                if is_fsdp1(value)
-                else ModuleEntry(key, value, replication)
-            )
+            kind = FSDP1ModuleEntry if is_fsdp1(value) else ModuleEntry
+            return kind(key, value, replication)
         if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value) and is_plain(value):
-            flat = self._fsdp1_module_of(value)
-            if flat is not None:
+            if (flat := self._fsdp1_module_of(value)) is not None:
                 return FSDP1OptimizerEntry(key, value, replication, flat)
             return OptimizerEntry(key, value, replication, self._parameter_names)
         if isinstance(value, torch.Tensor):
@@ -460,87 +388,29 @@ class State:
         agreed = self._agreement
         if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
             agreed = HolderAgreement(rank, world_size)
-        return dataclasses.replace(agreed, marked=self._marked) if self._marked else agreed
+        return dataclasses.replace(agreed, marked=self._ranks_of) if self._ranks_of else agreed
 
     def _release_memory(self) -> None:
-        self._table = self._marks = None
+        self._table = self._marked = None
 
     def _world(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""
-        distributed = torch.distributed
-        if self._given_world is not None or not (distributed.is_available() and distributed.is_initialized()):
+        if self._given_world is not None or not may_be_sharded():
             return self._given_world or (0, 1)
-        return distributed.get_rank(), distributed.get_world_size()
-
-    def _hooked(self, entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
-        found = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
-        return list({id(one): one for one in found if has_step_hooks(one)}.values())
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
     try:
         return entry.capture(collector)
     except RecursionError as error:
-        raise _contains_itself(key) from error
+        raise contains_itself(key) from error
 
 
-def _contains_itself(key: str) -> InvalidInput:
-    return InvalidInput(
-        f"{key} contains itself, or is nested too deeply, so it cannot be saved. Nothing was written. Save "
-        "it as a flat list, with the index of an item in place of a reference to it.",
-        key=key,
-    )
-
-
-def _bare(root: str, value: Any, parent: _Found | None) -> _Found:
-    """Return an object without its mark. In a marked container it has the container's mark."""
-    if isinstance(value, MarkedObject):
-        return _Found(root, value.value, value.replication, value.ranks)
-    if parent is not None:
-        return _Found(root, value, parent.replication, parent.ranks)
-    return _Found(root, value, None, None)
-
-
-def _nested(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield key path and object of each entry in a container."""
-    if is_entry(value):
-        return
-    for path, inner in nested_entries(value, key):
-        if isinstance(inner, MarkedObject) and not (
-            is_entry(inner.value) or isinstance(inner.value, torch.Tensor)
-        ):
-            raise InvalidInput(
-                f"{path} is a marked {type(inner.value).__qualname__} inside a container. Only tensors and "
-                "objects with a state of their own can be marked there. Nothing was written. Mark the "
-                f"whole {key!r}, or move it to a key of its own.",
-                key=path,
-            )
-        yield path, inner
-
-
-def _add(found: dict[str, _Found], key: str, new: _Found) -> None:
-    other = found.setdefault(key, new)
-    if other is not new:
-        kinds = [type(each.value).__qualname__ for each in (other, new)]
-        raise InvalidInput(
-            f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
-            f"a {kinds[1]} in {new.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
-            "string look the same. Nothing was written. Rename one of the keys.",
-            key=key,
-        )
-
-
-def _layout(name: str, tensor: torch.Tensor) -> ShardLayout | None:
-    try:
-        return layout_of(tensor)
-    except Unsupported as error:
-        raise unsavable(tensor, name, str(error)) from error
-
-
-def _are_all_hooked(entries: Mapping[str, StateEntry]) -> bool:
-    """Return True if every optimizer shows which parameters it trains."""
-    optimizers = [e.value for e in entries.values() if isinstance(e.value, torch.optim.Optimizer)]
-    return all(map(has_step_hooks, optimizers))
+def _optimizers_of(entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a state, each once."""
+    found = [one.value for one in entries.values() if isinstance(one.value, torch.optim.Optimizer)]
+    return list({id(one): one for one in found}.values())
 
 
 def _ordered(entries: Mapping[str, StateEntry]) -> list[tuple[str, StateEntry]]:
@@ -549,10 +419,7 @@ def _ordered(entries: Mapping[str, StateEntry]) -> list[tuple[str, StateEntry]]:
 
 
 def _is_stale(entry: StateEntry) -> bool:
-    """Return True if an object has to be classified anew.
-
-    An optimizer's hooks have changed, so that it is saved differently; or DeepSpeed may have taken it over.
-    """
+    """Return True if an object has to be classified anew: hooks changed, or DeepSpeed may have taken it."""
     value = entry.value
     if _DEEPSPEED in sys.modules and may_be_partitioned(value):
         return True
@@ -561,7 +428,7 @@ def _is_stale(entry: StateEntry) -> bool:
     return is_plain(value) is not isinstance(entry, _PLAIN_OPTIMIZERS)
 
 
-def _chosen(plan: LoadPlan, only: Collection[str] | None) -> list[str]:
+def _chosen(plan: Load, only: Collection[str] | None) -> list[str]:
     """Return the keys of a checkpoint that are loaded: those of `only`, or all but the generators'."""
     saved = [key for key in plan.saved_keys() if key != rng.KEY]
     if only is None:
@@ -583,26 +450,3 @@ def _check_key(key: Any) -> None:
             f"{rng.KEY!r} is reserved for the random number generators. Nothing was written. Rename it.",
             key=str(key),
         )
-
-
-def _describe_kept(misfit: InvalidInput) -> str:
-    """Return the note about a saved value that the live one is kept for."""
-    return f"{str(misfit).partition(' Nothing was changed.')[0]} The live value stays (strict=False)."
-
-
-def _plan_rng(plan: LoadPlan, rank: int, world_size: int, *, own_rank: bool) -> None:
-    tree = plan.values(rng.KEY)
-    if tree is None:
-        plan.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
-        return
-    rng.check(tree)
-    plan.read_tree(tree)
-
-    def finish() -> None:
-        values = insert_tensors(tree, plan.tensor)
-        if own_rank:
-            plan.generator_notes.extend(rng.restore(values))
-        else:
-            plan.generator_notes.append(rng.derive(values, rank=rank, world_size=world_size))
-
-    plan.add_step(LoadPhase.RNG, finish)

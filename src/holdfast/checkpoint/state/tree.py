@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,10 +67,7 @@ def _check_fields(value: Any, path: str) -> None:
 
 
 def saved_container(value: Any, path: str) -> Any:
-    """Return the saved form of a container, with its live items.
-
-    A value that is no container of the program's own type is returned as it is.
-    """
+    """Return the saved form of a container of the program's own type, with its live items; others as is."""
     if type(value) is collections.defaultdict:
         return collections.defaultdict(None, value)
     kind = kind_of(value)
@@ -108,9 +105,7 @@ def has_saved_form(tree: Any) -> bool:
     """Return True if an extracted tree needs live values to be restored."""
     if isinstance(tree, (*NAMED_TYPES, SavedTensor)) or type(tree) is collections.defaultdict:
         return True
-    if isinstance(tree, (tuple, set, frozenset)) and any(map(has_saved_form, tree)):
-        return True
-    if isinstance(tree, dict) and any(map(has_saved_form, tree)):
+    if isinstance(tree, (tuple, set, frozenset, dict)) and any(map(has_saved_form, tree)):
         return True
     kind = kind_of(tree)
     return kind is not None and any(has_saved_form(item) for _, item in kind.items(tree))
@@ -135,10 +130,8 @@ def _name_of(member: enum.Enum, path: str) -> str:
     kind = type(member)
     name = member.name if member.name in kind.__members__ else None
     if name is None and isinstance(member, enum.Flag):
-        parts = [
-            one for one in kind.__members__.values() if one.value and one.value & member.value == one.value
-        ]
-        name = "|".join(str(one.name) for one in parts)
+        flags = kind.__members__.values()
+        name = "|".join(str(one.name) for one in flags if one.value and one.value & member.value == one.value)
     if name is None or member_of(kind, name) is not member:
         raise InvalidInput(
             f"{path} is {member!r}, which has no name in {kind.__qualname__}, so it cannot be saved. Nothing "
@@ -160,6 +153,7 @@ def extract_tensors(
     name: str,
     emit: Emit,
     *,
+    per_rank: Emit | None = None,
     named_types: bool = False,
     entries: bool = False,
     composites: bool = True,
@@ -170,56 +164,57 @@ def extract_tensors(
         value: the tree.
         name: name of the tree; a tensor's name is this and its path, joined by dots.
         emit: called with each tensor's name and the tensor.
+        per_rank: called in place of `emit` with tensors that are different on every rank by their kind.
         named_types: replace values of the program's own types by their saved forms, see
             `holdfast.checkpoint.format.named_types`. Only for values that are restored into live ones.
         entries: replace objects that are entries of their own by an `EntryRef`.
         composites: replace composite tensors by a `SavedTensor`, and emit their inner tensors.
     """
-    walk = _Extraction(emit, named_types=named_types, entries=entries, composites=composites)
-    return walk.extract(value, name)
+    return _Extraction(emit, per_rank, named_types, entries, composites).extract(value, name)
 
 
+@dataclass(slots=True)
 class _Extraction:
     """One walk over a tree, with the options of `extract_tensors`."""
 
-    __slots__ = ("_composites", "_emit", "_entries", "_named_types")
-
-    def __init__(
-        self, emit: Emit, *, named_types: bool = True, entries: bool = False, composites: bool = True
-    ) -> None:
-        self._emit = emit
-        self._named_types = named_types
-        self._entries = entries
-        self._composites = composites
+    emit: Emit
+    per_rank: Emit | None
+    named_types: bool
+    entries: bool
+    composites: bool
 
     def extract(self, value: Any, name: str) -> Any:
         kind = type(value)
         if kind in _LEAVES:
             return value
         if len(name) > MAX_NAME_CHARS:
-            raise _too_long(name)
+            raise InvalidInput(
+                f"The path {name[:60]}... has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed. "
+                "Nothing was written. Use shorter keys.",
+                key=name[:60],
+            )
         if isinstance(value, torch.Tensor):
-            if self._composites and is_composite(value):
+            if self.composites and is_composite(value):
                 return self._composite(value, name)
-            self._emit(name, value)
+            self.emit(name, value)
             return TensorRef(name)
         if kind not in _PLAIN_CONTAINERS:
-            if self._entries and is_entry(value):
+            if self.entries and is_entry(value):
                 return EntryRef(name)
             if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-                raise _misplaced(value, name, may_be_entry=self._entries)
-            if self._named_types:
+                raise _misplaced(value, name, may_be_entry=self.entries)
+            if self.named_types:
                 value = saved_container(value, name)
             elif is_named_tuple(value) or is_dataclass(value):
                 return value
-        return self._container(value, name)
+        return self._items(value, name)
 
-    def _container(self, value: Any, name: str) -> Any:
+    def _items(self, value: Any, name: str) -> Any:
         container = kind_of(value)
         if container is None:
-            return saved_leaf(value, name) if self._named_types else value
+            return saved_leaf(value, name) if self.named_types else value
         pairs = [(step, self.extract(item, f"{name}.{step}")) for step, item in container.items(value)]
-        if self._named_types and isinstance(value, dict) and not PLAIN_TYPES.issuperset(map(type, value)):
+        if self.named_types and isinstance(value, dict) and not PLAIN_TYPES.issuperset(map(type, value)):
             pairs = [(saved_key(key), item) for key, item in pairs]
         return container.rebuild(value, pairs)
 
@@ -230,22 +225,13 @@ class _Extraction:
             raise unsavable(value, name, str(error)) from error
         walk = self
         if composite.type == DTENSOR:
-            per_rank = getattr(self._emit, "per_rank", None)
-            if per_rank is None:
+            if self.per_rank is None:
                 raise unsavable(
                     value, name, "it is a DTensor over a tensor of another class. Save its to_local()."
                 )
-            walk = _Extraction(per_rank)
+            walk = _Extraction(self.per_rank, None, named_types=True, entries=False, composites=True)
         inner = {part: walk.extract(item, f"{name}.{part}") for part, item in composite.inner.items()}
         return SavedTensor(composite.type, inner, facts_of(composite, name))
-
-
-def _too_long(name: str) -> InvalidInput:
-    message = (
-        f"The path {name[:60]}... has {len(name)} characters; at most {MAX_NAME_CHARS} are allowed. "
-        "Nothing was written. Use shorter keys."
-    )
-    return InvalidInput(message, key=name[:60])
 
 
 def _misplaced(value: Any, name: str, *, may_be_entry: bool) -> InvalidInput:
@@ -271,11 +257,8 @@ def facts_of(composite: Composite, name: str) -> dict[str, Any]:
         return composite.facts
 
     def refuse(path: str, tensor: torch.Tensor) -> None:
-        raise unsavable(
-            tensor,
-            path,
-            "it is in the context of a __tensor_flatten__(). Return its name among the tensors there.",
-        )
+        why = "it is in the context of a __tensor_flatten__(). Return its name among the tensors there."
+        raise unsavable(tensor, path, why)
 
     context = extract_tensors(composite.context, f"{name}.<context>", refuse, named_types=True)
     return {**composite.facts, "context": context}
@@ -298,13 +281,9 @@ def references(tree: Any) -> Iterator[str]:
 
 
 def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live: bool = True) -> Any:
-    """Return an extracted tree with its tensors inserted again; the reverse of `extract_tensors`.
+    """Return an extracted and fitted tree with its tensors inserted again; the reverse of `extract_tensors`.
 
-    Args:
-        tree: the tree, fitted to live values.
-        tensor: returns the tensor with a name.
-        is_live: the tree is for live objects. Otherwise a composite tensor of a class of the program stays a
-            `SavedTensor` with its inner tensors.
+    If it is not for live objects, a composite tensor of a class of the program stays a `SavedTensor`.
     """
     if type(tree) is TensorRef:
         return tensor(tree.name)
@@ -326,10 +305,7 @@ def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live:
 
 
 def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
-    """Return an extracted tree with live tensors wherever `claim(name, live tensor)` accepts them.
-
-    `tree` and `live` are walked together; a reference without a live counterpart stays.
-    """
+    """Return an extracted tree with the live tensors in its places that `claim(name, tensor)` accepts."""
     if type(tree) is TensorRef:
         is_plain = isinstance(live, torch.Tensor) and not is_composite(live)
         return live if is_plain and claim(tree.name, live) else tree

@@ -13,14 +13,8 @@ from holdfast.system.units import parse_bytes, parse_duration
 
 S3, GCS, AZURE = "s3", "gs", "az"
 SCHEMES = {
-    "s3": S3,
-    "s3a": S3,
-    "gs": GCS,
-    "gcs": GCS,
-    "az": AZURE,
-    "azure": AZURE,
-    "abfs": AZURE,
-    "abfss": AZURE,
+    **{"s3": S3, "s3a": S3, "gs": GCS, "gcs": GCS},
+    **{"az": AZURE, "azure": AZURE, "abfs": AZURE, "abfss": AZURE},
 }
 """URL schemes of object stores, with the protocol of each."""
 
@@ -109,10 +103,6 @@ def parse_address(url: str) -> Address:
     The URL is `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX` or
     `abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX`, with options after a "?". The prefix is used
     literally, as by the stores' own tools: percent-escapes are not decoded.
-
-    Raises:
-        InvalidInput: the bucket is missing, the prefix is impossible, or an option is unknown, out of range
-            or a secret. The message does not show possible secrets.
     """
     scheme, _, rest = url.partition("://")
     if scheme.lower() not in SCHEMES or len(url) > _MAX_CHARS:
@@ -142,8 +132,8 @@ def parse_address(url: str) -> Address:
         tuple(options),
         timeout_s=_seconds(texts, "timeout", DEFAULT_TIMEOUT_S),
         request_timeout_s=_seconds(texts, "request_timeout", DEFAULT_REQUEST_TIMEOUT_S),
-        part_bytes=_part_bytes(texts),
-        parallel=_parallel(texts),
+        part_bytes=_part_bytes(texts.get("part_bytes", DEFAULT_PART_BYTES)),
+        parallel=_parallel(texts.get("parallel", str(DEFAULT_PARALLEL))),
     )
 
 
@@ -205,17 +195,13 @@ def _split_account(protocol: str, host: str) -> tuple[str, str]:
 
 
 def _seconds(texts: dict[str, str], name: str, default: float) -> float:
-    if name not in texts:
-        return default
-    text = texts[name]
+    text = texts.get(name, str(default))
     is_number = text.replace(".", "", 1).isdecimal()
     return parse_duration(float(text) if is_number else text, f"the URL's option {name}")
 
 
-def _part_bytes(texts: dict[str, str]) -> int:
-    if "part_bytes" not in texts:
-        return DEFAULT_PART_BYTES
-    part_bytes = parse_bytes(texts["part_bytes"], "the URL's option part_bytes")
+def _part_bytes(text: str | int) -> int:
+    part_bytes = parse_bytes(text, "the URL's option part_bytes")
     if part_bytes < MIN_PART_BYTES:
         raise InvalidInput(
             f"part_bytes is {part_bytes}; object stores refuse parts below {MIN_PART_BYTES} bytes."
@@ -223,8 +209,7 @@ def _part_bytes(texts: dict[str, str]) -> int:
     return part_bytes
 
 
-def _parallel(texts: dict[str, str]) -> int:
-    text = texts.get("parallel", str(DEFAULT_PARALLEL))
+def _parallel(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 256:
         raise InvalidInput(f"parallel must be a number from 1 to 256, got {text!r}.")
     return int(text)

@@ -41,10 +41,8 @@ class AppendLogs:
 
     A thread writes appended data after a pause. `flush` writes it at once, and so does a normal exit.
 
-    Args:
-        load: returns an object's bytes, or None if it does not exist; retries for so many seconds (None: the
-            store's own limit). May raise HoldfastError.
-        save: writes an object, likewise.
+    `load` returns an object's bytes, or None if it does not exist; it retries for so many seconds (None: the
+    store's own limit). `save` writes an object, likewise.
     """
 
     def __init__(self, load: Load, save: Save) -> None:
@@ -59,12 +57,7 @@ class AppendLogs:
         self._pid = os.getpid()
 
     def append(self, name: str, data: bytes) -> None:
-        """Append `data` to a log, to be written soon.
-
-        Raises:
-            RetryLater: the last write failed (the data is kept and will be retried), or the log is full (it
-                is not kept).
-        """
+        """Append `data` to a log, to be written soon."""
         with self._lock:
             log = self._logs.setdefault(name, _Log())
             if len(log.base or b"") + len(log.tail) + len(data) > MAX_BYTES:
@@ -75,7 +68,10 @@ class AppendLogs:
                 length = len(log.base or b"") + len(log.tail)
                 log.due_s = time.monotonic() + PAUSE_S * (1 + length / BYTES_PER_PAUSE)
             log.tail += data
-            self._start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holdfast-logs", daemon=True)
+                self._thread.start()
+                atexit.register(self._at_exit)
             self._changed.notify_all()
             trouble, self._trouble = self._trouble, None
         if trouble is not None:
@@ -118,28 +114,19 @@ class AppendLogs:
             with self._lock:
                 log.saved = length
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="holdfast-logs", daemon=True)
-            self._thread.start()
-            atexit.register(self._at_exit)
-
     def _run(self) -> None:
         while True:
             with self._lock:
                 due = [log.due_s for log in self._logs.values() if log.is_dirty]
                 self._changed.wait(max(0.0, min(due) - time.monotonic()) if due else None)
             for name in self._dirty(before_s=time.monotonic()):
-                self._try_to_write(name)
-
-    def _try_to_write(self, name: str) -> None:
-        try:
-            self._write(name, LIMIT_S)
-        except HoldfastError as error:
-            with self._lock:
-                self._trouble = error
-                if name in self._logs:
-                    self._logs[name].due_s = time.monotonic() + PAUSE_S
+                try:
+                    self._write(name, LIMIT_S)
+                except HoldfastError as error:
+                    with self._lock:
+                        self._trouble = error
+                        if name in self._logs:
+                            self._logs[name].due_s = time.monotonic() + PAUSE_S
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from typing_extensions import override
@@ -124,11 +125,7 @@ class ObjectStore(Store):
 
     @override
     def link(self, source: str, name: str) -> None:
-        """Copy an object on the server, so that no bytes are sent.
-
-        Raises:
-            Unsupported: on Azure, which copies asynchronously, and for objects too large for one request.
-        """
+        """Copy an object on the server, so that no bytes are sent."""
         check_name(source)
         check_name(name)
         num_bytes = self.size(source)
@@ -141,11 +138,9 @@ class ObjectStore(Store):
                 "bytes instead.",
                 key=source,
             )
-        key_from, key_to = self._address.key(source), self._address.key(name)
+        keys = self._address.key(source), self._address.key(name)
         self._logs.forget(name)
-        self._retries.call(
-            StoreRequest("copy", source), lambda client: self._library.copy(client, key_from, key_to)
-        )
+        self._retries.call(StoreRequest("copy", source), lambda client: self._library.copy(client, *keys))
         if self.size(name) != num_bytes:
             raise RetryLater(
                 f"The copy {self._place(name)} is not as long as {self._place(source)}.", key=name
@@ -205,11 +200,9 @@ class ObjectStore(Store):
     def size(self, name: str) -> int | None:
         check_name(name)
         self._logs.flush(name)
-        key = self._address.key(name)
-        try:
-            return self._retries.call(StoreRequest("find", name), lambda client: self._size(client, key))
-        except NotFound:
-            return None
+        with suppress(NotFound):
+            return self._retries.call(StoreRequest("find", name), lambda client: self._size(client, name))
+        return None
 
     @override
     def delete(self, name: str) -> None:
@@ -217,10 +210,8 @@ class ObjectStore(Store):
         check_name(name)
         self._logs.forget(name)
         key = self._address.key(name)
-        try:
+        with suppress(NotFound):
             self._retries.call(StoreRequest("delete", name), lambda client: self._library.delete(client, key))
-        except NotFound:
-            return
 
     @override
     def sweep(self, prefix: str = "") -> None:
@@ -298,8 +289,9 @@ class ObjectStore(Store):
                 failure = classify(error)
                 if failure.kind not in (ErrorKind.TAKEN, ErrorKind.PASSING):
                     raise
-                if (is_ours := self._is_ours(client, name, view)) is not None:
-                    return is_ours
+                with suppress(*self._clients.client_errors):  # it is absent or unreadable now
+                    found = self._library.get(client, self._address.key(name))
+                    return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
                 if failure.kind is ErrorKind.TAKEN:  # another writer was writing it, or has deleted it
                     raise TryAgain(failure.reason) from error
                 raise
@@ -308,25 +300,15 @@ class ObjectStore(Store):
         if not self._retries.call(StoreRequest("write", name, len(view)), create):
             raise already_exists(self._place(name), name)
 
-    def _size(self, client: Any, key: str) -> int:
-        """Return the size of an object.
-
-        An answer to HEAD has no body, and so no code: a refused one is repeated as GET, for its reason.
-        """
+    def _size(self, client: Any, name: str) -> int:
+        key = self._address.key(name)
         try:
             return self._library.head(client, key)["size"]
         except self._clients.client_errors as error:
             if classify(error).kind not in (ErrorKind.DENIED, ErrorKind.LASTING):
                 raise
+            # An answer to HEAD has no body, and so no code: a refused one is repeated as GET, for its reason.
             return self._library.get(client, key).meta["size"]
-
-    def _is_ours(self, client: Any, name: str, view: memoryview) -> bool | None:
-        """Return True if the object holds our bytes. None means that it is absent or unreadable now."""
-        try:
-            found = self._library.get(client, self._address.key(name))
-            return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
-        except self._clients.client_errors:
-            return None
 
     def _check_free(self, name: str) -> None:
         if self.size(name) is not None:
@@ -335,15 +317,12 @@ class ObjectStore(Store):
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
-        key = self._address.key(name)
-        return self._retries.call(
-            StoreRequest("read", name, limit_s=limit_s), lambda client: self._read_whole(client, key, name)
-        )
+        def read_whole(client: Any) -> bytes:
+            answer = self._library.get(client, self._address.key(name))
+            check_size(name, answer.meta["size"])
+            return bytes(answer.bytes())
 
-    def _read_whole(self, client: Any, key: str, name: str) -> bytes:
-        answer = self._library.get(client, key)
-        check_size(name, answer.meta["size"])
-        return bytes(answer.bytes())
+        return self._retries.call(StoreRequest("read", name, limit_s=limit_s), read_whole)
 
     def _read_ranges(self, name: str, offset: int, buffer: memoryview) -> set[str | None]:
         """Fill the buffer, and return the versions of the object that its ranges came from."""
@@ -395,10 +374,9 @@ class ObjectStore(Store):
         return found
 
     def _load_log(self, name: str, limit_s: float | None) -> bytes | None:
-        try:
+        with suppress(NotFound):
             return self._get(name, limit_s)
-        except NotFound:
-            return None
+        return None
 
     def _save_log(self, name: str, text: bytes, limit_s: float | None) -> None:
         self._send(StoreRequest("write", name, len(text), limit_s), text)
@@ -412,17 +390,11 @@ class MultipartBody:
 
     Each segment has memory of its own, because several are sent while the next is filled. An exception of the
     buffers' producer is raised and also kept in `error`, in case the consumer wraps it.
-
-    Args:
-        parts: its bytes in order, split in any way.
-        segment_bytes: size of each segment except the last.
     """
 
     def __init__(self, name: str, parts: Iterable[Buffer], num_bytes: int, segment_bytes: int) -> None:
-        self._name = name
-        self._parts = parts
-        self._num_bytes = num_bytes
-        self._segment_bytes = segment_bytes
+        self._name, self._parts = name, parts
+        self._num_bytes, self._segment_bytes = num_bytes, segment_bytes
         self.error: BaseException | None = None
 
     def __iter__(self) -> Iterator[bytearray]:

@@ -11,9 +11,10 @@ import urllib.request
 from datetime import timedelta
 from typing import Any
 
-from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address
+from holdfast.checkpoint.store.address import AZURE, S3, Address
 from holdfast.checkpoint.store.command_limit import command_limit
 from holdfast.checkpoint.store.endpoints import (
+    ACCOUNT_NAMED_BY,
     NAMED_BY,
     first_set,
     parse_connection_string,
@@ -59,19 +60,15 @@ class Clients:
 
     def __init__(self, address: Address) -> None:
         load_library()
-        self.client_errors: tuple[type[Exception], ...] = (*_client_errors(), ValueError, OSError)
+        base = importlib.import_module("obstore.exceptions").BaseError
+        self.client_errors: tuple[type[Exception], ...] = (base, ValueError, OSError)
         """What calls of the library raise when the store, or the way to it, refuses."""
         self._address = address
         self._lock = threading.Lock()
         self._made: dict[bool, Any] = {}
 
     def get(self, *, retrying: bool = False) -> Any:
-        """Return a client; a `retrying` one repeats each request until the address's time limit.
-
-        Raises:
-            Unsupported: this process was forked after first use.
-            InvalidInput: the environment has invalid settings.
-        """
+        """Return a client; a `retrying` one repeats each request until the address's time limit."""
         global _used_by
         check_process(self._address.place)
         _used_by = os.getpid()
@@ -90,51 +87,40 @@ def _make_client(address: Address, *, retrying: bool) -> Any:
     stores = importlib.import_module("obstore.store")
     endpoint = address.option("endpoint_url") or first_set(NAMED_BY[address.protocol])
     settings: dict[str, Any] = {"skip_signature": True} if address.is_on("anonymous") else {}
-    make, own = {
-        S3: (stores.S3Store, _s3_settings),
-        GCS: (stores.GCSStore, _gcs_settings),
-        AZURE: (stores.AzureStore, _azure_settings),
-    }[address.protocol]
-    settings.update(own(address, endpoint))
+    if address.protocol == S3:
+        make, own = stores.S3Store, _s3_settings(address, endpoint)
+    elif address.protocol == AZURE:
+        make, own = stores.AzureStore, _azure_settings(address, endpoint)
+    else:
+        make, own = stores.GCSStore, {"base_url": endpoint.rstrip("/")} if endpoint else {}
+    settings.update(own)
     endpoint = settings.get("endpoint") or endpoint
+    timeout_s = address.request_timeout_s
+    if not retrying and command_limit.limit_s is not None:  # retrying clients send large parts, for long
+        timeout_s = max(min(timeout_s, command_limit.limit_s), 1.0)
     try:
         return make(
             address.bucket,
             client_options={
                 "allow_http": bool(endpoint and endpoint.startswith("http://")),
                 "connect_timeout": timedelta(seconds=_CONNECT_TIMEOUT_S),
-                "timeout": timedelta(seconds=_request_timeout_s(address, retrying=retrying)),
+                "timeout": timedelta(seconds=timeout_s),
             },
             retry_config=_retries(address, retrying=retrying),
             **settings,
         )
-    except (*_client_errors(), ValueError) as error:
+    except (importlib.import_module("obstore.exceptions").BaseError, ValueError) as error:
         reason = " ".join(str(error).partition("Debug source:")[0].split())
         raise InvalidInput(f"Could not make a client for {address.place}: {reason}") from None
 
 
-def _client_errors() -> tuple[type[Exception], ...]:
-    return (importlib.import_module("obstore.exceptions").BaseError,)
-
-
-def _request_timeout_s(address: Address, *, retrying: bool) -> float:
-    """Return the time limit of one request. Retrying clients send large parts, which may take long."""
-    if retrying or command_limit.limit_s is None:
-        return address.request_timeout_s
-    return max(min(address.request_timeout_s, command_limit.limit_s), 1.0)
-
-
 def _retries(address: Address, *, retrying: bool) -> dict[str, Any]:
+    first, longest = timedelta(seconds=_FIRST_PAUSE_S), timedelta(seconds=_LONGEST_PAUSE_S)
+    limit_s = min(address.timeout_s, command_limit.limit_s or address.timeout_s)
     return {
         "max_retries": _MANY_TRIES if retrying else 0,
-        "retry_timeout": timedelta(
-            seconds=min(address.timeout_s, command_limit.limit_s or address.timeout_s)
-        ),
-        "backoff": {
-            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
-            "base": 2,
-        },
+        "retry_timeout": timedelta(seconds=limit_s),
+        "backoff": {"init_backoff": first, "max_backoff": longest, "base": 2},
     }
 
 
@@ -167,9 +153,7 @@ def region_of(address: Address) -> str | None:
 
 
 def ask_region(url: str) -> str:
-    """Return the region that the store names in an answer to a request without keys.
-
-    It is "" if the store does not name it.
+    """Return the region that the store names in an answer to a request without keys; "" if it does not.
 
     Blocks: at most a few seconds.
     """
@@ -186,29 +170,21 @@ def ask_region(url: str) -> str:
 
 
 def _integrity_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
-    """Return the settings that let the server verify a body.
-
-    Over http the signature must cover the body: it is the only check that every server makes. Its SHA-256 is
-    also sent as a checksum. Over https the connection protects the body, so a CRC, which takes a quarter of
-    the time, is enough.
-    """
+    """Return the settings that let the server verify a body."""
+    # Over http the signature must cover the body: it is the only check that every server makes. Its SHA-256
+    # is also sent as a checksum. Over https the connection protects the body, so a CRC, which takes a quarter
+    # of the time, is enough.
     is_plain = bool(endpoint and endpoint.startswith("http://"))
     checksum = address.option("checksum") or ("sha256" if is_plain else "crc64nvme")
     settings: dict[str, Any] = {"unsigned_payload": not is_plain}
     return settings if checksum == "none" else {**settings, "checksum_algorithm": checksum}
 
 
-def _gcs_settings(_address: Address, endpoint: str | None) -> dict[str, Any]:
-    return {"base_url": endpoint.rstrip("/")} if endpoint else {}
-
-
 def _azure_settings(address: Address, endpoint: str | None) -> dict[str, Any]:
     settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     if endpoint:
         settings["endpoint"] = endpoint.rstrip("/")
-    account = address.option("account") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    account = account or os.environ.get("AZURE_STORAGE_ACCOUNT")
-    if account:
+    if account := address.option("account") or first_set(ACCOUNT_NAMED_BY):
         settings["account_name"] = account
     if "account_name" not in settings:
         raise InvalidInput(

@@ -20,12 +20,7 @@ MAX_PART_BYTES = 255
 
 
 def check_name(name: str) -> str:
-    """Return the name if it is valid.
-
-    Raises:
-        InvalidInput: it is empty, absolute, or not text that a file system accepts, or a part of it is empty,
-            ".", "..", reserved or too long.
-    """
+    """Return the name if it is valid."""
     for part in name.split("/"):
         if fault := _fault(part):
             raise InvalidInput(f"{name!r} is not a valid object name: {fault}.", key=name)
@@ -33,11 +28,7 @@ def check_name(name: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix if names can begin with it; its last part may be empty or incomplete.
-
-    Raises:
-        InvalidInput: object names cannot begin with it.
-    """
+    """Return the prefix if names can begin with it; its last part may be empty or incomplete."""
     if parent := prefix.rpartition("/")[0]:
         check_name(parent)
     elif prefix.startswith("/"):

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 ALIGN_BYTES = 4096
@@ -51,22 +51,26 @@ def write(fd: int, data: memoryview) -> None:
     done = 0
     if len(data) >= MIN_DIRECT_BYTES:
         with _direct(fd) as is_direct:
-            done = _write_direct(fd, data) if is_direct else 0
+            aligned = data[: _align_down(len(data))] if is_direct else data[:0]
+            done = _in_direct_slices(aligned, lambda part, at: os.pwrite(fd, part, at))
     while done < len(data):
         done += os.pwrite(fd, data[done : done + SLICE_BYTES], done)
 
 
-def _write_direct(fd: int, data: memoryview) -> int:
-    done, aligned = 0, _align_down(len(data))
-    while done < aligned:
+def _in_direct_slices(buffer: memoryview, move: Callable[[memoryview, int], int]) -> int:
+    """Read or write slices of an aligned buffer while direct I/O is accepted; return the bytes moved."""
+    done = 0
+    while done < len(buffer):
         try:
-            done += os.pwrite(fd, data[done : min(done + SLICE_BYTES, aligned)], done)
+            count = move(buffer[done : done + SLICE_BYTES], done)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return done
-        if done % ALIGN_BYTES:  # an almost full disk writes short; the next write raises the reason
-            return done
+            break
+        done += count
+        # The end of the file, or an almost full disk, whose next write raises the reason.
+        if not count or done % ALIGN_BYTES:
+            break
     return done
 
 
@@ -81,10 +85,12 @@ def read(fd: int, offset: int, buffer: memoryview) -> int:
         `len(buffer)`, or less if the file ends before.
     """
     done, aligned = 0, _align_down(len(buffer))
-    is_aligned = aligned and offset % ALIGN_BYTES == 0 and _address(buffer) % ALIGN_BYTES == 0
-    if is_aligned and not _cached(fd, offset, aligned):
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if aligned else 0
+    may_be_direct = aligned and not offset % ALIGN_BYTES and not address % ALIGN_BYTES
+    if may_be_direct and not _cached(fd, offset, aligned):
         with _direct(fd) as is_direct:
-            done = _read_direct(fd, offset, buffer[:aligned]) if is_direct else 0
+            wanted = buffer[:aligned] if is_direct else buffer[:0]
+            done = _in_direct_slices(wanted, lambda part, at: os.preadv(fd, [part], offset + at))
     while done < len(buffer):
         got = os.preadv(fd, [buffer[done : done + SLICE_BYTES]], offset + done)
         if not got:
@@ -94,10 +100,7 @@ def read(fd: int, offset: int, buffer: memoryview) -> int:
 
 
 def read_whole(fd: int, num_bytes: int) -> bytes:
-    """Return the first `num_bytes` of a file, or less if it ends before.
-
-    It reads through the page cache, straight into `bytes`: a small file needs no copy.
-    """
+    """Return the first `num_bytes` of a file, or less if it ends before, through the page cache."""
     slices: list[bytes] = []
     done = 0
     while done < num_bytes:
@@ -109,27 +112,10 @@ def read_whole(fd: int, num_bytes: int) -> bytes:
     return b"".join(slices)
 
 
-def _read_direct(fd: int, offset: int, buffer: memoryview) -> int:
-    done = 0
-    while done < len(buffer):
-        try:
-            got = os.preadv(fd, [buffer[done : done + SLICE_BYTES]], offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return done
-        done += got
-        if not got or done % ALIGN_BYTES:  # the file's end
-            return done
-    return done
-
-
 @contextmanager
 def _direct(fd: int) -> Iterator[bool]:
-    """Switch a descriptor to direct I/O within the block; yield False if its file system refuses.
-
-    Switching one descriptor, rather than opening another, avoids a second open on network file systems.
-    """
+    """Switch a descriptor to direct I/O within the block; yield False if its file system refuses."""
+    # Switching one descriptor, rather than opening another, avoids a second open on network file systems.
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         if _O_DIRECT:
@@ -147,21 +133,15 @@ def _direct(fd: int) -> Iterator[bool]:
 
 
 def _cached(fd: int, offset: int, num_bytes: int) -> bool:
-    """Return True if the page cache holds the whole range.
-
-    Uses cachestat(2) (Linux 6.5), and returns False without it. A read with RWF_NOWAIT would also show it,
-    but after a miss the kernel starts readahead and everything is read twice: half the speed on a cold file.
-    """
+    """Return True if the page cache holds the whole range; False without cachestat(2) (Linux 6.5)."""
+    # A read with RWF_NOWAIT would also show it, but after a miss the kernel starts readahead and everything
+    # is read twice: half the speed on a cold file.
     if _libc is None:
         return False
     wanted, found = _Range(offset, num_bytes), _CacheStat()
     if _libc.syscall(_SYS_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(found), 0):
         return False
     return found.cached * os.sysconf("SC_PAGE_SIZE") >= num_bytes
-
-
-def _address(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _align_down(num_bytes: int) -> int:

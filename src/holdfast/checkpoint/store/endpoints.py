@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,22 +23,16 @@ NAMED_BY = {
     AZURE: ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 """Variables that name the endpoint of each protocol."""
+ACCOUNT_NAMED_BY = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+"""Variables that name the account of Azure."""
 _PORTS = {"http": 80, "https": 443}
 
 
 def check_endpoint(url: str, document: str, *, own: str = "") -> None:
     """Raise if a document's URL would send keys to an endpoint unknown to the user.
 
-    A URL in the training script or on the command line comes from the user and is not checked. A task file or
-    a marker may come from another user.
-
-    Args:
-        url: location named by the document; paths and URLs of the clouds themselves always pass.
-        document: name of the document, for the error.
-        own: location that the user has named, whose endpoint therefore gets the keys anyway.
-
-    Raises:
-        InvalidInput: the URL has an `endpoint_url` that neither `own` nor an environment variable names.
+    Paths and URLs of the clouds themselves always pass. `own` is a location that the user has named, whose
+    endpoint therefore gets the keys anyway.
     """
     address = _address(url)
     endpoint = _endpoint_with_keys(address)
@@ -67,11 +62,9 @@ def _endpoint_with_keys(address: Address | None) -> str | None:
 
 
 def with_environment(address: Address) -> Address:
-    """Return an address with all options that determine its location, also those from the environment.
-
-    The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
-    on servers with tenants also under another profile.
-    """
+    """Return an address with all options that determine its location, also those from the environment."""
+    # The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
+    # on servers with tenants also under another profile.
     facts = dict(address.options)
     for name, found in _from_environment(address).items():
         if found and not facts.get(name):
@@ -89,11 +82,8 @@ def _from_environment(address: Address) -> dict[str, str | None]:
         return {"endpoint_url": endpoint, "profile": profile, "region": region}
     if address.protocol == AZURE:
         settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
-        account = first_set(("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"))
-        return {
-            "endpoint_url": endpoint or settings.get("endpoint"),
-            "account": account or settings.get("account_name"),
-        }
+        account = first_set(ACCOUNT_NAMED_BY) or settings.get("account_name")
+        return {"endpoint_url": endpoint or settings.get("endpoint"), "account": account}
     return {"endpoint_url": endpoint}
 
 
@@ -148,13 +138,6 @@ def shared_credentials(profile: str | None) -> Provider | None:
 
     The order is that of AWS's own tools: a profile requested by name, then variables with keys, then
     variables that name another source, then the profile `default`, then the machine's role.
-
-    Args:
-        profile: as the URL names it, or None for AWS_PROFILE or no profile.
-
-    Raises:
-        InvalidInput: the requested profile does not exist.
-        Unsupported: its keys come from a login or a program, which needs boto3, and boto3 is not installed.
     """
     asked = profile or os.environ.get("AWS_PROFILE")
     if not profile and os.environ.get("AWS_ACCESS_KEY_ID"):
@@ -164,7 +147,7 @@ def shared_credentials(profile: str | None) -> Provider | None:
     name = asked or "default"
     keys, settings = _section(_keys_path(), name), _section(_config_path(), f"profile {name}", name)
     if "aws_access_key_id" in keys or "aws_access_key_id" in settings:
-        return SharedKeys(name)
+        return partial(_shared_keys, name)
     if settings.keys() & {"sso_session", "sso_start_url", "role_arn", "credential_process"}:
         return _from_boto3(name)
     if asked:
@@ -181,26 +164,17 @@ def shared_region(profile: str | None) -> str | None:
     return _section(_config_path(), f"profile {name}", name).get("region")
 
 
-class SharedKeys:
-    """Provider of a profile's keys, read from the file at each request. They may be rotated."""
-
-    def __init__(self, profile: str) -> None:
-        self._profile = profile
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the keys, and the time to ask again."""
-        found = {
-            **_section(_config_path(), f"profile {self._profile}", self._profile),
-            **_section(_keys_path(), self._profile),
-        }
-        if not found.get("aws_access_key_id") or not found.get("aws_secret_access_key"):
-            raise InvalidInput(f"The profile {self._profile!r} in {_keys_path()} no longer has keys.")
-        return {
-            "access_key_id": found["aws_access_key_id"],
-            "secret_access_key": found["aws_secret_access_key"],
-            "token": found.get("aws_session_token"),
-            "expires_at": datetime.now(timezone.utc) + _READ_AGAIN_AFTER,
-        }
+def _shared_keys(profile: str) -> dict[str, Any]:
+    """Return the keys of a profile, which may be rotated, and the time to ask again."""
+    found = _section(_config_path(), f"profile {profile}", profile) | _section(_keys_path(), profile)
+    if not found.get("aws_access_key_id") or not found.get("aws_secret_access_key"):
+        raise InvalidInput(f"The profile {profile!r} in {_keys_path()} no longer has keys.")
+    return {
+        "access_key_id": found["aws_access_key_id"],
+        "secret_access_key": found["aws_secret_access_key"],
+        "token": found.get("aws_session_token"),
+        "expires_at": datetime.now(timezone.utc) + _READ_AGAIN_AFTER,
+    }
 
 
 def _from_boto3(profile: str) -> Provider:

@@ -70,7 +70,12 @@ def _expanded(text: str) -> Path:
 
 def _open_url(scheme: str, rest: str, url: str) -> Store:
     if scheme == "file":
-        return _open_file_url(rest, url)
+        from urllib.parse import unquote  # slow
+
+        host, slash, path = rest.partition("/")
+        if host not in ("", "localhost") or not slash or not path:
+            raise InvalidInput(f"{url!r} is not a file URL of this host. Write file:///ABSOLUTE/PATH.")
+        return LocalStore("/" + unquote(path))
     if scheme == "memory":
         if not rest:
             raise InvalidInput(f"{url!r} needs a name, such as memory://test.")
@@ -90,12 +95,3 @@ def _open_url(scheme: str, rest: str, url: str) -> Store:
             "s3://BUCKET/PREFIX?endpoint_url=https://HOST."
         )
     raise InvalidInput(f"{shown!r} has an unknown scheme ({scheme}://). Pass {_ALLOWED}.")
-
-
-def _open_file_url(rest: str, url: str) -> LocalStore:
-    from urllib.parse import unquote  # slow
-
-    host, slash, path = rest.partition("/")
-    if host not in ("", "localhost") or not slash or not path:
-        raise InvalidInput(f"{url!r} is not a file URL of this host. Write file:///ABSOLUTE/PATH.")
-    return LocalStore("/" + unquote(path))

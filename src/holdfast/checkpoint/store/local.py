@@ -15,7 +15,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from typing_extensions import override
@@ -39,6 +39,7 @@ from holdfast.checkpoint.store.lookup import (
     NOT_REGULAR,
     O_PATH,
     DurableNames,
+    closing,
     folder_of,
     ignoring,
     is_foreign,
@@ -47,7 +48,6 @@ from holdfast.checkpoint.store.lookup import (
     open_for_sync,
     open_regular,
     opened_folder,
-    opened_for_sync,
     refused,
     sync_directory,
     sync_names,
@@ -100,12 +100,7 @@ class LocalStore(Store):
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        """Write an object, as in `Store.put`.
-
-        Raises:
-            InvalidInput: a part of `name` is an object, or `name` is a directory.
-            Unsupported: `if_absent` on a file system without hard links.
-        """
+        """Write an object, as in `Store.put`."""
         view = as_bytes(data)
         self._put(name, len(view), lambda fd: direct_io.write(fd, view), if_absent=if_absent)
 
@@ -134,22 +129,19 @@ class LocalStore(Store):
             if if_absent and _kind(root, name) is not None:  # avoids a useless write; link() decides
                 raise already_exists(target, name)
             folder_fd, temp, fd = self._create(root, folder)
-            try:
-                try:
-                    write(fd)
-                    failpoint("store.written")
-                    os.fsync(fd)  # the data first: no name may lead to bytes that a power cut would lose
-                    failpoint("store.synced")
-                    _publish(folder_fd, temp, target, name, if_absent=if_absent)
-                except BaseException:
-                    with suppress(OSError):  # the first error matters more; sweep() removes the file
-                        os.unlink(temp, dir_fd=folder_fd)
-                    raise
-                finally:
-                    os.close(fd)  # releases the lock
+            with closing(folder_fd):
+                with closing(fd):  # which releases the lock
+                    try:
+                        write(fd)
+                        failpoint("store.written")
+                        os.fsync(fd)  # the data first: no name may lead to bytes that a power cut would lose
+                        failpoint("store.synced")
+                        _publish(folder_fd, temp, target, name, if_absent=if_absent)
+                    except BaseException:
+                        with suppress(OSError):  # the first error matters more; sweep() removes the file
+                            os.unlink(temp, dir_fd=folder_fd)
+                        raise
                 sync_names(folder_fd)  # then the name
-            finally:
-                os.close(folder_fd)
             self._names.sync_up(root, folder)
 
     @override
@@ -164,8 +156,7 @@ class LocalStore(Store):
             if not stat.S_ISREG(kind):
                 raise refused(f"Cannot link {origin}", source, NOT_REGULAR)
             temp = _unfinished()
-            folder_fd = self._enter(root, folder)
-            try:
+            with closing(self._enter(root, folder)) as folder_fd:
                 with opened_folder(root, folder_of(source)) as source_fd:
                     _link(source_fd, origin.name, folder_fd, temp, target, name)
                 try:
@@ -174,8 +165,6 @@ class LocalStore(Store):
                     with suppress(FileNotFoundError):  # renaming between two names of one file does nothing
                         os.unlink(temp, dir_fd=folder_fd)
                 sync_names(folder_fd)
-            finally:
-                os.close(folder_fd)
             self._names.sync_up(root, folder)
 
     @override
@@ -199,14 +188,12 @@ class LocalStore(Store):
         with translating(self.root, "append to", name, len(data)), self._made_root() as root:
             folder_fd, fd = self._open_in(root, folder_of(name), name.rpartition("/")[2], flags)
             os.close(folder_fd)
-            try:
+            with closing(fd):
                 if os.fstat(fd).st_nlink != 1:
                     raise refused(f"Cannot append to {self.root / name}", name, _OTHER_NAMES)
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(fd, rest) :]
-            finally:
-                os.close(fd)
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -215,12 +202,9 @@ class LocalStore(Store):
 
     @override
     def size(self, name: str) -> int | None:
-        with translating(self.root, "find", name):
-            try:
-                with self._opened(name) as fd:
-                    return os.fstat(fd).st_size
-            except NotFound:
-                return None
+        with translating(self.root, "find", name), suppress(NotFound), self._opened(name) as fd:
+            return os.fstat(fd).st_size
+        return None
 
     @override
     def delete(self, name: str) -> None:
@@ -230,7 +214,8 @@ class LocalStore(Store):
         with translating(self.root, "delete", name), self._rooted() as root:
             if root is None:
                 return
-            with suppress(FileNotFoundError, NotADirectoryError), opened_for_sync(root, folder) as folder_fd:
+            gone = suppress(FileNotFoundError, NotADirectoryError)
+            with gone, closing(open_for_sync(root, folder)) as folder_fd:
                 with suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(last, dir_fd=folder_fd)
                 sync_names(folder_fd)
@@ -238,16 +223,14 @@ class LocalStore(Store):
 
     @override
     def sync(self, folder: str) -> None:
-        """Make all names in a folder durable, even those that this process synced before.
-
-        Another process may have removed the folder since, and made it again.
-        """
+        """Make all names in a folder durable, even those that this process synced before."""
+        # Another process may have removed the folder since, and made it again (note 015).
         with translating(self.root, "sync", folder), self._rooted() as root:
             if root is None:
                 return
             with suppress(FileNotFoundError, NotADirectoryError):
                 for level in (folder, *map(folder_of, levels(folder))):
-                    with opened_for_sync(root, level) as fd:
+                    with closing(open_for_sync(root, level)) as fd:
                         sync_names(fd)
             self._names.sync_up(root, "")
 
@@ -276,11 +259,8 @@ class LocalStore(Store):
     def _rooted(self) -> Iterator[int | None]:
         """Open the root for the block; yield None if it never existed."""
         fd = self._open_root()
-        try:
+        with nullcontext() if fd is None else closing(fd):
             yield fd
-        finally:
-            if fd is not None:
-                os.close(fd)
 
     @contextmanager
     def _made_root(self) -> Iterator[int]:
@@ -294,10 +274,8 @@ class LocalStore(Store):
             fd = self._open_root()
         if fd is None:
             raise RetryLater(self._vanished("is gone"))
-        try:
+        with closing(fd):
             yield fd
-        finally:
-            os.close(fd)
 
     def _open_root(self) -> int | None:
         seen = self._seen  # before opening: another thread may be making the root
@@ -395,10 +373,8 @@ class LocalStore(Store):
                 if not is_foreign(error):
                     raise
                 raise Corrupt(f"Cannot read {path}: {why_foreign(error)}", key=name) from None
-            try:
+            with closing(fd):
                 yield fd
-            finally:
-                os.close(fd)
 
 
 def _publish(folder_fd: int, temp: str, target: Path, name: str, *, if_absent: bool) -> None:
@@ -439,11 +415,7 @@ def _kind(root: int, name: str) -> int | None:
 
 
 def _walk(root: int, prefix: str) -> Iterator[tuple[str, int, os.DirEntry[str]]]:
-    """Yield all entries except folders, from the folders that can hold names with this prefix.
-
-    Yields:
-        the folder's path, its descriptor, and the entry.
-    """
+    """Yield the folder, its descriptor and the entry of all but folders, where names may have this prefix."""
     parent, _, start = prefix.rpartition("/")
     pending = [(parent, start)]
     while pending:
@@ -470,16 +442,9 @@ def _remove_if_abandoned(folder_fd: int, temp: str) -> bool:
         if not is_foreign(error):
             raise
         return False  # not made by a store
-    try:
+    with closing(fd), ignoring(errno.EWOULDBLOCK, *_CANNOT_LOCK):  # without locks, its writer may be alive
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with suppress(FileNotFoundError):
             os.unlink(temp, dir_fd=folder_fd)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _CANNOT_LOCK:  # without locks, its writer may be alive
-            raise
-        return False
-    finally:
-        os.close(fd)
-    return True
+        return True
+    return False

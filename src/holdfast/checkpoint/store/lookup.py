@@ -8,12 +8,13 @@ Source: openat2(2). A directory that cannot be escaped is the idea of Go's `os.R
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -36,27 +37,18 @@ class _How(ctypes.Structure):
     _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
-def _load_syscall() -> Callable[..., int]:
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    call.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_How), ctypes.c_size_t)
-    call.restype = ctypes.c_long
-    return call
-
-
-_syscall = _load_syscall() if sys.platform == "linux" else None
+_syscall = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
+if _syscall is not None:
+    _syscall.argtypes = ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_How), ctypes.c_size_t
+    _syscall.restype = ctypes.c_long
 
 
 def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a file or folder below an open folder; return its descriptor.
+    """Open a file or folder below an open folder; return its descriptor. ELOOP: a part is a symbolic link.
 
     Args:
-        folder_fd: descriptor of the folder; O_PATH is enough.
         path: relative, without "." and ".." parts; "" is the folder itself.
         flags: as for `os.open`.
-        mode: permissions of a created file.
-
-    Raises:
-        OSError: with errno ELOOP, a part of the path is a symbolic link.
 
     Blocks: on the file system; never on a FIFO, because files are opened without waiting for its other end.
     """
@@ -70,26 +62,23 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
 
 
 @contextmanager
-def opened_folder(folder_fd: int, path: str, *, readable: bool = False) -> Iterator[int]:
-    """Open a folder below an open one for the block; use its descriptor as `dir_fd`.
-
-    Args:
-        readable: open it for listing and fsync as well.
-    """
-    fd = open_below(folder_fd, path, os.O_DIRECTORY | (os.O_RDONLY if readable else O_PATH))
+def closing(fd: int) -> Iterator[int]:
+    """Close a descriptor after the block."""
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file; refuse a FIFO, device, socket or folder.
+def opened_folder(
+    folder_fd: int, path: str, *, readable: bool = False
+) -> contextlib.AbstractContextManager[int]:
+    """Open a folder below an open one for the block: as a `dir_fd`, and if readable to list and sync it."""
+    return closing(open_below(folder_fd, path, os.O_DIRECTORY | (os.O_RDONLY if readable else O_PATH)))
 
-    Raises:
-        NotRegular: it is a FIFO, device or socket.
-        OSError: as `open_below`; EISDIR for a folder.
-    """
+
+def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file; refuse a FIFO, device, socket or folder."""
     try:
         fd = open_below(folder_fd, path, flags, mode)
     except OSError as error:
@@ -167,12 +156,10 @@ def _has_openat2() -> bool:
     """Return True if the kernel has openat2 and no sandbox forbids it."""
     if _syscall is None:
         return False
-    how = _How(O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0, _RESOLVE)
-    root = os.open("/", O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    flags = O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    how = _How(flags, 0, _RESOLVE)
+    with closing(os.open("/", flags)) as root:
         fd = _syscall(_SYS_OPENAT2, root, b".", ctypes.byref(how), ctypes.sizeof(how))
-    finally:
-        os.close(root)
     if fd < 0:
         return False
     os.close(fd)
@@ -191,14 +178,7 @@ NOT_REGULAR = "it is not a regular file."
 
 @contextmanager
 def translating(root: Path, verb: str, name: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Translate errors of the operating system in the block into ours.
-
-    Args:
-        root: of the store.
-        verb: failed action, for messages.
-        name: object or folder.
-        num_bytes: size of what was to be written or read, if any.
-    """
+    """Translate errors of the operating system in the block into ours, which name the failed action."""
     try:
         yield
     except (Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported):
@@ -222,7 +202,7 @@ def _failure(verb: str, path: Path, error: OSError, num_bytes: int | None) -> st
     space = ""
     if error.errno in _FULL:
         space = f" {_free_space(path)} Free some space, or keep fewer checkpoints."
-    if error.errno in _DENIED:
+    elif error.errno in _DENIED:
         space = " Change its permissions, or use a place that this user may write to."
     changed = " Earlier data is unchanged." if verb == "write" else ""
     return f"Could not {verb} {path}{amount}: {error.strerror} (errno {error.errno}).{space}{changed}"
@@ -256,11 +236,7 @@ _MAX_DURABLE = 64
 
 
 class DurableNames:
-    """Directories of one store whose names are durable.
-
-    Args:
-        root: of the store, with symbolic links resolved.
-    """
+    """Directories of one store, whose root has no symbolic links, with durable names."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -271,15 +247,13 @@ class DurableNames:
         self._durable.pop(level, None)
 
     def sync_up(self, root: int, folder: str) -> None:
-        """Make the names of a folder, of its parents and of the root durable.
-
-        Each level once, whoever created it: another process may have, without having reached its fsync. Twice
-        would double the time of a small put, since even an fsync without changes flushes the disk's cache.
-        """
+        """Make the names of a folder, of its parents and of the root durable, each once."""
+        # Whoever created it: another process may have, without having reached its fsync (note 015). Twice
+        # would double the time of a small put, as even an fsync without changes flushes the disk's cache.
         for level in levels(folder):
             info = os.stat(level, dir_fd=root, follow_symlinks=False)
             if self._durable.get(level) != (info.st_dev, info.st_ino):
-                with opened_for_sync(root, folder_of(level)) as above:
+                with closing(open_for_sync(root, folder_of(level))) as above:
                     sync_names(above)
                 self._remember(level, info)
         info = os.fstat(root)
@@ -316,16 +290,6 @@ def open_for_sync(root: int, folder: str) -> int:
         return open_below(root, folder, O_PATH | os.O_DIRECTORY)
 
 
-@contextmanager
-def opened_for_sync(root: int, folder: str) -> Iterator[int]:
-    """Open a folder below the root for the block."""
-    fd = open_for_sync(root, folder)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def sync_names(folder_fd: int) -> None:
     """Make the names in an open folder durable."""
     with ignoring(*_CANNOT_FSYNC):  # some FUSE file systems have no fsync for directories
@@ -338,10 +302,8 @@ def sync_directory(directory: Path) -> None:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
         return
-    try:
+    with closing(fd):
         sync_names(fd)
-    finally:
-        os.close(fd)
 
 
 @contextmanager

@@ -19,26 +19,18 @@ Identity: TypeAlias = "tuple[object, tuple[str, ...]]"
 
 def check_disjoint(home: Store, local: Store) -> None:
     """Raise if the local tier and home overlap: each would delete objects of the other."""
-    if not _overlap(home, local):
-        return
-    raise InvalidInput(
-        f"local={local.url} and the home {home.url} are the same place, or one is inside the other. Home "
-        "would keep only the few checkpoints that the local tier keeps. Nothing was written. Set local= to "
-        "a separate folder on this host's fast disk, or leave it out."
-    )
-
-
-def _overlap(one: Store, other: Store) -> bool:
-    if isinstance(one, LocalStore) and isinstance(other, LocalStore):
-        mine, theirs = _real(one.root), _real(other.root)
-        return _is_inside(mine, theirs) or _is_inside(theirs, mine)
-    if isinstance(one, ObjectStore) and isinstance(other, ObjectStore):
-        return one.address.overlaps(other.address)
-    return False
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
+    overlap = False
+    if isinstance(home, LocalStore) and isinstance(local, LocalStore):
+        mine, theirs = (Path(os.path.realpath(one.root)) for one in (home, local))
+        overlap = _is_inside(mine, theirs) or _is_inside(theirs, mine)
+    elif isinstance(home, ObjectStore) and isinstance(local, ObjectStore):
+        overlap = home.address.overlaps(local.address)
+    if overlap:
+        raise InvalidInput(
+            f"local={local.url} and the home {home.url} are the same place, or one is inside the other. Home "
+            "would keep only the few checkpoints that the local tier keeps. Nothing was written. Set local= "
+            "to a separate folder on this host's fast disk, or leave it out."
+        )
 
 
 def _is_inside(inner: Path, outer: Path) -> bool:

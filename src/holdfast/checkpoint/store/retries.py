@@ -29,21 +29,13 @@ from holdfast.system.units import format_duration, plural
 
 @dataclass(frozen=True, slots=True)
 class ClientError:
-    """Classified error of a request. Neither text has secrets.
-
-    Attributes:
-        kind: its kind.
-        reason: one line for people.
-        advice: sentences with the way out, if it is not that of the kind.
-        region: region of the bucket, if the store has named it.
-        url: URL of a request that was refused without a reason, which the store may give to others. Or empty.
-    """
+    """Classified error of a request. Neither text has secrets."""
 
     kind: ErrorKind
-    reason: str
-    advice: str = ""
-    region: str = ""
-    url: str = ""
+    reason: str  # one line for people
+    advice: str = ""  # sentences with the way out, if it is not that of the kind
+    region: str = ""  # of the bucket, if the store has named it
+    url: str = ""  # of a request that was refused without a reason, which the store may give to others
 
 
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -80,22 +72,15 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], ErrorKind, str], ...] = (
     (re.compile(r"InvalidCertificate\("), ErrorKind.MISCONFIGURED, NOT_TRUSTED),
 )
 _BY_CLASS = {
-    "AlreadyExistsError": ErrorKind.TAKEN,
-    "PreconditionError": ErrorKind.TAKEN,
-    "PermissionDeniedError": ErrorKind.DENIED,
-    "UnauthenticatedError": ErrorKind.DENIED,
+    **dict.fromkeys(("AlreadyExistsError", "PreconditionError"), ErrorKind.TAKEN),
+    **dict.fromkeys(("PermissionDeniedError", "UnauthenticatedError"), ErrorKind.DENIED),
     "InvalidPathError": ErrorKind.NAME,
 }
 _BY_STATUS = {
-    401: ErrorKind.DENIED,
-    402: ErrorKind.DENIED,
-    403: ErrorKind.DENIED,
-    405: ErrorKind.NOT_OFFERED,
-    408: ErrorKind.PASSING,
+    **dict.fromkeys((401, 402, 403), ErrorKind.DENIED),
+    **dict.fromkeys((408, 425, 429), ErrorKind.PASSING),
+    **dict.fromkeys((405, 501), ErrorKind.NOT_OFFERED),
     416: ErrorKind.PAST_END,
-    425: ErrorKind.PASSING,
-    429: ErrorKind.PASSING,
-    501: ErrorKind.NOT_OFFERED,
     507: ErrorKind.FULL,
 }
 _ADVICE = {ErrorKind.DENIED: RENEW, ErrorKind.FULL: FULL}
@@ -105,15 +90,14 @@ def classify(error: Exception) -> ClientError:
     """Classify an error that the client raised."""
     text = str(error)
     message, _, details = text.partition("Debug source:")
-    code = _CODE.search(message)
-    status = _STATUS.search(message)
-    kind, advice = _kind_and_advice(error, message, details, code and code[1], status and int(status[1]))
+    code = found[1] if (found := _CODE.search(message)) else None
+    status = int(found[1]) if (found := _STATUS.search(message)) else None
+    kind, advice = _kind_and_advice(error, message, details, code, status)
     region = _REGION.search(message)
-    is_unexplained = _BARE_REDIRECT in message
-    url = _URL.search(message) if is_unexplained else None
+    url = _URL.search(message) if _BARE_REDIRECT in message else None
     return ClientError(
         kind,
-        _in_one_line(message, details, status[1] if status else None, code[1] if code else None),
+        _in_one_line(message, details, status, code),
         advice or _ADVICE.get(kind, ""),
         (region[1] or region[2]) if region else "",
         url[0] if url else "",
@@ -142,13 +126,9 @@ def _kind_of(error: Exception, message: str, details: str, status: int | None) -
         return ErrorKind.DENIED
     if isinstance(error, ValueError):
         return ErrorKind.NAME
-    if status is None:
-        return _kind_without_status(message, details)
-    return _BY_STATUS.get(status, ErrorKind.PASSING if status >= 500 else ErrorKind.LASTING)
-
-
-def _kind_without_status(message: str, details: str) -> ErrorKind:
-    """Return the kind of an error without a status: no answer, or one that the client could not parse."""
+    if status is not None:
+        return _BY_STATUS.get(status, ErrorKind.PASSING if status >= 500 else ErrorKind.LASTING)
+    # There was no answer, or one that the client could not parse.
     if any(word in message + details for word in _PAST_END):
         return ErrorKind.PAST_END
     # The details name settings such as `retry_timeout`, and a URL may have any word.
@@ -156,7 +136,7 @@ def _kind_without_status(message: str, details: str) -> ErrorKind:
     return ErrorKind.PASSING if is_of_connection else ErrorKind.LASTING
 
 
-def _in_one_line(message: str, details: str, status: str | None, code: str | None) -> str:
+def _in_one_line(message: str, details: str, status: int | None, code: str | None) -> str:
     """Return the client's message without the server's full answer and without possible secrets."""
     line = " ".join(message.partition("<?xml")[0].partition("<Error>")[0].split()).rstrip(" :-")
     if code and code not in line:
@@ -212,14 +192,7 @@ class Retries:
     ) -> _T:
         """Return the result of `act`, repeated while failures may pass and the time limit allows.
 
-        Args:
-            request: for messages and the limit.
-            act: makes the requests with a given client.
-            retrying: use the client that retries by itself.
-            past_end: the result if the object ends before the requested range.
-
-        Raises:
-            HoldfastError: the error of `failure` for the store's answer, or the one that `act` raised.
+        If `retrying`, its client retries by itself. `past_end` is the result if the object ends too early.
         """
         with command_limit.reporting(self._address.place):
             return self._call(request, act, retrying=retrying, past_end=past_end)

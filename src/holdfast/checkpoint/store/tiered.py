@@ -95,11 +95,7 @@ class TieredStore(ReadOnlyStore):
 
 
 def first_good(store: Store, read: Callable[[Store], _T]) -> _T:
-    """Return the result of `read` for the first copy that it accepts.
-
-    Raises:
-        NotFound, Corrupt, RetryLater: every copy failed; `decisive_error` chooses among their errors.
-    """
+    """Return the result of `read` for the first copy that it accepts."""
     errors: list[HoldfastError] = []
     try:
         for copy in store.copies():

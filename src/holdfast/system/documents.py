@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any, NoReturn, TypeVar, final
+from typing import Annotated, Any, NoReturn, TypeVar, final
 
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -317,25 +317,59 @@ def decode_dataclass(
     return read_dataclass(cls, decode(text, what, max_bytes=max_bytes, any_text=any_text), what)
 
 
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Limits of a member, beside its type: `Annotated[int, Bounds(at_most=8)]`.
+
+    Attributes:
+        max_len: characters of a text, and items of an array or an object.
+        pattern: regular expression that all of a text must match.
+    """
+
+    at_least: float = 0
+    at_most: float = MAX_COUNT
+    max_len: int = MAX_TEXT_CHARS
+    pattern: re.Pattern[str] | None = None
+
+    def check(self, value: Any, what: str) -> None:
+        """Refuse a value outside of the limits."""
+        if isinstance(value, (int, float)):
+            if not self.at_least <= value <= self.at_most:
+                refuse(what, "it", f"from {self.at_least} to {self.at_most}", value)
+        elif len(value) > self.max_len:
+            refuse(what, "it", f"at most {self.max_len} long", value)
+        elif self.pattern is not None and not self.pattern.fullmatch(value):
+            refuse(what, "it", f"a text like {self.pattern.pattern}", value)
+
+
+def read_members(cls: type[_T], body: Fields) -> _T:
+    """Return a dataclass from the members of its fields; others are ignored, and null is a default."""
+    hints, required = _fields_of(cls)
+    given = {name: body.members[name] for name in hints if name in body.members}
+    members = {name: value for name, value in given.items() if value is not None or name in required}
+    return read_dataclass(cls, members, body.what)
+
+
 def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
     """Return a dataclass whose fields are the members of a JSON object.
 
     Every member is checked against the annotation of its field: numbers, texts, None, enums by value, arrays
     for tuples, lists and sets, objects for mappings and dataclasses. A field with a default may be missing.
+    `Annotated` adds `Bounds`, or a function of value and name that reads the member.
     """
     members = Fields(value, what).members
     hints, required = _fields_of(cls)
     for name in members.keys() - hints.keys():
         raise Corrupt(f"{what} has the unknown member {shown(name)}.", key=what)
-    for name in sorted(required - members.keys()):
-        raise Corrupt(f"{what} lacks {name!r}.", key=what)
+    if lacking := [name for name in hints if name in required - members.keys()]:
+        raise Corrupt(f"{what} lacks {lacking[0]!r}.", key=what)
     arguments = {name: read_as(hints[name], member, f"{what}: {name}") for name, member in members.items()}
     return cls(**arguments)
 
 
 @cache
 def _fields_of(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     fields = [field for field in dataclasses.fields(cls) if field.init]
     required = frozenset(
         field.name
@@ -350,6 +384,8 @@ def read_as(hint: Any, value: Any, what: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or hint is object:
         return value
+    if origin is Annotated:
+        return _read_annotated(*arguments, value, what)
     if origin in (typing.Union, types.UnionType):
         return _read_as_one_of(arguments, value, what)
     if origin in _ARRAYS:
@@ -370,6 +406,14 @@ def read_as(hint: Any, value: Any, what: str) -> Any:
             f"{what} should be of type {getattr(hint, '__name__', hint)}, found {shown(value)}.", key=what
         )
     return float(value) if hint is float else value
+
+
+def _read_annotated(hint: Any, mark: Any, value: Any, what: str) -> Any:
+    if not isinstance(mark, Bounds):
+        return mark(value, what)
+    found = read_as(hint, value, what)
+    mark.check(found, what)
+    return found
 
 
 _ARRAYS: dict[Any, Any] = {tuple: tuple, list: list, frozenset: frozenset, set: set}
@@ -402,7 +446,7 @@ def _read_as_array(origin: Any, hints: tuple[Any, ...], value: Any, what: str) -
 
 def _read_key(hint: Any, name: str, what: str) -> Any:
     if hint is not int:
-        return name
+        return read_as(hint, name, what)
     if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS:
         refuse(what, "a key", "an integer", name)
     return int(name)

@@ -204,7 +204,7 @@ class Load:
         return target.tensor if device is None else target.tensor.to(device)
 
     def insert(self, tree: Any, made: Mapping[str, Callable[[], torch.Tensor]] = _NOTHING_MADE) -> Any:
-        """Return a tree with its filled tensors, of which functions make some."""
+        """Return a tree with its filled tensors. Functions make some of them."""
         return insert_tensors(tree, lambda name: made[name]() if name in made else self.tensor(name))
 
     def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:

@@ -58,7 +58,8 @@ class Attempt:
         )
         self.step_sync = StepSync(components, self.saves)
         self._restoration = Restoration(components)
-        self._pause_limit_s = self._limits.pause_s
+        self._pause_limit_s, self._commit_timeout_s = self._limits.pause_s, self._limits.commit_timeout_s
+        self._keeps_best = components.options.keep.best is not None
         self._interval: SaveInterval | None = None
         if components.cadence.auto is not None and components.ranks.rank == 0:
             self._interval = SaveInterval(components, components.cadence.auto)
@@ -154,10 +155,10 @@ class Attempt:
             local_ranks=local_ranks,
             keep_last=options.keep.last,
             keep_every=options.keep.every,
-            commit_timeout_s=max(options.limits.commit_timeout_s, options.limits.pause_s),
+            commit_timeout_s=max(self._commit_timeout_s, self._pause_limit_s),
             patience_s=options.limits.patience_s,
-            pause_s=options.limits.pause_s,
-            linger_s=min(30.0, options.limits.commit_timeout_s),
+            pause_s=self._pause_limit_s,
+            linger_s=min(30.0, self._commit_timeout_s),
             keep_best=options.keep.best,
             keep_metric=options.keep.metric,
             keep_mode=options.keep.mode,
@@ -174,7 +175,7 @@ class Attempt:
 
         Ranks: collective.
         """
-        timeout_s, show = self._components.options.limits.commit_timeout_s, self._components.show
+        timeout_s, show = self._commit_timeout_s, self._components.show
         wait_for_closed(self._tiers.home, timeout_s=timeout_s, notify=show)
         wait_for_orphans(self._tiers.home, timeout_s=timeout_s, notify=show)
         self._pipeline.objects.agree(self._ranks.gather)
@@ -216,7 +217,8 @@ class Attempt:
         self._check_step(step)
         self._warn_of_unmeasured()
         keeper = self.begin()
-        self.step_sync.score_alone(keeper)
+        if self._keeps_best:
+            self.step_sync.score_alone(keeper)
         to_home = cadence.home.decide(
             step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1
         )
@@ -226,10 +228,11 @@ class Attempt:
             self._skip(save, keeper)
             return save
         self.saves.add(pending)
-        if to_home:
+        if to_home and self._keeps_best:
             self.step_sync.send_best_home(keeper)
         save.blocked_s = time.perf_counter() - began
-        self._components.done.delete()
+        if self._guarantee is None:
+            self._components.done.delete()  # the run is trained further
         self._note_guarantee(keeper)
         waited_s = pipeline.waited_for_memory_s - waited_before_s
         detail = f"waited {waited_s:.3f} s for memory" if waited_s >= _MIN_REPORTED_WAIT_S else ""

@@ -136,7 +136,7 @@ def _check_names(names: list[str], url: str) -> None:
 
 
 def _one(url: str) -> tuple[Store, ObjectInfo] | None:
-    """Return the object that a URL names, with the store of the folder that has it; None if it has none."""
+    """Return the object that a URL names, and the store of its folder; None if it does not exist."""
     address = parse_address(url)
     parent, _, name = address.prefix.rpartition("/")
     if not name:

@@ -120,7 +120,7 @@ def load(
 def _fetch(
     store: Store, name: str, files: list[PackedFile], directory: Directory, deadline: float
 ) -> tuple[list[PackedFile], list[str]]:
-    """Place the files of a pack. Return those that are there now, and the errors of the others."""
+    """Write the files of a pack. Return those that were written, and the errors of the others."""
     if time.monotonic() > deadline:
         return [], [f"{name} was not downloaded in time."]
     try:

@@ -77,7 +77,7 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
 
 
 def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> CheckpointId | None:
-    """Return the checkpoint, of those known, that a commit, drain, deletion or restore is about, or None.
+    """Return the checkpoint that a commit, drain, deletion or restore is about, or None.
 
     An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
     attempt; otherwise the newest checkpoint of that step counts.
@@ -195,5 +195,5 @@ def tiers_in(levels: Iterable[TierLevel]) -> list[str]:
 
 
 def _ordered(tiers: Iterable[str]) -> list[str]:
-    """Return the tiers, each once, the known ones first and nearest first."""
+    """Return the tiers, each once: memory, local and home first, then others by name."""
     return sorted(set(tiers), key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))

@@ -76,15 +76,12 @@ class HostMemory(Watch):
             return None
         warnings = [line for line in lines if line["event"] == GROWS]
         rows = tuple((str(line.get("attempt")), str(line.get("detail"))) for line in warnings)
-        chart = {
-            "data": {"values": points},
-            "mark": {"type": "line"},
-            "encoding": {
-                "x": {"field": "t", "type": "temporal", "axis": {"title": "time (UTC)"}},
-                "y": {"field": "gb", "type": "quantitative", "axis": {"title": "memory in GB"}},
-                "color": {"field": "rank", "type": "nominal", "legend": {"title": "rank"}},
-            },
+        encoding = {
+            "x": {"field": "t", "type": "temporal", "axis": {"title": "time (UTC)"}},
+            "y": {"field": "gb", "type": "quantitative", "axis": {"title": "memory in GB"}},
+            "color": {"field": "rank", "type": "nominal", "legend": {"title": "rank"}},
         }
+        chart = {"data": {"values": points}, "mark": {"type": "line"}, "encoding": encoding}
         text = (
             "Memory of each rank's process on its host: private pages and shared memory, without files that "
             f"are only mapped. Warnings of growth: {len(warnings)}."

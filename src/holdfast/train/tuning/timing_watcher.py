@@ -99,11 +99,7 @@ def useful_lengths(
     width = tokens.shape[1]
     ends = tokens == tokens[:, -1:]
     tails = ends.flip(1).long().cumprod(dim=1).sum(dim=1)
-    values = [
-        int(value)
-        for value, tail in zip(tokens[:, -1].tolist(), tails.tolist(), strict=True)
-        if tail >= _MIN_TAIL
-    ]
+    values = [int(value) for value in tokens[tails >= _MIN_TAIL, -1].tolist()]
     if not values:
         return tuple([width] * tokens.shape[0]), width
     padding, times = Counter(values).most_common(1)[0]

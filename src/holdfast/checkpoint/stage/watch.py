@@ -214,7 +214,7 @@ class Watcher:
             self.refusal = error.strerror or str(error)
 
     def locate(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
-        """Find the tensors of a save, of which the large may be watched; those of the last are skipped."""
+        """Find the tensors of a save; large ones may be watched, and those of the last save are skipped."""
         before, self._ids = self._ids, list(map(id, tensors))
         places, known = _Places.of({i: tensors[i] for i in large}), self._places
         new = set[int]()

@@ -36,11 +36,13 @@ _DTYPE_BYTES = {
     **{"complex128": 16, "complex32": 4, "qint32": 4, "bits16": 2},
 }
 """Size of an element by torch's name of its dtype; 1 if the dtype is missing."""
-_STORAGE_BYTES = {
-    **{"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "QInt32": 4},
-    **{"ComplexFloat": 8, "ComplexDouble": 16},
+_STORAGE_DTYPES = {
+    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
+    **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
+    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
 }
-"""Size of an element by the name of a storage class without its last word."""
+"""Dtype by the name of a storage class without its last word."""
+_STORAGE_BYTES = {"QInt32": 4, **{name: _DTYPE_BYTES[dtype] for name, dtype in _STORAGE_DTYPES.items()}}
 
 StorageCheck = Callable[[str, int], None]
 """Check of a storage by key and size in bytes; raises ValueError."""
@@ -317,13 +319,6 @@ DTYPE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
 
 Names = Mapping[tuple[str, str], Any]
 """Replacement for each allowed global, by module and name."""
-
-_STORAGE_DTYPES = {
-    **{"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"},
-    **{"Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool"},
-    **{"ComplexFloat": "complex64", "ComplexDouble": "complex128"},
-}
-"""Dtype by the name of a storage class without its last word."""
 
 
 class StandIn:

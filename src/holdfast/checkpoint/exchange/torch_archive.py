@@ -105,7 +105,7 @@ def _read(file: IO[bytes], at: int, layout: struct.Struct) -> tuple[Any, ...]:
 
 ALIGN_BYTES = 64
 """Alignment of storages, so that they can be mapped into memory as tensors."""
-_LOCAL_HEADER_BYTES, _ZIP64_EXTRA_BYTES, _ZIP64_BYTES = 30, 20, 1 << 31
+_ZIP64_EXTRA_BYTES, _ZIP64_BYTES = 20, 1 << 31
 _MAX_AT_ONCE_BYTES = 1 << 16  # smaller archives are read at once: one read instead of ten
 _ROOT = "archive"
 DAMAGED = (
@@ -146,9 +146,8 @@ def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Tenso
     order = f"{root}byteorder"
     if order in members and archive.read(order) != b"little":
         return None
-    tensor = safe_unpickler.load(
-        archive.read(f"{root}data.pkl"), safe_unpickler.TENSOR_NAMES, what, storage=tuple
-    )
+    data = archive.read(f"{root}data.pkl")
+    tensor = safe_unpickler.load(data, safe_unpickler.TENSOR_NAMES, what, storage=tuple)
     if not isinstance(tensor, TensorStandIn):
         return None
     storage, first, size, stride, *rest = tensor.args
@@ -161,9 +160,9 @@ def _find(archive: zipfile.ZipFile, path: Path, offset: int, what: str) -> Tenso
     end = (first + math.prod(size)) * ITEM_BYTES[dtype]
     if info.compress_type != zipfile.ZIP_STORED or end > info.file_size:
         raise ValueError(f"its storage has {info.file_size} bytes, the tensor needs {end}")
-    head = bytes(read_range(path, offset + info.header_offset, _LOCAL_HEADER_BYTES))
-    skip = sum(struct.unpack_from("<HH", head, 26))  # lengths of the name and of the extra field
-    start = offset + info.header_offset + _LOCAL_HEADER_BYTES + skip
+    start = offset + info.header_offset
+    *_, name_bytes, extra_bytes = _LOCAL.unpack(read_range(path, start, _LOCAL.size))
+    start += _LOCAL.size + name_bytes + extra_bytes
     return TensorLocation(dtype, tuple(size), start + first * ITEM_BYTES[dtype])
 
 
@@ -275,7 +274,7 @@ def _info(view: _ArchiveFile, name: str, num_bytes: int) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(f"{_ROOT}/{name}", date_time=(1980, 1, 1, 0, 0, 0))
     info.file_size = num_bytes
     zip64 = _ZIP64_EXTRA_BYTES if num_bytes >= _ZIP64_BYTES else 0
-    end = view.tell() + _LOCAL_HEADER_BYTES + len(info.filename) + zip64 + 4
+    end = view.tell() + _LOCAL.size + len(info.filename) + zip64 + 4
     padding = -end % ALIGN_BYTES
     info.extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
     return info

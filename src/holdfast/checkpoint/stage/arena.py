@@ -10,6 +10,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -151,9 +152,8 @@ class Arenas:
                 return
             arena = self._preparing = self._new(num_bytes)
         complete_at_exit(self)
-        self._thread = threading.Thread(
-            target=self._prefault, args=(arena, then), name="holdfast-prefault", daemon=True
-        )
+        prefault = partial(self._prefault, arena, then)
+        self._thread = threading.Thread(target=prefault, name="holdfast-prefault", daemon=True)
         self._thread.start()
 
     def end_with_interpreter(self, timeout_s: float) -> None:

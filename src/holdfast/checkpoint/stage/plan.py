@@ -90,9 +90,8 @@ class SavePlan:
         if frozen_file is not None:
             starts |= zip(frozen, frozen_file.starts, strict=True)
         others = {len(shards) + i: name for i, name in enumerate(witnesses)}
-        placed = {
-            i: places[s.name][Region(s.offsets, s.sizes)] for i, s in enumerate(shards) if s.name in places
-        }
+        regions = [(i, one.name, Region(one.offsets, one.sizes)) for i, one in enumerate(shards)]
+        placed = {i: places[name][region] for i, name, region in regions if name in places}
         placed |= {i: next(iter(places[name].values())) for i, name in others.items() if name in places}
         sizes = {
             i: placed[i].num_items * tensors[name].itemsize if i in placed else tensors[name].nbytes

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -337,10 +338,8 @@ class Stager:
             return
         live = plan.live(tensors)
         self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
-        arguments = plan, live, plan.lasting, None
-        self._settling = threading.Thread(
-            target=self.settle_located, args=arguments, name="holdfast-settle", daemon=True
-        )
+        settle = partial(self.settle_located, plan, live, plan.lasting, None)
+        self._settling = threading.Thread(target=settle, name="holdfast-settle", daemon=True)
         self._settling.start()
 
     def settle_located(
@@ -352,11 +351,8 @@ class Stager:
         large = {i: live[i] for i in wanted if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
 
-    def end_with_interpreter(self, timeout_s: float) -> None:
+    def end_with_interpreter(self, timeout_s: float | None) -> None:
         """Complete the running copy, and hand it over."""
-        self._join(timeout_s)
-
-    def _join(self, timeout_s: float | None = None) -> None:
         self._closing = True
         for thread in (self._thread, self._settling):
             if thread is not None:
@@ -364,7 +360,7 @@ class Stager:
 
     def close(self) -> None:
         """Wait for the running copy, and stop making optimizers wait."""
-        self._join()
+        self.end_with_interpreter(None)
         self._hook.remove()
         self._calm.cancel()
         self.watcher.close()

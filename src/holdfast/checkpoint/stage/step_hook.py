@@ -192,6 +192,5 @@ def addresses_of(optimizer: Optimizer) -> set[int]:
     for slots in list(optimizer.state.values()):  # lists, as the optimizer may add slots in another thread
         if isinstance(slots, dict):
             found += [one for one in list(slots.values()) if isinstance(one, torch.Tensor)]
-    return {
-        (one._local_tensor if type(one) not in PLAIN and is_dtensor(one) else one).data_ptr() for one in found
-    }
+    local = [one._local_tensor if type(one) not in PLAIN and is_dtensor(one) else one for one in found]
+    return {one.data_ptr() for one in local}

@@ -115,9 +115,8 @@ class WriteTracker:
         """Return True if this process has written to all pages of a file's private mapping."""
         low, high = start // mmap.PAGESIZE * mmap.PAGESIZE, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
         found: list[Range] = []
-        reached = self._scan(
-            low, high, 0, found, inverted=_FILE, required=_FILE, any_of=_PRESENT | _SWAPPED, returned=_PRESENT
-        )
+        kinds = {"inverted": _FILE, "required": _FILE, "any_of": _PRESENT | _SWAPPED, "returned": _PRESENT}
+        reached = self._scan(low, high, 0, found, **kinds)
         return reached == high and sum(stop - start for start, stop in found) == high - low
 
     def find_small(self, ranges: Iterable[Range]) -> list[Range]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,9 @@ class CapturedState:
     lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
 
 
+Collect = Callable[[str, torch.Tensor, Role], object]
+
+
 class TensorCollector:
     """Collects tensors by name while a state is walked.
 
@@ -70,11 +73,6 @@ class TensorCollector:
     def table(self) -> TensorTable:
         """The table in use: the followed one, or the new one."""
         return self._followed or self._new_table
-
-    @property
-    def parameter_names(self) -> dict[int, str]:
-        """First name of each live parameter, by id. The same object while nothing in it changes."""
-        return self.table.parameter_names
 
     def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
         """Collect a tensor; return the name that holds its bytes, another one if it is tied."""
@@ -132,13 +130,6 @@ class TensorCollector:
                 return
             self._leave(table)
         self._new_table.own(parameters)
-
-    def own_memory(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Mark all in the memory of these tensors as changed only by optimizers.
-
-        Only for a state that is lent: no table is followed then.
-        """
-        self.table.own_memory(tensors)
 
     def captured(
         self,
@@ -210,9 +201,7 @@ class TensorCollector:
             self._new_table.own(parameters)
 
 
-def _extract(
-    collect: Callable[[str, torch.Tensor, Role], object], value: Any, name: str, role: Role, **options: bool
-) -> Any:
+def _extract(collect: Collect, value: Any, name: str, role: Role, **options: bool) -> Any:
     own = role._replace(replication=Replication.PER_RANK, follows=None)
     return extract_tensors(
         value,
@@ -251,27 +240,20 @@ def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[
     Ranks: not collective; every rank computes the same from the same arguments.
     Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
     """
-    partitionings: dict[str, Partitioning] = {}
-    for copies, members in _groups(shardings).items():
-        loads = [(0, copy) for copy in range(len(copies))]
-        for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
-            num_bytes, copy = loads[0]
-            partitionings[name] = layout.partitioning(copy)
-            heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
-    return partitionings
-
-
-def _groups(
-    shardings: Mapping[str, Sharding],
-) -> dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]]:
-    """Return names and layouts, grouped by their copies."""
     by_layout: dict[int, list[tuple[str, ShardLayout]]] = {}
     for name, sharding in shardings.items():
         by_layout.setdefault(id(sharding.layout), []).append((name, sharding.layout))
     groups: dict[tuple[tuple[int, ...], ...], list[tuple[str, ShardLayout]]] = {}
     for members in by_layout.values():  # few: hashing a thousand ranks for each tensor would take long
         groups.setdefault(members[0][1].copies, []).extend(members)
-    return groups
+    partitionings: dict[str, Partitioning] = {}
+    for copies, members in groups.items():
+        loads = [(0, copy) for copy in range(len(copies))]
+        for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
+            num_bytes, copy = loads[0]
+            partitionings[name] = layout.partitioning(copy)
+            heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
+    return partitionings
 
 
 def catalog_of(captured: CapturedState) -> Catalog:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from holdfast.checkpoint.format.composites import SavedTensor, shown_type
 from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
 from holdfast.checkpoint.state.fitting import misfit, needs_live
-from holdfast.checkpoint.state.load import Load, LoadPhase
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unfillable
 from holdfast.checkpoint.state.tree import insert_tensors
 from holdfast.errors import InvalidInput
@@ -52,7 +52,7 @@ def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: st
     _fill(plan, saved, live, label)
 
 
-def read_composite(plan: Load, saved: SavedTensor, device: torch.device) -> Callable[[], torch.Tensor] | None:
+def read_composite(plan: Load, saved: SavedTensor, device: torch.device) -> Maker | None:
     """Plan to read a composite tensor into new memory; return a function that makes it filled.
 
     None if its class is the program's.
@@ -91,7 +91,7 @@ def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None
 
 def plan_state(
     plan: Load, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
-) -> Callable[[], torch.Tensor]:
+) -> Maker:
     """Plan to fill one composite tensor of a parameter's state; return a function that returns it filled.
 
     It is the live one, if there is one that fits, or one that the optimizer makes as at its first step.

@@ -159,16 +159,10 @@ def _sparse(saved: SavedTensor) -> torch.Tensor:
     try:
         if saved.type != "sparse_coo":
             layout = getattr(torch, saved.type)
-            return torch.sparse_compressed_tensor(
-                *inner.values(), size=size, layout=layout, check_invariants=True
-            )
-        return torch.sparse_coo_tensor(
-            inner["indices"],
-            inner["values"],
-            size,
-            is_coalesced=saved.facts["coalesced"],
-            check_invariants=True,
-        )
+            options: dict[str, Any] = {"size": size, "layout": layout, "check_invariants": True}
+            return torch.sparse_compressed_tensor(*inner.values(), **options)
+        options = {"is_coalesced": saved.facts["coalesced"], "check_invariants": True}
+        return torch.sparse_coo_tensor(inner["indices"], inner["values"], size, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise Corrupt(
             f"A {saved.type} tensor of size {shown(list(size))} cannot be made of its inner tensors: "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 
 from holdfast.checkpoint.format.containers import kind_of
+from holdfast.checkpoint.state.tensors import PLAIN
 from holdfast.errors import InvalidInput
 
 if TYPE_CHECKING:  # these modules look for entries in values, so they import this one
@@ -92,9 +93,7 @@ class StateEntry(ABC):
         """
 
 
-_SIMPLE = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.Tensor, torch.nn.Parameter}
-)
+_SIMPLE = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, *PLAIN})
 """Types that are neither entries nor containers."""
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
-from holdfast.checkpoint.state.load import Load, LoadPhase
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.modules import EXTRA, canonical
 from holdfast.checkpoint.state.optimizers import capture_groups, is_state_tensor_name
 from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, options_of
@@ -226,7 +226,7 @@ class FSDP1OptimizerEntry(StateEntry):
         return f"{self._module.key}.{canonical(self._module.value, fqn)[0]}"
 
 
-def _new(plan: Load, saved: str, model: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _new(plan: Load, saved: str, model: torch.Tensor) -> Maker:
     """Plan to read a state tensor, sharded like a parameter of the same shape."""
     is_cut = is_dtensor(model) or is_sharded_tensor(model)
     if is_cut and plan.shape(saved) and plan.shape(saved) == tuple(model.shape):

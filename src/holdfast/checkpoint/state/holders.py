@@ -159,10 +159,11 @@ def _merged(kinds: list[tuple[dict[str, Any], list[int]]], rank: int, world_size
     for name, merge in merges.items():
         if merge.fact[-1] == ():
             _join(name, merge)
+    contents = [[set(table[part]) for part in ("keys", "tensors", "others")] for table, _ in kinds]
     return HolderAgreement(
         rank,
         world_size,
-        is_alike=all(_names(table) == _names(kinds[0][0]) for table, _ in kinds),
+        is_alike=all(one == contents[0] for one in contents),
         layouts=_shared(merges),
         keys={key: tuple(sorted(ranks)) for key, ranks in keys.items()},
         names=frozenset(names),
@@ -181,10 +182,6 @@ def _join(name: str, merge: _Merge) -> None:
     merge.fact = dtype, shape, splits, None if regions == (Region.whole(shape),) else regions
     for copy in range(max((len(ranks) for _, ranks in rows), default=0)):
         merge.copies.add(tuple(ranks[copy % len(ranks)] for _, ranks in rows))
-
-
-def _names(table: dict[str, Any]) -> list[set[str]]:
-    return [set(table["keys"]), set(table["tensors"]), set(table["others"])]
 
 
 def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:

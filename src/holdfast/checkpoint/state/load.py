@@ -51,10 +51,12 @@ from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Rename = Callable[[str], str]
+Maker = Callable[[], torch.Tensor]
+"""Function that returns a tensor after all targets are filled."""
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
 """Separator between an optimizer's key and its parameter in names of unexpected parameters."""
-_NOTHING_MADE: Mapping[str, Callable[[], torch.Tensor]] = MappingProxyType({})
+_NOTHING_MADE: Mapping[str, Maker] = MappingProxyType({})
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
 _SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
 
@@ -207,7 +209,7 @@ class Load:
         """Return a tree with its filled tensors. Functions make some of them."""
         return insert_tensors(tree, lambda name: made[name]() if name in made else self.tensor(name))
 
-    def read_like(self, name: str, model: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+    def read_like(self, name: str, model: torch.Tensor, label: str) -> Maker:
         """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory.
 
         Returns:
@@ -311,13 +313,13 @@ class Load:
 
     def _new_sources(
         self, saved: str, device: torch.device | str, regions: list[Region | None]
-    ) -> list[Callable[[], torch.Tensor]]:
+    ) -> list[Maker]:
         """Plan to read regions into new memory, unless they are read already; return their sources."""
         if saved not in self._parts:
             self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
         return [self._source(saved, region) for region in regions]
 
-    def _source(self, saved: str, region: Region | None) -> Callable[[], torch.Tensor]:
+    def _source(self, saved: str, region: Region | None) -> Maker:
         """Return a function that returns a region of a saved tensor after filling."""
         for target in self._parts[saved]:
             if target.region == region:
@@ -338,7 +340,7 @@ class Load:
             assert part.region is not None
             self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
 
-    def read_apart(self, name: str, live: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    def read_apart(self, name: str, live: torch.Tensor) -> Maker | None:
         """Plan to read a tensor of a container into new memory if its live one shares memory.
 
         Returns:

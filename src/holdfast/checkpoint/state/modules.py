@@ -24,7 +24,7 @@ from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
 from holdfast.checkpoint.state.composite_load import fill_composite
 from holdfast.checkpoint.state.entry import HIDDEN, Replication, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
-from holdfast.checkpoint.state.load import Load, LoadPhase
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
@@ -133,7 +133,7 @@ class ModuleEntry(StateEntry):
         trees, composites = self._saved_trees(plan, parts) if parts else ({}, {})
         rows = self._current(state).rows
         adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
-        made: dict[str, Callable[[], torch.Tensor]] = {}  # makers of tensors for the module's load code
+        made: dict[str, Maker] = {}  # makers of tensors for the module's load code
         special: dict[str, Any] = {}  # trees for it
         for row, (key, value) in zip(rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
@@ -188,9 +188,7 @@ class ModuleEntry(StateEntry):
         loaders = _loaders(self.value, changed)
         return frozenset(one for module, ids in loaders if _accepts(module, blank) for one in ids)
 
-    def _finish(
-        self, plan: Load, made: dict[str, Callable[[], torch.Tensor]], special: dict[str, Any]
-    ) -> None:
+    def _finish(self, plan: Load, made: dict[str, Maker], special: dict[str, Any]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
         live = set(map(id, _tensors_of(self.value)))
@@ -275,7 +273,7 @@ class ModuleEntry(StateEntry):
         return [_facts(functools.reduce(_child, path, _unwrapped(self.value))) for path in steps]
 
 
-def _plan_new(plan: Load, saved: str, value: torch.Tensor, label: str) -> Callable[[], torch.Tensor]:
+def _plan_new(plan: Load, saved: str, value: torch.Tensor, label: str) -> Maker:
     """Plan to read a tensor that a hook of the module makes; a DTensor if the hook makes one."""
     if is_divided(value) and shape_of(value) == plan.shape(saved):
         return plan.read_like(saved, value, label)  # load code may combine it with others, all DTensors

@@ -25,7 +25,7 @@ from holdfast.checkpoint.state.entry import (
     hidden_state,
     set_hidden_state,
 )
-from holdfast.checkpoint.state.load import Load, LoadPhase
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
 from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
@@ -90,7 +90,7 @@ class StatefulEntry(StateEntry):
         if not may_be_sharded():
             _plan_tree(plan, tree, self._finish)
             return
-        made: dict[str, Callable[[], torch.Tensor]] = {}
+        made: dict[str, Maker] = {}
 
         def claim(name: str, live: torch.Tensor) -> bool:
             """Plan a tensor like a sharded one of the object. The object's own stays unchanged."""
@@ -246,7 +246,7 @@ class ValueEntry(StateEntry):
         if fitting is None:
             return
 
-        chosen: dict[str, Callable[[], torch.Tensor]] = {}
+        chosen: dict[str, Maker] = {}
 
         def claim(name: str, live: torch.Tensor) -> bool:
             is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)

@@ -21,7 +21,7 @@ from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.composite_load import plan_state
 from holdfast.checkpoint.state.entry import Replication, StateEntry
-from holdfast.checkpoint.state.load import Load, LoadPhase
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState, options_of
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
@@ -73,16 +73,12 @@ class OptimizerLayout:
         values = list(chain.from_iterable(map(_get_values, ordered)))
         return values if list(map(type, values)) == self.types else None
 
-    def tensors(self, values: list[Any]) -> list[torch.Tensor]:
-        """Return the tensors among the values from `read`, in the order of `names`."""
-        return values if not self.leaves else list(compress(values, self.is_tensor))
-
-    def others(self, values: list[Any]) -> dict[str, Any]:
-        """Return the plain values among those from `read`, by parameter and state key."""
+    def divide(self, values: list[Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Divide values from `read` into tensors, as `names`, and others by parameter and state key."""
         others: dict[str, Any] = {}
         for i, fqn, key in self.leaves:
             others.setdefault(fqn, {})[key] = values[i]
-        return others
+        return values if not others else list(compress(values, self.is_tensor)), others
 
 
 def find_layout(
@@ -211,7 +207,7 @@ class OptimizerEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        names, layout = collector.parameter_names, self._layout
+        names, layout = collector.table.parameter_names, self._layout
         values = layout.read(self.value, names) if layout is not None else None
         if layout is None or values is None:
             named = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
@@ -222,9 +218,10 @@ class OptimizerEntry(StateEntry):
             if layout is None or values is None:
                 return self._capture_each(collector, named)
         groups = capture_groups(self, self.value.param_groups, layout.fqns, collector, named_types=True)
-        is_collected = collector.collect_all(layout.names, layout.roles, layout.tensors(values))
+        tensors, others = layout.divide(values)
+        is_collected = collector.collect_all(layout.names, layout.roles, tensors)
         assert is_collected, "a layout has no composite tensors"
-        return {"param_groups": groups, "state": encode(layout.others(values), f"{self.key}.state")}
+        return {"param_groups": groups, "state": encode(others, f"{self.key}.state")}
 
     def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
         """Capture state of any kind: with containers, or without a parameter."""
@@ -265,7 +262,7 @@ class OptimizerEntry(StateEntry):
         """Return the role of state. It is replicated as its parameter, unless that is outside the state."""
         is_own = collector.table.is_per_rank(fqn)
         of_parameter = Replication.PER_RANK if is_own else Replication.REPLICATED
-        is_in_state = id(parameter) in collector.parameter_names
+        is_in_state = id(parameter) in collector.table.parameter_names
         replication = self.replication or (of_parameter if is_in_state else Replication.OWN)
         follows = fqn if replication is Replication.REPLICATED and is_in_state else None
         return Role(replication, is_owned=True, follows=follows)
@@ -293,7 +290,7 @@ class OptimizerEntry(StateEntry):
         """Plan to restore the state of a parameter; as a copy if another parameter gets the same one."""
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         kept: dict[str, torch.Tensor] = {}
-        made: dict[str, Callable[[], torch.Tensor]] = {}
+        made: dict[str, Maker] = {}
         for name, saved_name in saved.tensors.items():
             device = _device(name, plan, saved_name, parameter, options)
             if _fits(live.get(name), plan, saved_name, device if name == "step" else None):
@@ -301,7 +298,7 @@ class OptimizerEntry(StateEntry):
                 plan.fill(saved_name, live[name], saved_name)
             else:
                 made[name] = _new(plan, saved_name, parameter, device)
-        composites: dict[str, Callable[[], torch.Tensor]] = {}
+        composites: dict[str, Maker] = {}
         trees: dict[str, Any] = {}
         for name, tree in saved.trees.items():
             label = f"{self.key}.state.{saved.fqn}.{name}"
@@ -396,9 +393,7 @@ def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator
         yield names.get(id(parameter)) or f"group{index}.{j}", parameter
 
 
-def _new(
-    plan: Load, saved_name: str, parameter: torch.Tensor, device: torch.device
-) -> Callable[[], torch.Tensor]:
+def _new(plan: Load, saved_name: str, parameter: torch.Tensor, device: torch.device) -> Maker:
     """Plan to read a state tensor that the live optimizer lacks; return a function that makes it."""
     # State of a sharded parameter is sharded like it if it has the same shape. Optimizers make all other
     # state from gradients that are DTensors, so it is a DTensor too, whole on every rank; scalars are plain.

@@ -81,9 +81,8 @@ class SavedOptimizer:
     def _index(self, state: dict[str, Any]) -> dict[str, SavedState]:
         """Return the saved state of each parameter by live name. Tied ones appear several times."""
         plan = self._plan
-        found = {
-            fqn: SavedState(fqn, {}, state.get(fqn, {})) for group in self._groups for fqn in group["params"]
-        }
+        fqns = [fqn for group in self._groups for fqn in group["params"]]
+        found = {fqn: SavedState(fqn, {}, state.get(fqn, {})) for fqn in fqns}
         prefix = f"{plan.saved_key(self._key)}.state."
         in_trees = set(references(state))
         for name in plan.saved_names.values():

@@ -310,11 +310,10 @@ def _own_layout(tensor: Any) -> ShardLayout:
     """Return the layout of a tensor with shard attributes; it lists this rank alone."""
     try:
         shape, own_shape = shape_of(tensor), tuple(tensor.shape)
+        shards = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
         rows = [
             (Region(_ints(at), _ints(sizes)), Region(_ints(inside), _ints(sizes)))
-            for at, inside, sizes in zip(
-                tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
-            )
+            for at, inside, sizes in zip(*shards, strict=True)
         ]
         is_sound = all(a.is_inside(shape) and b.is_inside(own_shape) for a, b in rows)
         rows = [row for row in rows if row[0].num_items or 0 in shape]

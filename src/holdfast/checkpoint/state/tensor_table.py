@@ -192,20 +192,34 @@ class TensorTable:
 
     def structure(self, agreement: HolderAgreement, *, is_frozen_known: bool) -> StateStructure:
         """Return all facts about the tensors; see `TensorCollector.captured`."""
+        shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
+        shardings: dict[str, Sharding] = {}
+        lowest: dict[str, ShardLayout] = {}
+        places: dict[str, dict[Region, Region]] = {}
+        for name in self.tensors:
+            row = self._row_of[name]
+            role, raw, shape = self.roles[row], self._layouts[row], self._shapes[row]
+            if name not in self._per_rank:
+                layout = self._layout(row, agreement)
+                shardings[name] = shared.setdefault((shape, id(layout)), Sharding(shape, layout))
+            if role.replication is Replication.LOWEST and raw is None:
+                lowest[name] = agreement.layout(name, raw, is_lowest=False, in_module=role.in_module)
+            if raw is not None and raw.is_own:
+                places[name] = dict(zip(raw.regions_of(self.rank, shape), raw.places, strict=True))
         tensors = self.tensors.values()
         return StateStructure(
             names=list(self.tensors),
             dtypes=[tensor.dtype for tensor in tensors],
             shapes=[tensor.shape for tensor in tensors],
             devices=[tensor.device for tensor in tensors],
-            shardings=self._shardings(agreement),
+            shardings=shardings,
             per_rank=frozenset(self._per_rank),
             owned=frozenset(self._owned),
             temporary=frozenset(self._temporary),
             frozen=self._frozen() if is_frozen_known and self.owners else frozenset(),
             tied=dict(self.tied),
-            lowest=self._lowest(agreement),
-            places=self._places(),
+            lowest=lowest,
+            places=places,
         )
 
     def _inspect(
@@ -248,20 +262,6 @@ class TensorTable:
         self._more.setdefault(address, []).append(name)
         return name
 
-    def _shardings(self, agreement: HolderAgreement) -> dict[str, Sharding]:
-        shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
-        shardings: dict[str, Sharding] = {}
-        for name in self.tensors:
-            if name in self._per_rank:
-                continue
-            row = self._row_of[name]
-            layout, shape = self._layout(row, agreement), self._shapes[row]
-            key = (shape, id(layout))
-            if key not in shared:
-                shared[key] = Sharding(shape, layout)
-            shardings[name] = shared[key]
-        return shardings
-
     def _layout(self, row: int, agreement: HolderAgreement) -> ShardLayout:
         """Return the agreed layout of a row, or its own without an agreement."""
         role, raw = self.roles[row], self._layouts[row]
@@ -281,27 +281,6 @@ class TensorTable:
         # Shards that have changed since the ranks met: a commit checks that all ranks' shards fit together.
         mine = set(raw.regions_of(self.rank, shape))
         return known if set(known.regions_of(self.rank, shape)) == mine else raw
-
-    def _lowest(self, agreement: HolderAgreement) -> dict[str, ShardLayout]:
-        """Return the layouts of all holders, for tensors that only the lowest of them writes."""
-        found: dict[str, ShardLayout] = {}
-        for name in self.tensors:
-            row = self._row_of[name]
-            role, raw = self.roles[row], self._layouts[row]
-            if role.replication is Replication.LOWEST and raw is None:
-                found[name] = agreement.layout(name, raw, is_lowest=False, in_module=role.in_module)
-        return found
-
-    def _places(self) -> dict[str, dict[Region, Region]]:
-        """Return where the regions of this rank are in its tensors with shard attributes."""
-        found: dict[str, dict[Region, Region]] = {}
-        for name in self.tensors:
-            row = self._row_of[name]
-            layout = self._layouts[row]
-            if layout is not None and layout.is_own:
-                regions = layout.regions_of(self.rank, self._shapes[row])
-                found[name] = dict(zip(regions, layout.places, strict=True))
-        return found
 
     def _frozen(self) -> frozenset[str]:
         """Return module parameters that no optimizer owns."""

@@ -142,12 +142,11 @@ class State:
         for optimizer in hooked:
             collector.own(parameters(optimizer))
         for optimizer in self._lent_optimizers:
-            collector.own_memory(tensors_of(optimizer))
+            collector.table.own_memory(tensors_of(optimizer))  # no table is followed while a state is lent
         values = {key: captured[key] for key in entries}
         values[rng.KEY] = rng.capture(collector)
-        now = collector.captured(
-            values, self._structure, self._agreed(), is_frozen_known=len(hooked) == len(optimizers)
-        )
+        is_known = len(hooked) == len(optimizers)
+        now = collector.captured(values, self._structure, self._agreed(), is_frozen_known=is_known)
         self._table, self._structure = collector.table, now.structure
         return now
 

@@ -226,9 +226,8 @@ class _Extraction:
         walk = self
         if composite.type == DTENSOR:
             if self.per_rank is None:
-                raise unsavable(
-                    value, name, "it is a DTensor over a tensor of another class. Save its to_local()."
-                )
+                why = "it is a DTensor over a tensor of another class. Save its to_local()."
+                raise unsavable(value, name, why)
             walk = _Extraction(self.per_rank, None, named_types=True, entries=False, composites=True)
         inner = {part: walk.extract(item, f"{name}.{part}") for part, item in composite.inner.items()}
         return SavedTensor(composite.type, inner, facts_of(composite, name))

@@ -256,11 +256,11 @@ class ObjectStore(Store):
 
     def _send(self, request: StoreRequest, data: Buffer) -> None:
         """Write an object, replacing any existing one."""
-        num_bytes = len(data)
-        is_large = num_bytes > self._address.part_bytes
-        self._retries.call(
-            request, lambda client: self._upload(client, request.name, data, num_bytes), retrying=is_large
-        )
+
+        def send(client: Any) -> None:
+            self._upload(client, request.name, data, len(data))
+
+        self._retries.call(request, send, retrying=len(data) > self._address.part_bytes)
 
     def _upload(self, client: Any, name: str, body: Any, num_bytes: int) -> None:
         part_bytes = self._part_bytes(num_bytes)

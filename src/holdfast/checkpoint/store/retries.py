@@ -194,35 +194,31 @@ class Retries:
 
         If `retrying`, its client retries by itself. `past_end` is the result if the object ends too early.
         """
-        with command_limit.reporting(self._address.place):
-            return self._call(request, act, retrying=retrying, past_end=past_end)
-
-    def _call(
-        self, request: StoreRequest, act: Callable[[Any], _T], *, retrying: bool, past_end: _T | None
-    ) -> _T:
         is_renewed = False
-        while True:
-            request.num_tries += 1
-            client = self._clients.get(retrying=retrying)
-            try:
-                return act(client)
-            except HoldfastError:
-                raise
-            except TryAgain as error:
-                client_error = ClientError(ErrorKind.PASSING, str(error))
-            except self._clients.client_errors as error:
-                client_error = classify(error)
-            if client_error.kind is ErrorKind.PAST_END and past_end is not None:
-                return past_end
-            if client_error.kind is ErrorKind.DENIED and not is_renewed:
-                is_renewed = True  # keys may have been renewed since the client read them
-                self._clients.drop()
-                continue
-            pause_s = backoff.jittered(backoff.doubled(request.num_tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-            is_over = time.monotonic() + pause_s > request.began_s + self._limit_s(request)
-            if client_error.kind is not ErrorKind.PASSING or is_over:
-                raise self.failure(request, client_error) from None  # its text may hold secrets
-            time.sleep(pause_s)
+        with command_limit.reporting(self._address.place):
+            while True:
+                request.num_tries += 1
+                client = self._clients.get(retrying=retrying)
+                try:
+                    return act(client)
+                except HoldfastError:
+                    raise
+                except TryAgain as error:
+                    client_error = ClientError(ErrorKind.PASSING, str(error))
+                except self._clients.client_errors as error:
+                    client_error = classify(error)
+                if client_error.kind is ErrorKind.PAST_END and past_end is not None:
+                    return past_end
+                if client_error.kind is ErrorKind.DENIED and not is_renewed:
+                    is_renewed = True  # keys may have been renewed since the client read them
+                    self._clients.drop()
+                    continue
+                doubled_s = backoff.doubled(request.num_tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+                pause_s = backoff.jittered(doubled_s)
+                is_over = time.monotonic() + pause_s > request.began_s + self._limit_s(request)
+                if client_error.kind is not ErrorKind.PASSING or is_over:
+                    raise self.failure(request, client_error) from None  # its text may hold secrets
+                time.sleep(pause_s)
 
     def failure(self, request: StoreRequest, client_error: ClientError) -> HoldfastError:
         """Return the error to raise for a client error."""

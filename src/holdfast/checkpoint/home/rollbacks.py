@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -88,9 +87,17 @@ def read_rollbacks(stores: Iterable[Store], run_id: str | None) -> Rollbacks:
 
 
 def find_healthy(
-    stores: Iterable[Store], newest: CheckpointId, ancestors: Ancestors, *, run_id: str, upto_step: int
+    stores: Iterable[Store],
+    newest: CheckpointId,
+    ancestors: Ancestors,
+    *,
+    run_id: str,
+    upto_step: int,
+    kept_upto_step: int,
 ) -> tuple[CheckpointId, ...]:
     """Return the newest healthy checkpoints that training continues, up to a step; a few, the newest first.
+
+    One of them is not newer than `kept_upto_step`: retention may delete the others before they are restored.
 
     Args:
         stores: the tiers.
@@ -98,13 +105,20 @@ def find_healthy(
         ancestors: checkpoints that it continues.
         run_id: id of the run.
         upto_step: greatest step.
+        kept_upto_step: retention keeps the newest healthy checkpoint up to this step.
     """
     found: set[CheckpointId] = set()
     for store in stores:
         complete = [one for one in candidates(list_home(store)) if one.step <= upto_step]
         line = line_of(complete, newest, ancestors).current
-        healthy = (one for one in line if _is_healthy(store, one, run_id))
-        found.update(itertools.islice(healthy, _MAX_CHOICES))
+        chosen: list[CheckpointId] = []
+        for one in line:
+            is_wanted = len(chosen) < _MAX_CHOICES or one.step <= kept_upto_step
+            if is_wanted and _is_healthy(store, one, run_id):
+                chosen.append(one)
+            if len(chosen) >= _MAX_CHOICES and chosen[-1].step <= kept_upto_step:
+                break
+        found.update(chosen)
     return tuple(sorted(found, reverse=True))
 
 

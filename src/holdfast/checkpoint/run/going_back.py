@@ -122,9 +122,17 @@ class GoingBack:
         assert keeper is not None  # `decide` has begun the attempt
         tiers, upto = self._components.tiers, self._newest_choice(vote)
         stores, newest = tiers.durable_stores(), CheckpointId(attempt=keeper.config.attempt, step=step)
+        durable = attempt.latest() or 0
         choices = Patience(tiers.restore_patience_s, self._components.show).spend(
             tiers.home,
-            lambda: find_healthy(stores, newest, attempt.ancestors, run_id=keeper.config.run, upto_step=upto),
+            lambda: find_healthy(
+                stores,
+                newest,
+                attempt.ancestors,
+                run_id=keeper.config.run,
+                upto_step=upto,
+                kept_upto_step=min(step, durable) - (self._components.watching.goes_back or 0),
+            ),
         )
         if not choices:
             text = (

@@ -342,6 +342,10 @@ class Bounds:
             refuse(what, "it", f"a text like {self.pattern.pattern}", value)
 
 
+Count = Annotated[int, Bounds()]
+"""A count, size, offset or number of something."""
+
+
 def read_members(cls: type[_T], body: Fields) -> _T:
     """Return a dataclass from the members of its fields; others are ignored, and null is a default."""
     hints, required = _fields_of(cls)
@@ -385,7 +389,7 @@ def read_as(hint: Any, value: Any, what: str) -> Any:
     if hint is Any or hint is object:
         return value
     if origin is Annotated:
-        return _read_annotated(*arguments, value, what)
+        return _read_annotated(arguments[0], arguments[1], value, what)
     if origin in (typing.Union, types.UnionType):
         return _read_as_one_of(arguments, value, what)
     if origin in _ARRAYS:

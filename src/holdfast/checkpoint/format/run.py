@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.limits import (
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
-from holdfast.system.documents import MAX_NUMBER, Bounds, Fields, read_as, read_members, refuse
+from holdfast.system.documents import MAX_NUMBER, Bounds, Count, Fields, read_as, read_members, refuse
 
 _T = TypeVar(
     "_T", "Run", "AttemptClaim", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics", "Rollback"
@@ -28,13 +28,14 @@ _T = TypeVar(
 
 
 def _read_range(value: Any, what: str) -> tuple[int, int]:
-    start, end = read_as(tuple[SampleNumber, SampleNumber], value, what)
+    start, end = read_as(tuple[Count, Count], value, what)
     if start > end:
         refuse(what, "it", "the first sample and the end", value)
     return start, end
 
 
-def _read_metric(value: Any, what: str) -> float:
+def read_metric(value: Any, what: str) -> float:
+    """Return a metric from JSON, where numbers that are not finite are texts."""
     return float(value) if value in ("nan", "inf", "-inf") else read_as(float, value, what)
 
 
@@ -45,9 +46,8 @@ WorldSize = Annotated[int, Bounds(at_least=1, at_most=MAX_RANKS)]
 UnixSeconds = Annotated[float, Bounds(at_most=math.inf)]
 Name = Annotated[str, Bounds(max_len=MAX_NAME_CHARS)]
 Reason = Annotated[str, Bounds(max_len=MAX_SMALL_BYTES)]
-SampleNumber = Annotated[int, Bounds()]
 SampleRange = Annotated[tuple[int, int], _read_range]
-Metric = Annotated[float, _read_metric]
+Metric = Annotated[float, read_metric]
 Mode = Annotated[str, Bounds(pattern=re.compile("min|max"))]
 
 MAX_ROLLBACK_KEYS = 64
@@ -70,7 +70,7 @@ class AttemptClaim:
     run: RunId
     world_size: WorldSize
     host: Annotated[str, Bounds(max_len=1024)]
-    pid: Annotated[int, Bounds()]
+    pid: Count
     started_unix_s: UnixSeconds
 
 

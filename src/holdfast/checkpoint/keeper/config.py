@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.retention import Keep
+from holdfast.system.documents import Count
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""
@@ -30,28 +31,28 @@ class KeeperConfig:
 
     home: str
     run: str
-    attempt: int
-    rank: int
-    world_size: int
+    attempt: Count
+    rank: Count
+    world_size: Count
     all_ranks_here: bool  # every rank of the attempt runs on this host
-    keep_last: int | None
-    keep_every: int | None
+    keep_last: Count | None
+    keep_every: Count | None
     commit_timeout_s: float  # time to wait for other ranks' parts while the trainer is alive
     linger_s: float  # the same once the trainer has exited
     claim: str = ""  # document that claimed the attempt; "" to skip the check that it still exists
     local: str | None = None  # folder of the local tier; None to persist saves in home
-    local_ranks: tuple[int, ...] = ()  # ranks that share this local folder; empty for all
-    keep_local: int = 2  # newest checkpoints to keep in the local tier
+    local_ranks: tuple[Count, ...] = ()  # ranks that share this local folder; empty for all
+    keep_local: Count = 2  # newest checkpoints to keep in the local tier
     bandwidth: float | None = None  # bytes per second that this rank may send home
     patience_s: float = 3600.0  # time that home may fail before that is an error
     pause_s: float = 0.0  # time that a save is tried again while training waits for it
     keep_in_memory_s: float = 0.0  # time that file images stay in memory after the trainer's death
-    num_retries: int = 2  # tries after the first, when the store fails
+    num_retries: Count = 2  # tries after the first, when the store fails
     retry_s: float = 0.5  # pause before the first retry; doubles with each
-    keep_best: int | None = None  # best checkpoints to keep in home
+    keep_best: Count | None = None  # best checkpoints to keep in home
     keep_metric: str | None = None  # metric that they are compared by
     keep_mode: str = "min"
-    healthy_back: int | None = None  # also keep a healthy checkpoint this many steps before the newest
+    healthy_back: Count | None = None  # also keep a healthy checkpoint this many steps before the newest
     watches: tuple[WatchConfig, ...] = ()
 
     @property

@@ -26,19 +26,8 @@ class StagedSave:
     received_s: float
 
 
-_PLAIN = (
-    messages.ResumeCommit,
-    messages.DropSave,
-    messages.DrainCheckpoint,
-    messages.DrainBest,
-    messages.DeleteStep,
-    messages.UpdateMetrics,
-    messages.MarkComplete,
-    messages.RecordEvent,
-)
-Received: TypeAlias = (
-    StagedSave
-    | messages.ResumeCommit
+PlainMessage: TypeAlias = (
+    messages.ResumeCommit
     | messages.DropSave
     | messages.DrainCheckpoint
     | messages.DrainBest
@@ -47,6 +36,7 @@ Received: TypeAlias = (
     | messages.MarkComplete
     | messages.RecordEvent
 )
+Received: TypeAlias = StagedSave | PlainMessage
 
 
 class TrainerInbox:
@@ -190,5 +180,5 @@ class TrainerInbox:
             arena_fd, draft_fd = fds
             failpoint("keeper.received")
             self._saves.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
-        elif isinstance(message, _PLAIN):
+        elif isinstance(message, PlainMessage):
             self._others.append(message)

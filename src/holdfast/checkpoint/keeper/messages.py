@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeAlias, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, TypeAlias, get_args
 
 from holdfast.checkpoint.format.names import OfCheckpoint
-from holdfast.checkpoint.format.run import encode_metric
+from holdfast.checkpoint.format.run import encode_metric, read_metric
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.system.documents import MAX_COUNT, decode_object, read_dataclass, refuse
+from holdfast.system.documents import Count, decode_object, read_dataclass
 
 MAX_MESSAGE_BYTES = 64 << 10
 """Limit on an encoded message. Messages are small: tensors and drafts are sent as descriptors."""
 MAX_DETAIL = 5000
 """Characters of free text in a message. As JSON each takes at most 12 bytes."""
 
-EncodedMetrics: TypeAlias = Mapping[str, float | str]
-"""Metrics by name: finite numbers, "nan", "inf" and "-inf"."""
+EncodedMetrics: TypeAlias = Mapping[str, Annotated["float | str", read_metric]]
+"""Metrics by name: finite numbers, "nan", "inf" and "-inf"; once they are parsed, numbers."""
 
 _WHAT = "a message between trainer and keeper"
 _KIND = "kind"
-_NOT_FINITE = ("nan", "inf", "-inf")
 
 
 # -- from the trainer ----------------------------------------------------------------------------------------
@@ -40,9 +39,9 @@ class Configure:
 class ArenaLayout:
     """Positions of the file images of a save in its arena."""
 
-    data_bytes: int  # size of the data file, which begins at 0
-    frozen_at: int = 0
-    frozen_bytes: int = 0  # size of the file of frozen tensors; 0 without one
+    data_bytes: Count  # size of the data file, which begins at 0
+    frozen_at: Count = 0
+    frozen_bytes: Count = 0  # size of the file of frozen tensors; 0 without one
     is_frozen_unchanged: bool = False  # copied on the assumption that it equals that of the previous save
 
 
@@ -50,14 +49,14 @@ class ArenaLayout:
 class SubmitSave:
     """Staged save, sent with the descriptors of its arena and its draft."""
 
-    step: int
-    arena: int
-    arenas: tuple[int, ...]  # all that exist, so that the keeper unmaps the others
+    step: Count
+    arena: Count
+    arenas: tuple[Count, ...]  # all that exist, so that the keeper unmaps the others
     layout: ArenaLayout
     to_home: bool
     is_resent: bool = False  # an earlier keeper of this rank received it, and has died since
     metrics: EncodedMetrics = field(default_factory=dict[str, "float | str"])  # on rank 0
-    of_steps: Mapping[str, int] = field(
+    of_steps: Mapping[str, Count] = field(
         default_factory=dict[str, int]
     )  # of metrics recorded for another step
 
@@ -66,8 +65,8 @@ class SubmitSave:
 class ResumeCommit:
     """Save that an earlier keeper of this rank has persisted; only its commit is left."""
 
-    step: int
-    num_bytes: int
+    step: Count
+    num_bytes: Count
     to_home: bool
 
 
@@ -75,7 +74,7 @@ class ResumeCommit:
 class DropSave:
     """Save without a copy on this rank, so that no rank can commit it."""
 
-    step: int
+    step: Count
     reason: str
 
 
@@ -83,15 +82,15 @@ class DropSave:
 class DrainCheckpoint(OfCheckpoint):
     """Checkpoint of the local tier to be sent home."""
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
 class DrainBest:
     """Steps of this attempt's best saves. They stay in the local folder until they are in home."""
 
-    steps: tuple[int, ...]
+    steps: tuple[Count, ...]
     is_due: bool = False  # send them home now, beside a save that is due there
 
 
@@ -99,24 +98,24 @@ class DrainBest:
 class DeleteStep:
     """Step whose checkpoints are deleted once a newer one is complete."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateMetrics:
     """Metrics of a save, in place of those submitted with it."""
 
-    step: int
+    step: Count
     metrics: EncodedMetrics
-    of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
+    of_steps: Mapping[str, Count] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)
 class MarkComplete(OfCheckpoint):
     """Checkpoint that is complete, though its files are in folders of several hosts."""
 
-    attempt: int
-    step: int
+    attempt: Count
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +123,9 @@ class RecordEvent:
     """Event of the trainer, for the history of the run."""
 
     event: str
-    step: int | None
+    step: Count | None
     unix_s: float
-    num_bytes: int = 0
+    num_bytes: Count = 0
     seconds: float = 0.0
     detail: str = ""
     tier: str = ""
@@ -162,28 +161,28 @@ class Pong:
 class ArenaReleased:
     """Arena that may be used again."""
 
-    arena: int
+    arena: Count
 
 
 @dataclass(frozen=True, slots=True)
 class SavePersisted:
     """Save whose files of this rank are durable."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
 class SaveDurable:
     """Save that is committed, or as durable as a node-local one becomes."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
     """Save that will not be committed."""
 
-    step: int
+    step: Count
     error: str  # class of the error
     detail: str
 
@@ -192,7 +191,7 @@ class SaveFailed:
 class SaveDelayed:
     """Save that waits, and its reason. The keeper tries again."""
 
-    step: int
+    step: Count
     detail: str
 
 
@@ -200,7 +199,7 @@ class SaveDelayed:
 class AttemptFenced:
     """Save that may not be committed: a newer attempt has claimed the run."""
 
-    step: int
+    step: Count
     error: str
     detail: str
 
@@ -209,14 +208,14 @@ class AttemptFenced:
 class ArrivedHome:
     """Checkpoint that is complete in home."""
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True, slots=True)
 class DrainDelayed:
     """Checkpoint that could not be sent home yet. The keeper tries again."""
 
-    step: int
+    step: Count
     detail: str
 
 
@@ -224,7 +223,7 @@ class DrainDelayed:
 class DrainFailed:
     """Checkpoint that will not be sent home."""
 
-    step: int
+    step: Count
     error: str  # class of the error
     detail: str
 
@@ -276,8 +275,8 @@ class Image:
     """File image in an arena. The arena may have been overwritten in part since: check hashes."""
 
     name: str
-    offset: int
-    num_bytes: int
+    offset: Count
+    num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,13 +339,7 @@ def parse(text: bytes) -> Message:
     body = decode_object(text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True)  # paths may not be UTF-8
     name = body.choice(_KIND, _KINDS)
     members = {member: value for member, value in body.members.items() if member != _KIND}
-    what = f"{_WHAT}, {name}"
-    message = read_dataclass(_KINDS[name], members, what)
-    for member, value in _integers(message):
-        if not 0 <= value <= MAX_COUNT:
-            refuse(what, member, f"an integer from 0 to {MAX_COUNT}", value)
-    _check_metrics(message, what)
-    return message
+    return read_dataclass(_KINDS[name], members, f"{_WHAT}, {name}")
 
 
 def encode_metrics(metrics: Mapping[str, float]) -> EncodedMetrics:
@@ -355,27 +348,5 @@ def encode_metrics(metrics: Mapping[str, float]) -> EncodedMetrics:
 
 
 def decode_metrics(message: SubmitSave | UpdateMetrics) -> SaveValues:
-    """Return the metrics in a message."""
+    """Return the metrics in a message that was parsed."""
     return SaveValues({name: float(value) for name, value in message.metrics.items()}, message.of_steps)
-
-
-def _check_metrics(message: Message, what: str) -> None:
-    if isinstance(message, SubmitSave | UpdateMetrics):
-        for value in message.metrics.values():
-            if isinstance(value, str) and value not in _NOT_FINITE:
-                refuse(what, "metrics", "numbers", value)
-        for step in message.of_steps.values():
-            if not 0 <= step <= MAX_COUNT:
-                refuse(what, "of_steps", f"integers from 0 to {MAX_COUNT}", step)
-
-
-def _integers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield each integer in the fields of a dataclass, with the name of its field."""
-    if is_dataclass(value):
-        for field in fields(value):
-            yield from _integers(getattr(value, field.name), field.name)
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _integers(item, name)
-    elif type(value) is int:
-        yield name, value

@@ -181,3 +181,18 @@ def test_a_watch_can_warn_and_write_into_the_history(tmp_path: Path) -> None:
         train(home, Talking())
     (line,) = lines(home, "spike")
     assert line["detail"] == f"watched at {home}"
+
+
+def test_a_half_that_kills_the_keeper_is_left_out_after_two_deaths(tmp_path: Path) -> None:
+    watch = odd(name="dying", keeper="watch.toy_keeper:DyingKeeper")
+    with pytest.warns(holdfast.SaveWarning) as warned:
+        train(tmp_path / "home", watch)
+    assert holdfast.open(tmp_path / "home").step == 3
+    assert "has died 2 times in a row. The next one works without the halves of these watches: dying" in str(
+        [str(one.message) for one in warned]
+    )
+
+
+def test_more_watches_than_a_checkpoint_has_room_for_are_refused() -> None:
+    with pytest.raises(holdfast.InvalidInput, match="at most 32 watches"):
+        choose_watches([odd(name=f"odd-{number}") for number in range(32)])

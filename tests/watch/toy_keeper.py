@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,15 @@ class ToyKeeper(KeeperWatch):
             raise ValueError("cannot start")
         Path(self.options["file"]).write_text(json.dumps([run.name, os.getpid()]))
         run.show("the toy has started")
+
+
+class DyingKeeper(KeeperWatch):
+    """Half in the keeper that kills its process with every save."""
+
+    @override
+    def persisted(self, save: PersistedSave) -> Section | None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
 
 
 class BusyKeeper(KeeperWatch):

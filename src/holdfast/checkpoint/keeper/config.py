@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.checkpoint.home.listing import WriterId
@@ -54,6 +54,10 @@ class KeeperConfig:
     keep_mode: str = "min"
     healthy_back: Count | None = None  # also keep a healthy checkpoint this many steps before the newest
     watches: tuple[WatchConfig, ...] = ()
+
+    def with_own_halves_only(self) -> KeeperConfig:
+        """Return this configuration without halves of watches that are not part of Holdfast."""
+        return replace(self, watches=tuple(one for one in self.watches if one.keeper.startswith("holdfast.")))
 
     @property
     def writer(self) -> WriterId:

@@ -24,6 +24,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 60.0
 """Pauses before another keeper is started, from the second death in a row on. Each is twice the last."""
 _CHECK_S = 1.0
 """Pause between two checks whether the keeper responds."""
+_MAX_DEATHS_WITH_USERS_CODE = 2
+"""Deaths in a row, after which a keeper loads only halves of watches that are part of Holdfast."""
 _MAX_SILENT_CHECKS = 20
 """Checks in a row without a response, after which a keeper is replaced."""
 _MAX_START_CHECKS = 300
@@ -224,7 +226,7 @@ class Supervisor:
             if self._has_left:
                 return
             try:
-                child = ChildProcess.start(self._config, pulse_fd=self._pulse_fd)
+                child = ChildProcess.start(self._trusted_config(), pulse_fd=self._pulse_fd)
             except (OSError, HoldfastError) as error:
                 reason = f"{death} No other keeper could be started ({error})."
                 continue
@@ -237,6 +239,19 @@ class Supervisor:
                     f"{reason} Another one (pid {child.pid}) has taken over its {num_saves} unfinished saves."
                 )
             return
+
+    def _trusted_config(self) -> KeeperConfig:
+        """Return the configuration of the next keeper; after two deaths in a row without the users' code."""
+        trusted = self._config.with_own_halves_only()
+        left_out = [one.name for one in self._config.watches if one not in trusted.watches]
+        if left_out and self._num_deaths >= _MAX_DEATHS_WITH_USERS_CODE:
+            self._config = trusted
+            with self.lock:
+                self._owner.add_problem(
+                    f"The keeper of rank {self._config.rank} has died {self._num_deaths} times in a row. The "
+                    f"next one works without the halves of these watches: {', '.join(left_out)}."
+                )
+        return self._config
 
     def _count_death(self, reason: str) -> float:
         """Return the seconds to wait before another keeper is started."""

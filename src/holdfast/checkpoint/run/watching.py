@@ -14,7 +14,7 @@ from typing import Any
 import holdfast
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format import sections
-from holdfast.checkpoint.format.sections import MAX_PART_BYTES, WATCH_NAME, Section, Sections
+from holdfast.checkpoint.format.sections import MAX_PART_BYTES, MAX_SECTIONS, WATCH_NAME, Section, Sections
 from holdfast.checkpoint.keeper.config import WatchConfig
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.ranks import RankGroup, this_host
@@ -55,7 +55,12 @@ def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
         if watch.keeper is not None:
             _folder_of(watch.keeper)
         found[watch.name] = watch
-    return tuple(({watch.name: watch for watch in holdfast.default_watches()} | found).values())
+    chosen = {watch.name: watch for watch in holdfast.default_watches()} | found
+    if len(chosen) > MAX_SECTIONS:
+        raise InvalidInput(
+            f"A run has at most {MAX_SECTIONS} watches, with the default ones; got {len(chosen)}. Give fewer."
+        )
+    return tuple(chosen.values())
 
 
 def _folder_of(half: str) -> str:

@@ -222,13 +222,12 @@ class Keeper(KeeperOwner):
         seconds: float = 0.0,
         detail: str = "",
         tier: str = "",
+        surely: bool = False,
     ) -> None:
-        """Record an event of the trainer in the history."""
-        self._supervisor.send(_event(event, step, num_bytes, seconds, detail, tier))
-
-    def record_restored(self, *, step: int, num_bytes: int, seconds: float, detail: str, tier: str) -> None:
-        """Record the restored checkpoint in the history, even if this keeper is killed meanwhile."""
-        self._send_surely(_event("restored", step, num_bytes, seconds, detail, tier))
+        """Record an event of the trainer in the history; surely, even if this keeper is killed meanwhile."""
+        short = detail[: messages.MAX_DETAIL]
+        message = messages.RecordEvent(event, step, time.time(), num_bytes, seconds, short, tier)
+        (self._send_surely if surely else self._supervisor.send)(message)
 
     def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Any]]) -> None:
         """Record training metrics in the history, even if this keeper is killed meanwhile.
@@ -470,14 +469,6 @@ def wait_for_closed(home: str, *, timeout_s: float, notify: Callable[[str], None
                 notify(
                     "waiting for the keeper of an earlier Checkpointer of this process to complete its saves"
                 )
-
-
-def _event(
-    event: str, step: int | None, num_bytes: int, seconds: float, detail: str, tier: str
-) -> messages.RecordEvent:
-    return messages.RecordEvent(
-        event, step, time.time(), num_bytes, seconds, detail[: messages.MAX_DETAIL], tier
-    )
 
 
 def _error(

@@ -215,9 +215,9 @@ class Attempt:
         if last is not None and self.saves.has(step):
             return last
         self._check_step(step)
-        self._warn_of_unmeasured()
         keeper = self.begin()
         if self._keeps_best:
+            self._warn_of_unmeasured()
             self.step_sync.score_alone(keeper)
         to_home = cadence.home.decide(
             step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1

@@ -208,10 +208,8 @@ class Pipeline:
         # Invariant: nothing is sent before the copy is whole, so a keeper never has half of a step (013).
         self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
         self._watching.record(self._metrics.take_new)
-        placed = copies.without(staging.torn_witnesses)
-        tensors = {name: tuple(one.tensor for one in found) for name, found in placed.items()}
+        tensors, rows = copies.without(staging.torn_witnesses) if copies.by_watch else ({}, {})
         sections = self._watching.saving(save.step, tensors, has_room=copies.has_room)
-        rows = {name: tuple((one.at, one.num_bytes) for one in found) for name, found in placed.items()}
         draft = parts.add_findings(draft, sections, rows)
         try:
             keeper.submit(
@@ -347,12 +345,17 @@ class SaveCopies:
     by_watch: Mapping[str, tuple[PlacedCopy, ...]]
     has_room: bool = True
 
-    def without(self, torn: Collection[int]) -> dict[str, tuple[PlacedCopy, ...]]:
-        """Return the copies but those at some indices, which may mix two moments."""
-        return {
-            name: tuple(one for one in copies if one.index not in torn)
-            for name, copies in self.by_watch.items()
-        }
+    def without(
+        self, torn: Collection[int]
+    ) -> tuple[dict[str, tuple[SharedTensor, ...]], dict[str, tuple[tuple[int, int], ...]]]:
+        """Return tensors and places of the copies but those at some indices, which may mix two moments."""
+        tensors: dict[str, tuple[SharedTensor, ...]] = {}
+        places: dict[str, tuple[tuple[int, int], ...]] = {}
+        for name, copies in self.by_watch.items():
+            whole = [one for one in copies if one.index not in torn]
+            tensors[name] = tuple(one.tensor for one in whole)
+            places[name] = tuple((one.at, one.num_bytes) for one in whole)
+        return tensors, places
 
 
 @dataclass(frozen=True, slots=True)

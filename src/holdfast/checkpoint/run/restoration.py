@@ -189,7 +189,8 @@ class Restoration:
             keeper.drain_checkpoint(found.checkpoint_id)  # its own attempt may not have drained it
         if keeper.config.is_node_local:
             keeper.mark_complete(found.checkpoint_id)
-        keeper.record_restored(
+        keeper.record(
+            "restored",
             step=found.step,
             num_bytes=found.num_bytes,
             seconds=found.seconds,
@@ -197,6 +198,7 @@ class Restoration:
                 (f"attempt {found.attempt}", *describe_skipped(found), *self.differences.for_history())
             ),
             tier=self._tiers.name_of(found.sources),
+            surely=True,
         )
 
 

@@ -576,9 +576,10 @@ def _records() -> dict[str, Callable[[], Any]]:
 
     def keeper_config() -> Any:
         from holdfast.checkpoint.keeper.config import KeeperConfig
+        from holdfast.checkpoint.retention import Keep
 
         return KeeperConfig(
-            "/home", "run", 1, 0, 2, True, 3, None, 60.0, 5.0, local="/local", local_ranks=(0, 1)
+            "/home", "run", 1, 0, 2, True, Keep(3), 60.0, 5.0, local="/local", local_ranks=(0, 1)
         )
 
     def keeper_lockfile() -> Any:

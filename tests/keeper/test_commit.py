@@ -27,6 +27,7 @@ from holdfast.checkpoint.keeper import ArenaLayout, Keeper, KeeperConfig, Save, 
 from holdfast.checkpoint.keeper.messages import Configure, RecordEvent, SaveDelayed, encode
 from holdfast.checkpoint.keeper.messages import parse as parse_message
 from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.memory import MemoryStore
@@ -42,8 +43,7 @@ def make_config(home: str, rank: int = 0, world_size: int = 2, commit_timeout_s:
         rank=rank,
         world_size=world_size,
         all_ranks_here=True,
-        keep_last=3,
-        keep_every=None,
+        keep=Keep(3),
         commit_timeout_s=commit_timeout_s,
         linger_s=1.0,
         retry_s=0.01,
@@ -344,5 +344,5 @@ def test_a_closed_end_is_received_as_none() -> None:
 
 @given(st.integers(0, 5), st.one_of(st.none(), st.integers(1, 5)), texts)
 def test_a_configuration_round_trips(rank: int, keep_last: int | None, home: str) -> None:
-    config = KeeperConfig(home, "run", 1, rank, 6, False, keep_last, None, 1.5, 2.0)
+    config = KeeperConfig(home, "run", 1, rank, 6, False, Keep(keep_last), 1.5, 2.0)
     assert parse_message(encode(Configure(config))) == Configure(config)

@@ -28,6 +28,7 @@ from holdfast.checkpoint.keeper.persist import verified_blocks
 from holdfast.checkpoint.keeper.rate import BLOCK_BYTES
 from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
+from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
@@ -48,7 +49,7 @@ class Bench:
             make_checkpoint(self.near, step, 1, [shared, *({} for _ in range(world_size - 1))])
         self.told: queue.Queue[Drained] = queue.Queue()
         self.config = KeeperConfig(
-            "home", "run-one", 1, 0, world_size, True, 3, None, 5.0, 5.0, local="near", patience_s=patience_s
+            "home", "run-one", 1, 0, world_size, True, Keep(3), 5.0, 5.0, local="near", patience_s=patience_s
         )
         self.drain = self.make(self.config)
 
@@ -206,7 +207,7 @@ def test_a_fenced_attempt_drains_nothing() -> None:
 def test_the_next_attempt_drains_checkpoints_of_an_older_one(tmp_path: Path) -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
-    config = KeeperConfig("home", "run-one", 2, 0, 1, True, 3, None, 5.0, 5.0, local="near")
+    config = KeeperConfig("home", "run-one", 2, 0, 1, True, Keep(3), 5.0, 5.0, local="near")
     bench.make(config).submit(CheckpointId(1, 10))
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 10)]
@@ -273,7 +274,7 @@ class Apart:
 
     def drain(self, rank: int, attempt: int = 1) -> Drain:
         config = KeeperConfig(
-            "home", "run-one", attempt, rank, 2, True, 3, None, self.commit_timeout_s, 5.0,
+            "home", "run-one", attempt, rank, 2, True, Keep(3), self.commit_timeout_s, 5.0,
             local="near", local_ranks=(rank,),
         )  # fmt: skip
         return Drain(self.near[rank], self.home, config, self.told[rank].put, no_watches())
@@ -436,7 +437,7 @@ def test_the_next_attempt_drains_the_files_of_both_hosts() -> None:
 def test_one_rank_of_a_host_is_responsible_for_each_saved_rank() -> None:
     """Four ranks have saved into a folder that now has ranks 1 and 3 of another world."""
     configs = [
-        KeeperConfig("home", "r", 2, rank, 4, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1, 3))
+        KeeperConfig("home", "r", 2, rank, 4, False, Keep(3), 5.0, 5.0, local="near", local_ranks=(1, 3))
         for rank in (1, 3)
     ]
     for saved in range(8):

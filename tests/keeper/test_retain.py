@@ -133,7 +133,7 @@ def test_skipped_node_local_checkpoints_stay() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
     note(store, 1, 20)
     config = KeeperConfig(
-        "home", "run-one", 1, 0, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0,)
+        "home", "run-one", 1, 0, 2, False, Keep(3), 5.0, 5.0, local="near", local_ranks=(0,)
     )
     list(ShareRetention(store, Keep(1), config.is_responsible_for).apply(CheckpointId(1, 40), ()))
     assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
@@ -335,7 +335,7 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     make_home(store)
     for step in (18, 20):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
-    config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, 3, None, 5.0, 5.0)
+    config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, Keep(3), 5.0, 5.0)
     inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
     reports = Reports(History(store, config.writer), inbox, "home", config.home)
     tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
@@ -364,7 +364,7 @@ def retain_share(
 ) -> list[CheckpointId]:
     """Apply a policy, and return the rank's remaining checkpoints."""
     config = KeeperConfig(
-        "home", "run-one", 2, 1, 2, False, 3, None, 5.0, 5.0, local="near", local_ranks=(1,)
+        "home", "run-one", 2, 1, 2, False, Keep(3), 5.0, 5.0, local="near", local_ranks=(1,)
     )
     list(ShareRetention(store, Keep(keep), config.is_responsible_for).apply(complete, needed or set()))
     found = (names.parse(entry.name) for entry in store.list("step-"))
@@ -408,7 +408,7 @@ def both_ranks() -> FaultyStore:
 def test_files_of_other_ranks_of_the_host_stay() -> None:
     store = both_ranks()
     config = KeeperConfig(
-        "home", "run-one", 1, 0, 3, False, 3, None, 5.0, 5.0, local="near", local_ranks=(0, 1)
+        "home", "run-one", 1, 0, 3, False, Keep(3), 5.0, 5.0, local="near", local_ranks=(0, 1)
     )
     assert [
         one.step

@@ -368,7 +368,10 @@ def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
     if lacking := [name for name in hints if name in required - members.keys()]:
         raise Corrupt(f"{what} lacks {lacking[0]!r}.", key=what)
     arguments = {name: read_as(hints[name], member, f"{what}: {name}") for name, member in members.items()}
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except InvalidInput as error:  # a class with checks of its own
+        raise Corrupt(f"{what}: {error}", key=what) from error
 
 
 @cache

@@ -231,7 +231,7 @@ class CommitTier:
             is_late: they have changed since the save was persisted, so that another one may be the best now.
         """
         self._retention.note_metrics(CheckpointId(attempt=self._config.attempt, step=step), metrics)
-        if is_late and self._config.keep_best is not None and self._newest is not None:
+        if is_late and self._config.keep.best is not None and self._newest is not None:
             self._retention_thread.request()
 
     def _refuse_incomplete(self, step: int) -> None:

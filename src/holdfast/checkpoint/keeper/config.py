@@ -35,8 +35,7 @@ class KeeperConfig:
     rank: Count
     world_size: Count
     all_ranks_here: bool  # every rank of the attempt runs on this host
-    keep_last: Count | None
-    keep_every: Count | None
+    keep: Keep  # in home
     commit_timeout_s: float  # time to wait for other ranks' parts while the trainer is alive
     linger_s: float  # the same once the trainer has exited
     claim: str = ""  # document that claimed the attempt; "" to skip the check that it still exists
@@ -49,9 +48,6 @@ class KeeperConfig:
     keep_in_memory_s: float = 0.0  # time that file images stay in memory after the trainer's death
     num_retries: Count = 2  # tries after the first, when the store fails
     retry_s: float = 0.5  # pause before the first retry; doubles with each
-    keep_best: Count | None = None  # best checkpoints to keep in home
-    keep_metric: str | None = None  # metric that they are compared by
-    keep_mode: str = "min"
     healthy_back: Count | None = None  # also keep a healthy checkpoint this many steps before the newest
     watches: tuple[WatchConfig, ...] = ()
 
@@ -65,14 +61,9 @@ class KeeperConfig:
         return WriterId(self.run, self.attempt, self.rank, self.world_size)
 
     @property
-    def keep(self) -> Keep:
-        """Retention policy of home."""
-        return Keep(self.keep_last, self.keep_every, self.keep_best, self.keep_metric, self.keep_mode)
-
-    @property
     def modes(self) -> dict[str, str]:
         """Mode of the metric that the best checkpoints are compared by, for their metrics."""
-        return {} if self.keep_metric is None else {self.keep_metric: self.keep_mode}
+        return {} if self.keep.metric is None else {self.keep.metric: self.keep.mode}
 
     @property
     def nearest(self) -> str:

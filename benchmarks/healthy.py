@@ -22,7 +22,7 @@ from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.store import open_store
 from holdfast.system.rawbytes import view_bytes
-from holdfast.watch.spike.detector import SpikeDetectors
+from holdfast.watch.spike import SpikeDetectors
 from holdfast.watch.values.contents import ContentCheck
 
 HERE = Path(__file__).resolve().parent

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from holdfast.watch.pace.trainer import SlowRanks
     from holdfast.watch.preemption.trainer import Preemption
     from holdfast.watch.replicas.trainer import Replicas
-    from holdfast.watch.spike.trainer import Spike
+    from holdfast.watch.spike import Spike
     from holdfast.watch.values.trainer import FiniteValues
 
 _PLACES = {
@@ -100,7 +100,7 @@ _PLACES = {
     "SaveWarning": "errors",
     "Section": "checkpoint.format.sections",
     "SlowRanks": "watch.pace.trainer",
-    "Spike": "watch.spike.trainer",
+    "Spike": "watch.spike",
     "Unsupported": "errors",
     "Vote": "checkpoint.watch",
     "Watch": "checkpoint.watch",

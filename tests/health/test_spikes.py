@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.watch.spike.detector import (
+from holdfast.watch.spike import (
     MIN_VALUES,
     NUM_HIGH,
     WINDOW,

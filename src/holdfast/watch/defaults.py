@@ -9,7 +9,7 @@ from holdfast.watch.memory import HostMemory
 from holdfast.watch.pace.trainer import SlowRanks
 from holdfast.watch.preemption.trainer import Preemption
 from holdfast.watch.replicas.trainer import Replicas
-from holdfast.watch.spike.trainer import Spike
+from holdfast.watch.spike import Spike
 from holdfast.watch.values.trainer import FiniteValues
 
 

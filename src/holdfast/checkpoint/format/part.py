@@ -138,6 +138,7 @@ def draft(
     own: Sequence[tuple[str, str, tuple[int, ...], int]],
     starts: Sequence[int],
     catalog: bytes,
+    catalog_digest: str = "",
 ) -> bytes:
     """Return a part without facts about its files, made when a save is staged.
 
@@ -146,6 +147,7 @@ def draft(
         own: name, dtype, shape and start of each per-rank tensor.
         starts: of the shards that the catalog assigns to this rank, in its order.
         catalog: from `catalog.catalog_text`.
+        catalog_digest: its digest, if the caller has it already.
     """
     facts = dumps(
         {
@@ -158,7 +160,7 @@ def draft(
             "ancestors": ancestors,
             "values": values,
             "own": own,
-            "catalog": digest(catalog),
+            "catalog": catalog_digest or digest(catalog),
         }
     )
     return b"\n".join((facts, catalog, dumps(starts)))

@@ -288,6 +288,7 @@ def _draft(order: Order, keeper: Keeper, plan: SavePlan, captured: CapturedState
         own=plan.own,
         starts=plan.shared_starts,
         catalog=plan.catalog,
+        catalog_digest=plan.catalog_digest,
     )
 
 

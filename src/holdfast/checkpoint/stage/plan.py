@@ -11,6 +11,7 @@ from types import MappingProxyType
 import torch
 
 from holdfast.checkpoint.format.catalog import Catalog, catalog_text
+from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.layout import FileLayout, Shard, lay_out
 from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.stage.arena import Arena
@@ -40,6 +41,7 @@ class SavePlan:
     file: FileLayout
     frozen_file: FileLayout | None
     catalog: bytes  # from `catalog_text`
+    catalog_digest: str
     own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
     shared_starts: tuple[int, ...]  # of all other shards
     is_cuda: bool  # some of the tensors are on a device
@@ -99,6 +101,7 @@ class SavePlan:
         }
         large = {i for i, shard in enumerate(shards) if shard.num_bytes >= LARGE_BYTES}
         large |= {i for i, num_bytes in sizes.items() if num_bytes >= LARGE_BYTES}
+        text = catalog_text(catalog)
         return cls(
             names=tuple(shard.name for shard in shards),
             lasting=tuple(i for i in changing if shards[i].name not in {*owned, *temporary}),
@@ -109,7 +112,8 @@ class SavePlan:
             starts=tuple(starts[i] for i in range(len(shards))),
             file=file,
             frozen_file=frozen_file,
-            catalog=catalog_text(catalog),
+            catalog=text,
+            catalog_digest=digest(text),
             own=tuple((s.name, s.dtype, s.shape, starts[i]) for i, s in enumerate(shards) if s.per_rank),
             shared_starts=tuple(starts[i] for i, shard in enumerate(shards) if not shard.per_rank),
             is_cuda=any(tensors[name].is_cuda for name in (*(s.name for s in shards), *witnesses)),

@@ -167,3 +167,20 @@ def test_a_load_releases_the_memory_of_marked_tensors() -> None:
     gc.collect()
     assert old() is None
     assert setup.state.marks() != before
+
+
+def test_a_write_through_another_object_of_the_same_memory_has_another_mark() -> None:
+    """As after `module.buffer = module.buffer.data`: each object has a counter of writes of its own."""
+    values = {"w": torch.zeros(3)}
+    state = State({"values": values})
+    state.marks()
+    values["w"] = values["w"].data
+    before = state.marks()
+    values["w"].add_(1)
+    assert state.marks() != before
+
+
+def test_a_state_that_cannot_be_saved_yet_counts_as_changed() -> None:
+    """A module on the meta device that the first step makes real."""
+    state = State({"model": torch.nn.Linear(2, 2, device="meta")})
+    assert state.marks() != state.marks()

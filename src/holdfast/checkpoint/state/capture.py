@@ -178,6 +178,7 @@ class TensorCollector:
         if not table.has(row, name, role):
             return False
         if table.is_same(row, tensor):
+            table.note_object(row, tensor)
             return True
         part = table.part(row, tensor)
         if not is_savable(part) or not table.can_replace(row, tensor):

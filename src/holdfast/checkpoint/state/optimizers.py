@@ -147,7 +147,7 @@ def is_plain(optimizer: Optimizer) -> bool:
         kind.state_dict is Optimizer.state_dict
         and kind.load_state_dict is Optimizer.load_state_dict
         and own.keys().isdisjoint(("state_dict", "load_state_dict"))
-        and not any(map(own.get, _SAVE_AND_LOAD_HOOKS))
+        and not any(getattr(optimizer, hooks, None) for hooks in _SAVE_AND_LOAD_HOOKS)
     )
 
 

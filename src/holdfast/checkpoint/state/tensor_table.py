@@ -305,6 +305,11 @@ class TensorTable:
         part, alias = self.part(row, tensor), self._aliases[row]
         return shows_same_memory(part, alias) and self._has_same_sharding(row, tensor)
 
+    def note_object(self, row: int, tensor: torch.Tensor) -> None:
+        """Take the object that shows a row's memory now: it may have a counter of writes of its own."""
+        if self._layouts[row] is None:  # a sharded tensor is found by the id of its object
+            self.live[row] = tensor
+
     def are_same(
         self, row: int, names: Sequence[str], roles: Sequence[Role], tensors: list[torch.Tensor]
     ) -> bool:

@@ -229,7 +229,12 @@ class State:
         collector = TensorCollector(*self._world(), self._checked, self._marked)
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         chosen = {key: one for key, one in entries.items() if isinstance(one, kinds)}
-        values = {key: _capture(key, one, collector) for key, one in chosen.items()}
+        try:
+            values = {key: _capture(key, one, collector) for key, one in chosen.items()}
+        except Unsupported:  # a save raises it, such as for a meta module; until then the state may change
+            Unsupported
+        ):  # a save will raise it, such as for a meta module; until then the state may change
+            return next(_numbers)
         if not collector.end() or collector.replaced:
             self._memory_number = next(_numbers)
         # It holds an alias of each tensor. So the memory of a tensor that training replaces stays in use

@@ -83,7 +83,9 @@ class Child:
                 try:
                     facts = json.loads(line)
                 except ValueError:
-                    return  # cut off by the kill
+                    continue  # cut off by the kill, or output of a library
+                if not isinstance(facts, dict):
+                    continue
                 if "sha256" in facts:
                     self.sha256 = facts["sha256"]
                     continue

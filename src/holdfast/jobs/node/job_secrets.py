@@ -79,8 +79,10 @@ def remove_secrets_of_ended(folder: JobFolder) -> None:
         with suppress(OSError):  # the job is being removed, or the next call tries again
             lock = locks.acquire(folder.lock)
             if lock is not None:
-                remove_secrets(folder)
-                os.close(lock)
+                try:
+                    remove_secrets(folder)
+                finally:
+                    os.close(lock)
 
 
 def _remove_environment(path: Path) -> None:

@@ -396,9 +396,11 @@ class SlurmController(Controller):
         """Have Slurm leave nodes out of the next start. It ends this process soon, so it is asked at once."""
         nodes = joined(names, self._job.spec.exclude)
         try:
-            # Repeated, as Slurm's signal to all processes may kill scontrol.
-            commands.leave_out(self._slurm_id, nodes)
-        except RetryLater as error:  # the job is cancelled
+            try:
+                commands.leave_out(self._slurm_id, nodes)
+            except RetryLater:  # Slurm's signal to all processes has killed scontrol, or it was refused
+                commands.leave_out(self._slurm_id, nodes)
+        except RetryLater as error:
             _log.warning("no node is left out: %s", error)
 
     # -- waiting ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -20,6 +21,9 @@ from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
 from holdfast.checkpoint.state.tensors import NAMES
 from holdfast.errors import InvalidInput, Unsupported
 
+_MAX_TRIES = 1000
+"""Sequences of splits that are tried for a rule. Meshes of a training need a few."""
+
 
 def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Region]]) -> Partitioning:
     """Return the partitioning of (rank, region) pairs, by a rule if possible: tensors share it then."""
@@ -37,8 +41,11 @@ def _even(shape: tuple[int, ...], regions: tuple[Region, ...]) -> EvenPartitioni
     """Return the rule of some regions, with their numbers as ranks; None if they do not follow a rule."""
     numbers = {region: number for number, region in enumerate(regions)}
     starts = [{region.offsets[dim] for region in regions} for dim in range(len(shape))]
+    tries = itertools.count()
 
     def search(splits: tuple[tuple[int, int], ...]) -> EvenPartitioning | None:
+        if next(tries) >= _MAX_TRIES:
+            return None  # it is listed
         count = math.prod(parts for _, parts in splits)
         found = [region for _, region in EvenPartitioning(splits, tuple(range(count))).regions(shape)]
         if count == len(regions):

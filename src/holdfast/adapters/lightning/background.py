@@ -219,7 +219,7 @@ class BackgroundSaver:
                 if job.save is not None:
                     self.save_s = time.monotonic() - job.save.began_s
             job.error = None
-        except (HoldfastError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - of any storage library; `wait` raises it
             job.error = error
 
     def _warn_of_failures(self) -> None:

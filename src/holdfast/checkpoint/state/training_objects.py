@@ -232,8 +232,6 @@ class State:
         try:
             values = {key: _capture(key, one, collector) for key, one in chosen.items()}
         except Unsupported:  # a save raises it, such as for a meta module; until then the state may change
-            Unsupported
-        ):  # a save will raise it, such as for a meta module; until then the state may change
             return next(_numbers)
         if not collector.end() or collector.replaced:
             self._memory_number = next(_numbers)

@@ -72,7 +72,8 @@ def run_program(
                 start_new_session=has_own_session,
             )
         except PermissionError as error:
-            if shutil.which(command[0], path=None if env is None else env.get("PATH")):
+            is_found = shutil.which(command[0], path=None if env is None else env.get("PATH"))
+            if os.sep in command[0] or is_found:
                 raise
             # Python reports a folder of PATH that may not be searched, although the program is nowhere.
             raise FileNotFoundError(errno.ENOENT, "not found in PATH", command[0]) from error

@@ -111,7 +111,8 @@ def _fakes_for(training: TrainingState, mode: FakeTensorMode) -> Iterator[None]:
             fakes[id(tensor)] = mode.from_tensor(tensor)
         return fakes[id(tensor)]
 
-    parts = [part for module in training.modules for part in module.modules()]
+    # Each once: a part that two modules share would get fake tensors of its fake tensors.
+    parts = {id(part): part for module in training.modules for part in module.modules()}.values()
     mappings: list[dict[str, Any]] = [slots for part in parts for slots in (part._parameters, part._buffers)]
     with contextlib.ExitStack() as undo:
         for slots in mappings:

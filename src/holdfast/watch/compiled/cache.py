@@ -168,9 +168,7 @@ class CompiledCode:
             return
         if self._thread is None:
             complete_at_exit(self)
-            self._thread = threading.Thread(
-                target=self._work, args=(self._uploader,), name="holdfast-compiled", daemon=True
-            )
+            self._thread = threading.Thread(target=self._work, name="holdfast-compiled", daemon=True)
             self._thread.start()
         if self._orders.empty():
             self._orders.put("upload")
@@ -195,11 +193,12 @@ class CompiledCode:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def _work(self, uploader: CacheUploader) -> None:
+    def _work(self) -> None:
         order = ""
         while order != "last":
             order = self._orders.get()
-            if not self._is_ended.is_set():
+            uploader = self._uploader  # of the present attempt: a rollback begins another one
+            if uploader is not None and not self._is_ended.is_set():
                 self._upload(uploader, is_last=order == "last")
 
     def _upload(self, uploader: CacheUploader, *, is_last: bool) -> None:

@@ -89,3 +89,5 @@ def test_a_program_beside_a_folder_of_path_that_may_not_be_searched_is_not_found
         run_program(["sinfo"], timeout_s=5.0)
     with pytest.raises(FileNotFoundError, match="sinfo"):
         run_program(["sinfo"], timeout_s=5.0, env={"PATH": str(tmp_path)})
+    with pytest.raises(PermissionError):
+        run_program([str(tmp_path / "sinfo")], timeout_s=5.0)

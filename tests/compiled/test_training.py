@@ -47,7 +47,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     compiler = tmp_path_factory.mktemp("compiler") / "g++"  # one path for all: it is part of inductor's keys
 
     def start(
-        home: Path, steps: int = 1, *, ranks: int = 1, cache: bool | dict[str, Any] = True, **env: str
+        home: Path, steps: int = 1, *, ranks: int = 1, cache: dict[str, Any] | None = None, **env: str
     ) -> Start:
         folder = tmp_path_factory.mktemp("machine")
         calls = folder / "calls"
@@ -72,7 +72,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
                 "XDG_CONFIG_HOME": str(folder),
                 "CXX": str(compiler),
                 "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-                "TRAINER_CACHE": json.dumps(cache),
+                "TRAINER_CACHE": json.dumps(cache or {}),
                 **env,
             },
             capture_output=True,

@@ -214,6 +214,24 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
             assert not thread.is_alive()
 
 
+def test_code_that_is_compiled_after_a_rollback_belongs_to_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor.codecache  # noqa: F401
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
+    store, sent = open_store(tmp_path / "home"), threading.Semaphore(0)
+    cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 24, trust_home=False, warn=print)
+    for attempt, file in ((1, "a"), (2, "b")):
+        fill(tmp_path / "here", file)
+        cache.begin(attempt=attempt, rank=0, turn=0, notify=lambda *_: sent.release())
+        cache.upload_soon()
+        assert sent.acquire(timeout=600)
+    cache.close()
+    names = (parse_name(entry.name) for entry in store.list(FOLDER))
+    assert 2 in {name.attempt for name in names if isinstance(name, IndexName)}
+
+
 def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

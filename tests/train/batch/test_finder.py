@@ -82,6 +82,25 @@ def test_the_estimate_matches_the_real_peak(size: int) -> None:
     assert estimated == pytest.approx(real_peak(training, size), rel=0.01)
 
 
+def test_a_part_that_two_modules_share_is_estimated_once() -> None:
+    """As the encoder of an actor and a critic."""
+    shared = nn.Linear(512, 512)
+    actor, critic = nn.Sequential(shared, nn.Linear(512, 1)), nn.Sequential(shared, nn.Linear(512, 1))
+    both = nn.ModuleList([actor, critic])
+    optimizer = torch.optim.Adam(both.parameters())
+
+    def step(batch: torch.Tensor) -> None:
+        (actor(batch).sum() + critic(batch).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    peaks = [
+        estimate_peak(step, lambda size: torch.ones(size, 512), collect_training_state(state), 4)
+        for state in ([actor, critic, optimizer], [both, optimizer])
+    ]
+    assert peaks[0] == peaks[1]
+
+
 def test_a_step_that_reads_a_value_cannot_be_estimated() -> None:
     training = Training(reads=True)
     training_state = collect_training_state(training.state)

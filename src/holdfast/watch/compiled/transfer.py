@@ -171,10 +171,10 @@ class CacheUploader:
     turn: int = 0  # 0 may delete old files; others mostly have the same files, and start later
     known: Collection[str] = ()  # paths that home already has
     lacking: Collection[str] = ()  # paths in an index that could not be downloaded
-    _files: tuple[PackedFile, ...] = ()  # of its own index
-    _number: int = 0
-    _has_tidied: bool = False
-    _has_waited: bool = False
+    _files: tuple[PackedFile, ...] = field(default=(), init=False)  # of its own index
+    _number: int = field(default=0, init=False)
+    _has_tidied: bool = field(default=False, init=False)
+    _has_waited: bool = field(default=False, init=False)
 
     def upload(
         self, directory: Directory, *, is_last: bool = False, is_ended: Callable[[], bool]

@@ -30,6 +30,7 @@ from holdfast.adapters.lightning.resume_point import (
     has_begun,
     reach_batch,
     restore_point,
+    set_generators,
     watch_position,
 )
 from holdfast.checkpoint.ranks import Ranks
@@ -193,6 +194,13 @@ class HoldfastCheckpoint(ModelCheckpoint):
             self._has_batch = False
         if point is not None and (difference := restore_point(trainer, point)) is not None:
             warn(difference, UserWarning)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Restore the generators if no step of training was left, so that `on_train_start` did not run."""
+        super().on_fit_end(trainer, pl_module)
+        point, self._point = self._point, None
+        if point is not None and len(point["ranks"]) == trainer.world_size:
+            set_generators(point["ranks"][trainer.global_rank]["generators"])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Complete what a killed process has left, also if no step of training is left."""

@@ -487,7 +487,7 @@ def _run_journal(data: bytes) -> None:
 
 def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
     """Change cells of the tables through SQLite, or bytes of the file."""
-    if not hasattr(sqlite3.Connection, "deserialize") or chance.randrange(3) == 0:
+    if not data or not hasattr(sqlite3.Connection, "deserialize") or chance.randrange(3) == 0:
         return mutate_bytes(data, chance)
     base: Any = sqlite3.connect(":memory:")  # serialize and deserialize are new in Python 3.11
     try:

@@ -407,9 +407,10 @@ def test_every_folder_is_a_package(folder: Path) -> None:
     assert (folder / "__init__.py").is_file()
 
 
-def test_the_architecture_names_files_that_exist() -> None:
+def test_the_architecture_names_files_and_folders_that_exist() -> None:
     """A path starts at the repository, the package or, in the four walks, the room `checkpoint`."""
-    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", (ROOT / "ARCHITECTURE.md").read_text()))
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+(?:\.py|/))`", text))
     places = ROOT, PACKAGE, PACKAGE / "checkpoint"
     assert len(named) > 100
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

@@ -1,4 +1,4 @@
-"""Policies of when to save, and the cost and delay of saves; pure, with the clock passed in."""
+"""Policies of when to save, and the best interval between saves; pure, with the clock passed in."""
 
 from __future__ import annotations
 

@@ -209,18 +209,17 @@ def parse(cls: type[_T], text: bytes, what: str) -> _T:
     return VERSIONS[cls].parser(body, what)(body)
 
 
-def _versions(kind: str, cls: type) -> Versions[Callable[[Fields], Any]]:
-    return Versions(kind, written=1, parsers={1: partial(read_members, cls)})
-
-
+_KINDS: dict[type, str] = {
+    Run: "holdfast-run",
+    AttemptClaim: "holdfast-attempt",
+    Saved: "holdfast-saved",
+    Emptied: "holdfast-emptied",
+    Rollback: "holdfast-rollback",
+    Done: "holdfast-done",
+    Refusal: "holdfast-refusal",
+    SkippedNote: "holdfast-passed",
+    Metrics: "holdfast-metrics",
+}
 VERSIONS: dict[type, Versions[Callable[[Fields], Any]]] = {
-    Run: _versions("holdfast-run", Run),
-    AttemptClaim: _versions("holdfast-attempt", AttemptClaim),
-    Saved: _versions("holdfast-saved", Saved),
-    Emptied: _versions("holdfast-emptied", Emptied),
-    Rollback: _versions("holdfast-rollback", Rollback),
-    Done: _versions("holdfast-done", Done),
-    Refusal: _versions("holdfast-refusal", Refusal),
-    SkippedNote: _versions("holdfast-passed", SkippedNote),
-    Metrics: _versions("holdfast-metrics", Metrics),
+    cls: Versions(kind, written=1, parsers={1: partial(read_members, cls)}) for cls, kind in _KINDS.items()
 }

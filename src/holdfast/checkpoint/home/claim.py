@@ -1,4 +1,4 @@
-"""Claims of a home: the run that it holds, and the next attempt's number for one trainer."""
+"""Claims of a home: its run, the attempt of one trainer, and the fence of earlier attempts."""
 
 from __future__ import annotations
 

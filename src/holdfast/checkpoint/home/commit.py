@@ -1,4 +1,4 @@
-"""Commit: make a checkpoint visible once every rank's part exists, unless the attempt is fenced."""
+"""Commit of a save once every part exists, unless its attempt is fenced; also by the next attempt."""
 
 from __future__ import annotations
 

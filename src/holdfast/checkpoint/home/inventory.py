@@ -1,4 +1,4 @@
-"""Inventory of a home: every checkpoint with its state, from a listing and the manifests."""
+"""Inventory of a home: every checkpoint with its state, and the space for the next save."""
 
 from __future__ import annotations
 

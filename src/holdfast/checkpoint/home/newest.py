@@ -1,4 +1,4 @@
-"""Choice of the newest usable checkpoint: damaged ones are skipped, unreadable ones never are."""
+"""Choice of the newest usable checkpoint, with retries of failed reads, and notes on skipped ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention: deletes checkpoints that the policy no longer keeps, and incomplete ones of the past."""
+"""Retention: which checkpoints the policy no longer keeps, and the order of deletion of their files."""
 
 from __future__ import annotations
 

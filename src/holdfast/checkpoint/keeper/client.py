@@ -224,7 +224,7 @@ class Keeper(KeeperOwner):
         tier: str = "",
         surely: bool = False,
     ) -> None:
-        """Record an event of the trainer in the history; surely, even if this keeper is killed meanwhile."""
+        """Record an event in the history; with `surely`, also if this keeper is killed before that."""
         short = detail[: messages.MAX_DETAIL]
         message = messages.RecordEvent(event, step, time.time(), num_bytes, seconds, short, tier)
         (self._send_surely if surely else self._supervisor.send)(message)

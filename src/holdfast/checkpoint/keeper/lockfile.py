@@ -1,4 +1,4 @@
-"""Lock files of running keepers, so that later attempts on this host find them."""
+"""Keepers and trainers of a home on this host, found by the lock files of running keepers."""
 
 from __future__ import annotations
 

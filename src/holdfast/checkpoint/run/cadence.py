@@ -1,4 +1,4 @@
-"""Cadence of saves: which step is saved and which save is sent home, as all ranks decide alike; pure."""
+"""Cadence of saves: which step is saved and sent home, and what saves cost; pure."""
 
 from __future__ import annotations
 

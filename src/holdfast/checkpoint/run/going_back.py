@@ -1,4 +1,4 @@
-"""Going back to a healthy checkpoint: planned by all ranks together after votes, and recorded durably."""
+"""Going back to a healthy checkpoint: planned by all ranks, recorded, and its samples left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Position of a training loop: the newest completed step, and whether training has moved since."""
+"""Position of a training loop: its newest step, and the objects that count completed steps."""
 
 from __future__ import annotations
 

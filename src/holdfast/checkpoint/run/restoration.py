@@ -1,4 +1,4 @@
-"""Restore of one attempt, with its records in home; some wait for the claim."""
+"""Restore of one attempt, with its records in home, and the differences from the saved state."""
 
 from __future__ import annotations
 

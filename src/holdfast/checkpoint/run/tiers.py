@@ -1,4 +1,4 @@
-"""Tiers of a run's checkpoints, nearest first: memory of keepers, local folder, home."""
+"""Tiers of a run, nearest first: memory of keepers, local folder, home; and their claim by all ranks."""
 
 from __future__ import annotations
 

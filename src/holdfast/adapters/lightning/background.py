@@ -274,7 +274,7 @@ class BackgroundSaver:
         for content in self._earlier:
             path = self.place.absolute(content.facts.path)
             is_known = folder_of(path) == folder or (is_local(path) and self._is_written(path, content))
-            if is_known and content.step != self._last:
+            if is_known:
                 self._written.add(content.step)
         if is_local(folder):
             remove_partial_files(Path(folder))

@@ -404,6 +404,12 @@ def read_as(hint: Any, value: Any, what: str) -> Any:
         }
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return read_dataclass(hint, value, what)
+    if isinstance(hint, type) and issubclass(hint, tuple):  # with names
+        return hint(*_read_as_array(tuple, tuple(typing.get_type_hints(hint).values()), value, what))
+    return _read_plain(hint, value, what)
+
+
+def _read_plain(hint: Any, value: Any, what: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         if value not in [one.value for one in hint]:
             raise Corrupt(f"{what} should be a {hint.__name__}, found {shown(value)}.", key=what)

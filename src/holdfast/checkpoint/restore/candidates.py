@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,9 +12,9 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.messages import MAX_BYTES
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.partitioning import FillTarget
-from holdfast.checkpoint.format.run import Rollback
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.commit import (
     make_manifest,
@@ -33,6 +34,7 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import first_good
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.system.documents import decode_dataclass
 
 
 class Loading(Protocol):
@@ -144,41 +146,12 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
 def _survey(request: Request, patience: Patience) -> Survey:
     """List the tiers on rank 0: all of them, or only home if other ranks have other local folders."""
     store = request.store if request.own_local is None else request.store.copies()[-1]
-
     find = partial(patience.spend, store.url, partial(_list_tiers, store, request))
     if request.group.world_size == 1:
         return find()  # there is no other rank to send it to
-    outcome = request.group.on_first(lambda: _as_message(find()))
+    outcome = request.group.on_first(lambda: json.dumps(asdict(find())))
     raise_first([outcome], request.group.rank, f"could not list {store.url}")
-    return _from_message(outcome.value or {})
-
-
-def _as_message(survey: Survey) -> dict[str, Any]:
-    """Return the members of a survey for the other ranks: a message has no named tuples."""
-    members = asdict(survey)
-    for name in ("found", "whole", "marked"):
-        members[name] = [tuple(one) for one in members[name]]
-    members["finished"] = [(tuple(one), url) for one, url in survey.finished]
-    return members
-
-
-def _from_message(members: Mapping[str, Any]) -> Survey:
-    checkpoints = {
-        name: tuple(CheckpointId(*row) for row in members[name]) for name in ("found", "whole", "marked")
-    }
-    return Survey(
-        run=members["run"],
-        **checkpoints,
-        denied=tuple(Skipped(**one) for one in members["denied"]),
-        finished=tuple((CheckpointId(*row), url) for row, url in members["finished"]),
-        losses=members["losses"],
-        rollbacks=_rollbacks_of(members["rollbacks"]),
-        holdings=tuple(Holding(**one) for one in members["holdings"]),
-    )
-
-
-def _rollbacks_of(members: Mapping[str, Any]) -> Rollbacks:
-    return Rollbacks(tuple(Rollback(**one) for one in members["found"]), members["unreadable"])
+    return decode_dataclass(Survey, outcome.value or "", "the survey of rank 0", max_bytes=MAX_BYTES)
 
 
 def _list_tiers(store: Store, request: Request) -> Survey:
@@ -269,7 +242,7 @@ def _find_node_local(
         found = patience.spend(
             own_local.url, lambda: find_holdings(own_local, survey.run, besides=survey.found)
         )
-        return [one.wire() for one in found]
+        return [asdict(one) for one in found]
 
     group = request.group
     rows = values_of(group.agree(list_folder), group.rank, "could not list its local folder")
@@ -317,10 +290,6 @@ class Holding(OfCheckpoint):
     part_xxh3: str
     data_bytes: int
     frozen_bytes: int | None
-
-    def wire(self) -> dict[str, Any]:
-        """Return its members, to be sent to other ranks."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,10 +300,8 @@ class _Restore:
 
     def _skip_superseded(self, checkpoint: CheckpointId) -> bool:
         """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""
-        newer, rollback = (
-            self._resumed_before(checkpoint),
-            self._found.survey.rollbacks.superseding(checkpoint),
-        )
+        newer = self._resumed_before(checkpoint)
+        rollback = self._found.survey.rollbacks.superseding(checkpoint)
         if newer is not None:
             base = list(self._lines[newer].values())[-1:] or [0]
             reason = f"superseded: attempt {newer} continued from step {base[0]}"
@@ -319,11 +317,10 @@ class _Restore:
 
     def _resumed_before(self, checkpoint: CheckpointId) -> int | None:
         """Return an attempt that resumed from an earlier step than a checkpoint's; None without one."""
-        found = (newer for newer in self._lines if newer > checkpoint.attempt)
-        return next(
-            (newer for newer in found if checkpoint.step > self._lines[newer].get(checkpoint.attempt, -1)),
-            None,
-        )
+        for newer, line in self._lines.items():
+            if newer > checkpoint.attempt and checkpoint.step > line.get(checkpoint.attempt, -1):
+                return newer
+        return None
 
     def _note_line(self, checkpoint: CheckpointId, ancestors: Ancestors) -> None:
         """Remember what the attempt of a checkpoint continues."""
@@ -341,7 +338,10 @@ class _Restore:
         manifest, survey = stages.manifest, self._found.survey
         restored = manifest.checkpoint_id
         self._show_lacking(restored)
-        self._sync(manifest.step)
+        for copy in self._request.store.copies() if self._group.rank == 0 else ():
+            # The writer of its names may have been killed before they were durable.
+            with suppress(HoldfastError):  # every byte is verified, and a save notices that the store fails
+                copy.sync(names.step_dir(manifest.step))
         damaged = [skipped for skipped in self._skipped if not skipped.is_superseded]
         if damaged or restored in survey.marked:
             self._mark(damaged, restored)
@@ -361,12 +361,6 @@ class _Restore:
             rollbacks=survey.rollbacks,
             watches=manifest.watches,
         )
-
-    def _sync(self, step: int) -> None:
-        """Make the names of a restored checkpoint durable; its writer may have been killed before that."""
-        for copy in self._request.store.copies() if self._group.rank == 0 else ():
-            with suppress(HoldfastError):  # every byte is verified, and a save notices that the store fails
-                copy.sync(names.step_dir(step))
 
     def _mark(self, skipped: Sequence[Skipped], restored: CheckpointId) -> None:
         """Record on every rank which checkpoints were skipped."""

@@ -32,24 +32,25 @@ from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import InvalidInput
 
 
-@dataclass(slots=True)
-class _Opened:
-    """Documents of the checkpoint, and the store that has them."""
-
-    store: Store
-    manifest: Manifest
-    parts: Parts
-
-
 class Stages:
     """Stages of restoring one checkpoint. Each runs once, after all ranks have completed the one before.
 
     What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
 
     Args:
-        one: the checkpoint.
+        checkpoint: the checkpoint.
         touched: names of live tensors that may have been overwritten; `read` adds to it.
+
+    Attributes:
+        manifest: manifest of the checkpoint, after `open`.
+        stats: statistics of `read`.
     """
+
+    manifest: Manifest
+    _store: Store  # with the documents, after `open`
+    _parts: Parts  # after `open`
+    _source: int  # saved rank whose per-rank state this rank loads, after `check`
+    _loading: Loading  # after `plan`
 
     def __init__(
         self, request: Request, found: Candidates, checkpoint: CheckpointId, touched: set[str]
@@ -60,21 +61,9 @@ class Stages:
         self._is_whole = checkpoint in found.survey.whole
         self._touched = touched
         self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
-        self._opened: _Opened | None = None
         self._values: Sequence[Mapping[str, Any]] = ()
-        self._loading: Loading | None = None
         self._jobs: Sequence[FileRead] = ()
         self.stats = ReadStats(0, 0, 0.0)
-
-    @property
-    def manifest(self) -> Manifest:
-        """Manifest of the checkpoint, after `open`."""
-        return self._open.manifest
-
-    @property
-    def _open(self) -> _Opened:
-        assert self._opened is not None
-        return self._opened
 
     def exchange_parts(self) -> None:
         """Send this rank's parts of a node-local checkpoint, and receive those of other ranks.
@@ -100,19 +89,19 @@ class Stages:
         elif self._is_whole:
             made = merge_in_memory(store, self._checkpoint, run)
             store = store if made is None else TieredStore([made, *store.copies()])
-        manifest = read_manifest(store, self._checkpoint, run)
-        self._opened = _Opened(store, manifest, Parts(store, manifest))
-        return [tuple(ancestor) for ancestor in manifest.ancestors]
+        self._store, self.manifest = store, read_manifest(store, self._checkpoint, run)
+        self._parts = Parts(store, self.manifest)
+        return [tuple(ancestor) for ancestor in self.manifest.ancestors]
 
     def check(self) -> None:
         """Check that all files exist with their sizes, and read this rank's values."""
-        opened = self._open
         besides = [] if self._node_local is None else [self._node_local.listing]
-        check_listed(opened.store, opened.manifest, besides=besides)
-        ranks = opened.parts.structures(self._source())
-        self._values = [opened.parts.part(rank).values for rank in ranks]
+        check_listed(self._store, self.manifest, besides=besides)
+        self._source = self._choose_source()
+        ranks = self._parts.structures(self._source)
+        self._values = [self._parts.part(rank).values for rank in ranks]
 
-    def _source(self) -> int:
+    def _choose_source(self) -> int:
         """Return the saved rank whose per-rank state this rank loads."""
         request, saved = self._request, self.manifest.world_size
         rank, world_size = request.group.rank, request.group.world_size
@@ -130,10 +119,9 @@ class Stages:
 
     def plan(self) -> list[str]:
         """Plan the reads. Returns overwritten tensors that this checkpoint does not hold."""
-        opened, source = self._open, self._source()
-        own = replace(opened.manifest, tensors=opened.parts.tensors_for(source))
+        own = replace(self.manifest, tensors=self._parts.tensors_for(self._source))
         self._loading = self._request.load(own, self._values)
-        self._jobs = plan_fill(opened.manifest, self._loading.targets, source, opened.parts)
+        self._jobs = plan_fill(self.manifest, self._loading.targets, self._source, self._parts)
         if self._request.verify:
             self._jobs = [*self._jobs, *self._whole_files()]
         return sorted(self._touched - self._loading.targets.keys())[:100]
@@ -143,7 +131,7 @@ class Stages:
 
         With node-local folders these are files of its own tiers.
         """
-        group, parts = self._request.group, self._open.parts
+        group, parts = self._request.group, self._parts
         for saved in range(self.manifest.world_size):
             holders = range(group.world_size) if self._node_local is None else self._node_local.holders[saved]
             readers = sorted(holders) or range(group.world_size)
@@ -157,7 +145,6 @@ class Stages:
     def read(self) -> None:
         """Fill the live tensors with verified bytes."""
         request = self._request
-        assert self._loading is not None
         self._touched.update(self._loading.targets)
         if self._node_local is not None:
             self.stats = self._read_node_local(self._node_local)
@@ -174,14 +161,13 @@ class Stages:
         near = [job for job in self._jobs if request.group.rank in holders[job.part.rank]]
         far = [job for job in self._jobs if request.group.rank not in holders[job.part.rank]]
         # First the files that others may need from us: a rank that fails below must not be waited for.
-        lending = Lending(holders, self._open.parts.part)
+        lending = Lending(holders, self._parts.part)
         lent = read_shared(request.store, far, request.group, on_bytes=request.on_bytes, lending=lending)
         own = read(request.store, near, num_threads=request.num_threads, on_bytes=request.on_bytes)
         return lent.plus(own)
 
     def finish(self) -> None:
         """Set everything that is not a tensor."""
-        assert self._loading is not None
         self._loading.finish()
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from holdfast.checkpoint.policy import single_policies
 from holdfast.checkpoint.run.cadence import Cadence, Decision, Flags, HomeCadence
 
-NO_FLAGS = {"is_preempted": False, "is_advised": False, "lacks_proposal": False, "is_torn": False}
-
 
 def make_home(every: int | str | None = None) -> HomeCadence:
     return HomeCadence(None if every is None else single_policies(every), now_s=0.0)
@@ -22,14 +20,14 @@ def sent_home(home: HomeCadence, steps: range) -> list[int]:
 
 def test_a_single_rank_decides_at_once() -> None:
     cadence = make_cadence("10s")
-    assert not cadence.decide(1, 9.0, cadence.flags(1, 9.0, **NO_FLAGS)).is_due
-    assert cadence.decide(2, 11.0, cadence.flags(2, 11.0, **NO_FLAGS)).is_due
+    assert not cadence.decide(1, 9.0, cadence.add_clock(1, 9.0, Flags())).is_due
+    assert cadence.decide(2, 11.0, cadence.add_clock(2, 11.0, Flags())).is_due
     cadence.save(2, 11.0)
-    assert not cadence.decide(3, 20.0, cadence.flags(3, 20.0, **NO_FLAGS)).is_due
+    assert not cadence.decide(3, 20.0, cadence.add_clock(3, 20.0, Flags())).is_due
 
 
 def test_only_the_clock_of_rank_0_counts() -> None:
-    late = [make_cadence("10s", rank=rank, world_size=2).flags(1, 11.0, **NO_FLAGS) for rank in range(2)]
+    late = [make_cadence("10s", rank=rank, world_size=2).add_clock(1, 11.0, Flags()) for rank in range(2)]
     assert [flags.is_due for flags in late] == [True, False]
 
 
@@ -56,7 +54,7 @@ def test_a_preemption_is_due_whatever_was_saved() -> None:
 
 def test_a_rebalance_notice_makes_a_save_due_like_the_clock() -> None:
     cadence = make_cadence(1000)
-    flags = cadence.flags(1, 0.0, **{**NO_FLAGS, "is_advised": True})
+    flags = cadence.add_clock(1, 0.0, Flags(is_due=True))
     assert cadence.decide(1, 0.0, flags) == Decision(is_due=True, is_repeat=False)
 
 

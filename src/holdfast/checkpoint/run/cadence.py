@@ -74,33 +74,13 @@ class Cadence:
         """Start measuring the next training step."""
         self._step_ended_s = now_s
 
-    def flags(
-        self,
-        step: int,
-        now_s: float,
-        *,
-        is_preempted: bool,
-        is_advised: bool,
-        lacks_proposal: bool,
-        is_torn: bool,
-        must_go_back: bool = False,
-    ) -> Flags:
-        """Return the flags of this rank to send after `step`.
-
-        Args:
-            is_preempted: a preemption notice has arrived here.
-            is_advised: the machine may be reclaimed, so one save is due.
-            lacks_proposal: see `StableStep.propose`.
-            is_torn: the last save is torn here.
-            must_go_back: a watch asks for it.
-        """
-        return Flags(
-            is_preempted=is_preempted,
-            is_due=is_advised or (self._is_clock and self._is_due(step, now_s, timed=True)),
-            is_due_home=self._is_clock and self.home.is_due(step, now_s, timed=True),
-            lacks_proposal=lacks_proposal,
-            is_torn=is_torn,
-            must_go_back=must_go_back,
+    def add_clock(self, step: int, now_s: float, flags: Flags) -> Flags:
+        """Return the flags of this rank after `step`, with what the clock of rank 0 adds to them."""
+        if not self._is_clock:
+            return flags
+        return flags._replace(
+            is_due=flags.is_due or self._is_due(step, now_s, timed=True),
+            is_due_home=self.home.is_due(step, now_s, timed=True),
         )
 
     def decide(self, step: int, now_s: float, received: Flags) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
@@ -82,7 +83,9 @@ class Restoration:
         def mark(skipped: Sequence[Skipped], restored: CheckpointId | None) -> None:
             if restored is None or keeper is not None:
                 # Also without a claim if nothing was restored: the next start may be another process.
-                self._mark(skipped, restored, run=run, is_node_local=is_node_local)
+                self._tiers.mark(
+                    skipped, restored, run=run, rank=self._ranks.rank, is_node_local=is_node_local
+                )
             else:
                 self._marks.append((skipped, restored))
 
@@ -90,7 +93,7 @@ class Restoration:
         with self._tiers.reading() as store:
             request = Request(
                 store,
-                self._loader(selection),
+                partial(self._make_load, selection),
                 self._ranks,
                 step=selection.step,
                 best=options.keep if selection.best else None,
@@ -114,23 +117,25 @@ class Restoration:
             self._complete(keeper)
         return self._found
 
-    def _loader(self, selection: Selection) -> Callable[[Manifest, Sequence[Mapping[str, Any]]], Load]:
-        def load(manifest: Manifest, values: Sequence[Mapping[str, Any]]) -> Load:
-            own, *others = values
-            objects, is_own_rank = (
-                self._components.pipeline.objects,
-                manifest.world_size == self._ranks.world_size,
+    def _make_load(
+        self, selection: Selection, manifest: Manifest, values: Sequence[Mapping[str, Any]]
+    ) -> Load:
+        """Return the plan that fills the state, or new objects, from a checkpoint."""
+        own, *others = values
+        objects, is_own_rank = (
+            self._components.pipeline.objects,
+            manifest.world_size == self._ranks.world_size,
+        )
+        if selection.is_new:
+            self._load = objects.load_new(
+                manifest.tensors,
+                manifest.tied,
+                own,
+                only=selection.only,
+                with_rng=selection.with_rng,
+                own_rank=is_own_rank,
             )
-            if selection.is_new:
-                self._load = objects.load_new(
-                    manifest.tensors,
-                    manifest.tied,
-                    own,
-                    only=selection.only,
-                    with_rng=selection.with_rng,
-                    own_rank=is_own_rank,
-                )
-                return self._load
+        else:
             self._load = objects.load(
                 manifest.tensors,
                 manifest.tied,
@@ -143,9 +148,7 @@ class Restoration:
                 with_rng=selection.with_rng,
                 own_rank=is_own_rank,
             )
-            return self._load
-
-        return load
+        return self._load
 
     def end_claim(self, keeper: Keeper) -> None:
         """Write the records that had to wait for the claim.
@@ -158,18 +161,11 @@ class Restoration:
     def _write_marks(self, keeper: Keeper) -> None:
         """Mark in home what was skipped before the claim, so that retention keeps it."""
         while self._marks:
-            self._mark(*self._marks[0], run=keeper.config.run, is_node_local=keeper.config.is_node_local)
+            config = keeper.config
+            self._tiers.mark(
+                *self._marks[0], run=config.run, rank=config.rank, is_node_local=config.is_node_local
+            )
             self._marks.pop(0)
-
-    def _mark(
-        self,
-        skipped: Sequence[Skipped],
-        restored: CheckpointId | None,
-        *,
-        run: str | None,
-        is_node_local: bool,
-    ) -> None:
-        self._tiers.mark(skipped, restored, run=run, rank=self._ranks.rank, is_node_local=is_node_local)
 
     def _complete(self, keeper: Keeper) -> None:
         """Record what the attempt continues, and complete commits, which only a claimed attempt may."""

@@ -55,17 +55,15 @@ class StepSync:
         acts = {vote.act for vote in votes}
         saves.settle()
         newest, lacks_proposal = saves.stable.propose()
-        flags = cadence.flags(
-            step,
-            now_s,
+        flags = Flags(
             is_preempted=Act.STOP in acts,
-            is_advised=Act.SAVE in acts,
+            is_due=Act.SAVE in acts,
             lacks_proposal=lacks_proposal,
             is_torn=saves.must_repeat,
             must_go_back=Act.GO_BACK in acts,
         )
         values, (lowest, score) = self._components.ranks.exchange_flags(
-            step, flags, (newest, self._score_of_last())
+            step, cadence.add_clock(step, now_s, flags), (newest, self._score_of_last())
         )
         received = self._without_old(Flags(*values))
         self._receive_stable(lowest, keeper, is_lacked=received.lacks_proposal)

@@ -129,10 +129,12 @@ class Plan:
 
 def restore(
     store: Store, live: Live, step: int | None = None, *, patience_s: float = 60.0, mark: Mark = IGNORE
-) -> Restored | None:
-    return restore_newest(
+) -> Restored:
+    restored = restore_newest(
         Request(store, live.load, Alone(), step=step, num_threads=2, patience_s=patience_s, mark=mark)
     )
+    assert restored is not None
+    return restored
 
 
 def on_ranks(
@@ -191,7 +193,6 @@ def zero(store: Store, name: str, start: int, num_bytes: int) -> None:
 def test_the_newest_is_restored() -> None:
     live = empty_live()
     restored = restore(make_store(), live)
-    assert restored is not None
     assert (restored.step, restored.attempt, restored.world_size, restored.skipped) == (300, 1, 1, ())
     assert restored.num_bytes >= 12_000
     assert restored.seconds > 0
@@ -202,11 +203,12 @@ def test_the_newest_is_restored() -> None:
 
 def test_an_empty_home_is_a_fresh_start() -> None:
     store = MemoryStore()
-    assert restore(store, empty_live()) is None
+    request = Request(store, empty_live().load, Alone())
+    assert restore_newest(request) is None
     make_home(store)
     make_checkpoint(store, 5, 1, [{"w": torch.zeros(1)}, {}], commit=False)
     store.delete(names.part(5, 1, 1))
-    assert restore(store, empty_live()) is None
+    assert restore_newest(request) is None
 
 
 HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
@@ -242,7 +244,6 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(harm: str) -> None:
     do, reason = HARM[harm]
     do(store)
     restored = restore(store, live)
-    assert restored is not None
     assert restored.step == 200
     (skipped,) = restored.skipped
     assert (skipped.step, skipped.attempt) == (300, 1)
@@ -257,7 +258,6 @@ def test_each_skipped_checkpoint_has_its_reason() -> None:
     flip(store, names.data(300, 1, 0))
     store.delete(names.part(200, 1, 0))
     restored = restore(store, live)
-    assert restored is not None
     assert restored.step == 100
     assert [one.step for one in restored.skipped] == [300, 200]
 
@@ -267,7 +267,6 @@ def test_an_extra_file_is_harmless() -> None:
     store.put("step-00000300/notes.txt", b"mine")
     store.put(names.data(300, 1, 9), b"?")
     restored = restore(store, empty_live())
-    assert restored is not None
     assert (restored.step, restored.skipped) == (300, ())
 
 
@@ -293,9 +292,7 @@ def test_checkpoints_of_a_newer_format_alone_raise_unsupported() -> None:
 
 def test_a_requested_step_is_restored_or_raised() -> None:
     store, live = make_store(), empty_live()
-    restored = restore(store, live, step=200)
-    assert restored is not None
-    assert restored.step == 200
+    assert restore(store, live, step=200).step == 200
     flip(store, names.data(200, 1, 0))
     with pytest.raises(Corrupt, match="step 200"):
         restore(store, live, step=200)
@@ -306,9 +303,7 @@ def test_a_requested_step_is_restored_or_raised() -> None:
 def test_a_commit_is_finished_before_the_newest_is_chosen() -> None:
     store, live = make_store(), empty_live()
     make_checkpoint(store, 400, 1, [state_of(400)], commit=False)
-    restored = restore(store, live)
-    assert restored is not None
-    assert restored.step == 400
+    assert restore(store, live).step == 400
     assert store.size(names.manifest(400, 1)) is not None
 
 
@@ -322,9 +317,7 @@ def uncommitted_400() -> FaultyStore:
 def test_a_commit_is_finished_once_the_store_takes_it() -> None:
     store = uncommitted_400()
     store.fail("put", RetryLater("disk full"), times=2)
-    restored = restore(store, empty_live())
-    assert restored is not None
-    assert restored.step == 400
+    assert restore(store, empty_live()).step == 400
 
 
 def test_a_commit_that_the_store_never_takes_stops_the_restore() -> None:
@@ -333,16 +326,14 @@ def test_a_commit_that_the_store_never_takes_stops_the_restore() -> None:
     with pytest.raises(RetryLater, match="Step 400 lacks only its manifest") as caught:
         restore(store, empty_live(), patience_s=0)
     assert caught.value.step == 400
-    by_hand = restore(store, empty_live(), step=300, patience_s=0)
-    assert by_hand is not None, "another step needs no manifest of 400"
-    assert by_hand.step == 300
+    # Another step needs no manifest of 400.
+    assert restore(store, empty_live(), step=300, patience_s=0).step == 300
 
 
 def test_a_save_without_manifest_in_a_read_only_home_is_skipped() -> None:
     store = uncommitted_400()
     store.fail("put", Denied("read-only"), times=None)
     restored = restore(store, empty_live())
-    assert restored is not None
     assert restored.step == 300
     assert [(one.step, "read-only" in one.reason) for one in restored.skipped] == [(400, True)]
 
@@ -364,7 +355,6 @@ def test_a_passing_error_does_not_make_an_older_checkpoint_the_newest(what: str)
     store.fail(method, RetryLater("stale file handle"), times=2, matching=name)
     noted: list[Any] = []
     restored = restore(store, live := empty_live(), mark=lambda *said: noted.append(said))
-    assert restored is not None
     assert restored.step == 300
     assert not restored.skipped
     assert not noted
@@ -385,9 +375,7 @@ def test_a_lasting_error_stops_the_restore_and_names_the_older_step(what: str) -
         ((skipped, restored),) = noted
         assert [(one.step, one.attempt) for one in skipped] == [(300, 1)]
         assert restored is None
-        by_hand = restore(store, empty_live(), step=200)
-        assert by_hand is not None
-        assert by_hand.step == 200
+        assert restore(store, empty_live(), step=200).step == 200
 
 
 def test_damage_that_is_certain_counts_although_another_rank_could_not_read() -> None:
@@ -402,9 +390,7 @@ def test_a_damaged_near_copy_is_not_damage_while_the_far_one_is_unreadable() -> 
     near, far = FaultyStore(make_store()), FaultyStore(make_store())
     flip(near, names.data(300, 1, 0))
     far.fail("read_into", RetryLater("no answer"), matching=names.data(300, 1, 0), times=2)
-    restored = restore(TieredStore([near, far]), empty_live())
-    assert restored is not None
-    assert restored.step == 300
+    assert restore(TieredStore([near, far]), empty_live()).step == 300
 
 
 def test_an_unreadable_near_tier_does_no_harm_if_the_far_one_is_intact() -> None:
@@ -412,9 +398,7 @@ def test_an_unreadable_near_tier_does_no_harm_if_the_far_one_is_intact() -> None
     for method in ("get", "read_into", "size"):
         near.fail(method, RetryLater("input/output error"), times=None)
     near.fail("list", RetryLater("input/output error"), times=None, matching="step-")
-    restored = restore(TieredStore([near, far]), empty_live(), patience_s=0)
-    assert restored is not None
-    assert restored.step == 300
+    assert restore(TieredStore([near, far]), empty_live(), patience_s=0).step == 300
 
 
 def test_a_store_that_refuses_access_raises_at_once() -> None:
@@ -428,8 +412,7 @@ def test_what_does_not_verify_is_noted_and_what_is_superseded_is_not() -> None:
     store, noted = make_store(), []
     make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
-    restored = restore(store, empty_live(), mark=lambda *said: noted.append(said))
-    assert restored is not None
+    restore(store, empty_live(), mark=lambda *said: noted.append(said))
     ((skipped, good),) = noted
     assert [(one.attempt, one.step) for one in skipped] == [(2, 200)]
     assert good == (1, 100)
@@ -441,14 +424,11 @@ def test_fallback_skips_a_superseded_branch() -> None:
     make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
     restored = restore(store, live)
-    assert restored is not None
     assert (restored.step, restored.attempt) == (100, 1)
     reasons = {(one.step, one.attempt): one.reason for one in restored.skipped}
     assert set(reasons) == {(200, 2), (300, 1), (200, 1)}
     assert reasons[300, 1] == "superseded: attempt 2 continued from step 100"
-    by_hand = restore(store, live, step=300)
-    assert by_hand is not None
-    assert by_hand.attempt == 1
+    assert restore(store, live, step=300).attempt == 1
 
 
 def test_fallback_follows_the_line_of_a_superseded_checkpoint_chosen_by_hand() -> None:
@@ -456,16 +436,13 @@ def test_fallback_follows_the_line_of_a_superseded_checkpoint_chosen_by_hand() -
     store, live = make_store(), empty_live()
     make_checkpoint(store, 250, 2, [state_of(252)], base=(1, 200), chunk_bytes=4096)
     by_hand = restore(store, live, step=300)
-    assert by_hand is not None
     ancestors = (*by_hand.ancestors, (by_hand.attempt, by_hand.step))
     assert ancestors == ((1, 300),)
     make_checkpoint(store, 350, 3, [state_of(353)], ancestors=ancestors, chunk_bytes=4096)
     restored = restore(store, live)
-    assert restored is not None
     assert (restored.step, restored.attempt, restored.ancestors) == (350, 3, ((1, 300),))
     flip(store, names.data(350, 3, 0))
     restored = restore(store, live)
-    assert restored is not None
     assert (restored.step, restored.attempt) == (300, 1)
     reasons = {(one.step, one.attempt): one.reason for one in restored.skipped}
     assert set(reasons) == {(350, 3), (250, 2)}
@@ -479,13 +456,11 @@ def test_fallback_follows_the_line_across_several_restarts() -> None:
         make_checkpoint(store, step, 2, [state_of(step)], base=(1, 200), chunk_bytes=4096)
     make_checkpoint(store, 255, 3, [state_of(255)], ancestors=((1, 200), (2, 250)), chunk_bytes=4096)
     order = [(255, 3), (250, 2), (200, 1), (100, 1)]
-    restored = None
+    restored = restore(store, live)
     for damaged, found in itertools.pairwise(order):
         flip(store, names.data(*damaged, 0))
         restored = restore(store, live)
-        assert restored is not None
         assert (restored.step, restored.attempt) == found
-    assert restored is not None
     assert {(one.step, one.attempt) for one in restored.skipped} == {*order[:-1], (260, 2), (300, 1)}
 
 
@@ -493,9 +468,7 @@ def test_a_requested_step_falls_back_to_the_same_step_of_an_older_attempt() -> N
     store, live = make_store(), empty_live()
     make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
-    restored = restore(store, live, step=200)
-    assert restored is not None
-    assert restored.attempt == 1
+    assert restore(store, live, step=200).attempt == 1
     assert live.tensors["n"].item() == 200
 
 
@@ -531,9 +504,7 @@ def test_damage_that_shows_without_reading_data_touches_nothing_live() -> None:
     make_checkpoint(store, 200, 1, [{**state_of(200), "extra": torch.ones(9)}], chunk_bytes=4096)
     store.delete(names.data(200, 1, 0))
     live = Live({**empty_live().tensors, "extra": torch.zeros(9)}, strict=False)
-    restored = restore(store, live)
-    assert restored is not None
-    assert restored.step == 100
+    assert restore(store, live).step == 100
     assert not live.tensors["extra"].any()
 
 
@@ -726,6 +697,4 @@ def test_a_fresh_home_is_fresh_on_every_rank() -> None:
 def test_checkpoints_of_a_home_without_a_run_document_can_be_restored() -> None:
     store = make_store()
     store.delete(names.RUN)
-    restored = restore(store, empty_live())
-    assert restored is not None
-    assert restored.step == 300
+    assert restore(store, empty_live()).step == 300

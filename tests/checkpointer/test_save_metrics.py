@@ -17,10 +17,11 @@ def test_a_save_gets_the_newest_values_since_the_save_before() -> None:
     saves.add(9, {"loss": 2.0})
     saves.begin_save(10)
     saves.begin_save(20)
-    assert saves.send(10) == {"loss": 2.0, "lr": 0.1}
-    assert saves.send(20) == {"loss": 2.0, "lr": 0.1}  # the save before may have failed: it was not sent
+    assert saves.send(10).values == {"loss": 2.0, "lr": 0.1}
+    # The save before may have failed: it was not sent.
+    assert saves.send(20).values == {"loss": 2.0, "lr": 0.1}
     saves.begin_save(30)
-    assert saves.send(30) == {}
+    assert saves.send(30).values == {}
 
 
 def test_a_value_of_a_later_step_does_not_count() -> None:
@@ -28,7 +29,7 @@ def test_a_value_of_a_later_step_does_not_count() -> None:
     saves.begin_save(10)
     saves.add(11, {"loss": 1.0})
     saves.add(10, {"loss": 5.0})
-    assert saves.send(10) == {"loss": 5.0}
+    assert saves.send(10).values == {"loss": 5.0}
 
 
 def test_a_late_value_is_reported_with_the_step_of_its_save() -> None:
@@ -42,8 +43,8 @@ def test_a_late_value_is_reported_with_the_step_of_its_save() -> None:
     assert saves.add(10, {"loss": 1.0}) is None
     assert saves.add(19, {"loss": 9.0}) is None  # the value of the step itself counts
     assert saves.add(21, {"loss": 9.0}) is None
-    assert saves.value(10, "loss") == 1.0
-    assert saves.value(20, "loss") == 2.0
+    assert saves.value(10, "loss") == (10, 1.0)
+    assert saves.value(20, "loss") == (20, 2.0)
     assert saves.value(20, "lr") is None
 
 
@@ -52,7 +53,7 @@ def test_a_value_is_replaced_by_a_later_one_of_the_same_step() -> None:
     saves.add(10, {"loss": 2.0})
     saves.add(10, {"loss": 1.0})
     saves.begin_save(10)
-    assert saves.send(10) == {"loss": 1.0}
+    assert saves.send(10).values == {"loss": 1.0}
 
 
 @pytest.mark.parametrize("value", [1.5, -1.5, 0.0, -0.0, 1.7e308, -1.7e308, 5e-324])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -94,21 +93,19 @@ class MetricsBuffer:
     def of_save(self, step: int) -> SaveValues:
         """Return the metrics of a save that is submitted now. Call `flush` with its step before."""
         with self._lock:
-            return self._send(step)
-
-    def _send(self, step: int) -> SaveValues:
-        return SaveValues(self._saves.send(step), self._saves.of_other_steps(step))
+            return self._saves.send(step)
 
     def value_of_save(self, step: int, metric: str | None) -> float | None:
         """Return the value of a metric that a save has so far; None without one."""
         with self._lock:
-            return self._saves.value(step, metric or "")
+            known = self._saves.value(step, metric or "")
+            return None if known is None else known[1]
 
     def unsaved_step(self, step: int, metric: str) -> int | None:
         """Return the step of a save's metric, if that step was not saved."""
         with self._lock:
-            at = self._saves.of_other_steps(step).get(metric)
-            return None if at is None or self._saves.has(at) else at
+            known = self._saves.value(step, metric)
+            return None if known is None or self._saves.has(known[0]) else known[0]
 
     def add(self, step: int, values: Mapping[str, SupportsFloat], *, of_save: int | None = None) -> None:
         """Add the values of a step.
@@ -168,7 +165,7 @@ class MetricsBuffer:
                     self._drop_first()
                 changed = [self._saves.add(of_save, values) for _, of_save, values in rows]
                 for step in sorted({step for step in changed if step is not None}):
-                    receiver.update_metrics(step, self._send(step))
+                    receiver.update_metrics(step, self._saves.send(step))
 
     def _drop_first(self) -> None:
         self._rows.popleft()
@@ -221,7 +218,6 @@ _MAX_SAVES = 256  # newest saves whose metrics may still change
 class _SavedValues:
     """Metrics of one save."""
 
-    step: int
     values: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> step of the value, value
     is_sent: bool = False
 
@@ -231,40 +227,44 @@ class SaveMetrics:
 
     For each name a save gets the value of its own step, else the newest value since the save before. The time
     of recording does not matter: a value may come after the save.
+
+    Attributes:
+        newest: step of the newest save; -1 before the first.
     """
 
     def __init__(self) -> None:
-        self._saves: list[_SavedValues] = []
+        self.newest = -1
+        self._saves: dict[int, _SavedValues] = {}  # by step, ascending
         self._next: dict[str, tuple[int, float]] = {}  # since the newest save
-
-    @property
-    def newest(self) -> int:
-        """Step of the newest save; -1 before the first."""
-        return self._saves[-1].step if self._saves else -1
 
     def begin_save(self, step: int) -> None:
         """Add a save, which gets what was recorded since the one before. One of the same step is replaced."""
         if step < self.newest:
             return
-        if step == self.newest:  # the save before has failed
-            self._saves[-1].is_sent = False
+        before = self._saves.get(self.newest)
+        if step == self.newest and before is not None:  # the save before has failed
+            before.is_sent = False
             return
-        found = {name: one for name, one in self._next.items() if one[0] <= step}
-        if self._saves and not self._saves[-1].is_sent:  # it may have failed
-            found = {**self._saves[-1].values, **found}
-        self._next = {name: one for name, one in self._next.items() if one[0] > step}
-        self._saves = [*self._saves[1 - _MAX_SAVES :], _SavedValues(step, found)]
+        # What the save before has not sent is kept for this one: that save may have failed.
+        saved = _SavedValues({} if before is None or before.is_sent else dict(before.values))
+        later: dict[str, tuple[int, float]] = {}
+        for name, known in self._next.items():
+            (saved.values if known[0] <= step else later)[name] = known
+        self.newest, self._next, self._saves[step] = step, later, saved
+        if len(self._saves) > _MAX_SAVES:
+            self._saves.pop(next(iter(self._saves)))
 
     def add(self, step: int, values: Mapping[str, float]) -> int | None:
         """Add values of a step. Returns the step of the save that they changed after `send`, if any."""
-        index = bisect_left([row.step for row in self._saves], step)
-        if index == len(self._saves):
-            return self._put(self._next, step, values) and None
-        row = self._saves[index]
-        if index == 0 and len(self._saves) == _MAX_SAVES and step != row.step:
+        at = next((saved for saved in self._saves if saved >= step), None)
+        if at is None:
+            self._put(self._next, step, values)
+            return None
+        is_oldest = len(self._saves) == _MAX_SAVES and at == next(iter(self._saves))
+        if is_oldest and step != at:
             return None  # of a save that is not known any more
-        is_changed = self._put(row.values, step, values)
-        return row.step if is_changed and row.is_sent else None
+        is_changed = self._put(self._saves[at].values, step, values)
+        return at if is_changed and self._saves[at].is_sent else None
 
     @staticmethod
     def _put(known: dict[str, tuple[int, float]], step: int, values: Mapping[str, float]) -> bool:
@@ -273,25 +273,24 @@ class SaveMetrics:
         known.update(newer)
         return is_changed
 
-    def value(self, step: int, name: str) -> float | None:
-        """Return one value of a save; None if it was not recorded."""
-        return next(
-            (row.values[name][1] for row in self._saves if row.step == step and name in row.values), None
-        )
+    def value(self, step: int, name: str) -> tuple[int, float] | None:
+        """Return the step and the number of one value of a save; None if it was not recorded."""
+        return self._saves[step].values.get(name) if step in self._saves else None
 
-    def send(self, step: int) -> dict[str, float]:
+    def send(self, step: int) -> SaveValues:
         """Return the metrics of a save. Later changes are reported by `add`."""
-        for row in self._saves:
-            if row.step == step:
-                row.is_sent = True
-                return {name: value for name, (_, value) in row.values.items()}
-        return {}
-
-    def of_other_steps(self, step: int) -> dict[str, int]:
-        """Return the step of each value of a save that was recorded for another step."""
-        rows = (row for row in self._saves if row.step == step)
-        return {name: at for row in rows for name, (at, _) in row.values.items() if at != step}
+        saved = self._saves.get(step)
+        if saved is None:
+            return SaveValues()
+        saved.is_sent = True
+        values: dict[str, float] = {}
+        of_steps: dict[str, int] = {}
+        for name, (at, value) in saved.values.items():
+            values[name] = value
+            if at != step:
+                of_steps[name] = at
+        return SaveValues(values, of_steps)
 
     def has(self, step: int) -> bool:
         """Return True for the step of a save."""
-        return any(row.step == step for row in self._saves)
+        return step in self._saves

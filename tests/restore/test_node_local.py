@@ -12,7 +12,7 @@ import torch
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.restore.candidates import Holding, Request, find_holdings, put_together
+from holdfast.checkpoint.restore.candidates import Holding, Request, Selection, find_holdings, put_together
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.share import OTHER_RANKS, assign_blocks
 from holdfast.checkpoint.restore.stages import Restored
@@ -103,7 +103,7 @@ class Hosts:
                     TieredStore([self.local[rank], self.home]),
                     lives[rank].load,
                     Rank(threads, post, rank),
-                    step=step,
+                    Selection(step),
                     num_threads=2,
                     own_local=self.local[rank],
                     show=self.said.append,

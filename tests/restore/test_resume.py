@@ -23,7 +23,7 @@ from holdfast.checkpoint.format.partitioning import FillTarget, whole
 from holdfast.checkpoint.home.commit import recover_commit
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.ranks import RankGroup
-from holdfast.checkpoint.restore.candidates import Mark, RankFrom, Request
+from holdfast.checkpoint.restore.candidates import Mark, RankFrom, Request, Selection
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.store.contract import Store
@@ -131,7 +131,7 @@ def restore(
     store: Store, live: Live, step: int | None = None, *, patience_s: float = 60.0, mark: Mark = IGNORE
 ) -> Restored:
     restored = restore_newest(
-        Request(store, live.load, Alone(), step=step, num_threads=2, patience_s=patience_s, mark=mark)
+        Request(store, live.load, Alone(), Selection(step), num_threads=2, patience_s=patience_s, mark=mark)
     )
     assert restored is not None
     return restored

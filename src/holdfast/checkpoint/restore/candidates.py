@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -64,16 +64,36 @@ def _ignore(*_: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """Checkpoint and state entries that a restore is asked for."""
+
+    step: int | None = None  # only this step; the newest attempt that saved it is tried first
+    strict: bool = True
+    only: Collection[str] | None = None
+    rename: Mapping[str, str] | Callable[[str], str] | None = None
+    best: bool = False  # the best checkpoint by the run's metric
+    healthy: bool = False  # the newest checkpoint that is marked as healthy
+    is_new: bool = False  # into new tensors and values
+    with_rng: bool = True  # with the random number generators of the process
+    verify: bool = False  # read everything, also what is not loaded; each rank a share of the files
+    choices: tuple[CheckpointId, ...] | None = None  # the newest of these and no other
+    kept: Collection[str] = ()  # key paths of objects that stay as they are
+
+    @property
+    def is_newest(self) -> bool:
+        """True if the newest checkpoint is wanted, of whatever step and value."""
+        return self.step is None and not self.best
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Request for a restore; the same on all ranks but for the stores and functions of each."""
 
     store: Store  # home, or all tiers of this rank as one
     load: StateLoad
     group: RankGroup  # ranks that restore; need not be as many as have saved
-    step: int | None = None  # restore only this step; the newest attempt that saved it is tried first
-    best: Keep | None = None  # restore the best checkpoint by the metric of this policy
-    healthy: bool = False  # restore the newest checkpoint that is marked as healthy
-    choices: tuple[CheckpointId, ...] | None = None  # restore the newest of these and no other
+    selection: Selection = Selection()
+    keep: Keep = field(default_factory=Keep)  # whose metric the best checkpoint is chosen by
     num_threads: int | None = None  # threads that read, hash and copy; None for what suits the nearest tier
     on_bytes: Callable[[int], None] | None = None  # called with the size of each read, never by two threads
     share_reads: bool = False  # each chunk is read by one of the ranks that need it, and sent to the others
@@ -82,7 +102,6 @@ class Request:
     may_commit: bool = True  # write missing manifests; False without a claim, beside a living writer
     show: Callable[[str], None] = _ignore  # called with a line for the user
     patience_s: float = LIMIT_S  # time limit for retries of what cannot be read
-    verify: bool = False  # read everything, also what is not loaded; each rank a share of the files
     mark: Mark = _ignore  # called on every rank, and again while it raises RetryLater
 
 
@@ -130,16 +149,17 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
     # By attempt, then step, never by time: clocks differ. An attempt continues what it restored: note 001.
     order = tuple(sorted({*survey.found, *node_local}, reverse=True))
     skipped = tuple(one for one in survey.denied if one.checkpoint_id not in node_local)
-    if request.step is not None:
-        skipped = tuple(one for one in skipped if one.step == request.step)
-        if not skipped and not any(one.step == request.step for one in order):
+    step = request.selection.step
+    if step is not None:
+        skipped = tuple(one for one in skipped if one.step == step)
+        if not skipped and not any(one.step == step for one in order):
             shown = ", ".join(f"{one.step} (attempt {one.attempt})" for one in order[:20]) or "none"
             raise NotFound(
-                f"{request.store.url} does not contain a complete step {request.step}. Complete steps, "
+                f"{request.store.url} does not contain a complete step {step}. Complete steps, "
                 f"newest first: {shown}.",
-                step=request.step,
+                step=step,
             )
-        order = tuple(one for one in order if one.step == request.step)
+        order = tuple(one for one in order if one.step == step)
     return Candidates(survey, order, skipped, node_local, lacking)
 
 
@@ -166,9 +186,9 @@ def _list_tiers(store: Store, request: Request) -> Survey:
     finished: list[tuple[CheckpointId, str]] = []
     for copy, home in homes:
         if not request.may_commit:
-            whole.update(_find_whole(copy, home, run_id, complete, request.step))
+            whole.update(_find_whole(copy, home, run_id, complete, request.selection.step))
             continue
-        here = _finish_commits(copy, home, run_id, complete, denied, request.step)
+        here = _finish_commits(copy, home, run_id, complete, denied, request.selection.step)
         finished += here
         found.update(candidates(list_home(copy) if here else home))
     found |= whole

@@ -174,12 +174,12 @@ class _Restore:
 
     def run(self) -> Restored | None:
         """Try the candidates in order; see `restore_newest`."""
-        request = self._request
-        order = self._found.order if request.best is None else self._order_by_value()
+        selection = self._request.selection
+        order = self._order_by_value() if selection.best else self._found.order
         for index, checkpoint in enumerate(order):
             if self._must_pass(checkpoint):
                 continue
-            if request.healthy and self._pass_unhealthy(checkpoint, order[index + 1 :]):
+            if selection.healthy and self._pass_unhealthy(checkpoint, order[index + 1 :]):
                 continue
             stages, verdict = self._try_patiently(checkpoint)
             if verdict.is_unread:  # it may be whole, so no older one is restored in its place: note 015
@@ -192,10 +192,10 @@ class _Restore:
         if self._unhealthy and not self._skipped:
             raise self._make_none_healthy_error()
         # A run begins from zero only in a home that shows no sign of a checkpoint, never unnoticed: note 001.
-        if not order and request.step is None and not self._skipped:
+        if not order and selection.step is None and not self._skipped:
             check_no_losses(list(self._found.survey.losses), self._url)
             return None
-        raise make_none_good_error(self._url, self._skipped, self._kinds, self._touched, request.step)
+        raise make_none_good_error(self._url, self._skipped, self._kinds, self._touched, selection.step)
 
     # -- one candidate ---------------------------------------------------------------------------------------
 
@@ -233,17 +233,16 @@ class _Restore:
 
     def _must_pass(self, checkpoint: CheckpointId) -> bool:
         """Return True for a checkpoint that is not wanted, or was left behind."""
-        request = self._request
-        if request.choices is not None:
-            return checkpoint not in request.choices
-        return request.step is None and request.best is None and self._skip_superseded(checkpoint)
+        selection = self._request.selection
+        if selection.choices is not None:
+            return checkpoint not in selection.choices
+        return selection.is_newest and self._skip_superseded(checkpoint)
 
     # -- the order -------------------------------------------------------------------------------------------
 
     def _order_by_value(self) -> Sequence[CheckpointId]:
         """Return the checkpoints that the newest one continues and that have a value, best first."""
-        keep, order = self._request.best, self._found.order
-        assert keep is not None
+        keep, order = self._request.keep, self._found.order
         if not order:
             return order
         metric = keep.metric or ""
@@ -378,9 +377,11 @@ class _Restore:
             request.mark([newest], None)
         if verdict.ancestors is not None:
             self._note_line(checkpoint, verdict.ancestors)
-        is_newest = request.step is None and request.best is None
-        older = [other.step for other in left if not is_newest or self._resumed_before(other) is None]
-        choices = older if request.step is None else []
+        selection = request.selection
+        older = [
+            other.step for other in left if not selection.is_newest or self._resumed_before(other) is None
+        ]
+        choices = older if selection.step is None else []
         raise make_unread_error(self._url, newest, self._patience.spent_s, choices, self._touched)
 
     def _show_lacking(self, restored: CheckpointId) -> None:

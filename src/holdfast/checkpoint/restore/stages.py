@@ -122,7 +122,7 @@ class Stages:
         own = replace(self.manifest, tensors=self._parts.tensors_for(self._source))
         self._loading = self._request.load(own, self._values)
         self._jobs = plan_fill(self.manifest, self._loading.targets, self._source, self._parts)
-        if self._request.verify:
+        if self._request.selection.verify:
             self._jobs = [*self._jobs, *self._whole_files()]
         return sorted(self._touched - self._loading.targets.keys())[:100]
 

@@ -12,10 +12,11 @@ from holdfast.checkpoint.home.history import FailureRate, read_failures
 from holdfast.checkpoint.home.inventory import measure_space
 from holdfast.checkpoint.keeper import Keeper, KeeperConfig, Save, wait_for_closed, wait_for_orphans
 from holdfast.checkpoint.policy import MIN_FAILURES, EveryAuto
+from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.pipeline import Order
-from holdfast.checkpoint.run.restoration import Differences, Restoration, Selection
+from holdfast.checkpoint.run.restoration import Differences, Restoration
 from holdfast.checkpoint.run.saves import Saves, remaining_s
 from holdfast.checkpoint.run.step_sync import StepSync
 from holdfast.checkpoint.run.tiers import claim_together

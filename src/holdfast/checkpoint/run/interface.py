@@ -14,6 +14,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.policy import Every, single_policies
 from holdfast.checkpoint.ranks import RankGroup
+from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.loop import TrainingLoop
@@ -29,7 +30,6 @@ from holdfast.checkpoint.run.options import (
     parse_local,
     parse_memory,
 )
-from holdfast.checkpoint.run.restoration import Selection
 from holdfast.checkpoint.run.training import Training
 from holdfast.checkpoint.run.watching import choose_watches
 from holdfast.checkpoint.watch import Watch
@@ -387,7 +387,7 @@ class Checkpointer(TrainingLoop):
         """
         with self._training.guard("continue_from()", alone=True):
             step = None if step is None else parse_step(step, "continue_from()")
-            return self._training.restore(Selection(step, True, (), None, with_rng=False, verify=verify))
+            return self._training.restore(Selection(step, only=(), with_rng=False, verify=verify))
 
     def _parse_choice(self, call: str, step: int | None, *, best: bool, healthy: bool) -> int | None:
         """Check the choice of a checkpoint, and return its step, if given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.newest import Skipped
 from holdfast.checkpoint.keeper import Keeper
-from holdfast.checkpoint.restore.candidates import Request
+from holdfast.checkpoint.restore.candidates import Request, Selection
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
@@ -20,23 +20,6 @@ from holdfast.checkpoint.state import Load
 from holdfast.errors import ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.units import plural
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Checkpoint and state entries that a restore is asked for."""
-
-    step: int | None
-    strict: bool
-    only: Collection[str] | None
-    rename: Mapping[str, str] | Callable[[str], str] | None
-    best: bool = False
-    healthy: bool = False
-    is_new: bool = False  # into new tensors and values
-    with_rng: bool = True  # with the random number generators of the process
-    verify: bool = False  # everything, also what is not loaded
-    choices: tuple[CheckpointId, ...] | None = None  # the newest of these and no other
-    kept: Collection[str] = ()  # key paths of objects that stay as they are
 
 
 class Restoration:
@@ -95,10 +78,8 @@ class Restoration:
                 store,
                 partial(self._make_load, selection),
                 self._ranks,
-                step=selection.step,
-                best=options.keep if selection.best else None,
-                healthy=selection.healthy,
-                choices=selection.choices,
+                selection,
+                keep=options.keep,
                 num_threads=options.reads.threads,
                 share_reads=options.reads.shared,
                 source_rank=options.reads.source_rank,
@@ -106,7 +87,6 @@ class Restoration:
                 may_commit=keeper is not None,
                 show=self._components.show,
                 patience_s=self._tiers.restore_patience_s,
-                verify=selection.verify,
                 mark=mark,
             )
             self._found = restore_newest(request)

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from holdfast.checkpoint.home.metrics import read_recent_values
 from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.components import Components
@@ -29,7 +30,7 @@ from holdfast.checkpoint.run.going_back import (
     ranges_to_skip,
 )
 from holdfast.checkpoint.run.position import Position, StepFollowers
-from holdfast.checkpoint.run.restoration import DifferenceReport, Selection
+from holdfast.checkpoint.run.restoration import DifferenceReport
 from holdfast.checkpoint.run.status_lines import (
     show_restored,
     show_rollback,
@@ -144,7 +145,7 @@ class Training:
         else:
             self.attempt.begin(restores_later=True)
             with self.guard("restore()", alone=True):
-                step = self.restore(Selection(None, True, None, None)) or 0
+                step = self.restore(Selection()) or 0
         self._has_restored = False
         self._cadence.restart(step, time.monotonic())
         show_what_is_left(self._components, step, total)
@@ -416,7 +417,7 @@ class Training:
         objects, config = self._pipeline.objects, self.attempt.begin().config
         before, kept = positions_of(objects.skippables()), tuple(objects.streams())
         self.attempt = self.attempt.go_back(plan.vote.reason)
-        selection = Selection(None, True, None, None, choices=plan.choices, kept=kept)
+        selection = Selection(choices=plan.choices, kept=kept)
         found = self.attempt.restore(selection)
         assert found is not None  # one of those that were chosen, or an error was raised
         failpoint("rollback.restored")

@@ -237,10 +237,10 @@ class GoingBack:
         self._answered.clear()
 
 
-def _row(one: NamedVote) -> list[Any]:
+def _row(named: NamedVote) -> list[Any]:
     """Return a vote for a message between ranks."""
-    vote = one.vote
-    return [one.watch, str(vote.reason), *map(int, (vote.since, vote.upto, vote.most, vote.skip))]
+    vote = named.vote
+    return [named.watch, str(vote.reason), *map(int, (vote.since, vote.upto, vote.most, vote.skip))]
 
 
 def _merged(votes: Sequence[Vote]) -> Vote:

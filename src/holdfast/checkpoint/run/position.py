@@ -80,13 +80,13 @@ class StepFollowers:
     def restart(self, step: int) -> None:
         """Count from a restored step, or from 0. The objects begin to count steps."""
         self._step = step
-        for one in self._objects.followers():
-            one.complete_steps(0)
+        for follower in self._objects.followers():
+            follower.complete_steps(0)
 
     def reach(self, step: int) -> None:
         """Record that all steps up to this one are complete."""
         if (num_steps := step - self._step) <= 0:
             return
         self._step = step
-        for one in self._objects.followers():
-            one.complete_steps(num_steps)
+        for follower in self._objects.followers():
+            follower.complete_steps(num_steps)

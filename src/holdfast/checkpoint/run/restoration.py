@@ -155,12 +155,10 @@ class Restoration:
         if found is None:
             return
         if self._ranks.rank == 0:
-            for one, url in (
-                *found.finished,
-                *self._tiers.finish_commits(keeper.config.run, found.whole),
-            ):
-                detail = f"attempt {one.attempt}, which ended before it could write the manifest"
-                keeper.record("committed", step=one.step, detail=detail, tier=self._tiers.name_of({url: 1}))
+            completed = self._tiers.finish_commits(keeper.config.run, found.whole)
+            for (attempt, step), url in (*found.finished, *completed):
+                detail = f"attempt {attempt}, which ended before it could write the manifest"
+                keeper.record("committed", step=step, detail=detail, tier=self._tiers.name_of({url: 1}))
         if self._tiers.local is not None:
             keeper.drain_checkpoint(found.checkpoint_id)  # its own attempt may not have drained it
         if keeper.config.is_node_local:

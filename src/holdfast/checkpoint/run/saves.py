@@ -88,9 +88,9 @@ class Saves:
         if self._last is not None:
             self._note_tear(self._last)
 
-    def _note_tear(self, one: PendingCopy) -> None:
-        if one.save.step != self._torn_elsewhere and not one.is_torn:
-            self._torn_elsewhere = one.save.step
+    def _note_tear(self, pending: PendingCopy) -> None:
+        if pending.save.step != self._torn_elsewhere and not pending.is_torn:
+            self._torn_elsewhere = pending.save.step
             self._stager.repeats.record_torn_elsewhere()
 
     # -- outcomes --------------------------------------------------------------------------------------------
@@ -99,17 +99,18 @@ class Saves:
         """Settle the saves that have become durable; count those that have failed, and return them."""
         failed: list[PendingCopy] = []
         with self.lock:
-            for one in [one for one in self._pending if one.save.done()]:  # a queue may be long
-                if not one.save.durable:
-                    self._count_failed(one.save)
-                    failed.append(one)
+            for pending in [one for one in self._pending if one.save.done()]:  # a queue may be long
+                save = pending.save
+                if not save.durable:
+                    self._count_failed(save)
+                    failed.append(pending)
                     continue
-                self._pending.remove(one)
+                self._pending.remove(pending)
                 self._failing_since_s = None
                 self._overdue.succeed(time.monotonic())
-                self.newest_durable = one.save.step
-                self.stable.add(one.save.step)
-                self._on_durable(one.save)
+                self.newest_durable = save.step
+                self.stable.add(save.step)
+                self._on_durable(save)
         return failed
 
     def _count_failed(self, save: Save) -> None:
@@ -124,26 +125,25 @@ class Saves:
             HoldfastError: they have failed for longer than the limit.
         """
         with self.lock:
-            for one in self.settle():
-                if one.save.failed is not None:
-                    self._pending.remove(one)
-                    self._surface_failed(one, one.save.failed)
+            for pending in self.settle():
+                if pending.save.failed is not None:
+                    self._pending.remove(pending)
+                    self._surface_failed(pending, pending.save.failed)
 
-    def _surface_failed(self, one: PendingCopy, error: HoldfastError | None) -> None:
-        assert error is not None
-        by_keeper = one.is_torn and not one.staging.torn  # else the stager has counted it
+    def _surface_failed(self, pending: PendingCopy, error: HoldfastError) -> None:
+        by_keeper = pending.is_torn and not pending.staging.torn  # else the stager has counted it
         self._stager.distrust_frozen(for_long=by_keeper)
         if self._has_others and isinstance(error, InvalidInput):
-            self._note_tear(one)  # also in loops that never call should_save()
+            self._note_tear(pending)  # also in loops that never call should_save()
         if self._failing_since_s is None:
-            self._failing_since_s = one.save.began_s
+            self._failing_since_s = pending.save.began_s
         self._overdue.fail()
-        self._count_failed(one.save)
+        self._count_failed(pending.save)
         if time.monotonic() - self._failing_since_s > self._limit_s:
             raise error
-        if not (one.is_torn and self._has_warned_of_tear):  # later ones are in the history
-            warn(str(error), TornSaveWarning if one.is_torn else SaveWarning)
-        self._has_warned_of_tear |= one.is_torn
+        if not (pending.is_torn and self._has_warned_of_tear):  # later ones are in the history
+            warn(str(error), TornSaveWarning if pending.is_torn else SaveWarning)
+        self._has_warned_of_tear |= pending.is_torn
 
     def overdue(self) -> tuple[float, int] | None:
         """Return seconds and failures since the last success, if they are to be reported now."""
@@ -173,8 +173,8 @@ class Saves:
         """Remove a save whose error is raised now and must not be raised again."""
         with self.lock:
             found = [one for one in self._pending if one.save is save]
-            for one in found:
-                self._pending.remove(one)
+            for pending in found:
+                self._pending.remove(pending)
                 self._count_failed(save)
             return bool(found)
 

@@ -13,9 +13,6 @@ import torch
 import holdfast
 from holdfast.checkpoint.run.options import (
     parse_home,
-    parse_keep,
-    parse_local,
-    parse_memory,
 )
 from holdfast.errors import InvalidInput
 from stage.training import make_checkpointer
@@ -23,11 +20,6 @@ from stage.training import make_checkpointer
 
 def test_the_first_field_alone_is_the_whole_value() -> None:
     assert parse_home("s3://bucket/run") == holdfast.Home("s3://bucket/run")
-    assert parse_keep(5) == holdfast.Keep(5)
-    assert parse_keep(None) == holdfast.Keep(None)
-    assert parse_local("/nvme") == holdfast.Local("/nvme")
-    assert parse_local(None) is None
-    assert parse_memory("2GiB") == holdfast.Memory("2GiB")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.history import read_lines
-from holdfast.checkpoint.run.options import Home, parse_local
+from holdfast.checkpoint.run.options import Home, Local
 from holdfast.checkpoint.run.tiers import Base, Tiers
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, Unsupported
@@ -25,7 +25,7 @@ def make_tiers(folder: Path, **options: Any) -> Tiers:
     """Tiers of two folders."""
     local = options.pop("local", folder / "local")
     return Tiers(
-        Home(folder / "home", **options), parse_local(local), keep_in_memory_s=0.0, restore_patience_s=120.0
+        Home(folder / "home", **options), None if local is None else Local(local), restore_patience_s=120.0
     )
 
 

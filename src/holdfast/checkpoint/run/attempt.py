@@ -162,7 +162,11 @@ class Attempt:
             linger_s=min(30.0, self._commit_timeout_s),
             healthy_back=self._components.watching.goes_back,
             watches=self._components.watching.keeper_halves(),
-            **self._tiers.config,
+            home=self._tiers.home,
+            local=self._tiers.local,
+            keep_local=1 if options.local is None else options.local.keep,
+            bandwidth=options.home.bandwidth_bytes,
+            keep_in_memory_s=options.memory.keep_for_s,
         )
 
     def _meet(self) -> tuple[bool, tuple[int, ...]]:
@@ -191,7 +195,7 @@ class Attempt:
         found = self._restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
         if found is not None:
             self.ancestors = (*found.ancestors, found.checkpoint_id)
-            self._pipeline.forget_plan()
+            self._pipeline.plan = None  # the state was replaced
         return found
 
     # -- saves -----------------------------------------------------------------------------------------------

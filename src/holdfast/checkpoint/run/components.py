@@ -57,7 +57,6 @@ class Components:
         tiers = Tiers(
             options.home,
             options.local,
-            keep_in_memory_s=options.memory.keep_for_s,
             restore_patience_s=options.reads.patience_s,
         )
         refuse_snapshots(state or {})

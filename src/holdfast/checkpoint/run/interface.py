@@ -26,9 +26,6 @@ from holdfast.checkpoint.run.options import (
     Options,
     Reads,
     parse_home,
-    parse_keep,
-    parse_local,
-    parse_memory,
 )
 from holdfast.checkpoint.run.training import Training
 from holdfast.checkpoint.run.watching import choose_watches
@@ -91,9 +88,9 @@ class Checkpointer(TrainingLoop):
         options = Options(
             home=parse_home(home),
             policies=single_policies(every),
-            keep=parse_keep(keep),
-            local=parse_local(local),
-            memory=parse_memory(memory),
+            keep=keep if isinstance(keep, Keep) else Keep(keep),
+            local=local if local is None or isinstance(local, Local) else Local(local),
+            memory=memory if isinstance(memory, Memory) else Memory(memory),
             reads=reads,
             limits=limits,
             watches=choose_watches(watches),

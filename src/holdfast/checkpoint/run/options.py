@@ -91,8 +91,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         parse_bytes(self.limit, "Memory(limit=)")
-        if self.keep_for is not None:
-            _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+        _keep_for_s(self.keep_for)
         if self.when_full not in ("wait", "skip", None):
             raise InvalidInput(f"Memory(when_full=) must be 'wait' or 'skip', got {self.when_full!r:.100}.")
 
@@ -112,9 +111,7 @@ class Memory:
     @property
     def keep_for_s(self) -> float:
         """Seconds that the last save stays in memory after the death of its process."""
-        if self.keep_for is None:
-            return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
-        return _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+        return _keep_for_s(self.keep_for)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,19 +224,10 @@ def parse_home(value: str | os.PathLike[str] | Home) -> Home:
     return value if isinstance(value, Home) else Home(value)
 
 
-def parse_local(value: str | os.PathLike[str] | Local | None) -> Local | None:
-    """Return the value of a `local=` argument; None without a local folder."""
-    return value if value is None or isinstance(value, Local) else Local(value)
-
-
-def parse_keep(value: int | Keep | None) -> Keep:
-    """Return the value of a `keep=` argument."""
-    return value if isinstance(value, Keep) else Keep(value)
-
-
-def parse_memory(value: int | str | Memory) -> Memory:
-    """Return the value of a `memory=` argument."""
-    return value if isinstance(value, Memory) else Memory(value)
+def _keep_for_s(value: Duration | None) -> float:
+    if value is None:
+        return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
+    return _duration_or_zero(value, "Memory(keep_for=)")
 
 
 def _duration_or_zero(value: Duration, name: str) -> float:

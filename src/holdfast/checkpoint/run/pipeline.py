@@ -67,6 +67,7 @@ class Pipeline:
     Attributes:
         arenas: staging memory.
         stager: background copies.
+        plan: files of the present state; None before the first save, and after the state was replaced.
         num_skipped: saves that were skipped because no staging memory was free.
         waited_for_memory_s: time that saves have waited for staging memory, in all.
     """
@@ -90,7 +91,7 @@ class Pipeline:
         self._skips_when_full = skips_when_full
         self._metrics = metrics
         self._in_use: dict[int, Arena] = {}
-        self._plan: SavePlan | None = None
+        self.plan: SavePlan | None = None
         self._structure: object = None  # of the state that the plan was made for
         self._watching = watching
         self._copies: PlannedCopies | None = None  # of the plan
@@ -133,7 +134,7 @@ class Pipeline:
         return PendingCopy(order.save, staging)
 
     def _plan_for(self, captured: CapturedState) -> SavePlan:
-        if self._plan is None or captured.structure is not self._structure:
+        if self.plan is None or captured.structure is not self._structure:
             self._structure = captured.structure
             catalog, rank = catalog_of(captured), self._ranks.rank
             shared = shared_tensors(captured, catalog, rank) if self._watching.plans_copies else []
@@ -150,8 +151,8 @@ class Pipeline:
                 rank=rank,
             )
             plan = make(witnesses=self._copies.witnesses, witness_bytes=self._copies.witness_bytes)
-            self._plan = plan if self._has_room(plan) else make()
-        return self._plan
+            self.plan = plan if self._has_room(plan) else make()
+        return self.plan
 
     def _has_room(self, plan: SavePlan) -> bool:
         """Return True if the witnesses leave room for as many saves, up to two."""
@@ -235,19 +236,10 @@ class Pipeline:
 
     # -- between saves ---------------------------------------------------------------------------------------
 
-    @property
-    def has_plan(self) -> bool:
-        """True if a plan of the present state exists."""
-        return self._plan is not None
-
     def guarantee(self) -> str:
         """Return how torn copies of the current plan are detected."""
-        assert self._plan is not None
-        return self.stager.guarantee(self._plan)
-
-    def forget_plan(self) -> None:
-        """Drop the plan: the state was replaced by a restore."""
-        self._plan = None
+        assert self.plan is not None
+        return self.stager.guarantee(self.plan)
 
     def watch_optimizers(self) -> None:
         """Have the steps of the state's optimizers wait for a copy under way."""

@@ -9,8 +9,9 @@ from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.claim import check_same_run
 from holdfast.checkpoint.home.newest import Skipped
-from holdfast.checkpoint.keeper import Keeper
+from holdfast.checkpoint.keeper import Keeper, free_memory_tier
 from holdfast.checkpoint.restore.candidates import Request, Selection
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.stages import Restored
@@ -59,8 +60,11 @@ class Restoration:
 
         Ranks: collective.
         """
-        if keeper is None and self._tiers.local is not None:
-            self._ranks.first_of(range(self._ranks.world_size), self._tiers.check_one_run)
+        tiers = self._tiers
+        if keeper is None and (local := tiers.local_store) is not None:
+            self._ranks.first_of(
+                range(self._ranks.world_size), lambda: check_same_run(tiers.home_store, local)
+            )
         is_node_local = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
 
         def mark(skipped: Sequence[Skipped], restored: CheckpointId | None) -> None:
@@ -151,7 +155,7 @@ class Restoration:
         """Record what the attempt continues, and complete commits, which only a claimed attempt may."""
         found = self._found
         if self.has_run:
-            self._tiers.end_held()
+            free_memory_tier(self._tiers.home)  # which keepers of dead trainers have held for a restore
         if found is None:
             return
         if self._ranks.rank == 0:

@@ -6,7 +6,6 @@ import contextlib
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.names import CheckpointId
@@ -14,7 +13,6 @@ from holdfast.checkpoint.format.run import AttemptClaim
 from holdfast.checkpoint.home.claim import (
     check_no_writer,
     check_run,
-    check_same_run,
     claim_attempt,
     claim_run,
     copy_claim,
@@ -24,7 +22,7 @@ from holdfast.checkpoint.home.commit import recover_commit
 from holdfast.checkpoint.home.listing import LiveTrainer, candidates, list_home
 from holdfast.checkpoint.home.losses import check_no_losses, find_losses
 from holdfast.checkpoint.home.newest import Skipped, drop_note, note_skipped
-from holdfast.checkpoint.keeper import MemoryTierStore, find_trainers, free_memory_tier
+from holdfast.checkpoint.keeper import MemoryTierStore, find_trainers
 from holdfast.checkpoint.policy import single_policies
 from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.restore.share import OTHER_RANKS
@@ -36,16 +34,6 @@ from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Conflict, Denied, InvalidInput, Unsupported
 from holdfast.system.environment import sandboxed
 from holdfast.system.units import format_bytes
-
-
-class TierConfig(TypedDict):
-    """Tier-related fields of `KeeperConfig`."""
-
-    home: str
-    local: str | None
-    keep_local: int
-    bandwidth: float | None
-    keep_in_memory_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +53,10 @@ class Tiers:
     Args:
         home: folder or URL, with the rules for copying saves there.
         local: folder on this host; None without such a tier.
-        keep_in_memory_s: seconds that a keeper offers the last save from memory after the trainer's death.
         restore_patience_s: seconds that a restore retries what cannot be read.
     """
 
-    def __init__(
-        self, home: Home, local: Local | None, *, keep_in_memory_s: float, restore_patience_s: float
-    ) -> None:
+    def __init__(self, home: Home, local: Local | None, *, restore_patience_s: float) -> None:
         self.home = sandboxed(absolute_place(home.url))
         self.local = None if local is None else sandboxed(absolute_place(local.path))
         for place in (self.home, self.local or ""):
@@ -87,23 +72,11 @@ class Tiers:
             )
         self.home_every = None if home.every is None else single_policies(home.every)
         """Policies that send a save home; None if every save is sent."""
-        self.config = TierConfig(
-            home=self.home,
-            local=self.local,
-            keep_local=1 if local is None else local.keep,
-            bandwidth=home.bandwidth_bytes,
-            keep_in_memory_s=keep_in_memory_s,
-        )
         self.restore_patience_s = restore_patience_s
         self.home_store = open_store(self.home)
-        self._local_store = None if self.local is None else open_store(self.local)
-        if self._local_store is not None:
-            check_disjoint(self.home_store, self._local_store)
-
-    @property
-    def local_store(self) -> Store | None:
-        """Store of the local folder; None without one."""
-        return self._local_store
+        self.local_store = None if self.local is None else open_store(self.local)
+        if self.local_store is not None:
+            check_disjoint(self.home_store, self.local_store)
 
     @property
     def is_far(self) -> bool:
@@ -112,17 +85,13 @@ class Tiers:
 
     def durable_stores(self) -> list[Store]:
         """Return all tiers but memory, nearest first."""
-        return [self.home_store] if self._local_store is None else [self._local_store, self.home_store]
+        return [self.home_store] if self.local_store is None else [self.local_store, self.home_store]
 
     def complete_checkpoints(self) -> set[CheckpointId]:
         """Return every complete checkpoint in the local folder and home."""
         return {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
 
     # -- claim and restore -----------------------------------------------------------------------------
-
-    def newest_local_number(self) -> int:
-        """Return the highest attempt number that the local folder has used; 0 without a folder."""
-        return 0 if self._local_store is None else newest_number(self._local_store)
 
     def claim(
         self,
@@ -144,11 +113,11 @@ class Tiers:
         if base is not None:
             self._check_base(base)
         run = claim_run(self.home_store)
-        if self._local_store is not None:
-            check_run(self._local_store, run)
+        if self.local_store is not None:
+            check_run(self.local_store, run)
         claim = claim_attempt(self.home_store, run, world_size=world_size, above=above)
-        if self._local_store is not None:
-            copy_claim(self._local_store, claim)
+        if self.local_store is not None:
+            copy_claim(self.local_store, claim)
         return claim
 
     def check_fresh(self, base: Base) -> None:
@@ -202,19 +171,14 @@ class Tiers:
 
     def join(self, claim: AttemptClaim, *, fresh: bool) -> None:
         """Add the local folder of another host to the run and the attempt."""
-        assert self._local_store is not None
-        if fresh and list_home(self._local_store).saved:
+        assert self.local_store is not None
+        if fresh and list_home(self.local_store).saved:
             raise InvalidInput(
                 f"{self.local} holds files of checkpoints, and restore() was not called. Nothing was saved. "
                 "Call restore() first, or start from scratch in another home and another folder."
             )
-        check_run(self._local_store, claim.run)
-        copy_claim(self._local_store, claim)
-
-    def check_one_run(self) -> None:
-        """Check that this rank's local folder and home belong to one run."""
-        if self._local_store is not None:
-            check_same_run(self.home_store, self._local_store)
+        check_run(self.local_store, claim.run)
+        copy_claim(self.local_store, claim)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
@@ -225,10 +189,6 @@ class Tiers:
             yield tiers[0] if len(tiers) == 1 else TieredStore(tiers)
         finally:
             held.close()
-
-    def end_held(self) -> None:
-        """Let keepers of dead trainers free the memory that they hold for a restore."""
-        free_memory_tier(self.home)
 
     def mark(
         self,
@@ -287,7 +247,7 @@ def claim_together(
     writers = [] if take_over else find_trainers(tiers.home)
     host = socket.gethostname()
     rows = ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
-    above = max(ranks.gather(tiers.newest_local_number()))
+    above = max(ranks.gather(0 if tiers.local_store is None else newest_number(tiers.local_store)))
 
     def claim() -> bytes:
         if is_fresh:

@@ -170,7 +170,7 @@ class Training:
         if outcome.is_preempted and self.preempted is None:
             own = next((one.vote.reason for one in votes if one.vote.act is Act.STOP), None)
             self.preempted = own or self._watching.stop_reason() or "another rank's notice"
-        if self._components.has_state and not self._pipeline.has_plan:
+        if self._components.has_state and self._pipeline.plan is None:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())
         is_due = outcome.is_due and self._going_back.planned is None

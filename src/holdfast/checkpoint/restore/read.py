@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 import time
@@ -152,15 +153,11 @@ def _nearest(store: Store, job: FileRead) -> Store:
     """Return the copy that a job's file is read from first."""
     *nearer, last = store.copies()
     name = job.part.file_name(frozen=job.frozen)
-    return next((copy for copy in nearer if _has(copy, name)), last)
-
-
-def _has(store: Store, name: str) -> bool:
-    """Return True if a copy has an object; False also if it cannot answer."""
-    try:
-        return store.size(name) is not None
-    except HoldfastError:
-        return False
+    for copy in nearer:
+        with contextlib.suppress(HoldfastError):  # a copy that cannot answer is as one without the file
+            if copy.size(name) is not None:
+                return copy
+    return last
 
 
 def plan_reads(job: FileRead, read_bytes: int = READ_BYTES) -> list[Read]:
@@ -303,10 +300,9 @@ def fetch(store: Store, read: Read, buffer: memoryview) -> Fetched:
         except HoldfastError as error:
             errors.append(error)
             continue
-        num_left = _num_bytes(left)
-        left, found = find_damage(read, view, left)
+        num_good, left, found = find_damage(read, view, left)
         errors += found
-        if num_good := num_left - _num_bytes(left):
+        if num_good:
             sources[copy.url] = num_good
         if not left:
             return Fetched(view, sources, errors)
@@ -332,23 +328,21 @@ def _read_from(
     return whole
 
 
-def _num_bytes(ranges: list[ByteRange]) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
 def find_damage(
     read: Read, view: memoryview, ranges: list[ByteRange]
-) -> tuple[list[ByteRange], list[HoldfastError]]:
-    """Return the ranges of a read's damaged chunks, with an error for each.
+) -> tuple[int, list[ByteRange], list[HoldfastError]]:
+    """Return the number of good bytes of a read, and the ranges of damaged chunks, with an error for each.
 
     Args:
         view: bytes of the read.
         ranges: ranges of the file to check, of whole chunks.
     """
     chunk_bytes, hashes = read.file.chunk_bytes, read.file.hashes
+    num_good = 0
     damaged: list[ByteRange] = []
     errors: list[HoldfastError] = []
     for start, stop in ranges:
+        num_good += stop - start
         found = hash_chunks(view[start - read.start : stop - read.start], chunk_bytes)
         at = start // chunk_bytes * DIGITS
         if found == hashes[at : at + len(found)]:
@@ -356,9 +350,10 @@ def find_damage(
         for i, (low, high) in enumerate(chunk_ranges(stop - start, chunk_bytes)):
             number, digits = start // chunk_bytes + i, found[i * DIGITS : (i + 1) * DIGITS]
             if digits != read.file.hash_of(number):
+                num_good -= high - low
                 damaged.append((start + low, start + high))
                 errors.append(_damaged_chunk(read, number, start + low, start + high, digits))
-    return damaged, errors
+    return num_good, damaged, errors
 
 
 def _damaged_chunk(read: Read, number: int, start: int, stop: int, found: str) -> Corrupt:

@@ -23,7 +23,6 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.checkpoint.keeper.messages import (
     ArenaLayout,
     ArenaReleased,
-    AttemptFenced,
     Close,
     DropSave,
     KeeperMessage,
@@ -197,7 +196,8 @@ def test_a_save_that_a_newer_attempt_may_have_deleted_is_not_durable(make_worker
         store.put(name, b"newer")
     check_commit(made, PendingSave(5, received_s=time.monotonic()))
     (failed,) = inbox.replies
-    assert isinstance(failed, AttemptFenced)
+    assert isinstance(failed, SaveFailed)
+    assert failed.error == "Conflict"
 
 
 def test_a_save_whose_refusal_may_be_deleted_is_not_durable(make_worker: MakeWorker) -> None:

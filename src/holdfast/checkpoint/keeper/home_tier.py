@@ -144,7 +144,7 @@ class HomeTier:
             self._reports.failed(drained.step, error)
         elif drained.is_over:
             self._is_failing = False
-            self._reports.drain_failed(drained.step, error)
+            self._reports.failed(drained.step, error, in_home=True)
         elif not self._is_failing:  # only the first of many tries
             self._is_failing = True
             self._reports.drain_delayed(drained.step, error)

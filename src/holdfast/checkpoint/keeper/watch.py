@@ -41,7 +41,7 @@ class KeeperRun:
 
     def warn(self, text: str) -> None:
         """Have the trainer warn of a text, at its next call of the Checkpointer."""
-        self.inbox.reply(WarnOf(text[:MAX_DETAIL]))
+        self.inbox.reply(WarnOf(text[:MAX_DETAIL], is_of_watch=True))
 
     def show(self, text: str, *, wait_s: float = 0.0) -> bool:
         """Have the trainer print a text: as an error if its reply is waited for, else as a warning.

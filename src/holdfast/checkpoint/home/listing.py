@@ -29,23 +29,27 @@ class ListedSave(OfCheckpoint):
         return self.manifest_bytes is not None
 
     @property
-    def names(self) -> list[str]:
-        """Names of its manifest, parts, data files and metrics."""
+    def sizes(self) -> dict[str, int]:
+        """Bytes of its manifest, parts and data files, by name."""
         key = self.step, self.attempt
-        return [
-            *([names.manifest(*key)] if self.is_committed else []),
-            *(names.part(*key, rank) for rank in self.parts),
-            *(names.data(*key, rank) for rank in self.data),
-            *(names.frozen(*key, rank) for rank in self.frozen),
-            *([names.metrics(*key)] if self.has_metrics else []),
-        ]
+        found = {} if self.manifest_bytes is None else {names.manifest(*key): self.manifest_bytes}
+        for name, files in (
+            (names.part, self.parts),
+            (names.data, self.data),
+            (names.frozen, self.frozen),
+        ):
+            found |= {name(*key, rank): num_bytes for rank, num_bytes in files.items()}
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Names of these files, and of its metrics."""
+        return [*self.sizes, *([names.metrics(self.step, self.attempt)] if self.has_metrics else [])]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its objects."""
-        return (self.manifest_bytes or 0) + sum(
-            sum(files.values()) for files in (self.parts, self.data, self.frozen)
-        )
+        """Bytes of its files."""
+        return sum(self.sizes.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from holdfast.checkpoint.home.commit import check_not_refused, publish
 from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import copy_metrics
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.drain_plan import DrainPlan, FullDrain, PartialDrain, Sizes
+from holdfast.checkpoint.keeper.drain_plan import DrainPlan, Sizes
 from holdfast.checkpoint.keeper.persist import has_image, verified_blocks
 from holdfast.checkpoint.keeper.rate import paced
 from holdfast.checkpoint.keeper.save_files import FrozenFile
@@ -228,7 +228,7 @@ class Drain:
         attempt, step = one.attempt, one.step
         began = time.monotonic()
         name = names.manifest(step, attempt)
-        plan = self._plan(one)
+        plan = DrainPlan(self._local, self._home, self._config, one, self._watches.judges)
         check_not_fenced(self._home, self._config.attempt)  # the newer attempt drains what is left (note 014)
         in_home = self._sizes(step)
         if 0 in plan.ranks:  # before the manifest: a complete checkpoint has its metrics
@@ -263,11 +263,6 @@ class Drain:
             seconds=time.monotonic() - began,
             ancestors=ancestors,
         )
-
-    def _plan(self, one: CheckpointId) -> DrainPlan:
-        if self._config.is_node_local:
-            return PartialDrain(self._local, self._home, self._config, one, self._watches.judges)
-        return FullDrain(self._local, self._config, one)
 
     def _sizes(self, step: int) -> Sizes:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}

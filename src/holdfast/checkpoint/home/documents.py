@@ -79,12 +79,7 @@ def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
 
 
 def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing] = ()) -> None:
-    """Check that listings have some copy of every file, with the right size.
-
-    Args:
-        store: the home, in one copy or several.
-        besides: listings of nearer places.
-    """
+    """Check that a home, in its copies, or listings of nearer places have every file, with the right size."""
     listings, unread = list(besides), []
     for copy in store.copies():
         try:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 from typing_extensions import override
@@ -16,7 +17,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper import messages
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.lockfile import NOTIFY_AFTER_S
+from holdfast.checkpoint.keeper.lockfile import wait_while
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.keeper.supervisor import SupervisedKeeper
 from holdfast.errors import (
@@ -36,7 +37,6 @@ _log = get_logger("checkpoint.keeper")
 _NO_VALUES = SaveValues()
 _MAX_DELETIONS = 1000
 """Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
-_CLOSED_POLL_S = 0.02
 _MAX_LISTED_ARENAS = 64
 """Arenas that a message lists. With more, the keeper keeps only the one of the save mapped: a list in each
 message of a long queue would cost more than the saves."""
@@ -66,19 +66,13 @@ class Keeper(SupervisedKeeper):
 
     Args:
         released: called with the number of each arena that may be used again.
-        pulse_fd: descriptor of this process's pulse; -1 without one.
-
-    Attributes:
-        problems: texts to warn the user of with the next save, and the classes of the warnings.
-        fenced: error of a save after a newer attempt has claimed the run.
-        home_lost: error of home, once it has failed for too long.
     """
 
     def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
         super().__init__(config, pulse_fd=pulse_fd)
-        self.problems: list[tuple[str, type[Warning]]] = []
-        self.fenced: HoldfastError | None = None
-        self.home_lost: HoldfastError | None = None
+        self.problems: list[tuple[str, type[Warning]]] = []  # to warn the user of with the next save
+        self.fenced: HoldfastError | None = None  # of a save after a newer attempt has claimed the run
+        self.home_lost: HoldfastError | None = None  # of home, once it has failed for too long
         self._released = released
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
@@ -108,7 +102,6 @@ class Keeper(SupervisedKeeper):
         """Submit a staged save.
 
         Args:
-            save: save to mark with the outcome.
             arenas: all arenas that exist, so that the keeper unmaps the others.
             draft: part of the rank without the facts about its files, see `format.part.draft`.
             to_home: drain the save, if there is a local tier.
@@ -173,12 +166,7 @@ class Keeper(SupervisedKeeper):
         self.child.outbox.send(messages.DrainCheckpoint(attempt=checkpoint.attempt, step=checkpoint.step))
 
     def send_best(self, steps: Sequence[int], *, is_due: bool) -> None:
-        """Send the steps of this attempt's best saves.
-
-        Args:
-            steps: they stay in the local folder until they are in home.
-            is_due: send them home now.
-        """
+        """Send the steps of the best saves, which stay in the local folder until they are in home."""
         with self.lock:
             best = messages.DrainBest(tuple(steps), is_due)
             self._best = (*(one for one in self._best if one.is_due and not is_due), best)
@@ -219,13 +207,9 @@ class Keeper(SupervisedKeeper):
         (self._send_surely if surely else self.child.outbox.send)(message)
 
     def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Record training metrics in the history, even if this keeper is killed meanwhile.
+        """Record the values of ascending steps in the history, even if this keeper is killed meanwhile.
 
         Those sent before a save are recorded before its checkpoint is complete.
-
-        Args:
-            steps: steps of the values, ascending.
-            values: value at each step, by name.
         """
         members = {"steps": steps, "values": values}
         self._send_surely(messages.RecordEvent("metrics", max(steps), time.time(), members=members))
@@ -237,13 +221,12 @@ class Keeper(SupervisedKeeper):
             self.child.outbox.send(message)
 
     def close(self, timeout_s: float | None = None, *, frees_memory: bool = False) -> None:
-        """Let the keeper exit once it has completed everything.
+        """Let the keeper exit once it has completed everything. It exits by itself in any case.
 
         Args:
-            timeout_s: longest wait for that; None for no limit.
             frees_memory: no later attempt needs the contents of its memory.
 
-        Blocks: until it has exited, at most `timeout_s`. It exits by itself in any case.
+        Blocks: until it has exited, at most `timeout_s`.
         """
         with self.lock:
             _closing.add(self)
@@ -432,19 +415,13 @@ _closing: set[Keeper] = set()
 def wait_for_closed(home: str, *, timeout_s: float, notify: Callable[[str], None]) -> None:
     """Wait for the closed keepers of a home in this process. They may be about to commit.
 
-    Args:
-        notify: called with one line after a second.
-
     Blocks: until they have stored everything, at most `timeout_s` each.
     """
+    text = "the keeper of an earlier Checkpointer of this process to complete its saves"
+
+    def waits_for(keeper: Keeper) -> str:
+        return "" if keeper.wait_ended(0) or keeper.is_done else text
+
     for keeper in list(_closing):
-        began, has_notified = time.monotonic(), False
-        while keeper.config.home == home and not (keeper.wait_ended(_CLOSED_POLL_S) or keeper.is_done):
-            waited_s = time.monotonic() - began
-            if waited_s > timeout_s:
-                break
-            if waited_s > NOTIFY_AFTER_S and not has_notified:
-                has_notified = True
-                notify(
-                    "waiting for the keeper of an earlier Checkpointer of this process to complete its saves"
-                )
+        if keeper.config.home == home:
+            wait_while(partial(waits_for, keeper), timeout_s, notify)

@@ -18,8 +18,7 @@ from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import copy_metrics
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain_plan import DrainPlan, Sizes
-from holdfast.checkpoint.keeper.persist import has_image, verified_blocks
-from holdfast.checkpoint.keeper.rate import paced
+from holdfast.checkpoint.keeper.persist import has_image, paced, verified_blocks
 from holdfast.checkpoint.keeper.save_files import FrozenFile
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
@@ -52,7 +51,6 @@ class Drain:
 
     Args:
         on_drained: called with each outcome, in the drain's thread.
-        watches: halves of the watches, which judge what this thread commits.
     """
 
     def __init__(
@@ -120,10 +118,7 @@ class Drain:
             return found - self._in_home
 
     def close(self) -> None:
-        """Complete everything that is due, and stop.
-
-        Blocks: until then, or until the attempt is fenced or home has failed for too long.
-        """
+        """Complete everything that is due, and stop; earlier if fenced, or if home fails for too long."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -325,11 +320,7 @@ class Drain:
         return Corrupt(f"{name} in {self._home.url} has other bytes than in {self._local.url}.", key=name)
 
     def _wait_for_others(self, plan: DrainPlan, step: int, in_home: Sizes, waited_s: float) -> None:
-        """Wait a little for files of other ranks.
-
-        Args:
-            waited_s: time since the last file arrived.
-        """
+        """Wait a little for files of other ranks. The last one arrived `waited_s` ago."""
         if waited_s > self._config.commit_timeout_s:
             missing = plan.missing(in_home) or ["rank 0's manifest"]
             shown = ", ".join(missing[:3])

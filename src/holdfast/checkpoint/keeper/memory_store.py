@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.lockfile import SOCKET_SUFFIX, Lockfile, run_filter, running_keepers
-from holdfast.checkpoint.keeper.messages import ArenaImages, EndOfImages, FreeImages, Image, RequestImages
+from holdfast.checkpoint.keeper.messages import ArenaImages, FreeImages, Image, RequestImages
 from holdfast.checkpoint.store.contract import ObjectInfo, Properties
 from holdfast.checkpoint.store.tiered import ReadOnlyStore
 from holdfast.errors import Corrupt, HoldfastError, NotFound
@@ -182,7 +182,6 @@ def _serve(listener: socket.socket, arenas: Mapping[int, Sequence[Image]], deadl
                 if isinstance(message, RequestImages):
                     for fd, images in arenas.items():
                         packets.send(end, ArenaImages(tuple(images)), (fd,))
-                    packets.send(end, EndOfImages())
 
 
 def connect_to_offers(home: str) -> Iterator[socket.socket]:

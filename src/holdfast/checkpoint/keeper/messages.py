@@ -243,20 +243,13 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ArenaImages:
-    """Images in one arena, sent with its descriptor."""
+    """Images in one arena, sent with its descriptor. After the last one the connection is closed."""
 
     images: tuple[Image, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfImages:
-    """End of the reply to `RequestImages`."""
-
-
-TrainerMessage: TypeAlias = (
-    Configure
-    | SubmitSave
-    | ResumeCommit
+PlainMessage: TypeAlias = (
+    ResumeCommit
     | DropSave
     | DrainCheckpoint
     | DrainBest
@@ -264,10 +257,9 @@ TrainerMessage: TypeAlias = (
     | UpdateMetrics
     | MarkComplete
     | RecordEvent
-    | Ping
-    | TextShown
-    | Close
 )
+"""Message that the worker of a keeper handles as it is."""
+TrainerMessage: TypeAlias = Configure | SubmitSave | PlainMessage | Ping | TextShown | Close
 KeeperMessage: TypeAlias = (
     Pong
     | ArenaReleased
@@ -279,7 +271,7 @@ KeeperMessage: TypeAlias = (
     | WarnOf
     | ShowText
 )
-MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages
+MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

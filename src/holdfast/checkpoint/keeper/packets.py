@@ -28,10 +28,7 @@ def make_pair() -> tuple[socket.socket, socket.socket]:
 def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, flags: int = 0) -> None:
     """Send a message.
 
-    Args:
-        flags: flags of sendmsg(2).
-
-    Blocks: while the socket is full, unless `flags` has MSG_DONTWAIT.
+    Blocks: while the socket is full, unless `flags` of sendmsg(2) has MSG_DONTWAIT.
     """
     send_encoded(end, encode(message), fds, flags=flags)
 
@@ -44,10 +41,7 @@ def send_encoded(end: socket.socket, packet: bytes, fds: tuple[int, ...] = (), *
 
 
 def receive(end: socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next message and its descriptors, which the caller must close.
-
-    Returns:
-        None and no descriptors if the other end is closed.
+    """Return the next message and its descriptors, which the caller must close; None if the end is closed.
 
     Blocks: until a packet arrives.
     """
@@ -106,7 +100,6 @@ class Outbox:
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self.num_dropped = 0  # events for the history
         self._end = end
         self._queue: deque[_Queued] = deque()
         self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
@@ -153,7 +146,6 @@ class Outbox:
         self, packet: bytes, fds: tuple[int, ...], on_sent: Callable[[], None] | None, *, may_drop: bool
     ) -> None:
         if len(self._queue) >= _MAX_QUEUED and may_drop:
-            self.num_dropped += 1
             return
         self._queue.append(_Queued(packet, tuple(map(os.dup, fds)), on_sent))
         if self._thread is None:

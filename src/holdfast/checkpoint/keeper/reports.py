@@ -22,18 +22,12 @@ _NOT_RECORDED = "The history of the run could not be written: "
 
 
 class Reports:
-    """Sender of a keeper's reports. Threads may share it.
-
-    Args:
-        tier: tier that saves are committed in first.
-        home: home of the run, as the job knows it.
-    """
+    """Sender of a keeper's reports. Threads may share it."""
 
     def __init__(self, history: History, inbox: TrainerInbox, tier: str, home: str) -> None:
-        self.history = history
-        self.tier = tier
-        self._inbox = inbox
-        self._home = home
+        self.history, self._inbox = history, inbox
+        self.tier = tier  # that saves are committed in first
+        self._home = home  # as the job knows it
 
     # -- saves -----------------------------------------------------------------------------------------------
 

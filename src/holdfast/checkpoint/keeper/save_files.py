@@ -18,11 +18,10 @@ from holdfast.checkpoint.home.claim import check_claim, check_not_fenced
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
-from holdfast.checkpoint.keeper import rate
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, Image
-from holdfast.checkpoint.keeper.persist import has_image, persist
+from holdfast.checkpoint.keeper.persist import has_image, persist, put
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
@@ -35,12 +34,7 @@ _LONGEST_PAUSE_S = 10.0
 
 
 class SaveFiles:
-    """Writer of a rank's files, in the tier that saves are committed in first.
-
-    Args:
-        history: history of the rank, flushed before each part.
-        watches: halves of the watches.
-    """
+    """Writer of a rank's files, in the tier that saves are committed in first."""
 
     def __init__(self, store: Store, config: KeeperConfig, history: History, watches: KeeperWatches) -> None:
         self._store, self._config, self._history, self._watches = store, config, history, watches
@@ -61,12 +55,9 @@ class SaveFiles:
         """Write the files of a save durably.
 
         Args:
-            metrics: metrics of the checkpoint, on rank 0.
             has_newer: returns True if a newer save waits, which is worth more than another try of this one.
             on_delay: called with each new kind of error before another try.
             retry_for_s: returns the time for which to try again even after the usual number of tries.
-
-        Blocks: until the files are durable.
         """
         began_s, reported = time.monotonic(), ""
         self._sections = None
@@ -146,7 +137,7 @@ class SaveFiles:
             on_hashed=self._watches.persisting(image) if self._sections is None else None,
         )
         failpoint("keeper.data")
-        self._history.settle()
+        self._history.settle()  # before each part
         if metrics.values:  # before the part: a complete checkpoint has its metrics
             self._write_metrics(step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
@@ -171,10 +162,7 @@ class SaveFiles:
 
 
 def _hash_copies(copies: Copies, arena: memoryview, what: str) -> dict[str, tuple[str, ...]]:
-    """Return the hashes of the copies that each watch has planned.
-
-    Blocks: for about 0.1 s per GB.
-    """
+    """Return the hashes of the copies that each watch has planned, in about 0.1 s per GB."""
     most = max((at + num_bytes for rows in copies.values() for at, num_bytes in rows), default=0)
     if most > len(arena):
         raise Corrupt(f"{what} orders bytes to {most} of {len(arena)}.", key=what)
@@ -212,7 +200,7 @@ class FrozenFile:
         if self._store.size(name) is None and self.link(name, file):
             return file
         try:
-            rate.put(self._store, name, image, self._config.persist_bandwidth)
+            put(self._store, name, image, self._config.persist_bandwidth)
         except Conflict:  # an earlier keeper may have written or linked it
             if not has_image(self._store, name, file):
                 raise
@@ -220,10 +208,7 @@ class FrozenFile:
         return file
 
     def link(self, name: str, file: DataFile) -> bool:
-        """Link the newest file under another name if it has the same bytes. Return False if it has not.
-
-        Blocks: until the name is durable.
-        """
+        """Link the newest file under another name, durably, if it has the same bytes. Return False if not."""
         newest = self._find_newest()
         if newest is None or newest[1] != file or not self._link(newest[0], name, file.num_bytes):
             return False

@@ -41,17 +41,12 @@ class SupervisedKeeper(ABC):
 
     Args:
         pulse_fd: descriptor of this process's pulse; -1 without one.
-
-    Attributes:
-        lock: held while the process is replaced, and to change what `resend` would send.
-        child: current process. A message that it does not receive before it dies is sent again by `resend`.
-        num_deaths: deaths in a row, without a completed save.
     """
 
     def __init__(self, config: KeeperConfig, *, pulse_fd: int = -1) -> None:
         self.config = config
-        self.lock = threading.RLock()
-        self.num_deaths = 0
+        self.lock = threading.RLock()  # held while the process is replaced, and to change what is resent
+        self.num_deaths = 0  # in a row, without a completed save
         self._child_config = config
         self._pulse_fd = pulse_fd
         self._close: Close | None = None

@@ -22,11 +22,7 @@ from holdfast.system.documents import shown
 
 
 def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
-    """Return the manifest of a checkpoint, checked against its name.
-
-    Args:
-        run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
-    """
+    """Return the manifest of a checkpoint, checked against its name and, if it is known, the home's run."""
     return first_good(store, lambda copy: _read_manifest(copy, checkpoint, run_id))
 
 
@@ -61,11 +57,7 @@ def expected_sizes(manifest: Manifest) -> dict[int, dict[str, int]]:
 
 
 def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
-    """Check that some copy of every file of a checkpoint has the right size.
-
-    Args:
-        listings: of the tiers, nearest first.
-    """
+    """Check that some copy of every file of a checkpoint, in listings of the tiers, has the right size."""
     unlisted = ListedSave(step=manifest.step, attempt=manifest.attempt)
     copies = [listing.saved.get(manifest.checkpoint_id, unlisted).sizes for listing in listings]
     for rank, sizes in expected_sizes(manifest).items():

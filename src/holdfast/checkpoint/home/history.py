@@ -127,11 +127,6 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
     return sorted(lines, key=lambda line: line["t"]), num_torn
 
 
-def read_log(store: Store, name: str) -> list[Line]:
-    """Return the lines of one log that are complete."""
-    return _read_log(store, name)[0]
-
-
 def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
     """Return the lines of one log, and the number of incomplete ones."""
     try:
@@ -239,7 +234,7 @@ def read_failures(store: Store, *, before: int) -> FailureRate:
         if found is not None and found[1] == 0 and found[0] < before and entry.num_bytes <= _MAX_LOG_BYTES:
             logs[found[0]] = entry.name
     newest = sorted(logs, reverse=True)[:_MAX_ATTEMPTS]
-    return count_failures(read_log(store, logs[attempt]) for attempt in newest)
+    return count_failures(_read_log(store, logs[attempt])[0] for attempt in newest)
 
 
 def count_failures(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> FailureRate:

@@ -82,7 +82,6 @@ def take_inventory(
 
     Args:
         store: the home, or several tiers of it as one.
-        run_id: id of the run; None if no document names it.
         tiers: the listing of each tier, to find the tiers of every checkpoint.
     """
     manifests: dict[CheckpointId, Manifest] = {}

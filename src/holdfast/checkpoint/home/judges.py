@@ -82,7 +82,7 @@ class Judges:
     process commits it (design note 045).
 
     Args:
-        judges: by the names of their watches. A section without a judge gets the greatest mark of all ranks.
+        judges: by watch. A section without one gets the greatest mark of all ranks.
         read_base: returns the sections of the checkpoint that an attempt continues, by its ancestors.
         on_error: called with the name of a watch whose judge has failed, and the error.
     """

@@ -79,11 +79,7 @@ def scan_step(store: Store, step: int) -> Iterator[tuple[ObjectInfo, names.Parse
 
 
 def list_home(store: Store, *, step: int | None = None) -> Listing:
-    """List a home once.
-
-    Args:
-        step: list only this step's directory (attempts are then not listed).
-    """
+    """List a home once, or only the directory of a step, which has no attempts."""
     attempts: list[int] = []
     foreign: list[str] = []
     saved: dict[CheckpointId, ListedSave] = {}
@@ -131,11 +127,7 @@ def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
 def files_of(
     store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True
 ) -> dict[CheckpointId, list[str]]:
-    """Return the names of all files of checkpoints, by checkpoint, complete or not.
-
-    Args:
-        is_chosen: returns True for the facts of a name that counts.
-    """
+    """Return the names of the chosen files of checkpoints, complete or not, by checkpoint."""
     files: dict[CheckpointId, list[str]] = {}
     for entry, facts in scan(store, "step-"):
         if facts.kind not in ("attempt", "step-other") and is_chosen(facts):

@@ -39,8 +39,6 @@ def usable(
     Args:
         found: checkpoints, newest first.
         load: called with each; None leaves it out.
-        patience: for what cannot be read.
-        on_skipped: called for each checkpoint that was skipped.
     """
     for index, one in enumerate(found):
         patience.reset()
@@ -109,11 +107,9 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.1, 5.0, 0.5
 
 
 class Patience:
-    """Time limit for retries of one read.
+    """Time limit for retries of one read, from the first failure to the last try.
 
-    Args:
-        limit_s: seconds from the first failure to the last try.
-        log: called with a line once the failure has lasted a few seconds.
+    A line is logged once the failure has lasted a few seconds.
     """
 
     def __init__(self, limit_s: float, log: Callable[[str], None]) -> None:

@@ -99,15 +99,12 @@ class Keeper(SupervisedKeeper):
         to_home: bool = True,
         metrics: SaveValues = _NO_VALUES,
     ) -> None:
-        """Submit a staged save.
+        """Submit a staged save, without blocking.
 
         Args:
             arenas: all arenas that exist, so that the keeper unmaps the others.
             draft: part of the rank without the facts about its files, see `format.part.draft`.
-            to_home: drain the save, if there is a local tier.
             metrics: metrics of the checkpoint, on rank 0.
-
-        Blocks: no.
         """
         if type(save.step) is not int or save.step < 0:
             raise InvalidInput(f"A step is an integer of at least 0, got {save.step!r}. Nothing was saved.")

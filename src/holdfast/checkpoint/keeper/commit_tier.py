@@ -129,7 +129,7 @@ class CommitTier:
         is_hopeless = is_alone and self._is_abandoned(save.step)
         if waited_s <= limit_s and not is_hopeless:
             if missing and save.is_worth_a_line("parts"):
-                self._reports.delayed(save.step, self._why_waiting(missing))
+                self._inbox.report_delay(save.step, self._why_waiting(missing))
             return None
         lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
         return RetryLater(

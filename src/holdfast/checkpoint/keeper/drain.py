@@ -49,8 +49,7 @@ class Drained(OfCheckpoint):
 class Drain:
     """Thread that copies this rank's files of each checkpoint that is due. Rank 0 also writes the manifest.
 
-    Args:
-        on_drained: called with each outcome, in the drain's thread.
+    It calls `on_drained` with each outcome.
     """
 
     def __init__(

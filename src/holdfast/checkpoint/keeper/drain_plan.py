@@ -27,12 +27,6 @@ class DrainPlan:
     If it is complete in the local tier, its manifest names all files, and is copied like them. A node-local
     folder has the files of some ranks: there the parts that arrive in home name the files, and the manifest
     is made of them.
-
-    Args:
-        judges: of this attempt.
-
-    Attributes:
-        ranks: saved ranks whose files this rank sends.
     """
 
     def __init__(
@@ -52,6 +46,7 @@ class DrainPlan:
             self._expected = expected_sizes(self._manifest)
             self._world_size = self._manifest.world_size
             saved = set(range(self._world_size))
+        # Saved ranks whose files this rank sends:
         self.ranks = tuple(rank for rank in sorted(saved) if config.is_responsible_for(rank))
 
     def manifest(self, in_home: Sizes) -> bytes | None:

@@ -21,7 +21,7 @@ class HomeTier:
 
     Args:
         is_complete: returns True if a checkpoint is complete in the local tier.
-        on_arrived: called with each checkpoint that is complete in home, in the drain's thread.
+        on_arrived: called in the drain's thread with each checkpoint that is complete in home.
     """
 
     def __init__(

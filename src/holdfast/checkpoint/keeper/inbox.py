@@ -64,9 +64,10 @@ class TrainerInbox:
             self._delay = reason
             waiting = [save.request.step for save in self._saves] if reason else []
         for step in waiting:
-            self._report_delay(step, reason)
+            self.report_delay(step, reason)
 
-    def _report_delay(self, step: int, reason: str) -> None:
+    def report_delay(self, step: int, reason: str) -> None:
+        """Send the reason of a save that waits."""
         self.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
 
     # -- for the worker --------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ class TrainerInbox:
             self._changed.notify_all()
             delay = self._delay
         if delay and isinstance(message, messages.SubmitSave):
-            self._report_delay(message.step, delay)
+            self.report_delay(message.step, delay)
         return True
 
     def _add(self, message: messages.Message, fds: list[int]) -> None:

@@ -146,12 +146,9 @@ _BACKLOG = 64
 
 
 def offer_images(lockfile: Lockfile, arenas: Mapping[int, Sequence[Image]], *, timeout_s: float) -> None:
-    """Send the descriptors of arenas to every process of this user that asks for them.
+    """Send the descriptors of arenas, with their images, to every process of this user that asks for them.
 
-    Args:
-        lockfile: lock file of this keeper, which then names the socket.
-        arenas: images in each arena, by its descriptor.
-        timeout_s: longest time.
+    The lock file of this keeper then names the socket.
 
     Blocks: until a later attempt frees the memory, at most `timeout_s`.
     """

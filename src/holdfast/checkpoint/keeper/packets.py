@@ -93,10 +93,7 @@ class Outbox:
     """Sending half of a connection to a keeper.
 
     A message is sent at once if the socket has room, so that it outlives this process. Otherwise a thread
-    sends it later, in order.
-
-    Args:
-        end: socket of this process. Its owner closes it, after `close`.
+    sends it later, in order. The owner of the socket closes it, after `close`.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -114,13 +111,11 @@ class Outbox:
     def send(
         self, message: Message, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
     ) -> None:
-        """Send a message now or later. If the keeper has died, its successor is sent the message again.
+        """Send a message now or later, without blocking. The successor of a dead keeper is sent it again.
 
         Args:
             fds: descriptors to send with it. The caller may close them after the call.
             on_sent: called once the socket has the message, possibly in another thread. It must not block.
-
-        Blocks: no.
         """
         with self._lock:
             if self._is_closed:

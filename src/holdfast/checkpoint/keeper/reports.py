@@ -62,10 +62,6 @@ class Reports:
             event = "fenced" if isinstance(error, Conflict) else "failed"
             self._report(event, reply, step=step, detail=str(error))
 
-    def delayed(self, step: int, reason: str) -> None:
-        """Send the reason of a save that waits."""
-        self._inbox.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
-
     # -- home ------------------------------------------------------------------------------------------------
 
     def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:

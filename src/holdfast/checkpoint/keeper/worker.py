@@ -53,7 +53,6 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
             worker = Worker(inbox, message.config, lockfile, pulse=PulseReader(*fds) if fds else None)
-            worker.watch_trainer()
             worker.run()
             worker.wind_up()
     finally:
@@ -80,7 +79,9 @@ class Worker:
         self._pulse = pulse
         self._home = None if config.local is None else open_patiently(config.home, inbox)
         self._watches = KeeperWatches(config.watches, self._run_of, self._read_base)
-        self._files = SaveFiles(self._store, config, history, self._watches)
+        self._files = SaveFiles(
+            self._store, config, inbox=inbox, reports=self._reports, watches=self._watches
+        )
         self._arenas = MappedArenas()
         self._next_step: int | None = None  # of the save that was taken from the inbox
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
@@ -95,10 +96,6 @@ class Worker:
             home=self._home,
             in_work=self._in_work,
         )
-
-    def watch_trainer(self) -> None:
-        """Start the halves of the watches here. They watch the trainer in threads of their own."""
-        self._watches.start()
 
     def _run_of(self, name: str) -> KeeperRun:
         history = self._reports.history
@@ -117,6 +114,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
+        self._watches.start()  # they watch the trainer in threads of their own
         while True:
             received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
             if self._inbox.trainer_gone:
@@ -220,14 +218,7 @@ class Worker:
         try:
             with bugs_as_errors(request.step):
                 if not (request.is_resent and self._was_committed(request.step)):
-                    self._files.persist(
-                        save,
-                        arena,
-                        metrics,
-                        has_newer=lambda: self._inbox.has_saves,
-                        on_delay=lambda error: self._reports.delayed(request.step, str(error)),
-                        retry_for_s=lambda: 0.0 if self._inbox.trainer_gone else self._config.pause_s,
-                    )
+                    self._files.persist(save, arena, metrics)
                     if metrics.values:
                         self._tiers.note_metrics(request.step, metrics.values, is_late=False)
         except HoldfastError as error:
@@ -297,7 +288,7 @@ class Worker:
             if now_s - save.received_s > limit_s:
                 return RetryLater(str(error), step=save.step)
             if save.is_worth_a_line(error.kind):
-                self._reports.delayed(save.step, str(error))
+                self._inbox.report_delay(save.step, str(error))
             return None
         except HoldfastError as error:
             return error

@@ -51,11 +51,9 @@ class CalmTensors:
         return () if self._watch is None else self._observed
 
     def choose(self, plan: int, names: Mapping[int, str]) -> Mapping[int, str]:
-        """Count a save, and return the tensors to observe after it.
+        """Count a save, and return the tensors to observe after it. A new plan begins the series again.
 
-        Args:
-            plan: number of its plan. A new one begins the series of saves again.
-            names: tensors that no optimizer owns and that can be watched, by index.
+        The names are those of tensors that no optimizer owns and that can be watched, by index.
         """
         if plan != self._plan:
             self._plan, self._num_saves = plan, 0

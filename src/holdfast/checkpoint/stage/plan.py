@@ -75,8 +75,7 @@ class SavePlan:
 
         Args:
             tensors: this rank's tensors, or its regions of them, by name.
-            catalog: the tensors that this rank holds, without its own ones.
-            per_rank: names of its own tensors.
+            catalog: the tensors that this rank holds, without its own ones, whose names are `per_rank`.
             owned: names of tensors that only an optimizer's step changes.
             temporary: names of tensors in memory that their object may release.
             witnesses: names of tensors that are not written, but copied at some saves to be hashed.

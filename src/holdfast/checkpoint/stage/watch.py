@@ -195,7 +195,7 @@ class Watcher:
         self._tracker: WriteTracker | None = None
         self._ids: list[int] = []
         self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each large tensor
-        self._views: dict[int, object] = {}  # order of those whose bytes are not simply in sequence
+        self._views: Mapping[int, object] = {}  # order of those whose bytes are not simply in sequence
         self._anonymous: list[Range] = []  # mappings, see `read_private_mappings`
         self._of_file: list[Range] = []
         self._extents: dict[tuple[int, ...], Extents] = {}

@@ -579,9 +579,9 @@ class Gate:
             self._pass("before the copy")
             copy_(*args, **options)
 
-        def ending(watch: WriteWatch, copies: Any) -> list[int]:
+        def ending(*args: Any, **options: Any) -> list[int]:
             self._pass("after the copy")
-            return end(watch, copies)
+            return end(*args, **options)
 
         def stepping(owner: stager.Stager, optimizer: Optimizer) -> None:
             self.open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -19,6 +20,11 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.keeper import KeeperConfig
+from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.messages import KeeperMessage
+from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store.contract import Store
 
@@ -204,3 +210,20 @@ def no_watches() -> KeeperWatches:
         raise AssertionError(f"there is no watch {name!r}")
 
     return KeeperWatches((), run_of, lambda _: {})
+
+
+class RecordingInbox(TrainerInbox):
+    """Inbox that keeps what it would send to the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
+        self.replies: list[KeeperMessage] = []
+
+    def reply(self, message: KeeperMessage) -> None:
+        self.replies.append(message)
+
+
+def make_reports(store: Store, config: KeeperConfig, tier: str = "home") -> tuple[RecordingInbox, Reports]:
+    """An inbox, and the reports of a keeper to it."""
+    inbox = RecordingInbox()
+    return inbox, Reports(History(store, config.writer), inbox, tier, config.home)

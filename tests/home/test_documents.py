@@ -1,6 +1,8 @@
 """Listing a home, reading its documents, finishing commits, telling dead branches."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +17,12 @@ from holdfast.checkpoint.home.documents import check_files, read_manifest, read_
 from holdfast.checkpoint.home.listing import Listing, candidates, list_home
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
-from holdfast.errors import Corrupt, NotFound, RetryLater, Unsupported
+from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
 from making import RUN_ID, make_checkpoint, make_home, reseal
 
 TWO_RANKS = [{"a": torch.arange(10.0)}, {"b": torch.arange(4)}]
+AT_5 = CheckpointId(attempt=1, step=5)
+MANIFEST, DATA, PART = names.manifest(5, 1), names.data(5, 1, 1), names.part(5, 1, 1)
 
 
 def make_store() -> MemoryStore:
@@ -32,6 +36,13 @@ def recover_commits(store: Store, listing: Listing, run_id: str | None) -> list[
     return [key for key, saved in sorted(listing.saved.items()) if recover_commit(store, saved, run_id)]
 
 
+def check_not_committed(store: Store) -> None:
+    """Recovery does not commit the save, and changes nothing."""
+    before = sorted(entry.name for entry in store.list())
+    assert recover_commits(store, list_home(store), RUN_ID) == []
+    assert sorted(entry.name for entry in store.list()) == before
+
+
 def test_a_listing_tells_what_is_there() -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
@@ -43,13 +54,13 @@ def test_a_listing_tells_what_is_there() -> None:
     assert home.attempts == (1, 2)
     assert home.foreign == ("step-00000005/notes.txt",)
     assert set(home.saved) == {(1, 5), (2, 7)}
-    assert home.saved[CheckpointId(attempt=1, step=5)].is_committed
+    assert home.saved[AT_5].is_committed
     assert not home.saved[CheckpointId(attempt=2, step=7)].is_committed
     assert set(home.saved[CheckpointId(attempt=2, step=7)].parts) == {0}
     assert set(home.saved[CheckpointId(attempt=2, step=7)].data) == {0, 1}
     assert home.saved[CheckpointId(attempt=2, step=7)].data[1] == store.size(names.data(7, 2, 1))
     in_step_5 = [entry.num_bytes for entry in store.list("step-00000005/") if "notes" not in entry.name]
-    assert home.saved[CheckpointId(attempt=1, step=5)].num_bytes == sum(in_step_5)
+    assert home.saved[AT_5].num_bytes == sum(in_step_5)
 
 
 def test_one_step_can_be_listed_alone() -> None:
@@ -101,8 +112,8 @@ def test_a_lost_or_damaged_run_document_makes_no_checkpoint_a_strangers() -> Non
 def test_a_manifest_is_read_back_as_it_was_merged() -> None:
     store = make_store()
     made = make_checkpoint(store, 5, 1, TWO_RANKS)
-    assert read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID) == made
-    assert read_manifest(store, CheckpointId(attempt=1, step=5), None) == made
+    assert read_manifest(store, AT_5, RUN_ID) == made
+    assert read_manifest(store, AT_5, None) == made
 
 
 def test_every_flipped_bit_of_a_manifest_is_found() -> None:
@@ -115,70 +126,48 @@ def test_every_flipped_bit_of_a_manifest_is_found() -> None:
         bad[position] ^= 1 << position % 8
         store.put(name, bad)
         with pytest.raises(Corrupt):
-            read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
+            read_manifest(store, AT_5, RUN_ID)
 
 
-@pytest.mark.parametrize("length", [0, 1, 40, 200])
-def test_a_truncated_manifest_is_found(length: int) -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS)
-    store.put(names.manifest(5, 1), store.get(names.manifest(5, 1))[:length])
-    with pytest.raises(Corrupt):
-        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
+def with_row(row: list[object]) -> Callable[[Store], object]:
+    """A harm to a manifest: its catalog has this row of a tensor."""
 
+    def harm(store: Store) -> None:
+        body = json.loads(read_manifest(store, AT_5, None).catalogs[0])
+        body["tensors"]["a"] = row
+        reseal(store, MANIFEST, catalog=dumps(body))
 
-def test_the_manifest_of_another_run_is_refused() -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS, run_id="run-two")
-    with pytest.raises(Corrupt, match="belongs to another run"):
-        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
-
-
-def test_a_manifest_under_another_name_is_refused() -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS)
-    store.put(names.manifest(6, 1), store.get(names.manifest(5, 1)))
-    with pytest.raises(Corrupt, match="step 5"):
-        read_manifest(store, CheckpointId(attempt=1, step=6), RUN_ID)
-
-
-def test_a_manifest_of_a_future_version_says_upgrade() -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS)
-    reseal(store, names.manifest(5, 1), version=1000)
-    with pytest.raises(Unsupported, match="Upgrade"):
-        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
+    return harm
 
 
 @pytest.mark.parametrize(
-    "facts",
+    ("harm", "error", "match"),
     [
-        {"each": {"a": ["F7", [10]]}},
-        {"each": {"a": ["F32", [-1]]}},
-        {"world_size": 3},
-        {"parts": []},
+        *(
+            (lambda store, length=length: store.put(MANIFEST, store.get(MANIFEST)[:length]), Corrupt, "")
+            for length in (0, 1, 40, 200)
+        ),
+        (partial(reseal, name=MANIFEST, run="run-two"), Corrupt, "belongs to another run"),
+        (partial(reseal, name=MANIFEST, step=6), Corrupt, "the manifest of step 6, attempt 1, under a wrong"),
+        (partial(reseal, name=MANIFEST, version=1000), Unsupported, "Upgrade"),
+        (partial(reseal, name=MANIFEST, each={"a": ["F7", [10]]}), Corrupt, ""),
+        (partial(reseal, name=MANIFEST, each={"a": ["F32", [-1]]}), Corrupt, ""),
+        (partial(reseal, name=MANIFEST, world_size=3), Corrupt, ""),
+        (partial(reseal, name=MANIFEST, parts=[]), Corrupt, ""),
+        (with_row(["F32", [10], 2, 1, 0]), Corrupt, ""),
+        (with_row(["F32", [10], "somebody", 0, 0]), Corrupt, ""),
+        (with_row(["F7", [10], 0, 0, 0]), Corrupt, ""),
+        (with_row(["F32", [-1], 0, 0, 0]), Corrupt, ""),
     ],
 )
-def test_a_sealed_manifest_that_cannot_be_is_refused(facts: dict[str, Any]) -> None:
+def test_a_manifest_that_cannot_be_is_refused_though_it_is_sealed(
+    harm: Callable[[Store], object], error: type[HoldfastError], match: str
+) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS)
-    reseal(store, names.manifest(5, 1), **facts)
-    with pytest.raises(Corrupt):
-        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [["F32", [10], 2, 1, 0], ["F32", [10], "somebody", 0, 0], ["F7", [10], 0, 0, 0], ["F32", [-1], 0, 0, 0]],
-)
-def test_a_sealed_manifest_with_a_catalog_that_cannot_be_is_refused(row: list[object]) -> None:
-    store = make_store()
-    made = make_checkpoint(store, 5, 1, TWO_RANKS)
-    body = json.loads(made.catalogs[0])
-    body["tensors"]["a"] = row
-    reseal(store, names.manifest(5, 1), catalog=dumps(body))
-    with pytest.raises(Corrupt):
-        read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
+    harm(store)
+    with pytest.raises(error, match=match):
+        read_manifest(store, AT_5, RUN_ID)
 
 
 def test_missing_and_truncated_files_are_named() -> None:
@@ -237,9 +226,8 @@ def test_a_part_that_was_not_committed_is_refused_though_it_is_sealed() -> None:
 def test_a_part_that_points_out_of_its_file_is_not_committed(facts: dict[str, Any]) -> None:
     store = make_store()
     make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
-    reseal(store, names.part(5, 1, 1), **facts)
-    assert recover_commits(store, list_home(store), RUN_ID) == []
-    assert store.size(names.manifest(5, 1)) is None
+    reseal(store, PART, **facts)
+    check_not_committed(store)
 
 
 BOXES: list[object] = [
@@ -267,8 +255,7 @@ def test_parts_with_a_cut_that_cannot_be_are_not_committed(cut: object) -> None:
     body["cuts"][body["tensors"]["b"][2]] = cut
     for rank in (0, 1):
         reseal(store, names.part(5, 1, rank), catalog=dumps(body))
-    assert recover_commits(store, list_home(store), RUN_ID) == []
-    assert store.size(names.manifest(5, 1)) is None
+    check_not_committed(store)
 
 
 def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
@@ -277,7 +264,7 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
     made = make_checkpoint(store, 5, 1, TWO_RANKS, frozen=["b"], commit=False)
     name = names.frozen(5, 1, 1)
     image = store.get(name)
-    saved = list_home(store).saved[CheckpointId(attempt=1, step=5)]
+    saved = list_home(store).saved[AT_5]
     assert saved.frozen == {1: len(image)}
     assert saved.num_bytes == sum(entry.num_bytes for entry in store.list("step-"))
     for harm, says in ((None, "missing"), (image[:-1], "truncated"), (image + b"!", "too long")):
@@ -293,49 +280,39 @@ def test_a_file_of_frozen_tensors_belongs_to_its_checkpoint() -> None:
     assert recover_commits(store, list_home(store), RUN_ID) == [(1, 5)]
 
 
-def test_a_part_with_boundless_chunks_is_not_committed() -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, chunk_bytes=1 << 30)
-    assert recover_commits(store, list_home(store), RUN_ID) == []
-
-
 def test_a_save_without_only_its_manifest_is_committed() -> None:
     store = make_store()
     make_checkpoint(store, 4, 1, TWO_RANKS)
     expected = make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
     assert recover_commits(store, list_home(store), RUN_ID) == [(1, 5)]
-    found = read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID)
+    found = read_manifest(store, AT_5, RUN_ID)
     assert (found.parts, found.tensors) == (expected.parts, expected.tensors)
     assert len(found.id) == 32
     assert recover_commits(store, list_home(store), RUN_ID) == []
 
 
-@pytest.mark.parametrize("harm", ["no part", "no data", "short data", "torn part", "other run", "newer part"])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *("no part", "no data", "neither", "short data", "torn part"),
+        *("other run", "newer part", "boundless chunks"),
+    ],
+)
 def test_a_save_that_lacks_more_is_not_committed(harm: str) -> None:
     store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, run_id="x" if harm == "other run" else RUN_ID)
-    data, part = names.data(5, 1, 1), names.part(5, 1, 1)
-    if harm == "no part":
-        store.delete(part)
-    elif harm == "no data":
-        store.delete(data)
-    elif harm == "short data":
-        store.put(data, store.get(data)[:-1])
-    elif harm == "torn part":
-        store.put(part, store.get(part)[:-1])
-    elif harm == "newer part":
-        reseal(store, part, version=9)
-    before = sorted(entry.name for entry in store.list())
-    assert recover_commits(store, list_home(store), RUN_ID) == []
-    assert sorted(entry.name for entry in store.list()) == before
-
-
-def test_a_rank_that_never_wrote_anything_keeps_a_save_from_being_committed() -> None:
-    store = make_store()
-    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False)
-    store.delete(names.part(5, 1, 1))
-    store.delete(names.data(5, 1, 1))
-    assert recover_commits(store, list_home(store), RUN_ID) == []
+    given = {"other run": {"run_id": "x"}, "boundless chunks": {"chunk_bytes": 1 << 30}}.get(harm, {})
+    make_checkpoint(store, 5, 1, TWO_RANKS, commit=False, **given)
+    if harm in ("no part", "neither"):
+        store.delete(PART)
+    if harm in ("no data", "neither"):
+        store.delete(DATA)
+    if harm == "short data":
+        store.put(DATA, store.get(DATA)[:-1])
+    if harm == "torn part":
+        store.put(PART, store.get(PART)[:-1])
+    if harm == "newer part":
+        reseal(store, PART, version=9)
+    check_not_committed(store)
 
 
 def test_a_commit_that_somebody_else_finished_counts_as_finished() -> None:
@@ -344,7 +321,7 @@ def test_a_commit_that_somebody_else_finished_counts_as_finished() -> None:
     home = list_home(store)
     make_checkpoint(store, 5, 1, TWO_RANKS, id="the keeper's")
     assert recover_commits(store, home, RUN_ID) == [(1, 5)]
-    assert read_manifest(store, CheckpointId(attempt=1, step=5), RUN_ID).id == "the keeper's"
+    assert read_manifest(store, AT_5, RUN_ID).id == "the keeper's"
 
 
 def test_a_full_disk_while_finishing_is_told() -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -154,85 +155,70 @@ def hurried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
-@pytest.mark.usefixtures("hurried")
+@dataclass(frozen=True)
+class Choice:
+    """A copy of a home, and the function that chooses its newest checkpoint."""
+
+    home: Path
+    choose: Callable[[Path], int | None]
+
+    def check(
+        self, patch: pytest.MonkeyPatch, number: int, times: int, call: str, *, match: str = ""
+    ) -> None:
+        """An error that passes costs no step; with another one no older step is chosen in its place."""
+        with patch.context() as within:
+            disk = Disk(within, NEWEST, number, times, call)
+            if times == 1:
+                assert self.choose(self.home) == NEWEST
+                assert disk.failed == 1
+            else:
+                with pytest.raises(RetryLater if number in PASSING else Denied, match=match):
+                    self.choose(self.home)
+                assert disk.failed
+        interface.end()
+        assert self.choose(self.home) == NEWEST, "nothing was deleted or marked for good"
+        interface.end()
+
+
+@pytest.fixture
+def choice(request: pytest.FixtureRequest, homes: dict[str, Path], tmp_path: Path, hurried: None) -> Choice:
+    kind, choose = CHOOSERS[request.param]
+    shutil.copytree(homes[kind], tmp_path / "home")
+    return Choice(tmp_path / "home", choose)
+
+
 @pytest.mark.parametrize("call", ["open", "read"])
 @pytest.mark.parametrize("number", marked([*PASSING, *REFUSING]))
-@pytest.mark.parametrize("chooser", list(CHOOSERS))
+@pytest.mark.parametrize("choice", list(CHOOSERS), indirect=True)
 def test_a_newest_that_cannot_be_read_is_never_passed_over(
-    homes: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    chooser: str,
-    number: int,
-    call: str,
+    choice: Choice, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
-    kind, choose = CHOOSERS[chooser]
-    home = tmp_path / "home"
-    shutil.copytree(homes[kind], home)
-    with monkeypatch.context() as patch:
-        disk = Disk(patch, NEWEST, number, 10**9, call)
-        with pytest.raises(RetryLater if number in PASSING else Denied):
-            choose(home)
-        assert disk.failed
-    interface.end()
-    assert choose(home) == NEWEST, "nothing was deleted or marked for good"
-    interface.end()
+    choice.check(monkeypatch, number, 10**9, call)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("call", [pytest.param("open", marks=pytest.mark.slow), "read"])
 @pytest.mark.parametrize("number", marked(PASSING))
-@pytest.mark.parametrize("chooser", list(CHOOSERS))
+@pytest.mark.parametrize("choice", list(CHOOSERS), indirect=True)
 def test_an_error_that_passes_costs_no_step(
-    homes: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    chooser: str,
-    number: int,
-    call: str,
+    choice: Choice, monkeypatch: pytest.MonkeyPatch, number: int, call: str
 ) -> None:
-    kind, choose = CHOOSERS[chooser]
-    home = tmp_path / "home"
-    shutil.copytree(homes[kind], home)
-    with monkeypatch.context() as patch:
-        disk = Disk(patch, NEWEST, number, 1, call)
-        assert choose(home) == NEWEST
-        assert disk.failed == 1
-    interface.end()
+    choice.check(monkeypatch, number, 1, call)
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("times", [1, 10**9])
-@pytest.mark.parametrize("chooser", ["Checkpointer.restore", "nebula.get_latest_checkpoint"])
+@pytest.mark.parametrize("choice", ["Checkpointer.restore", "nebula.get_latest_checkpoint"], indirect=True)
 def test_bytes_that_cannot_be_read_are_not_called_damaged(
-    homes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chooser: str, times: int
+    choice: Choice, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    kind, choose = CHOOSERS[chooser]
-    home = tmp_path / "home"
-    shutil.copytree(homes[kind], home)
-    with monkeypatch.context() as patch:
-        disk = Disk(patch, NEWEST, errno.EIO, times, "read data")
-        if times == 1:
-            assert choose(home) == NEWEST
-        else:
-            with pytest.raises(RetryLater, match=f"Step {NEWEST} of attempt 1"):
-                choose(home)
-        assert disk.failed
-    interface.end()
+    choice.check(monkeypatch, errno.EIO, times, "read data", match=f"Step {NEWEST} of attempt 1")
 
 
-@pytest.mark.usefixtures("hurried")
 @pytest.mark.filterwarnings("ignore::holdfast.errors.ResumeWarning", "ignore::holdfast.errors.SaveWarning")
-@pytest.mark.parametrize("chooser", ["Checkpointer.restore", "holdfast.open", "HoldfastReader"])
-def test_a_newest_that_is_damaged_is_still_passed_over(
-    homes: dict[str, Path], tmp_path: Path, chooser: str
-) -> None:
-    kind, choose = CHOOSERS[chooser]
-    home = tmp_path / "home"
-    shutil.copytree(homes[kind], home)
-    (manifest,) = home.glob(f"step-{NEWEST:08d}/manifest-*.json")
+@pytest.mark.parametrize("choice", ["Checkpointer.restore", "holdfast.open", "HoldfastReader"], indirect=True)
+def test_a_newest_that_is_damaged_is_still_passed_over(choice: Choice) -> None:
+    (manifest,) = choice.home.glob(f"step-{NEWEST:08d}/manifest-*.json")
     manifest.write_bytes(manifest.read_bytes()[:-20])
-    assert choose(home) == OLDER
+    assert choice.choose(choice.home) == OLDER
 
 
 def test_dcp_warns_of_a_damaged_newest(homes: dict[str, Path], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import queue
 from pathlib import Path
 
@@ -15,24 +14,19 @@ from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_manifest, read_part
-from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import WriterId, candidates, list_home
 from holdfast.checkpoint.home.metrics import read_metrics, write_metrics
-from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain import Drain, Drained
 from holdfast.checkpoint.keeper.home_tier import HomeTier
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
-from holdfast.checkpoint.keeper.persist import verified_blocks
-from holdfast.checkpoint.keeper.rate import BLOCK_BYTES
-from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.keeper.persist import BLOCK_BYTES, verified_blocks
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_home, no_watches
+from making import make_checkpoint, make_home, make_reports, no_watches
 
 WAIT_S = 600.0
 
@@ -69,7 +63,7 @@ def same_objects(near: FaultyStore, home: FaultyStore, step: int) -> bool:
     return found == {entry.name: home.get(entry.name) for entry in home.list(prefix)}
 
 
-def test_a_checkpoint_is_drained_byte_for_byte() -> None:
+def test_a_checkpoint_is_drained_once_byte_for_byte_and_its_manifest_last() -> None:
     bench = Bench((10,))
     bench.drain.submit(CheckpointId(1, 10))
     told = bench.next_told()
@@ -77,21 +71,9 @@ def test_a_checkpoint_is_drained_byte_for_byte() -> None:
     assert told.num_bytes > 16_000
     assert same_objects(bench.near, bench.home, 10)
     assert holdfast.open(bench.home).verify().is_good
-
-
-def test_the_manifest_is_drained_last() -> None:
-    bench = Bench((10,))
-    bench.drain.submit(CheckpointId(1, 10))
-    bench.next_told()
     puts = [call.name for call in bench.home.calls("put") if call.name.startswith("step-")]
     assert puts[-1] == names.manifest(10, 1)
     assert len(puts) == 3
-
-
-def test_files_in_home_are_not_sent_again() -> None:
-    bench = Bench((10,))
-    bench.drain.submit(CheckpointId(1, 10))
-    bench.next_told()
     bench.drain.submit(CheckpointId(1, 10))
     assert bench.next_told().num_bytes == 0
 
@@ -113,9 +95,7 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     """Retention runs after each save. As no other save may follow, it runs again after the drain."""
     bench = Bench(())
     config = dataclasses.replace(bench.config, keep_local=1)
-    ours, theirs = packets.make_pair()
-    inbox = TrainerInbox(theirs, os.getpid())
-    reports = Reports(History(bench.near, config.writer), inbox, "local", config.home)
+    inbox, reports = make_reports(bench.near, config, "local")
     tiers = KeeperTiers(
         config,
         inbox=inbox,
@@ -136,8 +116,6 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     tiers.close(with_newest=False)
     assert bench.in_home() == [(1, 10)]
     assert candidates(list_home(bench.near)) == [(1, 20)]
-    ours.close()
-    theirs.close()
 
 
 def test_close_waits_for_due_checkpoints() -> None:
@@ -291,11 +269,13 @@ class Apart:
         return candidates(list_home(self.home))
 
 
-def test_two_hosts_drain_their_files_and_rank_0_commits() -> None:
-    """No folder has all files; home's manifest is made of the parts that arrived."""
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_two_hosts_drain_their_files_and_rank_0_commits(attempt: int) -> None:
+    """No folder has all files; the manifest is made of the parts in home, also by the next attempt."""
     apart = Apart((10,))
+    make_home(apart.home, attempts=range(1, attempt + 1))
     for rank in (1, 0):
-        apart.drain(rank).submit(CheckpointId(1, 10))
+        apart.drain(rank, attempt).submit(CheckpointId(1, 10))
     for told in apart.told:
         assert told.get(timeout=WAIT_S).error is None
     assert apart.in_home() == [(1, 10)]
@@ -320,23 +300,29 @@ def test_a_rank_waits_for_the_others_until_one_of_them_has_begun_a_newer_checkpo
     assert apart.in_home() == [(1, 20), (1, 10)]
 
 
-def test_a_rank_follows_another_that_has_begun_a_newer_checkpoint() -> None:
+@pytest.mark.parametrize("is_best", [False, True])
+def test_a_rank_follows_another_that_has_begun_a_newer_checkpoint(is_best: bool) -> None:
     """The other host does not have step 10."""
     apart = Apart((10, 20))
-    first = apart.drain(0)
-    first.submit(CheckpointId(1, 10))
-    first.submit(CheckpointId(1, 20))
-    apart.drain(1).submit(CheckpointId(1, 20))
+    first, second = apart.drain(0), apart.drain(1)
+    first.submit_due(CheckpointId(1, 10))
+    for drain in (first, second):
+        drain.set_best({CheckpointId(1, 20)}) if is_best else drain.submit(CheckpointId(1, 20))
     assert apart.told[1].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20)]
 
 
-def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained() -> None:
-    """The other rank has drained the newer one first too, and would never send its files of the older one."""
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained(is_replaced: bool) -> None:
+    """The other rank has drained the newer one first too, and would never send its files of the older one.
+
+    A keeper that replaces a dead one has not drained the newer one itself, but it is complete in home.
+    """
     apart = Apart((10, 20))
     _, second = apart.drain_on_both(20)
-    second.submit_due(CheckpointId(1, 10))
-    second.close()
+    late = apart.drain(1) if is_replaced else second
+    late.submit_due(CheckpointId(1, 10))
+    late.close()
     assert apart.told[1].empty()
     assert apart.in_home() == [(1, 20)]
 
@@ -347,27 +333,6 @@ def test_a_requested_checkpoint_is_drained_after_a_newer_one() -> None:
     assert bench.next_told().step == 20
     bench.drain.submit(CheckpointId(1, 10))
     assert bench.next_told().step == 10
-
-
-def test_a_rank_abandons_a_checkpoint_when_a_newer_one_is_complete_in_home() -> None:
-    """A keeper that replaces a dead one has not drained the newer checkpoint itself."""
-    apart = Apart((10, 20))
-    apart.drain_on_both(20)
-    replacement = apart.drain(1)
-    replacement.submit_due(CheckpointId(1, 10))
-    replacement.close()
-    assert apart.told[1].empty()
-    assert apart.in_home() == [(1, 20)]
-
-
-def test_a_rank_follows_another_that_has_begun_one_of_the_best() -> None:
-    apart = Apart((10, 20))
-    first = apart.drain(0)
-    first.submit_due(CheckpointId(1, 10))
-    first.set_best({CheckpointId(1, 20)})
-    apart.drain(1).set_best({CheckpointId(1, 20)})
-    assert apart.told[1].get(timeout=WAIT_S).step == 20
-    assert apart.in_home() == [(1, 20)]
 
 
 def test_one_of_the_best_whose_other_files_never_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,16 +387,6 @@ def test_parts_that_do_not_fit_are_refused_and_both_hosts_raise_the_reason() -> 
         assert isinstance(one.error, InvalidInput)
         assert "was not committed" in str(one.error)
     assert apart.in_home() == []
-
-
-def test_the_next_attempt_drains_the_files_of_both_hosts() -> None:
-    apart = Apart((10,))
-    make_home(apart.home, attempts=(1, 2))
-    for rank in (0, 1):
-        apart.drain(rank, attempt=2).submit(CheckpointId(1, 10))
-    for told in apart.told:
-        assert told.get(timeout=WAIT_S).error is None
-    assert apart.in_home() == [(1, 10)]
 
 
 def test_one_rank_of_a_host_is_responsible_for_each_saved_rank() -> None:
@@ -506,9 +461,7 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
     """Another rank has copied its files of the best checkpoint before this one, which deletes for all."""
     bench = Bench((10, 20))
     bench.home.put(names.part(10, 1, 1), b"of another rank")
-    ours, theirs = packets.make_pair()
-    inbox = TrainerInbox(theirs, os.getpid())
-    reports = Reports(History(bench.near, bench.config.writer), inbox, "local", bench.config.home)
+    _, reports = make_reports(bench.near, bench.config, "local")
     tier = HomeTier(
         bench.near,
         bench.home,
@@ -522,8 +475,6 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
     tier.close()
     assert bench.in_home() == [(1, 20)]
     assert bench.home.get(names.part(10, 1, 1)) == b"of another rank"
-    ours.close()
-    theirs.close()
 
 
 def test_a_missing_best_checkpoint_is_given_up() -> None:

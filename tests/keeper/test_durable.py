@@ -13,16 +13,13 @@ import pytest
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import commit, recover_commit
-from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.keeper.commit_tier import Committed, CommitTier, PendingSave
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
-from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import local
 from holdfast.checkpoint.store.local import LocalStore
 from keeper.test_commit import make_config, put_part
-from making import no_watches
+from making import make_reports, no_watches
 
 
 class Disk:
@@ -94,8 +91,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
 
 def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:
     config, store = make_config(str(home), rank, world_size), LocalStore(home)
-    inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
-    reports = Reports(History(store, config.writer), inbox, "home", config.home)
+    inbox, reports = make_reports(store, config)
     return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
 
 

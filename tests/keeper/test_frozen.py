@@ -28,6 +28,7 @@ from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
+from keeper import test_commit
 
 NUM_ITEMS = 50_000
 CATALOG = Catalog(
@@ -38,18 +39,8 @@ BASE_FILE = lay_out([replace(Shard.whole("base", "F32", (NUM_ITEMS,)), frozen=Tr
 
 
 def make_config(home: str = "", attempt: int = 1) -> KeeperConfig:
-    return KeeperConfig(
-        home=home,
-        run="run",
-        attempt=attempt,
-        rank=0,
-        world_size=1,
-        all_ranks_here=True,
-        keep=Keep(None),
-        commit_timeout_s=20,
-        linger_s=1.0,
-        retry_s=0.01,
-    )
+    config = test_commit.make_config(home, world_size=1)
+    return replace(config, attempt=attempt, keep=Keep(None))
 
 
 def make_image(value: float = 1.0) -> bytes:
@@ -102,28 +93,25 @@ def calls(store: FaultyStore, method: str) -> list[str]:
     return [call.name for call in store.calls(method) if "frozen" in call.name]
 
 
-def test_unchanged_tensors_are_written_once_and_then_linked(tmp_path: Path) -> None:
-    """One inode under the names of all checkpoints, and each of them is whole."""
+@pytest.mark.parametrize(
+    ("values", "files"),
+    [
+        ((1.0, 1.0, 1.0), (0, 0, 0)),
+        # Only the newest is compared with: it is the one that is surely there.
+        ((1.0, 2.0, 2.0, 1.0), (0, 1, 1, 2)),
+    ],
+)
+def test_changed_tensors_are_written_and_unchanged_ones_linked(
+    tmp_path: Path, values: tuple[float, ...], files: tuple[int, ...]
+) -> None:
+    """One inode under the names of several checkpoints, and each of them is whole."""
     store = LocalStore(tmp_path)
     frozen = FrozenFile(store, make_config())
-    for step in (1, 2, 3):
-        save(store, frozen, step)
-    found = [(tmp_path / names.frozen(step, 1, 0)).stat() for step in (1, 2, 3)]
-    assert len({one.st_ino for one in found}) == 1
-    assert found[0].st_nlink == 3
-    for step in (1, 2, 3):
-        check(store, step)
-
-
-def test_changed_tensors_are_written_again_and_then_linked(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    frozen = FrozenFile(store, make_config())
-    for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0)):
+    for step, value in enumerate(values):
         save(store, frozen, step, value)
-    inodes = [(tmp_path / names.frozen(step, 1, 0)).stat().st_ino for step in (1, 2, 3, 4)]
-    assert inodes[1] == inodes[2]
-    assert len(set(inodes)) == 3, "only the newest is compared with: it is the one that is surely there"
-    for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0)):
+    inodes = [(tmp_path / names.frozen(step, 1, 0)).stat().st_ino for step in range(len(values))]
+    assert [list(dict.fromkeys(inodes)).index(one) for one in inodes] == list(files)
+    for step, value in enumerate(values):
         check(store, step, value)
 
 

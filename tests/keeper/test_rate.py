@@ -10,8 +10,8 @@ import torch
 
 import holdfast
 from faulty_store import FaultyStore
-from holdfast.checkpoint.keeper import rate
-from holdfast.checkpoint.keeper.persist import persist
+from holdfast.checkpoint.keeper import persist as persist_module
+from holdfast.checkpoint.keeper.persist import paced, persist
 from holdfast.checkpoint.store.memory import MemoryStore
 from making import data_file
 
@@ -21,8 +21,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr("holdfast.checkpoint.keeper.rate.time.monotonic", lambda: self.now_s)
-        monkeypatch.setattr("holdfast.checkpoint.keeper.rate.time.sleep", self._sleep)
+        monkeypatch.setattr("holdfast.checkpoint.keeper.persist.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("holdfast.checkpoint.keeper.persist.time.sleep", self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds
@@ -31,7 +31,7 @@ class Clock:
 def test_a_rate_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """4 blocks of 100 bytes at 50 bytes a second take 8 seconds."""
     clock = Clock(monkeypatch)
-    assert len(list(rate.paced([memoryview(bytes(100))] * 4, 50.0))) == 4
+    assert len(list(paced([memoryview(bytes(100))] * 4, 50.0))) == 4
     assert clock.now_s == pytest.approx(8.0)
 
 
@@ -39,7 +39,7 @@ def test_a_save_in_home_observes_the_rate_block_by_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(rate, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(persist_module, "BLOCK_BYTES", 1000)
     store = FaultyStore(MemoryStore())
     image = bytes(range(250)) * 10
     assert persist(store, "file", memoryview(image), bytes_per_s=500.0) == data_file(image)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,19 +17,16 @@ from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.format.sections import Mark
 from holdfast.checkpoint.home import retain
 from holdfast.checkpoint.home.commit import refuse
-from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import WriterId, candidates, list_home
 from holdfast.checkpoint.home.newest import Skipped, drop_note, note_skipped
 from holdfast.checkpoint.home.retain import Retention, ShareRetention
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.keeper.commit_tier import CommitTier
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
-from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_home, no_watches
+from making import make_checkpoint, make_home, make_reports, no_watches
 
 FROM_10: Ancestors = (CheckpointId(1, 10),)
 
@@ -336,8 +332,7 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     for step in (18, 20):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
     config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, Keep(3), 5.0, 5.0)
-    inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
-    reports = Reports(History(store, config.writer), inbox, "home", config.home)
+    inbox, reports = make_reports(store, config)
     tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
     for step in (24, 22):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])

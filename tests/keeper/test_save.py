@@ -78,7 +78,7 @@ def test_a_missing_key_is_a_key_error() -> None:
 
 def test_a_wait_that_runs_out_names_its_cause() -> None:
     save = Save(5)
-    save.mark_delayed("No space left on device.")
+    save.delay = "No space left on device."
     with pytest.raises(RetryLater, match=r"not durable after 0\.0 s\. No space left on device\."):
         save.wait_durable(0.0)
 

@@ -158,7 +158,7 @@ def test_a_child_process_does_not_end_the_observation_of_its_parent(averaged: Av
     child = os.fork()
     if child == 0:
         try:
-            averaged.ckpt._components.pipeline.stager._calm.end()
+            averaged.ckpt._components.pipeline.stager.calm.end()
             os._exit(0)
         finally:
             os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -62,8 +63,8 @@ def refuse() -> None:
     raise OSError(38, "Function not implemented")
 
 
-def make_saves() -> Saves:
-    return Saves({name: torch.rand(SIZE) for name in NAMES})
+def make_saves(names: Iterable[str] = NAMES) -> Saves:
+    return Saves({name: torch.rand(SIZE) for name in names})
 
 
 def test_frozen_tensors_are_copied_in_the_background_from_the_second_save_on(
@@ -96,19 +97,22 @@ def test_without_a_watch_only_frozen_tensors_are_copied_in_the_background(
     assert saves.at_once == [{"w", "plain"}, {"w", "plain"}]
 
 
-def test_a_frozen_tensor_that_changes_without_a_version_change_is_detected(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_a_frozen_tensor_that_changes_during_its_copy_is_detected(
+    monkeypatch: pytest.MonkeyPatch, is_counted: bool
 ) -> None:
-    """And is copied at once by the next saves, not only by one."""
+    """By the kernel's record or the version counter. The next saves, not only one, copy it at once."""
     saves = make_saves()
     plan = saves.plan()
     saves.stage(plan)
     gate = CopyGate(monkeypatch)
     staging = saves.stager.stage(plan, saves.tensors, Arena(1, plan.arena_bytes), then=lambda _: None)
     assert gate.reached.wait(WAIT_S)
-    saves.tensors["base"].data[5000] = 3
+    base = saves.tensors["base"]
+    (base if is_counted else base.data)[5000] = 3
     gate.opened.set()
     assert staging.done.wait(WAIT_S)
+    assert staging.torn
     assert staging.changed == ("base",)
     saves.at_once.clear()
     for _ in range(8):
@@ -148,57 +152,31 @@ def test_changes_of_other_tensors_do_not_affect_frozen_ones() -> None:
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_after_a_failed_save_frozen_tensors_are_copied_before_save_returns() -> None:
-    saves = make_saves()
-    plan = saves.plan()
-    saves.stage(plan)
-    saves.stager.distrust_frozen()
-    believed = [saves.stage(plan)[0].is_frozen_unchanged for _ in range(2)]
-    assert believed == [False, True]
-
-
-@pytest.mark.usefixtures("unwatched")
-def test_a_new_plan_copies_frozen_tensors_before_save_returns() -> None:
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_after_a_failed_save_and_for_a_new_plan_they_are_copied_before_save_returns(has_failed: bool) -> None:
     """With other names, for example, their file has other bytes although the tensors are equal."""
     saves = make_saves()
-    saves.stage(saves.plan())
-    plan = saves.plan()
-    believed = [saves.stage(plan)[0].is_frozen_unchanged for _ in range(2)]
-    assert believed == [False, True]
-
-
-def test_a_change_during_the_background_copy_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the version counter, as for an optimizer's tensors; the keeper's hashes are there for the others."""
-    saves = make_saves()
     plan = saves.plan()
     saves.stage(plan)
-    gate = CopyGate(monkeypatch)
-    arena = Arena(1, plan.arena_bytes)
-    staging = saves.stager.stage(plan, saves.tensors, arena, then=lambda _: None)
-    assert gate.reached.wait(WAIT_S)
-    saves.tensors["base"].add_(1)
-    gate.opened.set()
-    assert staging.done.wait(WAIT_S)
-    assert staging.torn
-    assert staging.changed == ("base",)
-
-
-def test_a_state_without_frozen_tensors_has_one_file() -> None:
-    saves = Saves({"w": torch.rand(SIZE), "plain": torch.rand(SIZE)})
-    plan = saves.plan()
-    assert plan.frozen_file is None
-    assert plan.arena_bytes == plan.num_bytes == plan.file.file_bytes
-    assert [saves.stage(plan)[0].is_frozen_unchanged for _ in range(3)] == [False] * 3
+    if has_failed:
+        saves.stager.distrust_frozen()
+    else:
+        plan = saves.plan()
+    assert [saves.stage(plan)[0].is_frozen_unchanged for _ in range(2)] == [False, True]
 
 
 @pytest.mark.usefixtures("unwatched")
-def test_a_state_of_only_frozen_tensors_is_staged() -> None:
-    saves = Saves({"base": torch.rand(SIZE), "head": torch.rand(SIZE)})
+@pytest.mark.parametrize("names", [("w", "plain"), ("base", "head")])
+def test_a_state_may_have_only_frozen_tensors_or_none(names: tuple[str, ...]) -> None:
+    saves = make_saves(names)
     plan = saves.plan()
-    for expected in (False, True):
+    if (has_frozen := "base" in names) is False:
+        assert plan.frozen_file is None
+        assert plan.arena_bytes == plan.num_bytes == plan.file.file_bytes
+    for expected in (False, has_frozen, has_frozen):
         staging, found = saves.stage(plan)
         assert staging.is_frozen_unchanged == expected
-        assert torch.equal(found["head"], saves.tensors["head"])
+        assert all(torch.equal(found[name], saves.tensors[name]) for name in names)
 
 
 def test_the_arena_holds_both_files_byte_for_byte() -> None:

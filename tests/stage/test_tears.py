@@ -49,29 +49,34 @@ def test_checkpoints_are_never_torn_and_some_are_saved(tmp_path: Path, name: str
     assert outcome.is_good, outcome
 
 
-def test_a_write_without_a_version_change_drops_the_save_and_the_next_step_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_a_write_during_the_copy_drops_the_save_with_a_warning_and_the_next_step_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_counted: bool
 ) -> None:
+    """With a change of PyTorch's version counter or without. The error names the tensor."""
     model = make_model()
     state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
-    gate = CopyGate(monkeypatch)
-    expected = {}
+    gate, weight = CopyGate(monkeypatch), model.get_parameter("2.weight")
     with make_checkpointer(tmp_path / "home", state, every=100, keep=None) as ckpt:
         train(model, state["optimizer"])
         torn = ckpt.save(1)
         assert gate.reached.wait(600)
-        model.get_parameter("2.weight").data.clamp_(-0.01, 0.01)
+        (weight.detach() if is_counted else weight.data).clamp_(-0.01, 0.01)
         gate.opened.set()
         with pytest.raises(InvalidInput, match=r"model\.2\.weight was written while it was being copied"):
             torn.wait_durable()
+        assert torn.failed is not None
+        assert (torn.state, torn.failed.key, torn.failed.step) == ("failed", "model.2.weight", 1)
         assert ckpt.should_save(2), "the save is repeated, though none is due"
         expected = snapshot(state)
-        with pytest.warns(SaveWarning, match="step 1 was dropped"):
+        with pytest.warns(SaveWarning, match=r"step 1 was dropped: model\.2\.weight was written"):
             repeated = ckpt.save(2)
-        model.get_parameter("2.weight").data.clamp_(-0.001, 0.001)  # it was copied before save() returned
+        weight.data.clamp_(-0.001, 0.001)  # it was copied before save() returned
         repeated.wait_durable()
         assert not ckpt.should_save(3)
     check_saved(tmp_path / "home", 2, expected)
+    assert not list((tmp_path / "home").glob("step-00000001/*"))
+    assert any('"dropped"' in line for line in history_of(tmp_path / "home"))
 
 
 @pytest.mark.parametrize(

@@ -57,22 +57,22 @@ def test_a_save_torn_on_one_rank_is_repeated_by_all(tmp_path: Path, torn: set[in
     assert first["first"] == again["first"] == 7, "training resumes from the end"
 
 
-def test_a_torn_repeat_is_repeated(tmp_path: Path) -> None:
-    found = train(tmp_path / "home", {2: {0}, 4: {0}}, 8)
-    assert exact_steps(tmp_path / "home", found) == [6]
-    assert [list(one["failures"]) for one in found] == [[2, 4], [2, 4]]
-
-
-def test_after_a_torn_save_the_same_write_tears_no_rank(tmp_path: Path) -> None:
-    """Else many ranks would be torn one after the other, and no save would be complete."""
-    found = train(tmp_path / "home", {2: {0}, 4: {1}}, 6)
-    assert exact_steps(tmp_path / "home", found) == [4]
-
-
-def test_a_keeper_killed_during_a_torn_save_does_not_block_ranks(tmp_path: Path) -> None:
-    found = train(tmp_path / "home", {2: {0}}, 6, kills=[2])
-    assert exact_steps(tmp_path / "home", found) == [4]
-    assert [list(one["failures"]) for one in found] == [[2], [2]]
+@pytest.mark.parametrize(
+    ("tears", "kills", "failed", "saved"),
+    [
+        ({2: {0}, 4: {0}}, (), [2, 4], [6]),
+        # Else many ranks would be torn one after the other, and no save would be complete.
+        ({2: {0}, 4: {1}}, (), [2], [4]),
+        ({2: {0}}, (2,), [2], [4]),
+    ],
+    ids=["a torn repeat is repeated", "the same write tears no rank", "a keeper is killed during the save"],
+)
+def test_a_torn_save_is_repeated_until_it_is_whole(
+    tmp_path: Path, tears: tearing.Tears, kills: tuple[int, ...], failed: list[int], saved: list[int]
+) -> None:
+    found = train(tmp_path / "home", tears, saved[0] + 2, kills=kills)
+    assert exact_steps(tmp_path / "home", found) == saved
+    assert [list(one["failures"]) for one in found] == [failed, failed]
 
 
 def test_a_repeat_skipped_for_lack_of_memory_is_made_later(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.format.partitioning import whole
 from holdfast.checkpoint.format.sections import Mark, Section
-from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper.config import WatchConfig
-from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
+from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo
 from holdfast.checkpoint.keeper.messages import ArenaLayout, SubmitSave
 from holdfast.checkpoint.keeper.save_files import SaveFiles
@@ -31,7 +30,7 @@ from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.watch import CopiedSave
 from holdfast.errors import RetryLater
 from keeper.test_commit import make_config
-from making import make_home, raw_bytes
+from making import make_home, make_reports, raw_bytes
 from stage.training import make_checkpointer
 
 FAILED = RetryLater("no answer")
@@ -60,19 +59,19 @@ def test_a_step_that_is_saved_again_has_the_sections_of_its_own_bytes() -> None:
     store, config = FaultyStore(MemoryStore()), make_config("home", world_size=1)
     make_home(store)
     half = WatchConfig("finite-values", "holdfast.watch.values.keeper:ValuesKeeper", "", {})
-    inbox = TrainerInbox(None, os.getpid())  # pyright: ignore[reportArgumentType] - nothing is sent
-    history, trainer = History(store, config.writer), KeeperInfo(1, 0, os.getpid(), 0, busy=False)
+    inbox, reports = make_reports(store, config)
+    trainer = KeeperInfo(1, 0, os.getpid(), 0, busy=False)
     watches = KeeperWatches(
         (half,),
-        lambda name: KeeperRun(name, config, trainer, history, lambda: False, inbox),
+        lambda name: KeeperRun(name, config, trainer, reports.history, lambda: False, inbox),
         lambda _: {},
     )
-    files = SaveFiles(store, config, history, watches)
+    files = SaveFiles(store, config, inbox=inbox, reports=reports, watches=watches)
     store.fail("put", FAILED, matching=names.part(5, 1, 0), times=None)
     for values in (torch.full((8,), torch.nan), torch.ones(8)):
         save, arena = staged(5, values)
         try:
-            files.persist(save, arena, SaveValues(), has_newer=lambda: True, on_delay=lambda _: None)
+            files.persist(save, arena, SaveValues())
         except RetryLater:
             store.clear()
         os.close(save.draft_fd)

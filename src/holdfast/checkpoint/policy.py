@@ -129,11 +129,7 @@ class AnyOf(Every):
 
 
 def every(value: int | str | datetime.timedelta | Every) -> Every:
-    """Return the policy of an `every=` argument: 500, "10m", a timedelta, "auto" or a policy.
-
-    Raises:
-        InvalidInput: none of these.
-    """
+    """Return the policy of an `every=` argument: 500, "10m", a timedelta, "auto" or a policy."""
     if isinstance(value, Every):
         return value
     if value == "auto":
@@ -148,11 +144,7 @@ def every(value: int | str | datetime.timedelta | Every) -> Every:
 
 
 def single_policies(value: int | str | datetime.timedelta | Every | None) -> tuple[Every, ...]:
-    """Return the single policies of an `every=` argument; a save is due when any of them is.
-
-    Raises:
-        InvalidInput: see `every`.
-    """
+    """Return the single policies of an `every=` argument; a save is due when any of them is."""
     if value is None:
         return ()
     policy = every(value)
@@ -160,6 +152,8 @@ def single_policies(value: int | str | datetime.timedelta | Every | None) -> tup
         return tuple(one for inner in policy.policies for one in single_policies(inner))
     return (policy,)
 
+
+# Below, `cost_s` is the training time lost per save, and `mtbf_s` the mean time between failures.
 
 _MAX_EXPONENT = 700.0  # of a double's exp()
 
@@ -177,10 +171,6 @@ class BestInterval:
 def young_s(cost_s: float, mtbf_s: float) -> float:
     """Return Young's first-order best time of training between two saves, in seconds.
 
-    Args:
-        cost_s: training time lost per save.
-        mtbf_s: mean time between failures.
-
     Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
     """
     return math.sqrt(2 * cost_s * mtbf_s)
@@ -188,10 +178,6 @@ def young_s(cost_s: float, mtbf_s: float) -> float:
 
 def daly_s(cost_s: float, mtbf_s: float) -> float:
     """Return Daly's higher-order best time of training between two saves, in seconds.
-
-    Args:
-        cost_s: training time lost per save.
-        mtbf_s: mean time between failures.
 
     Source: J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
         Generation Computer Systems 22(3), 2006.
@@ -205,12 +191,7 @@ def daly_s(cost_s: float, mtbf_s: float) -> float:
 def lost_share(interval_s: float, cost_s: float, mtbf_s: float) -> float:
     """Return the share of training lost to saves and repeated work, or inf.
 
-    Restarts come on top. They cost the same at every interval.
-
-    Args:
-        interval_s: training time between two saves.
-        cost_s: training time lost per save.
-        mtbf_s: mean time between failures, which occur at random.
+    Failures occur at random. Restarts come on top, and cost the same at every interval.
 
     Source: Daly 2006, the exact expectation for independent failures.
     """
@@ -227,13 +208,10 @@ def best_interval(cost_s: float, mtbf_s: float) -> BestInterval | None:
 
 
 def mtbf_bounds_s(up_s: float, num_failures: int, *, confidence: float = 0.9) -> tuple[float, float]:
-    """Return the confidence bounds of the mean time between failures, in seconds.
-
-    The upper bound is inf without failures.
+    """Return the confidence bounds of the mean time between failures, in seconds; inf without failures.
 
     Args:
         up_s: time in which failures could happen.
-        num_failures: number of failures.
         confidence: confidence of both bounds together.
 
     Source: exact bounds for the rate of a Poisson process (Garwood 1936).

@@ -29,9 +29,7 @@ _EVERY_RANK = (
     "`if rank == 0:` around them."
 )
 _BARRIER_TIMEOUT = datetime.timedelta(seconds=30)
-_numbers = (
-    itertools.count()
-)  # of the Ranks of this process; equal on every rank, since making one is collective
+_numbers = itertools.count()  # of the Ranks of this process, equal on every rank: making one is collective
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -209,8 +207,7 @@ class Ranks(RankGroup):
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         elif (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
             raise InvalidInput(
-                f"WORLD_SIZE is {world_size} but there is no process group, so the ranks "
-                "cannot agree on "
+                f"WORLD_SIZE is {world_size} but there is no process group, so the ranks cannot agree on "
                 "a checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer."
             )
         if self.world_size > 1:
@@ -274,21 +271,8 @@ class Ranks(RankGroup):
     def exchange_flags(
         self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
     ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-        """Send flags and numbers to all ranks; return the outcome of the last call.
-
-        The exchange runs in the background of the training step between two calls, so it costs next to
-        nothing, but the outcome is one call old. A single rank receives what it sends at once.
-
-        Returns:
-            For each flag whether it was true on any rank; and the lowest of each number. At first no flag is
-            true, and each number is -1.
-
-        Raises:
-            InvalidInput: the ranks are at different steps.
-            RetryLater: a rank did not answer in time.
-
-        Ranks: collective; every rank calls it at the same steps.
-        """
+        # It runs in the background of the training step between two calls, so it costs next to nothing. At
+        # first no flag is true, and each number is -1. A single rank receives what it sends at once.
         if self._group is None:
             return flags, numbers
         received = self._finish_exchange(len(flags), len(numbers))
@@ -320,9 +304,8 @@ class Ranks(RankGroup):
     def _no_answer(self, error: RuntimeError) -> RetryLater:
         return RetryLater(
             f"Rank {self.rank} could not reach the other {self.world_size - 1} ranks within "
-            f"{self._timeout_s:.0f} s: "
-            f"{error}. One of them has died, hangs, or has not made this call; look at their messages. "
-            f"{_EVERY_RANK}",
+            f"{self._timeout_s:.0f} s: {error}. One of them has died, hangs, or has not made this call; look "
+            f"at their messages. {_EVERY_RANK}",
             rank=self.rank,
         )
 
@@ -331,16 +314,10 @@ class Ranks(RankGroup):
         text = f"rank {self.rank} has waited {QUIET_S:.0f} s for other ranks. {_EVERY_RANK}"
         return reported_if_slow(lambda: _log.warning(text))
 
+    @override
     def barrier_and_close(self) -> None:
-        """Complete the pending exchange, and wait for every rank.
-
-        gloo fails a completed collective if the process of a peer ends before this one notices it.
-        So the last barrier uses the store instead of a collective. Rank 0, which serves the store, ends last.
-        Ranks that have died are waited for only shortly.
-
-        Ranks: collective.
-        Blocks: until every rank has called it, at most 30 s.
-        """
+        # gloo fails a completed collective if the process of a peer ends before this one notices it. So the
+        # last barrier uses the store, and rank 0, which serves it, ends last. For dead ranks it waits 30 s.
         if self._group is None:
             return
         self._finish_exchange(0, 0)
@@ -370,23 +347,18 @@ def _as_ours(error: Exception | None) -> HoldfastError | None:
 
 
 def values_of(outcomes: Iterable[RankOutcome[_T]], rank: int, failure: str) -> list[_T]:
-    """Return the values of all ranks, by rank.
-
-    Args:
-        outcomes: of `RankGroup.agree`.
-        failure: what a rank failed to do, such as "could not list the home".
-
-    Raises:
-        Exception: this rank's own error.
-        HoldfastError: else that of the first rank with one, which is named.
-    """
+    """Return the values of all ranks, by rank, or raise as `raise_first` does."""
     found = list(outcomes)
     raise_first(found, rank, failure)
     return [one.value for one in found]  # pyright: ignore[reportReturnType] - without an error it is a value
 
 
 def raise_first(outcomes: Iterable[RankOutcome[Any]], rank: int, failure: str) -> None:
-    """Raise this rank's own error, else that of the first rank with one; see `values_of`."""
+    """Raise this rank's own error, else that of the first rank with one, which is named.
+
+    Args:
+        failure: what a rank failed to do, such as "could not list the home".
+    """
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:
         return
@@ -401,11 +373,7 @@ def raise_first(outcomes: Iterable[RankOutcome[Any]], rank: int, failure: str) -
 
 
 def this_host() -> tuple[str, str]:
-    """Return the identity of this host, other after each boot.
-
-    Raises:
-        RetryLater: the kernel does not give it.
-    """
+    """Return the identity of this host, other after each boot."""
     try:
         return socket.gethostname(), _BOOT_ID.read_text()
     except FileNotFoundError:

@@ -74,11 +74,7 @@ class Keep:
 
 
 def check_mode(mode: str) -> None:
-    """Check how values of a metric are compared.
-
-    Raises:
-        InvalidInput: neither "min" nor "max".
-    """
+    """Check how values of a metric are compared."""
     if mode not in ("min", "max"):
         raise InvalidInput(f'mode must be "min" or "max", got {mode!r}.')
 
@@ -86,13 +82,7 @@ def check_mode(mode: str) -> None:
 def best_first(
     found: Iterable[CheckpointId], values: Mapping[CheckpointId, float], mode: str
 ) -> list[CheckpointId]:
-    """Return the checkpoints that have a finite value, best first; of equal ones the newer first.
-
-    Args:
-        found: checkpoints.
-        values: value of the metric, by checkpoint.
-        mode: "min" or "max".
-    """
+    """Return the checkpoints that have a finite value, best first; of equal ones the newer first."""
     sign = 1 if mode == "min" else -1
     finite = [one for one in sorted(found, reverse=True) if math.isfinite(values.get(one, math.nan))]
     return sorted(finite, key=lambda one: sign * values[one])
@@ -112,8 +102,7 @@ def line_of(
     """Return the line of the newest checkpoint, apart from what newer attempts left behind.
 
     Args:
-        found: complete checkpoints.
-        newest: one of them.
+        found: complete checkpoints, the newest among them.
         ancestors: of the newest: each checkpoint that an attempt was restored from.
     """
     last = {one.attempt: one.step for one in (*ancestors, newest)}

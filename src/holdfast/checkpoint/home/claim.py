@@ -64,14 +64,10 @@ def _repair_run(store: Store, found: run.Run) -> None:
 def claim_attempt(
     store: Store, run_id: str, *, world_size: int, trainer: int | None = None, above: int = 0
 ) -> run.AttemptClaim:
-    """Claim the next attempt's number: every attempt before it is fenced.
+    """Claim the next attempt's number, above that of other tiers: every attempt before it is fenced.
 
     Args:
         trainer: its process id; this process by default.
-        above: the number is greater than this one, which other tiers have used.
-
-    Returns:
-        The claim, as `format.run.document` writes it.
     """
     number = 1 + max(newest_number(store), above)
     host, pid = socket.gethostname(), os.getpid() if trainer is None else trainer
@@ -87,11 +83,7 @@ def claim_attempt(
 
 
 def check_claim(store: Store, attempt: int, claim: str) -> None:
-    """Check that an attempt still has its number; write its claim again if that was lost.
-
-    Args:
-        claim: the document by which it was claimed; "" leaves out the check.
-    """
+    """Check that an attempt still has its number, unless its claim is ""; write a lost claim again."""
     if not claim:
         return
     name = names.attempt(attempt)
@@ -130,10 +122,7 @@ def _check_not_deleted(store: Store, run_id: str) -> None:
 def check_no_writer(store: Store, writers: Sequence[tuple[str, LiveTrainer]]) -> None:
     """Refuse to take a home from a process that may still save to it.
 
-    A process whose attempt is fenced already does not count.
-
-    Args:
-        writers: living trainers, each with its host.
+    Of the living trainers, each with its host, those whose attempt is fenced already do not count.
     """
     newest = newest_attempt(store)
     held = [(host, writer) for host, writer in writers if writer.attempt >= newest]

@@ -39,8 +39,6 @@ def make_manifest(
 
     Args:
         parts: each part with its document, in the order of ranks.
-        id: of the manifest; random by default.
-        created_unix_s: its time; now by default.
         judges: of the attempt that saved; by default those of the default watches, without a memory.
     """
     found = PartSections()
@@ -73,15 +71,10 @@ def commit(
     claim: str = "",
     judges: Judges | None = None,
 ) -> Manifest:
-    """Write the manifest of `step` after every rank has written its part. Only rank 0 calls this.
+    """Write the manifest of `step` durably after every rank has written its part. Only rank 0 calls this.
 
     Args:
-        store: the home, or a nearer tier.
-        writer: rank 0 of the attempt that saved.
         claim: the document by which the attempt was claimed; "" leaves out the check that it still exists.
-        judges: see `make_manifest`.
-
-    Blocks: until the manifest is durable.
     """
     name = names.manifest(step, writer.attempt)
     # A fenced attempt does not commit. `publish` checks again after the write, so of two attempts at most one
@@ -104,13 +97,7 @@ def merge_parts(
 ) -> Manifest:
     """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
 
-    If the parts of its own attempt do not fit together, it refuses the save for all ranks.
-
-    Args:
-        store: a place that has the parts.
-        writer: rank 0 of an attempt.
-        attempt: the attempt that saved the checkpoint.
-        judges: see `make_manifest`.
+    If the parts of the writer's own attempt do not fit together, it refuses the save for all ranks.
     """
     part_names = [names.part(checkpoint.step, checkpoint.attempt, rank) for rank in range(world_size)]
     try:
@@ -123,13 +110,9 @@ def merge_parts(
 
 
 def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -> None:
-    """Make a checkpoint visible whose files all exist. Raises if this attempt is fenced by now.
+    """Make a checkpoint visible, durably, whose files all exist. Raise if this attempt is fenced by now.
 
-    Args:
-        store: the home, or a nearer tier.
-        writer: rank 0 of an attempt, which alone calls this.
-
-    Blocks: until the manifest is durable.
+    Only rank 0 of an attempt calls this.
     """
     if not put_manifest(store, step, name, text):
         # An earlier keeper of this rank, or the attempt after us, may have made the same manifest of the same
@@ -149,12 +132,9 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
 
 
 def put_manifest(store: Store, step: int, name: str, text: bytes) -> bool:
-    """Write a manifest after the names of the checkpoint's files are durable.
+    """Write a manifest durably, after the names of the checkpoint's files are.
 
-    Returns:
-        False if an object of this name exists already; it is durable too then, and unchanged.
-
-    Blocks: until the manifest is durable.
+    Return False if an object of this name exists already; it is durable too then, and unchanged.
     """
     # Invariant: whatever a manifest names is durable before it (notes 001 and 019).
     # Visible is not yet durable: other ranks' keepers may not have come to the fsync of their files' names.
@@ -240,10 +220,7 @@ def recover_commit(store: Store, saved: ListedSave, run_id: str | None) -> bool:
     """Write the manifest of one save if everything else of it exists.
 
     A save whose parts are missing, damaged or do not belong together is left as it is: it was never promised
-    to exist.
-
-    Returns:
-        True if it is committed now and was not in the listing, whichever process committed it.
+    to exist. Return True if it is committed now and was not in the listing, whichever process committed it.
     """
     merged = merge_saved(store, saved, run_id)
     if merged is None:

@@ -22,11 +22,7 @@ from holdfast.system.documents import shown
 
 
 def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
-    """Return the manifest of a checkpoint, checked against its name.
-
-    Args:
-        run_id: id of the run that the home holds; None skips that check (a home without `holdfast.json`).
-    """
+    """Return the manifest of a checkpoint, checked against its name and, if it is known, the home's run."""
     return first_good(store, lambda copy: _read_manifest(copy, checkpoint, run_id))
 
 
@@ -49,33 +45,33 @@ def _read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -
     return found
 
 
-def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
-    """Check that some copy of every file of a checkpoint has the right size.
-
-    Args:
-        listings: of the tiers, nearest first.
-    """
-    step, attempt = manifest.step, manifest.attempt
-    unlisted = ListedSave(step=step, attempt=attempt)
-    copies = [listing.saved.get(manifest.checkpoint_id, unlisted) for listing in listings]
+def expected_sizes(manifest: Manifest) -> dict[int, dict[str, int]]:
+    """Return the bytes of each file that a manifest names, by rank and name."""
+    key, sizes = (manifest.step, manifest.attempt), dict[int, dict[str, int]]()
     for file in manifest.parts:
         rank = file.rank
-        sizes = [(file.part_bytes, one.parts.get(rank)) for one in copies]
-        _check_sizes(names.part(step, attempt, rank), sizes, step, rank)
-        sizes = [(file.data_bytes, one.data.get(rank)) for one in copies]
-        _check_sizes(names.data(step, attempt, rank), sizes, step, rank)
+        sizes[rank] = {names.part(*key, rank): file.part_bytes, names.data(*key, rank): file.data_bytes}
         if file.frozen_bytes is not None:
-            sizes = [(file.frozen_bytes, one.frozen.get(rank)) for one in copies]
-            _check_sizes(names.frozen(step, attempt, rank), sizes, step, rank)
+            sizes[rank][names.frozen(*key, rank)] = file.frozen_bytes
+    return sizes
+
+
+def check_files(listings: Sequence[Listing], manifest: Manifest) -> None:
+    """Check that some copy of every file of a checkpoint, in listings of the tiers, has the right size."""
+    unlisted = ListedSave(step=manifest.step, attempt=manifest.attempt)
+    copies = [listing.saved.get(manifest.checkpoint_id, unlisted).sizes for listing in listings]
+    for rank, sizes in expected_sizes(manifest).items():
+        for name, expected in sizes.items():
+            errors = [
+                size_error(name, expected, copy.get(name), step=manifest.step, rank=rank) for copy in copies
+            ]
+            if None not in errors:  # the nearest one that is not merely missing
+                wrong = [error for error in errors if isinstance(error, Corrupt)]
+                raise (wrong or [error for error in errors if error])[0]
 
 
 def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing] = ()) -> None:
-    """Check that listings have some copy of every file, with the right size.
-
-    Args:
-        store: the home, in one copy or several.
-        besides: listings of nearer places.
-    """
+    """Check that a home, in its copies, or listings of nearer places have every file, with the right size."""
     listings, unread = list(besides), []
     for copy in store.copies():
         try:
@@ -90,18 +86,6 @@ def check_listed(store: Store, manifest: Manifest, *, besides: Sequence[Listing]
         if unread:
             raise unread[0] from None
         raise
-
-
-def _check_sizes(name: str, sizes: list[tuple[int, int | None]], step: int, rank: int) -> None:
-    """Raise the error of the nearest copy, unless some copy has the expected size.
-
-    Args:
-        sizes: (expected, found) for each tier.
-    """
-    errors = [size_error(name, expected, found, step=step, rank=rank) for expected, found in sizes]
-    if None not in errors:
-        wrong = [error for error in errors if isinstance(error, Corrupt)]
-        raise (wrong or [error for error in errors if error])[0]
 
 
 def size_error(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +68,10 @@ class History:
         unix_s: float | None = None,
         members: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Write one event and return it.
+        """Write one event of EVENTS, or of those of a watch, and return it.
 
         Args:
-            event: one of EVENTS, or of those of a watch.
-            step: of the event; None for an event of the whole attempt.
-            detail: text for people.
+            step: None for an event of the whole attempt.
             tier: "memory", "local" or "home"; "" where it does not apply.
             unix_s: time of the event; now by default.
         """
@@ -117,11 +115,7 @@ Line = dict[str, Any]
 
 
 def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], int]:
-    """Read all lines of a home by time, and count those that are incomplete.
-
-    Args:
-        attempt: read only the logs of this attempt.
-    """
+    """Read all lines of a home, or of one attempt, by time, and count those that are incomplete."""
     lines: list[Line] = []
     num_torn = 0
     for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
@@ -131,11 +125,6 @@ def read_lines(store: Store, attempt: int | None = None) -> tuple[list[Line], in
         lines += found
         num_torn += torn
     return sorted(lines, key=lambda line: line["t"]), num_torn
-
-
-def read_log(store: Store, name: str) -> list[Line]:
-    """Return the lines of one log that are complete."""
-    return _read_log(store, name)[0]
 
 
 def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
@@ -151,13 +140,8 @@ def _read_log(store: Store, name: str) -> tuple[list[Line], int]:
 
 
 def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: str) -> list[Line]:
-    """Read the lines of one kind that are new in the logs.
-
-    Args:
-        offsets: bytes of each log that were read; updated.
-        event: kind of the lines. Others are skipped without decoding them.
-    """
-    mark, found = dumps(event), []
+    """Read the new lines of one kind. `offsets` has the bytes read of each log, and is updated."""
+    found: list[Line] = []
     for entry in sorted(store.list("history/"), key=lambda entry: entry.name):
         if not entry.name.endswith(".jsonl") or names.attempt_in(entry.name) != attempt:
             continue
@@ -172,8 +156,18 @@ def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: s
             continue
         whole = text.rfind(b"\n") + 1
         offsets[entry.name] = offset + (whole or (length if length == _MAX_NEW_BYTES else 0))
-        found += [line for one in bytes(text[:whole]).splitlines() if mark in one and (line := _parse(one))]
-    return [line for line in found if line["event"] == event]
+        found += parse_lines(bytes(text[:whole]).splitlines(), event)
+    return found
+
+
+def parse_lines(lines: Iterable[bytes], *events: str) -> Iterator[Line]:
+    """Yield the complete lines of some kinds. Others are skipped without decoding them."""
+    marks = [dumps(event) for event in events]
+    for one in lines:
+        if any(mark in one for mark in marks):
+            line = _parse(one)
+            if line is not None and line["event"] in events:
+                yield line
 
 
 def _parse(text: bytes) -> Line | None:
@@ -221,15 +215,10 @@ _MAX_LOG_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class FailureRate:
-    """Failures of a run during its training time.
+    """Failures of a run during its training time."""
 
-    Attributes:
-        num_failures: attempts that ended without a recorded reason, or that hung.
-        up_s: time in which the attempts trained, in seconds.
-    """
-
-    num_failures: int
-    up_s: float
+    num_failures: int  # attempts that ended without a recorded reason, or that hung
+    up_s: float  # in which the attempts trained
 
     @property
     def mtbf_s(self) -> float | None:
@@ -238,20 +227,14 @@ class FailureRate:
 
 
 def read_failures(store: Store, *, before: int) -> FailureRate:
-    """Return the failures of the newest attempts before one.
-
-    Args:
-        before: number of that attempt.
-
-    Blocks: to read the logs of their ranks 0.
-    """
+    """Return the failures of the newest attempts before one, from the logs of their ranks 0."""
     logs: dict[int, str] = {}
     for entry in store.list("history/"):
         found = names.parse_history(entry.name)
         if found is not None and found[1] == 0 and found[0] < before and entry.num_bytes <= _MAX_LOG_BYTES:
             logs[found[0]] = entry.name
     newest = sorted(logs, reverse=True)[:_MAX_ATTEMPTS]
-    return count_failures(read_log(store, logs[attempt]) for attempt in newest)
+    return count_failures(_read_log(store, logs[attempt])[0] for attempt in newest)
 
 
 def count_failures(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> FailureRate:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.checkpoint.format.run import encode_metric
+from holdfast.checkpoint.format.run import Metrics, encode_metric
 from holdfast.checkpoint.format.sections import UNKNOWN, Health
 from holdfast.checkpoint.home.documents import check_files, read_manifest
 from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
@@ -81,7 +82,6 @@ def take_inventory(
 
     Args:
         store: the home, or several tiers of it as one.
-        run_id: id of the run; None if no document names it.
         tiers: the listing of each tier, to find the tiers of every checkpoint.
     """
     manifests: dict[CheckpointId, Manifest] = {}
@@ -109,41 +109,61 @@ def take_inventory(
     superseded = set(line.superseded)
     whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
     newest = max(whole, default=None)
-    order = sorted(home.saved.keys() - gone, reverse=True)
-    rows = (
-        _row(home.saved[key], manifests.get(key), wrong.get(key), key in superseded, key == newest)
-        for key in order
-    )
-    rows = (
-        replace(row, state=SKIPPED, reason=skipped[row.checkpoint_id])
-        if row.checkpoint_id in skipped
-        else row
-        for row in rows
-    )
-    placed = (replace(_with_metrics(store, home, row), tiers=_tiers_of(row, tiers or {})) for row in rows)
-    return Inventory(home, run_id, tuple(placed))
+    rows: list[Row] = []
+    for key in sorted(home.saved.keys() - gone, reverse=True):
+        saved, manifest, error = home.saved[key], manifests.get(key), wrong.get(key)
+        state, reason = COMPLETE, None
+        if key in skipped:
+            state, reason = SKIPPED, skipped[key]
+        elif not saved.is_committed:
+            data, parts = plural(len(saved.data), "data file"), plural(len(saved.parts), "part")
+            state, reason = INCOMPLETE, f"no manifest; {data} and {parts} are there"
+        elif error is not None:
+            state, reason = UNSUPPORTED if isinstance(error, Unsupported) else DAMAGED, str(error)
+        elif key in superseded:
+            state = SUPERSEDED
+        metrics = _metrics_of(store, saved)
+        ranks = manifest.world_size if manifest else None
+        rows.append(
+            Row(
+                step=key.step,
+                attempt=key.attempt,
+                state=state,
+                is_newest=key == newest,
+                ranks=ranks,
+                num_bytes=saved.num_bytes,
+                created_unix_s=manifest.created_unix_s if manifest else None,
+                base_step=manifest.base_step if manifest else None,
+                reason=reason,
+                tiers=_tiers_of(key, ranks, tiers or {}),
+                metrics=metrics.values,
+                metric_steps=metrics.of_steps,
+                metric_modes=metrics.modes,
+                health=manifest.health if manifest else UNKNOWN,
+            )
+        )
+    return Inventory(home, run_id, tuple(rows))
 
 
-def _with_metrics(store: Store, home: Listing, row: Row) -> Row:
-    """Return the row of a checkpoint with its metrics; without them where they are damaged."""
-    if not home.saved[row.checkpoint_id].has_metrics:
-        return row
-    try:
-        found = read_document(store, row.checkpoint_id)
-    except (Corrupt, Unsupported):
-        return row
-    return replace(row, metrics=found.values, metric_steps=found.of_steps, metric_modes=found.modes)
+def _metrics_of(store: Store, saved: ListedSave) -> Metrics:
+    """Return the metrics of a checkpoint; without values where they are damaged."""
+    if saved.has_metrics:
+        with contextlib.suppress(Corrupt, Unsupported):
+            return read_document(store, saved.checkpoint_id)
+    return Metrics("", attempt=saved.attempt, step=saved.step, values={})
 
 
-def _tiers_of(row: Row, tiers: Mapping[str, Listing]) -> tuple[str, ...]:
+def _tiers_of(
+    checkpoint: CheckpointId, num_ranks: int | None, tiers: Mapping[str, Listing]
+) -> tuple[str, ...]:
     """Return the tiers that have files of a checkpoint, and which ranks' if not all."""
     found: list[str] = []
     for tier, listing in tiers.items():
-        saved = listing.saved.get(row.checkpoint_id)
+        saved = listing.saved.get(checkpoint)
         if saved is None:
             continue
         ranks = sorted(saved.parts.keys() & saved.data.keys())
-        is_whole = saved.is_committed and len(ranks) == row.ranks
+        is_whole = saved.is_committed and len(ranks) == num_ranks
         found.append(tier if is_whole else f"{tier} (ranks {_format_ranks(ranks)})")
     return tuple(found)
 
@@ -157,34 +177,6 @@ def _format_ranks(ranks: Sequence[int]) -> str:
         else:
             spans.append([rank, rank])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
-
-
-def _row(
-    saved: ListedSave, manifest: Manifest | None, error: HoldfastError | None, superseded: bool, newest: bool
-) -> Row:
-    reason = str(error) if error else None
-    if not saved.is_committed:
-        state = INCOMPLETE
-        reason = (
-            f"no manifest; {plural(len(saved.data), 'data file')} and "
-            f"{plural(len(saved.parts), 'part')} are there"
-        )
-    elif error:
-        state = UNSUPPORTED if isinstance(error, Unsupported) else DAMAGED
-    else:
-        state = SUPERSEDED if superseded else COMPLETE
-    return Row(
-        step=saved.step,
-        attempt=saved.attempt,
-        state=state,
-        is_newest=newest,
-        ranks=manifest.world_size if manifest else None,
-        num_bytes=saved.num_bytes,
-        created_unix_s=manifest.created_unix_s if manifest else None,
-        base_step=manifest.base_step if manifest else None,
-        reason=reason,
-        health=manifest.health if manifest else UNKNOWN,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import importlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -56,7 +55,8 @@ class PartSections:
         self.step = self.world_size = 0
         self.ancestors: Ancestors = ()
         self.by_watch: dict[str, dict[int, Section]] = {}
-        self._catalogs: dict[str, _Names] = {}  # by digest
+        self._catalogs: dict[str, tuple[bytes, str]] = {}  # text and name by digest
+        self._names: dict[str, tuple[str, ...]] = {}  # in the catalogs that were parsed
         self._digests: list[str] = []  # by rank
 
     def add(self, part: Part) -> None:
@@ -64,24 +64,15 @@ class PartSections:
         self.step, self.world_size, self.ancestors = part.step, part.world_size, part.ancestors
         for name, section in part.watches.items():
             self.by_watch.setdefault(name, {})[part.rank] = section
-        self._catalogs.setdefault(part.catalog_digest, _Names(part.catalog_text, part.what))
+        self._catalogs.setdefault(part.catalog_digest, (part.catalog_text, part.what))
         self._digests.append(part.catalog_digest)
 
     def tensor_names(self, rank: int) -> tuple[str, ...]:
         """Return the names of a rank's tensors, in the order of its catalog."""
-        return self._catalogs[self._digests[rank]].names
-
-
-class _Names:
-    """Names of the tensors in a catalog, parsed at the first use."""
-
-    def __init__(self, text: bytes, what: str) -> None:
-        self._text, self._what = text, what
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """The names, in the order of the catalog."""
-        return tuple(parse_catalog(self._text, self._what).tensors)
+        digest = self._digests[rank]
+        if digest not in self._names:
+            self._names[digest] = tuple(parse_catalog(*self._catalogs[digest]).tensors)
+        return self._names[digest]
 
 
 class Judges:
@@ -91,7 +82,7 @@ class Judges:
     process commits it (design note 045).
 
     Args:
-        judges: by the names of their watches. A section without a judge gets the greatest mark of all ranks.
+        judges: by watch. A section without one gets the greatest mark of all ranks.
         read_base: returns the sections of the checkpoint that an attempt continues, by its ancestors.
         on_error: called with the name of a watch whose judge has failed, and the error.
     """

@@ -29,23 +29,27 @@ class ListedSave(OfCheckpoint):
         return self.manifest_bytes is not None
 
     @property
-    def names(self) -> list[str]:
-        """Names of its manifest, parts, data files and metrics."""
+    def sizes(self) -> dict[str, int]:
+        """Bytes of its manifest, parts and data files, by name."""
         key = self.step, self.attempt
-        return [
-            *([names.manifest(*key)] if self.is_committed else []),
-            *(names.part(*key, rank) for rank in self.parts),
-            *(names.data(*key, rank) for rank in self.data),
-            *(names.frozen(*key, rank) for rank in self.frozen),
-            *([names.metrics(*key)] if self.has_metrics else []),
-        ]
+        found = {} if self.manifest_bytes is None else {names.manifest(*key): self.manifest_bytes}
+        for name, files in (
+            (names.part, self.parts),
+            (names.data, self.data),
+            (names.frozen, self.frozen),
+        ):
+            found |= {name(*key, rank): num_bytes for rank, num_bytes in files.items()}
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """Names of these files, and of its metrics."""
+        return [*self.sizes, *([names.metrics(self.step, self.attempt)] if self.has_metrics else [])]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its objects."""
-        return (self.manifest_bytes or 0) + sum(
-            sum(files.values()) for files in (self.parts, self.data, self.frozen)
-        )
+        """Bytes of its files."""
+        return sum(self.sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,7 @@ def scan_step(store: Store, step: int) -> Iterator[tuple[ObjectInfo, names.Parse
 
 
 def list_home(store: Store, *, step: int | None = None) -> Listing:
-    """List a home once.
-
-    Args:
-        step: list only this step's directory (attempts are then not listed).
-    """
+    """List a home once, or only the directory of a step, which has no attempts."""
     attempts: list[int] = []
     foreign: list[str] = []
     saved: dict[CheckpointId, ListedSave] = {}
@@ -127,11 +127,7 @@ def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
 def files_of(
     store: Store, is_chosen: Callable[[names.Parsed], bool] = lambda _: True
 ) -> dict[CheckpointId, list[str]]:
-    """Return the names of all files of checkpoints, by checkpoint, complete or not.
-
-    Args:
-        is_chosen: returns True for the facts of a name that counts.
-    """
+    """Return the names of the chosen files of checkpoints, complete or not, by checkpoint."""
     files: dict[CheckpointId, list[str]] = {}
     for entry, facts in scan(store, "step-"):
         if facts.kind not in ("attempt", "step-other") and is_chosen(facts):

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.format.limits import MAX_LINE_BYTES
 from holdfast.checkpoint.home.claim import emptied_upto
 from holdfast.checkpoint.home.documents import read_draft
+from holdfast.checkpoint.home.history import parse_lines
 from holdfast.checkpoint.home.listing import ListedSave, Listing, list_home
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
-from holdfast.system.documents import decode
 
 _MAX_LOG_BYTES = 64 << 20
 _MOST = 8
@@ -23,9 +22,6 @@ def find_losses(tiers: Sequence[Store]) -> list[str]:
 
     Only for tiers without a complete checkpoint. An interrupted save leaves no sign: the files that it wrote
     are whole. Attempts whose checkpoints a person has deleted have lost none, in any tier.
-
-    Args:
-        tiers: the places, home among them.
     """
     tiers = [tier for tier in tiers if tier.properties.has_documents]
     emptied = max(map(emptied_upto, tiers), default=0)
@@ -33,11 +29,7 @@ def find_losses(tiers: Sequence[Store]) -> list[str]:
 
 
 def check_no_losses(signs: list[str], url: str) -> None:
-    """Raise if a run would begin from zero although it had checkpoints.
-
-    Args:
-        signs: of what is lost, from `find_losses`.
-    """
+    """Raise if a run would begin from zero although it had checkpoints, as signs of `find_losses` show."""
     if not signs:
         return
     found = "".join(f"\n  {sign}" for sign in signs)
@@ -113,14 +105,7 @@ def _recorded(store: Store, emptied: int) -> Iterator[str]:
 
 
 def _committed_steps(log: bytes) -> Iterator[int]:
-    for line in log.splitlines():
-        if b'"committed"' not in line and b'"drained"' not in line:
-            continue
-        try:
-            event = decode(line, "a line", max_bytes=MAX_LINE_BYTES)
-        except Corrupt:
-            continue  # torn by a kill, or damaged
-        if not isinstance(event, dict) or event.get("tier", "home") not in ("home", ""):
-            continue  # complete in a local folder only, which may be lost with its host
-        if event.get("event") in ("committed", "drained") and type(event.get("step")) is int:
+    for event in parse_lines(log.splitlines(), "committed", "drained"):
+        # A checkpoint that is complete in a local folder only may be lost with its host.
+        if event.get("tier", "home") in ("home", "") and type(event.get("step")) is int:
             yield event["step"]

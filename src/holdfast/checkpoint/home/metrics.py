@@ -9,12 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.format.limits import MAX_LINE_BYTES
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.history import Line, parse_lines
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import decode
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -29,15 +28,10 @@ class SaveValues:
 
 @dataclass(frozen=True, slots=True)
 class MetricByCheckpoint:
-    """Values of one metric, and the run's mode for its best checkpoints.
-
-    Attributes:
-        values: by checkpoint.
-        mode: "min" or "max", as the newest checkpoint with a mode has it; None if none has.
-    """
+    """Values of one metric, and the run's mode for its best checkpoints."""
 
     values: Mapping[CheckpointId, float]
-    mode: str | None
+    mode: str | None  # "min" or "max", as the newest checkpoint with a mode has it; None if none has
 
     def choose_mode(self, asked: str | None, metric: str) -> str:
         """Return the recorded mode, else the one that was asked for, else "min"."""
@@ -60,14 +54,7 @@ def write_metrics(
     of_steps: Mapping[str, int] = _NOTHING,
     modes: Mapping[str, str] = _NOTHING,
 ) -> None:
-    """Write the metrics of a checkpoint, in place of those written before.
-
-    Args:
-        of_steps: the step of each value that was recorded for another one.
-        modes: "min" or "max" for the metric by which the run keeps its best checkpoints.
-
-    Blocks: until they are durable.
-    """
+    """Write the metrics of a checkpoint durably, in place of those written before; see `run.Metrics`."""
     modes = {name: mode for name, mode in modes.items() if name in values}
     metrics = run.Metrics(writer.run, writer.attempt, step, values, of_steps, modes)
     store.put(names.metrics(step, writer.attempt), run.document(metrics))
@@ -88,10 +75,7 @@ def read_metrics(store: Store, checkpoint: CheckpointId) -> dict[str, float]:
 
 
 def copy_metrics(source: Store, target: Store, checkpoint: CheckpointId) -> None:
-    """Copy the metrics of a checkpoint, if it has any, to another tier.
-
-    Blocks: until they are durable.
-    """
+    """Copy the metrics of a checkpoint, if it has any, to another tier, durably."""
     name = names.metrics(checkpoint.step, checkpoint.attempt)
     try:
         document = source.get(name)
@@ -135,13 +119,13 @@ def read_recent_values(stores: Sequence[Store], line: Sequence[CheckpointId], nu
     Args:
         stores: the tiers, nearest first.
         line: the checkpoints that it continues, oldest first, and itself.
-        num_steps: number of steps.
     """
     found: Values = {}
     bases = [-1, *(one.step for one in line)]
     for one, base in list(zip(line, bases, strict=False))[: -_MAX_ATTEMPTS - 1 : -1]:
-        for line_of_log in reversed(_read_log(stores, one.attempt).splitlines()):
-            for at, name, value in _values_of(line_of_log):
+        log = _read_log(stores, one.attempt)
+        for event in parse_lines(reversed(log.splitlines()), "metrics"):
+            for at, name, value in _values_of(event):
                 if base < at <= one.step:
                     found.setdefault(at, {}).setdefault(name, value)  # the last one of a step counts
             if len(found) > num_steps:
@@ -163,22 +147,14 @@ def _read_log(stores: Sequence[Store], attempt: int) -> bytes:
     return b""
 
 
-def _values_of(text: bytes) -> Iterator[tuple[int, str, float]]:
+def _values_of(line: Line) -> Iterator[tuple[int, str, float]]:
     """Yield step, name and value of each value in a line, the last first."""
-    if b'"metrics"' not in text:
-        return
-    try:
-        line = decode(text, "a line", max_bytes=MAX_LINE_BYTES, any_text=True)
-    except Corrupt:
-        return  # torn by a kill, or damaged
-    if not isinstance(line, dict) or line.get("event") != "metrics":
-        return
     steps, columns = line.get("steps"), line.get("values")
-    if not isinstance(steps, list) or not isinstance(columns, dict):
-        return
-    for name, column in columns.items():
-        if isinstance(column, list):
-            for step, value in list(zip(steps, column, strict=False))[::-1]:
+    if isinstance(steps, list) and isinstance(columns, dict):
+        for name, column in columns.items():
+            for step, value in list(zip(steps, column if isinstance(column, list) else (), strict=False))[
+                ::-1
+            ]:
                 if type(step) is int and (number := _number(value)) is not None:
                     yield step, name, number
 

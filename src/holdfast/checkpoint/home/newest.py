@@ -39,12 +39,11 @@ def usable(
     Args:
         found: checkpoints, newest first.
         load: called with each; None leaves it out.
-        patience: for what cannot be read.
-        on_skipped: called for each checkpoint that was skipped.
     """
     for index, one in enumerate(found):
+        patience.reset()
         try:
-            loaded = _load(load, one, patience)
+            loaded = patience.retry(f"step {one.step} of attempt {one.attempt}", lambda one=one: load(one))
         except _PASSABLE as error:
             on_skipped(Skipped(step=one.step, attempt=one.attempt, reason=str(error)), error)
             continue
@@ -52,19 +51,6 @@ def usable(
             raise _unread(url, found[index:], error, patience.spent_s) from error
         if loaded is not None:
             yield loaded
-
-
-def _load(
-    load: Callable[[CheckpointId], _T | None], checkpoint: CheckpointId, patience: Patience
-) -> _T | None:
-    patience.reset()
-    while True:
-        try:
-            return load(checkpoint)
-        except RetryLater as error:
-            if not patience.lasts():
-                raise
-            patience.pause(f"step {checkpoint.step} of attempt {checkpoint.attempt}", str(error))
 
 
 def _unread(url: str, left: Sequence[CheckpointId], error: HoldfastError, seconds: float) -> HoldfastError:
@@ -121,11 +107,9 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.1, 5.0, 0.5
 
 
 class Patience:
-    """Time limit for retries of one read.
+    """Time limit for retries of one read, from the first failure to the last try.
 
-    Args:
-        limit_s: seconds from the first failure to the last try.
-        log: called with a line once the failure has lasted a few seconds.
+    A line is logged once the failure has lasted a few seconds.
     """
 
     def __init__(self, limit_s: float, log: Callable[[str], None]) -> None:
@@ -145,13 +129,7 @@ class Patience:
         return self.spent_s < self._limit_s
 
     def pause(self, what: str, reason: str) -> None:
-        """Wait before another try.
-
-        Args:
-            what: name of the thing that could not be read, for the line.
-
-        Blocks: for half of the time spent so far, at most 5 s.
-        """
+        """Wait before another try, for half of the time spent so far, at most 5 s; log the failure once."""
         if self.spent_s >= QUIET_S and not self._has_logged:
             self._has_logged = True
             self._log(f"{what} cannot be read; trying again for {format_duration(self._limit_s)}: {reason}")
@@ -162,22 +140,26 @@ class Patience:
         """Restart the limit, after a successful read."""
         self._began_s, self._has_logged = None, False
 
-    def spend(self, what: str, act: Callable[[], _T]) -> _T:
-        """Return the result of `act`; call it again while it raises RetryLater.
-
-        Blocks: until `act` returns, at most for the limit and one more call.
-        """
+    def retry(self, what: str, act: Callable[[], _T]) -> _T:
+        """Return the result of `act`; call it again while it raises RetryLater, up to the limit."""
         while True:
             try:
                 result = act()
             except RetryLater as error:
                 if not self.lasts():
-                    message = f"{what} could not be read for {format_duration(self.spent_s)}: {error}"
-                    raise RetryLater(message, step=error.step, key=error.key) from error
+                    raise
                 self.pause(what, str(error))
             else:
                 self.reset()
                 return result
+
+    def spend(self, what: str, act: Callable[[], _T]) -> _T:
+        """Return the result of `act`, as `retry` does; its last error has the name and the time."""
+        try:
+            return self.retry(what, act)
+        except RetryLater as error:
+            message = f"{what} could not be read for {format_duration(self.spent_s)}: {error}"
+            raise RetryLater(message, step=error.step, key=error.key) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +177,6 @@ def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -
 
     Retention keeps the noted checkpoints of the three newest attempts that have any. Superseded checkpoints
     get no note: their bytes are good.
-
-    Blocks: until the notes are durable.
     """
     if run_id is None:  # this attempt has not claimed the home yet
         with contextlib.suppress(Corrupt, Unsupported):

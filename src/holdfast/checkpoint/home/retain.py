@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,36 +32,6 @@ class Deleted:
     was_complete: bool
 
 
-class Unwanted:
-    """Steps whose checkpoints a trainer has asked to delete, until they are deleted."""
-
-    def __init__(self) -> None:
-        self._added: collections.deque[int] = collections.deque()  # by any thread, since the last search
-        self._steps: set[int] = set()
-
-    @property
-    def is_due(self) -> bool:
-        """True if a step has not been deleted yet."""
-        return bool(self._added or self._steps)
-
-    def add(self, step: int) -> None:
-        """Add a step. Threads may call this."""
-        self._added.append(step)
-
-    def find(self, saved: Iterable[CheckpointId], newest: CheckpointId) -> set[CheckpointId]:
-        """Return the checkpoints of these steps that are older than the newest one."""
-        while self._added:
-            self._steps.add(self._added.popleft())
-        return {one for one in saved if one.step in self._steps and one < newest}
-
-    def drop(self, *, before: CheckpointId, except_for: Collection[CheckpointId]) -> None:
-        """Drop the steps that were found before a checkpoint, and are deleted now."""
-        if not self._steps:
-            return
-        left = {before.step, *(one.step for one in except_for)}
-        self._steps = {step for step in self._steps if step in left or step > before.step}
-
-
 class Retention:
     """Retention of one home by one policy. Reads each manifest once.
 
@@ -70,12 +39,13 @@ class Retention:
     that grows without a limit every listing would take longer.
 
     Args:
-        store: the home, or a nearer tier.
-        keep: the policy.
         refuse: called with each incomplete step of the newest attempt before its files are deleted. It writes
             a refusal: keepers of other ranks would take the step for a checkpoint that was deleted.
         healthy_back: also keep a healthy checkpoint that is at least this many steps before the newest one,
             to go back to, and the one that will replace it; None for no such ones.
+
+    Attributes:
+        unwanted: steps to delete too, once a newer checkpoint is complete. Threads may add to it.
     """
 
     def __init__(
@@ -92,17 +62,13 @@ class Retention:
         self._was_complete: set[CheckpointId] = set()  # whose deletion has begun, and may be repeated
         self._healthy: dict[CheckpointId, bool] = {}  # of readable manifests
         self._metrics: dict[CheckpointId, Mapping[str, float] | None] = {}  # None: unreadable
-        self._unwanted = Unwanted()
+        self.unwanted = set[int]()
         self._has_cleaned_up = False
 
     @property
     def is_due(self) -> bool:
         """True if a new checkpoint may make others superfluous."""
-        return self.keep.last is not None or not self._has_cleaned_up or self._unwanted.is_due
-
-    def add_unwanted(self, step: int) -> None:
-        """Also delete the checkpoints of a step that are older than the newest. Threads may call this."""
-        self._unwanted.add(step)
+        return self.keep.last is not None or not self._has_cleaned_up or bool(self.unwanted)
 
     def note_metrics(self, found: CheckpointId, metrics: Mapping[str, float]) -> None:
         """Record the metrics that were just written for a checkpoint."""
@@ -120,7 +86,7 @@ class Retention:
             newest: the checkpoint just committed; it always stays.
             in_work: checkpoints that may still become complete, or are still needed; they stay.
         """
-        files = files_of(self.store)
+        files, asked = files_of(self.store), set(self.unwanted)
         complete = {
             found
             for found, its_names in files.items()
@@ -130,7 +96,7 @@ class Retention:
         doomed = self._superfluous(complete - skipped, newest, ancestors, files)
         oldest_kept = newest if self.keep.last is not None else CheckpointId(attempt=newest.attempt, step=-1)
         doomed |= {found for found in files if found not in complete and found < oldest_kept}
-        doomed |= self._unwanted.find(files, newest)
+        doomed |= {found for found in files if found.step in asked and found < newest}
         refusals = _newest_refusals(files, newest.attempt)
         # Invariant: the newest checkpoint stays. So does what a restore has skipped: it may be whole (015).
         # The saves in work may be thousands, and few are doomed.
@@ -150,7 +116,7 @@ class Retention:
                     attempt=found.attempt, step=found.step, was_complete=found in self._was_complete
                 )
             self._was_complete.discard(found)
-        self._unwanted.drop(before=newest, except_for=in_work)
+        self.unwanted -= _settled(asked, newest, in_work)
         self._has_cleaned_up = True
 
     def _refuse_incomplete(self, found: CheckpointId, its_names: Sequence[str]) -> None:
@@ -236,11 +202,7 @@ class ShareRetention:
         self.store = store
         self.keep = keep
         self._is_mine = is_mine
-        self._unwanted = Unwanted()
-
-    def add_unwanted(self, step: int) -> None:
-        """Also delete the checkpoints of a step that are older than the newest. Threads may call this."""
-        self._unwanted.add(step)
+        self.unwanted = set[int]()
 
     def apply(self, complete: CheckpointId, needed: Collection[CheckpointId]) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `complete` is complete.
@@ -249,7 +211,7 @@ class ShareRetention:
             complete: the newest complete checkpoint, wherever its files are.
             needed: checkpoints on their way home, and the newest there; they stay.
         """
-        files = files_of(self.store, self._is_chosen)
+        files, asked = files_of(self.store, self._is_chosen), set(self.unwanted)
         skipped = skipped_in(files)
         saved = {one for one, its_names in files.items() if any(_is_described(name) for name in its_names)}
         older = [one for one in saved - skipped if one <= complete]
@@ -257,11 +219,11 @@ class ShareRetention:
         kept = self.keep.kept(line.current) | {complete} | set(needed) | skipped
         doomed = set(line.current) | {one for one in line.superseded if one.step <= complete.step}
         half_done = {one for one in files if one not in saved and one < complete}
-        unwanted = self._unwanted.find(saved, complete) - skipped - set(needed)
+        unwanted = {one for one in saved if one.step in asked and one < complete} - skipped - set(needed)
         for one in sorted((doomed | half_done) - kept | unwanted):
             delete_files(self.store, files[one], on_deleted=lambda _: failpoint("keeper.retain"))
             yield Deleted(attempt=one.attempt, step=one.step, was_complete=one in saved)
-        self._unwanted.drop(before=complete, except_for=needed)
+        self.unwanted -= _settled(asked, complete, needed)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
         if facts.kind == "skipped":
@@ -280,14 +242,17 @@ class ShareRetention:
         return ()
 
 
+def _settled(asked: Iterable[int], newest: CheckpointId, kept: Iterable[CheckpointId]) -> set[int]:
+    """Return the steps that were to be deleted, and have no checkpoint any more."""
+    left = {newest.step, *(one.step for one in kept)}
+    return {step for step in asked if step not in left and step <= newest.step}
+
+
 def skipped_in(files: Mapping[CheckpointId, Sequence[str]]) -> set[CheckpointId]:
     """Return the checkpoints that a restore has skipped, and that are still undecided.
 
     Those of the newest `_MAX_SKIPPED_ATTEMPTS` attempts that have any, so that a disk that damages one
     checkpoint after the other is not filled by them. An attempt leaves no more of them than were kept.
-
-    Args:
-        files: names of all files of checkpoints, from `files_of`.
     """
     found = {
         one
@@ -332,10 +297,7 @@ def delete_files(
     The manifest goes first: a checkpoint without its files never looks complete. The note that a restore has
     skipped it goes last: the rest stays noted until then.
 
-    Args:
-        store: the home, or a nearer tier.
-        found: names of the files; those that do not exist are skipped.
-        on_deleted: called with each name, after it is deleted.
+    Names that do not exist are skipped. `on_deleted` is called with each one after that.
 
     Blocks: until the removal is durable.
     """

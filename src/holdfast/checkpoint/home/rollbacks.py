@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
@@ -46,10 +48,7 @@ NO_ROLLBACKS = Rollbacks()
 
 
 def write_rollback(stores: Iterable[Store], rollback: run.Rollback) -> None:
-    """Write the record of a rollback to all tiers, home last.
-
-    Blocks: until it is durable.
-    """
+    """Write the record of a rollback to all tiers, home last, durably."""
     name, text = names.rollback(rollback.attempt), run.document(rollback)
     *near, home = stores
     for store in near:
@@ -59,12 +58,7 @@ def write_rollback(stores: Iterable[Store], rollback: run.Rollback) -> None:
 
 
 def read_rollbacks(stores: Iterable[Store], run_id: str | None) -> Rollbacks:
-    """Return the rollbacks of a run. One that is damaged in all tiers is reported, not raised.
-
-    Args:
-        stores: the tiers.
-        run_id: leave out those of other runs; None to take all.
-    """
+    """Return the rollbacks of a run, or of any. One that is damaged in all tiers is reported, not raised."""
     found: dict[int, run.Rollback] = {}
     unreadable: dict[int, str] = {}
     for store in stores:
@@ -97,32 +91,24 @@ def find_healthy(
 ) -> tuple[CheckpointId, ...]:
     """Return the newest healthy checkpoints that training continues, up to a step; a few, the newest first.
 
-    One of them is not newer than `kept_upto_step`: retention may delete the others before they are restored.
+    One of them is not newer than `kept_upto_step`, up to which retention keeps the newest healthy one: it may
+    delete the others before they are restored.
 
     Args:
-        stores: the tiers.
         newest: attempt and last step of the training.
-        ancestors: checkpoints that it continues.
-        run_id: id of the run.
-        upto_step: greatest step.
-        kept_upto_step: retention keeps the newest healthy checkpoint up to this step.
     """
     found: set[CheckpointId] = set()
     for store in stores:
         complete = [one for one in candidates(list_home(store)) if one.step <= upto_step]
         line = line_of(complete, newest, ancestors).current
-        chosen: list[CheckpointId] = []
-        for one in line:
-            is_wanted = len(chosen) < _MAX_CHOICES or one.step <= kept_upto_step
-            if is_wanted and _is_healthy(store, one, run_id):
-                chosen.append(one)
-            if len(chosen) >= _MAX_CHOICES and chosen[-1].step <= kept_upto_step:
-                break
-        found.update(chosen)
+        is_healthy = partial(_is_healthy, store, run_id)
+        found.update(itertools.islice(filter(is_healthy, line), _MAX_CHOICES))
+        kept = (one for one in line if one.step <= kept_upto_step)
+        found.update(itertools.islice(filter(is_healthy, kept), 1))
     return tuple(sorted(found, reverse=True))
 
 
-def _is_healthy(store: Store, one: CheckpointId, run_id: str) -> bool:
+def _is_healthy(store: Store, run_id: str, one: CheckpointId) -> bool:
     try:
         return read_manifest(store, one, run_id).health.healthy is True
     except (Conflict, Corrupt, NotFound, Unsupported):

@@ -23,12 +23,7 @@ _TAIL_BYTES = 4000
 
 
 class ChildProcess:
-    """Keeper process started by this trainer.
-
-    Attributes:
-        end: socket to the keeper.
-        outbox: sends messages to it.
-    """
+    """Keeper process started by this trainer, with the socket to it, and the outbox of that."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], end: socket.socket, *, stderr_fd: int, lockfile: Lockfile
@@ -41,11 +36,7 @@ class ChildProcess:
 
     @classmethod
     def start(cls, config: KeeperConfig, *, pulse_fd: int = -1) -> ChildProcess:
-        """Start a keeper, and send it its configuration.
-
-        Args:
-            pulse_fd: descriptor of this process's pulse; -1 without one.
-        """
+        """Start a keeper, and send it its configuration, and the pulse of this process, if it has one."""
         pid = os.getpid()
         # Busy from the start: it owns what is sent to it while it starts.
         info = KeeperInfo(

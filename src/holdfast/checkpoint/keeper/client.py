@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, final
 
 from typing_extensions import override
 
@@ -16,11 +17,12 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper import messages
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.lockfile import NOTIFY_AFTER_S
+from holdfast.checkpoint.keeper.lockfile import wait_while
 from holdfast.checkpoint.keeper.save import Save
-from holdfast.checkpoint.keeper.supervisor import KeeperOwner, Supervisor
+from holdfast.checkpoint.keeper.supervisor import SupervisedKeeper
 from holdfast.errors import (
     ERRORS,
+    Conflict,
     Denied,
     HoldfastError,
     InvalidInput,
@@ -35,18 +37,11 @@ _log = get_logger("checkpoint.keeper")
 _NO_VALUES = SaveValues()
 _MAX_DELETIONS = 1000
 """Steps to be deleted that a new keeper is sent again. Older ones have long been deleted."""
-_CLOSED_POLL_S = 0.02
 _MAX_LISTED_ARENAS = 64
 """Arenas that a message lists. With more, the keeper keeps only the one of the save mapped: a list in each
 message of a long queue would cost more than the saves."""
 _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
-
-_PROBLEMS = {
-    messages.DrainDelayed: "Home cannot be reached. Training continues, and the upload is retried: ",
-    messages.RetentionFailed: "Old checkpoints could not be deleted: ",
-    messages.HistoryFailed: "The history of the run could not be written: ",
-}
 
 
 @dataclass(slots=True)
@@ -65,24 +60,19 @@ class _Submitted:
     since_s: float = field(default_factory=time.monotonic)  # in the keeper, or persisted
 
 
-class Keeper(KeeperOwner):
+@final
+class Keeper(SupervisedKeeper):
     """This rank's keeper, as the trainer sees it.
 
     Args:
         released: called with the number of each arena that may be used again.
-        pulse_fd: descriptor of this process's pulse; -1 without one.
-
-    Attributes:
-        problems: texts to warn the user of with the next save, and the classes of the warnings.
-        fenced: error of a save after a newer attempt has claimed the run.
-        home_lost: error of home, once it has failed for too long.
     """
 
     def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
-        self.config = config
-        self.problems: list[tuple[str, type[Warning]]] = []
-        self.fenced: HoldfastError | None = None
-        self.home_lost: HoldfastError | None = None
+        super().__init__(config, pulse_fd=pulse_fd)
+        self.problems: list[tuple[str, type[Warning]]] = []  # to warn the user of with the next save
+        self.fenced: HoldfastError | None = None  # of a save after a newer attempt has claimed the run
+        self.home_lost: HoldfastError | None = None  # of home, once it has failed for too long
         self._released = released
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
@@ -93,14 +83,7 @@ class Keeper(KeeperOwner):
         self._best: tuple[messages.DrainBest, ...] = ()  # the last one sent, after the last one that was due
         self._deletions = deque[messages.DeleteStep](maxlen=_MAX_DELETIONS)
         self._unsaved: deque[messages.TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
-        self._supervisor = Supervisor(config, self, pulse_fd=pulse_fd)
-        self._lock = self._supervisor.lock
-        self._supervisor.start()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the current keeper."""
-        return self._supervisor.pid
+        self.start()
 
     # -- messages to the keeper ------------------------------------------------------------------------------
 
@@ -116,20 +99,16 @@ class Keeper(KeeperOwner):
         to_home: bool = True,
         metrics: SaveValues = _NO_VALUES,
     ) -> None:
-        """Submit a staged save.
+        """Submit a staged save, without blocking.
 
         Args:
-            save: save to mark with the outcome.
             arenas: all arenas that exist, so that the keeper unmaps the others.
             draft: part of the rank without the facts about its files, see `format.part.draft`.
-            to_home: drain the save, if there is a local tier.
             metrics: metrics of the checkpoint, on rank 0.
-
-        Blocks: no.
         """
         if type(save.step) is not int or save.step < 0:
             raise InvalidInput(f"A step is an integer of at least 0, got {save.step!r}. Nothing was saved.")
-        with self._lock:
+        with self.lock:
             before = tuple(self._unsaved)
             self._unsaved.clear()
             submitted = _Submitted(save, arena, arena_fd, layout, draft, to_home, metrics, before)
@@ -159,7 +138,7 @@ class Keeper(KeeperOwner):
                 of_steps=dict(submitted.metrics.of_steps),
             )
             fds = submitted.arena_fd, draft_fd
-            self._supervisor.send(message, fds, on_sent=submitted.save.mark_staged)
+            self.child.outbox.send(message, fds, on_sent=submitted.save.mark_staged)
         finally:
             os.close(draft_fd)
 
@@ -173,7 +152,7 @@ class Keeper(KeeperOwner):
 
     def drain(self, save: Save) -> None:
         """Send a save of this attempt home, whether or not it was due."""
-        with self._lock:
+        with self.lock:
             if save.failed is not None or save.is_settled_in_home:
                 return
             self._towards_home[save.step] = save
@@ -181,26 +160,21 @@ class Keeper(KeeperOwner):
 
     def drain_checkpoint(self, checkpoint: CheckpointId) -> None:
         """Send a checkpoint of the local tier home, of any attempt."""
-        self._supervisor.send(messages.DrainCheckpoint(attempt=checkpoint.attempt, step=checkpoint.step))
+        self.child.outbox.send(messages.DrainCheckpoint(attempt=checkpoint.attempt, step=checkpoint.step))
 
     def send_best(self, steps: Sequence[int], *, is_due: bool) -> None:
-        """Send the steps of this attempt's best saves.
-
-        Args:
-            steps: they stay in the local folder until they are in home.
-            is_due: send them home now.
-        """
-        with self._lock:
+        """Send the steps of the best saves, which stay in the local folder until they are in home."""
+        with self.lock:
             best = messages.DrainBest(tuple(steps), is_due)
             self._best = (*(one for one in self._best if one.is_due and not is_due), best)
-            self._supervisor.send(best)
+            self.child.outbox.send(best)
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of a step once a newer one is complete."""
-        with self._lock:
+        with self.lock:
             message = messages.DeleteStep(step)
             self._deletions.append(message)
-            self._supervisor.send(message)
+            self.child.outbox.send(message)
 
     def update_metrics(self, step: int, metrics: SaveValues) -> None:
         """Replace the metrics of a save that was submitted before."""
@@ -209,9 +183,9 @@ class Keeper(KeeperOwner):
 
     def mark_complete(self, checkpoint: CheckpointId) -> None:
         """Notify the keeper that a checkpoint is complete. Its files are in folders of several hosts."""
-        with self._lock:
+        with self.lock:
             self._complete = messages.MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step)
-            self._supervisor.send(self._complete)
+            self.child.outbox.send(self._complete)
 
     def record(
         self,
@@ -227,64 +201,54 @@ class Keeper(KeeperOwner):
         """Record an event in the history; with `surely`, also if this keeper is killed before that."""
         short = detail[: messages.MAX_DETAIL]
         message = messages.RecordEvent(event, step, time.time(), num_bytes, seconds, short, tier)
-        (self._send_surely if surely else self._supervisor.send)(message)
+        (self._send_surely if surely else self.child.outbox.send)(message)
 
     def send_metrics(self, steps: list[int], values: Mapping[str, Sequence[Any]]) -> None:
-        """Record training metrics in the history, even if this keeper is killed meanwhile.
+        """Record the values of ascending steps in the history, even if this keeper is killed meanwhile.
 
         Those sent before a save are recorded before its checkpoint is complete.
-
-        Args:
-            steps: steps of the values, ascending.
-            values: value at each step, by name.
         """
         members = {"steps": steps, "values": values}
         self._send_surely(messages.RecordEvent("metrics", max(steps), time.time(), members=members))
 
     def _send_surely(self, message: messages.TrainerMessage) -> None:
         """Send a message. A new keeper is sent it again, unless a later save is persisted."""
-        with self._lock:
+        with self.lock:
             self._unsaved.append(message)
-            self._supervisor.send(message)
+            self.child.outbox.send(message)
 
     def close(self, timeout_s: float | None = None, *, frees_memory: bool = False) -> None:
-        """Let the keeper exit once it has completed everything.
+        """Let the keeper exit once it has completed everything. It exits by itself in any case.
 
         Args:
-            timeout_s: longest wait for that; None for no limit.
             frees_memory: no later attempt needs the contents of its memory.
 
-        Blocks: until it has exited, at most `timeout_s`. It exits by itself in any case.
+        Blocks: until it has exited, at most `timeout_s`.
         """
-        with self._lock:
+        with self.lock:
             _closing.add(self)
-            self._supervisor.close(messages.Close(frees_memory), must_restart=bool(self._submitted))
+            self.send_close(messages.Close(frees_memory), must_restart=bool(self._submitted))
         waits = f"waiting for the keeper of rank {self.config.rank} (pid {self.pid}) to complete its work"
         with reported_if_slow(lambda: _log.info(waits)):
             self.wait_ended(timeout_s)
 
+    @override
     def wait_ended(self, timeout_s: float | None) -> bool:
-        """Wait for the exit of the process after `close`. Return False if the time runs out."""
-        has_ended = self._supervisor.wait_ended(timeout_s)
+        has_ended = super().wait_ended(timeout_s)
         if has_ended:
             _closing.discard(self)
         return has_ended
 
-    @property
-    def is_done(self) -> bool:
-        """True if everything is stored: what the process still has in memory may be taken over."""
-        return self._supervisor.is_done
-
     def _describe_wait(self, submitted: _Submitted) -> str:
         """Return the cause and the duration of the wait for a save that is not durable."""
-        with self._lock:
+        with self.lock:
             first = next((one for one in self._submitted.values() if not one.is_persisted), submitted)
             since_s = submitted.since_s if submitted.is_persisted else max(first.since_s, self._turned_s)
         since, place = format_duration(time.monotonic() - since_s), self.config.nearest
         if submitted.is_persisted:
             others = "the other ranks' parts or " if self.config.world_size > 1 else ""
             return f"Its files of this rank are in {place}, and have waited {since} for {others}its manifest."
-        condition = self._supervisor.condition
+        condition = self.child.condition
         return (
             f"The keeper of rank {self.config.rank} (pid {self.pid}) has had step {first.save.step} for "
             f"{since} and has not finished writing it to {place}{condition and f': the process {condition}'}."
@@ -294,17 +258,17 @@ class Keeper(KeeperOwner):
         """Return why a durable save is not in home yet."""
         return f"The keeper of rank {self.config.rank} (pid {self.pid}) has to send it to {self.config.home}."
 
-    # -- called by the supervisor ----------------------------------------------------------------------------
+    # -- called by the listening thread ----------------------------------------------------------------------
 
     @override
-    def end_with_interpreter(self) -> None:
+    def leave(self) -> None:
         if self._submitted:
             steps = ", ".join(map(str, self._submitted))
             _log.warning(
                 f"The program ends without close(), and not in `with Checkpointer(...)`: step {steps} is not "
                 "durable yet. The keeper completes it in the background; an error would be lost."
             )
-        self._supervisor.close(messages.Close(frees_memory=False), must_restart=False)
+        self.send_close(messages.Close(frees_memory=False), must_restart=False)
 
     @property
     @override
@@ -337,18 +301,18 @@ class Keeper(KeeperOwner):
     def resend(self) -> int:
         for step, one in list(self._submitted.items()):
             for message in one.before:
-                self._supervisor.send(message)
+                self.child.outbox.send(message)
             if one.is_persisted:
-                self._supervisor.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
+                self.child.outbox.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
             else:
                 self._resend_save(one)
         for message in self._unsaved:
-            self._supervisor.send(message)
+            self.child.outbox.send(message)
         for step in self._towards_home:
             self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=step))
         for message in (*self._deletions, *self._best, self._complete):
             if message is not None:
-                self._supervisor.send(message)
+                self.child.outbox.send(message)
         return len(self._submitted)
 
     def _resend_save(self, submitted: _Submitted) -> None:
@@ -363,62 +327,43 @@ class Keeper(KeeperOwner):
 
     @override
     def receive(self, message: messages.Message) -> None:
+        with self.lock:  # nothing is logged under it, as standard error may block, and save() needs it
+            match message:
+                case messages.SavePersisted(step) if step in self._submitted:
+                    submitted = self._submitted[step]
+                    submitted.is_persisted, submitted.since_s, submitted.before = True, time.monotonic(), ()
+                case messages.SaveDurable(step):
+                    self.num_deaths = 0
+                    self._finish(step, None)
+                case messages.SaveFailed(step):
+                    self._fail(message)
+                case messages.ArrivedHome(step):
+                    self._finish_drains(step)
+                case messages.WarnOf(text, is_of_watch):
+                    self.problems.append((text, WatchWarning if is_of_watch else SaveWarning))
+                case _:
+                    pass  # below, or not for a trainer
         if isinstance(message, messages.ArenaReleased):
             self._release(message.arena)
-            return
-        if isinstance(message, messages.ShowText):
+        elif isinstance(message, messages.SaveDelayed):
+            self._note_delay(message)
+        elif isinstance(message, messages.ShowText):
             _log.log(logging.ERROR if message.must_reply else logging.WARNING, message.text)
             if message.must_reply:
-                self._supervisor.send(messages.TextShown())
-            return
-        if isinstance(message, messages.WarnOf):
-            self.problems.append((message.text, WatchWarning))
-            return
-        if isinstance(message, messages.SaveDelayed):
-            self._note_delay(message)
-            return
-        with self._lock:  # nothing is logged under it, as standard error may block, and save() needs it
-            self._handle(message)
+                self.child.outbox.send(messages.TextShown())
 
     def _note_delay(self, message: messages.SaveDelayed) -> None:
         submitted = self._submitted.get(message.step)
         if submitted is not None:
             before, self._delayed = self._delayed, submitted.save
-            submitted.save.mark_delayed(message.detail)
+            submitted.save.delay = message.detail
             if before is None or before.done() or before.delay != message.detail:  # not for each of a queue
                 _log.warning("step %d is not durable yet: %s", message.step, message.detail)
-
-    def _handle(self, message: messages.Message) -> None:
-        match message:
-            case messages.SavePersisted(step):
-                if step in self._submitted:
-                    self._submitted[step].is_persisted = True
-                    self._submitted[step].since_s = time.monotonic()
-                    self._submitted[step].before = ()
-            case messages.SaveDurable(step):
-                self._supervisor.reset_deaths()
-                self._finish(step, None)
-            case messages.SaveFailed(step):
-                self._finish(step, _error(message))
-            case messages.AttemptFenced(step):
-                self.fenced = _error(message)
-                self._finish(step, self.fenced)
-            case messages.ArrivedHome(step):
-                self.home_lost = None
-                # Older ones that were to be sent will not be any more.
-                for one in [one for one in self._towards_home if one <= step]:
-                    self._towards_home.pop(one).mark_home()
-            case messages.DrainFailed(step):
-                self._fail_drain(step, _error(message, f"Step {step} is not in home: "))
-            case messages.DrainDelayed() | messages.RetentionFailed() | messages.HistoryFailed():
-                self.add_problem(_PROBLEMS[type(message)] + message.detail)
-            case _:
-                pass  # not for a trainer
 
     # -- outcomes --------------------------------------------------------------------------------------------
 
     def _release(self, arena: int) -> None:
-        with self._lock:
+        with self.lock:
             self._turned_s = time.monotonic()
             self._arenas_in_use.discard(arena)
         self._released(arena)
@@ -437,7 +382,21 @@ class Keeper(KeeperOwner):
         elif submitted.to_home:
             self._towards_home[step] = submitted.save
 
-    def _fail_drain(self, step: int, error: HoldfastError) -> None:
+    def _finish_drains(self, newest: int) -> None:
+        self.home_lost = None
+        # Older ones that were to be sent will not be any more.
+        for step in [step for step in self._towards_home if step <= newest]:
+            self._towards_home.pop(step).mark_home()
+
+    def _fail(self, message: messages.SaveFailed) -> None:
+        step, kind = message.step, ERRORS.get(message.error, RetryLater)
+        if not message.in_home:
+            error = kind(message.detail, step=step)
+            if isinstance(error, Conflict):
+                self.fenced = error
+            self._finish(step, error)
+            return
+        error = kind(f"Step {step} is not in home: {message.detail}", step=step)
         if isinstance(error, (Denied, RetryLater)):  # for too long; other errors concern this step only
             self.home_lost = error
         else:
@@ -453,26 +412,13 @@ _closing: set[Keeper] = set()
 def wait_for_closed(home: str, *, timeout_s: float, notify: Callable[[str], None]) -> None:
     """Wait for the closed keepers of a home in this process. They may be about to commit.
 
-    Args:
-        notify: called with one line after a second.
-
     Blocks: until they have stored everything, at most `timeout_s` each.
     """
+    text = "the keeper of an earlier Checkpointer of this process to complete its saves"
+
+    def waits_for(keeper: Keeper) -> str:
+        return "" if keeper.wait_ended(0) or keeper.is_done else text
+
     for keeper in list(_closing):
-        began, has_notified = time.monotonic(), False
-        while keeper.config.home == home and not (keeper.wait_ended(_CLOSED_POLL_S) or keeper.is_done):
-            waited_s = time.monotonic() - began
-            if waited_s > timeout_s:
-                break
-            if waited_s > NOTIFY_AFTER_S and not has_notified:
-                has_notified = True
-                notify(
-                    "waiting for the keeper of an earlier Checkpointer of this process to complete its saves"
-                )
-
-
-def _error(
-    message: messages.SaveFailed | messages.AttemptFenced | messages.DrainFailed, prefix: str = ""
-) -> HoldfastError:
-    """Return the error that a keeper has reported. If its class does not exist, it is a RetryLater."""
-    return ERRORS.get(message.error, RetryLater)(prefix + message.detail, step=message.step)
+        if keeper.config.home == home:
+            wait_while(partial(waits_for, keeper), timeout_s, notify)

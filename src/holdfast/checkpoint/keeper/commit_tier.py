@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.checkpoint.format import names
@@ -21,10 +21,10 @@ from holdfast.checkpoint.home.listing import WriterId, missing_ranks
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
-from holdfast.checkpoint.keeper.lockfile import is_trainer_alive, running_keepers
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.messages import DropSave
-from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
-from holdfast.checkpoint.keeper.retention_thread import RetentionThread, delete_old
+from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.keeper.retention_thread import TierRetention
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
@@ -62,9 +62,6 @@ class CommitTier:
     """Tier that receives the files of all ranks, and the manifests.
 
     Args:
-        inbox: shows whether the trainer is alive.
-        reports: receives deletions and errors of retention.
-        watches: halves of the watches, which judge what is committed.
         in_work: returns checkpoints that retention must not delete yet.
     """
 
@@ -80,21 +77,23 @@ class CommitTier:
         in_work: Callable[[], set[CheckpointId]],
     ) -> None:
         self._store, self._config, self._inbox, self._reports = store, config, inbox, reports
-        self._in_work, self._watches = in_work, watches
-        self._newest: tuple[int, Ancestors] | None = None  # newest step seen committed, not always the last
+        self._watches = watches
         self._retention = Retention(
             store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back
         )
-        self._retention_thread = RetentionThread(self._retain)
-        self._drops: list[DropSave] = []  # not written yet, as the store failed
+        self._deletion = TierRetention(
+            store,
+            reports.tier,
+            reports,
+            lambda newest, ancestors: self._retention.apply(newest, ancestors, in_work()),
+        )
 
     # -- commit ----------------------------------------------------------------------------------------------
 
     def try_commit(self, save: PendingSave, limit_s: float) -> Committed | RetryLater | None:
         """Commit a save if all ranks' parts exist, or detect that another rank has.
 
-        Returns:
-            None if parts are missing; an error if they will never arrive.
+        Return None if parts are missing; an error if they will never arrive, or not within `limit_s`.
         """
         store, writer, step = self._store, self._config.writer, save.step
         found = read_committed(store, writer, step)
@@ -130,7 +129,7 @@ class CommitTier:
         is_hopeless = is_alone and self._is_abandoned(save.step)
         if waited_s <= limit_s and not is_hopeless:
             if missing and save.is_worth_a_line("parts"):
-                self._reports.delayed(save.step, self._why_waiting(missing))
+                self._inbox.report_delay(save.step, self._why_waiting(missing))
             return None
         lacking = f"the parts of ranks {missing}" if missing else "rank 0's commit"
         return RetryLater(
@@ -142,12 +141,7 @@ class CommitTier:
 
     def _why_waiting(self, missing: list[int]) -> str:
         """Return the ranks whose parts are missing, and the usual cause where they run."""
-        attempt = self._config.attempt
-        alive = {
-            info.rank
-            for _, info in running_keepers(self._config.home)
-            if info.attempt == attempt and not info.busy and is_trainer_alive(info)
-        }
+        alive = {info.rank for info in self._keepers() if not info.busy and is_trainer_alive(info)}
         idle = [rank for rank in missing if rank in alive]
         hint = (
             f" Ranks {idle} run, and have not saved this step: every rank has to call save(), so remove "
@@ -162,77 +156,54 @@ class CommitTier:
 
         If only rank 0's keeper is missing, the next attempt commits it. It waits for this keeper first.
         """
-        attempt = self._config.attempt
         has_committer = self._config.rank == 0 or any(
-            info.attempt == attempt and info.rank == 0 and not info.is_done
-            for _, info in running_keepers(self._config.home)
+            info.rank == 0 and not info.is_done for info in self._keepers()
         )
         # List again: parts or commit may have arrived between the listing and the check of the keepers.
-        if missing_ranks(self._store, self._config.writer, step):
-            return not is_committed(self._store, self._config.writer, step)
-        return not has_committer and not is_committed(self._store, self._config.writer, step)
+        may_commit = has_committer and not missing_ranks(self._store, self._config.writer, step)
+        return not may_commit and not is_committed(self._store, self._config.writer, step)
 
     def _others_work(self) -> bool:
         """Return True if other ranks of this attempt may still write files."""
-        return any(
-            info.attempt == self._config.attempt
-            and info.rank != self._config.rank
-            and (info.busy or is_trainer_alive(info))
-            for _, info in running_keepers(self._config.home)
-        )
+        others = (info for info in self._keepers() if info.rank != self._config.rank)
+        return any(info.busy or is_trainer_alive(info) for info in others)
 
-    # -- dropped saves ---------------------------------------------------------------------------------------
-
-    @property
-    def has_delayed(self) -> bool:
-        """True if the store failed while a drop was written."""
-        return bool(self._drops)
+    def _keepers(self) -> Iterator[KeeperInfo]:
+        """Yield the running keepers of this attempt on this host."""
+        found = (info for _, info in running_keepers(self._config.home))
+        return (info for info in found if info.attempt == self._config.attempt)
 
     def drop(self, drop: DropSave) -> None:
         """Refuse a save without a copy on this rank. Otherwise other ranks would wait for its part."""
-        self._drops.append(drop)
-        self.retry_delayed()
-
-    def retry_delayed(self) -> None:
-        """Write the drops that the store has failed to write."""
-        drops, self._drops = self._drops, []
         rank = self._config.rank
-        for drop in drops:
-            reason = f"Rank {rank} has no copy of it: {drop.reason}"
-            try:
-                error = InvalidInput(reason, step=drop.step, rank=rank)
-                refuse(self._store, self._config.writer, drop.step, error)
-            except TRANSIENT_ERRORS:
-                self._drops.append(drop)
+        reason = f"Rank {rank} has no copy of it: {drop.reason}"
+        error = InvalidInput(reason, step=drop.step, rank=rank)
+        refuse(self._store, self._config.writer, drop.step, error)
 
     # -- retention -------------------------------------------------------------------------------------------
 
     def add_committed(self, step: int, ancestors: Ancestors | None) -> None:
         """Delete what a new checkpoint makes superfluous. Only rank 0 deletes."""
-        if ancestors is not None and (self._newest is None or step > self._newest[0]):
-            self._newest = step, ancestors
+        if ancestors is not None:
+            self._deletion.add(CheckpointId(attempt=self._config.attempt, step=step), ancestors)
         # As of the newest: an older save may be committed after it, and seen from there it would not count.
         self.retain_again()
 
     def retain_again(self) -> None:
         """Delete what is superfluous, in the background. Threads may call this."""
-        if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
-            self._retention_thread.request()
+        if self._config.rank == 0 and self._retention.is_due:
+            self._deletion.request()
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of a step, once a newer one is complete."""
-        self._retention.add_unwanted(step)
+        self._retention.unwanted.add(step)
         self.retain_again()
 
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
-        """Record the metrics of a save for retention.
-
-        Args:
-            is_late: they have changed since the save was persisted, so that another one may be the best now.
-        """
+        """Record the metrics of a save for retention. Late ones may make another save the best."""
         self._retention.note_metrics(CheckpointId(attempt=self._config.attempt, step=step), metrics)
-        if is_late and self._config.keep.best is not None and self._newest is not None:
-            self._retention_thread.request()
+        if is_late and self._config.keep.best is not None:
+            self._deletion.request()
 
     def _refuse_incomplete(self, step: int) -> None:
         """Refuse a save that retention is about to delete, since it was never committed."""
@@ -245,19 +216,12 @@ class CommitTier:
     @property
     def newest_step(self) -> int | None:
         """Newest step that this keeper saw committed, and that retention has not deleted."""
-        return None if self._newest is None else self._newest[0]
+        newest = self._deletion.newest
+        return None if newest is None else newest.step
 
     def join_retention(self) -> None:
         """Wait until everything superfluous is deleted."""
-        self._retention_thread.join()
-
-    def _retain(self) -> None:
-        assert self._newest is not None
-        step, ancestors = self._newest
-        newest = CheckpointId(attempt=self._config.attempt, step=step)
-        with self._reports.retention_errors(step, self._reports.tier):
-            old = self._retention.apply(newest, ancestors, self._in_work())
-            delete_old(self._store, old, self._reports, self._reports.tier)
+        self._deletion.join()
 
 
 def was_committed(store: Store, writer: WriterId, step: int) -> bool:

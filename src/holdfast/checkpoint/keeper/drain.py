@@ -17,9 +17,8 @@ from holdfast.checkpoint.home.commit import check_not_refused, publish
 from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import copy_metrics
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.drain_plan import DrainPlan, FullDrain, PartialDrain, Sizes
-from holdfast.checkpoint.keeper.persist import has_image, verified_blocks
-from holdfast.checkpoint.keeper.rate import paced
+from holdfast.checkpoint.keeper.drain_plan import DrainPlan, Sizes
+from holdfast.checkpoint.keeper.persist import has_image, paced, verified_blocks
 from holdfast.checkpoint.keeper.save_files import FrozenFile
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
@@ -50,9 +49,7 @@ class Drained(OfCheckpoint):
 class Drain:
     """Thread that copies this rank's files of each checkpoint that is due. Rank 0 also writes the manifest.
 
-    Args:
-        on_drained: called with each outcome, in the drain's thread.
-        watches: halves of the watches, which judge what this thread commits.
+    It calls `on_drained` with each outcome.
     """
 
     def __init__(
@@ -120,10 +117,7 @@ class Drain:
             return found - self._in_home
 
     def close(self) -> None:
-        """Complete everything that is due, and stop.
-
-        Blocks: until then, or until the attempt is fenced or home has failed for too long.
-        """
+        """Complete everything that is due, and stop; earlier if fenced, or if home fails for too long."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -228,7 +222,7 @@ class Drain:
         attempt, step = one.attempt, one.step
         began = time.monotonic()
         name = names.manifest(step, attempt)
-        plan = self._plan(one)
+        plan = DrainPlan(self._local, self._home, self._config, one, self._watches.judges)
         check_not_fenced(self._home, self._config.attempt)  # the newer attempt drains what is left (note 014)
         in_home = self._sizes(step)
         if 0 in plan.ranks:  # before the manifest: a complete checkpoint has its metrics
@@ -263,11 +257,6 @@ class Drain:
             seconds=time.monotonic() - began,
             ancestors=ancestors,
         )
-
-    def _plan(self, one: CheckpointId) -> DrainPlan:
-        if self._config.is_node_local:
-            return PartialDrain(self._local, self._home, self._config, one, self._watches.judges)
-        return FullDrain(self._local, self._config, one)
 
     def _sizes(self, step: int) -> Sizes:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
@@ -330,11 +319,7 @@ class Drain:
         return Corrupt(f"{name} in {self._home.url} has other bytes than in {self._local.url}.", key=name)
 
     def _wait_for_others(self, plan: DrainPlan, step: int, in_home: Sizes, waited_s: float) -> None:
-        """Wait a little for files of other ranks.
-
-        Args:
-            waited_s: time since the last file arrived.
-        """
+        """Wait a little for files of other ranks. The last one arrived `waited_s` ago."""
         if waited_s > self._config.commit_timeout_s:
             missing = plan.missing(in_home) or ["rank 0's manifest"]
             shown = ", ".join(missing[:3])

@@ -10,7 +10,7 @@ from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain import Drain, Drained
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
-from holdfast.checkpoint.keeper.retention_thread import delete_old
+from holdfast.checkpoint.keeper.retention_thread import TierRetention
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict
@@ -21,7 +21,7 @@ class HomeTier:
 
     Args:
         is_complete: returns True if a checkpoint is complete in the local tier.
-        on_arrived: called with each checkpoint that is complete in home, in the drain's thread.
+        on_arrived: called in the drain's thread with each checkpoint that is complete in home.
     """
 
     def __init__(
@@ -35,15 +35,20 @@ class HomeTier:
         is_complete: Callable[[CheckpointId], bool],
         on_arrived: Callable[[CheckpointId], None] = lambda _: None,
     ) -> None:
-        self._store, self._config, self._reports = home, config, reports
+        self._config, self._reports = config, reports
         self._is_complete, self._on_arrived = is_complete, on_arrived
         self._retention = Retention(home, config.keep, healthy_back=config.healthy_back)
-        self._newest: Drained | None = None
+        # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
+        self._deletion = TierRetention(
+            home,
+            "home",
+            reports,
+            lambda newest, ancestors: self._retention.apply(newest, ancestors, self.needed),
+        )
         self._is_failing = False
         self._best: set[CheckpointId] = set()  # they stay in the local tier until they are in home
         self._due_best: set[CheckpointId] = set()  # those that are sent home although they are not due
         self._wanted: set[CheckpointId] = set()  # to be drained as soon as they are committed
-        self._unchecked: list[CheckpointId] = []  # requested while the local tier could not be read
         self._drain = Drain(local, home, config, self._on_drained, watches)
 
     @property
@@ -51,28 +56,12 @@ class HomeTier:
         """Checkpoints on their way home, and the best, which no tier must delete yet."""
         return self._drain.needed() | self._wanted | self._drain.not_in_home(self._best)
 
-    @property
-    def has_delayed(self) -> bool:
-        """True if the local tier could not be read when a checkpoint was requested."""
-        return bool(self._unchecked)
-
     def request(self, checkpoint: CheckpointId) -> None:
         """Drain a checkpoint, now or once it is complete."""
-        try:
-            is_ready = self._is_complete(checkpoint)
-        except TRANSIENT_ERRORS:
-            self._unchecked.append(checkpoint)
-            return
-        if is_ready:
+        if self._is_complete(checkpoint):
             self._drain.submit(checkpoint)
         else:
             self._wanted.add(checkpoint)
-
-    def retry_delayed(self) -> None:
-        """Repeat the requests that failed because the local tier could not be read."""
-        unchecked, self._unchecked = self._unchecked, []
-        for checkpoint in unchecked:
-            self.request(checkpoint)
 
     def add_committed(self, checkpoint: CheckpointId, *, is_due: bool) -> None:
         """Drain a new checkpoint if it is due in home, or was requested."""
@@ -87,9 +76,7 @@ class HomeTier:
     def set_best(self, best: set[CheckpointId], *, is_due: bool) -> None:
         """Keep the best checkpoints in the local tier until they are in home. Replaces the previous set.
 
-        Args:
-            best: the checkpoints.
-            is_due: drain them, once they are complete. They replace those that were to be drained.
+        If due, they are drained once they are complete, instead of those that were to be drained.
         """
         self._best = best
         if is_due:
@@ -109,13 +96,10 @@ class HomeTier:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of a step, after the next drain or at the end."""
-        self._retention.add_unwanted(step)
+        self._retention.unwanted.add(step)
 
     def close(self, newest: CheckpointId | None = None) -> None:
-        """Complete all drains.
-
-        Args:
-            newest: checkpoint to drain although it is not due, as well as the best ones; None for neither.
+        """Complete all drains, also of `newest` and the best ones, if it is given, though they are not due.
 
         Blocks: until home has everything, or has failed for too long.
         """
@@ -123,8 +107,8 @@ class HomeTier:
             self._drain.submit(newest)
             self.set_best(self._best, is_due=True)
         self._drain.close()
-        if self._config.rank == 0 and self._newest is not None and self._retention.is_due:
-            self._retain(self._newest.step)  # for steps that were to be deleted after the last drain
+        if self._config.rank == 0 and self._deletion.newest is not None and self._retention.is_due:
+            self._deletion.run()  # for steps that were to be deleted after the last drain
 
     def _on_drained(self, drained: Drained) -> None:
         """Report the outcome of a drain. Runs in the drain's thread."""
@@ -137,27 +121,14 @@ class HomeTier:
             self._reports.arrived_home(
                 drained.checkpoint_id, num_bytes=drained.num_bytes, seconds=drained.seconds
             )
-            self._note_newest(drained)
+            self._deletion.add(drained.checkpoint_id, drained.ancestors)  # one of the best may be older
             if self._config.rank == 0 and self._retention.is_due:
-                self._retain(drained.step)
+                self._deletion.run(drained.step)
         elif isinstance(error, Conflict):
             self._reports.failed(drained.step, error)
         elif drained.is_over:
             self._is_failing = False
-            self._reports.drain_failed(drained.step, error)
+            self._reports.failed(drained.step, error, in_home=True)
         elif not self._is_failing:  # only the first of many tries
             self._is_failing = True
             self._reports.drain_delayed(drained.step, error)
-
-    def _note_newest(self, drained: Drained) -> None:
-        newest = self._newest  # one of the best may be drained after it
-        if newest is None or drained.checkpoint_id > newest.checkpoint_id:
-            self._newest = drained
-
-    def _retain(self, step: int) -> None:
-        newest = self._newest
-        assert newest is not None
-        with self._reports.retention_errors(step, "home"):
-            # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
-            old = self._retention.apply(newest.checkpoint_id, newest.ancestors, self.needed)
-            delete_old(self._store, old, self._reports, "home")

@@ -26,34 +26,17 @@ class StagedSave:
     received_s: float
 
 
-PlainMessage: TypeAlias = (
-    messages.ResumeCommit
-    | messages.DropSave
-    | messages.DrainCheckpoint
-    | messages.DrainBest
-    | messages.DeleteStep
-    | messages.UpdateMetrics
-    | messages.MarkComplete
-    | messages.RecordEvent
-)
-Received: TypeAlias = StagedSave | PlainMessage
+Received: TypeAlias = StagedSave | messages.PlainMessage
 
 
 class TrainerInbox:
-    """Queue of a trainer's messages, and the way to reply to it.
-
-    Attributes:
-        trainer_gone: the trainer has exited, or sent its last message.
-        has_closed: the trainer has sent its last message.
-        frees_memory: no later attempt needs the contents of this keeper's memory.
-        text_shown: set once the trainer has printed a text that it was to reply to.
-    """
+    """Queue of a trainer's messages, and the way to reply to it."""
 
     def __init__(self, end: socket.socket, trainer_pid: int) -> None:
-        self.trainer_gone = False
-        self.has_closed = False
-        self.frees_memory = False
-        self.text_shown = threading.Event()
+        self.trainer_gone = False  # it has exited, or sent its last message
+        self.has_closed = False  # it has sent its last message
+        self.frees_memory = False  # no later attempt needs the contents of this keeper's memory
+        self.text_shown = threading.Event()  # the trainer has printed a text that it was to reply to
         self._end = end
         self._trainer_pid = trainer_pid
         self._saves: deque[StagedSave] = deque()  # thousands, if the store is slow
@@ -81,9 +64,10 @@ class TrainerInbox:
             self._delay = reason
             waiting = [save.request.step for save in self._saves] if reason else []
         for step in waiting:
-            self._report_delay(step, reason)
+            self.report_delay(step, reason)
 
-    def _report_delay(self, step: int, reason: str) -> None:
+    def report_delay(self, step: int, reason: str) -> None:
+        """Send the reason of a save that waits."""
         self.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
 
     # -- for the worker --------------------------------------------------------------------------------------
@@ -102,14 +86,12 @@ class TrainerInbox:
     def receive(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
         """Remove and return all messages but saves, followed by the oldest save.
 
+        Return None if the trainer has exited and the queue is empty.
+
         Args:
-            timeout_s: longest wait if the queue is empty; None for no limit.
             has_work: also wait after the trainer has exited, as the worker is not done.
 
-        Returns:
-            None if the trainer has exited and the queue is empty.
-
-        Blocks: until a message arrives or the trainer exits.
+        Blocks: until a message arrives or the trainer exits, at most `timeout_s`.
         """
         with self._changed:
             if not (self._saves or self._others) and (has_work or not self.trainer_gone):
@@ -169,7 +151,7 @@ class TrainerInbox:
             self._changed.notify_all()
             delay = self._delay
         if delay and isinstance(message, messages.SubmitSave):
-            self._report_delay(message.step, delay)
+            self.report_delay(message.step, delay)
         return True
 
     def _add(self, message: messages.Message, fds: list[int]) -> None:
@@ -180,5 +162,5 @@ class TrainerInbox:
             arena_fd, draft_fd = fds
             failpoint("keeper.received")
             self._saves.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
-        elif isinstance(message, PlainMessage):
+        elif isinstance(message, messages.PlainMessage):
             self._others.append(message)

@@ -52,36 +52,25 @@ class Lockfile:
 
     The trainer creates it before it starts the keeper, and passes the locked descriptor on, so that no keeper
     runs without a lock file.
-
-    Attributes:
-        path: path of the file.
-        fd: descriptor that holds the lock.
-        info: contents of the file.
     """
 
     def __init__(self, path: Path, fd: int, info: KeeperInfo) -> None:
-        self.path = path
-        self.fd = fd
-        self.info = info
+        self.path, self.fd, self.info = path, fd, info  # the descriptor holds the lock
 
     @classmethod
     def create(cls, home: str, info: KeeperInfo) -> Lockfile:
         """Create a lock file, locked by this process."""
         folder = runtime_dir(home)
         with runtime_dir_errors(folder):
-            return cls._create(folder, info)
-
-    @classmethod
-    def _create(cls, folder: Path, info: KeeperInfo) -> Lockfile:
-        while True:
-            fd, name = tempfile.mkstemp(SUFFIX, f"a{info.attempt:04d}-r{info.rank:05d}-", folder)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:
-                break
-            os.close(fd)  # another process removed it before it was locked, as that of a dead keeper
-        lockfile = cls(Path(name), fd, info)
-        lockfile._write()
-        return lockfile
+            while True:
+                fd, name = tempfile.mkstemp(SUFFIX, f"a{info.attempt:04d}-r{info.rank:05d}-", folder)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink:
+                    break
+                os.close(fd)  # another process removed it before it was locked, as that of a dead keeper
+            lockfile = cls(Path(name), fd, info)
+            lockfile._write()
+            return lockfile
 
     @classmethod
     def inherit(cls, path: str, fd: int) -> Lockfile:
@@ -114,11 +103,7 @@ class Lockfile:
             self._update(dataclasses.replace(self.info, busy=busy))
 
     def set_done(self, *, held: str = "") -> None:
-        """Record that no attempt needs to wait for this keeper.
-
-        Args:
-            held: name of the socket that serves the contents of its memory, if any.
-        """
+        """Record that no attempt needs to wait for this keeper, and the name of its socket, if it has one."""
         self._update(dataclasses.replace(self.info, busy=False, is_done=True, held=held))
 
     def _update(self, info: KeeperInfo) -> None:
@@ -245,7 +230,7 @@ _log = get_logger("checkpoint.keeper")
 _POLL_S = 0.02
 _EXIT_S = 2.0
 """Time that a trainer which was just killed may take to disappear."""
-NOTIFY_AFTER_S = 1.0
+_NOTIFY_AFTER_S = 1.0
 """Wait after which the user is notified."""
 
 
@@ -304,27 +289,35 @@ def wait_for_orphans(home: str, *, timeout_s: float, notify: Callable[[str], Non
     Keepers of living trainers are not waited for: a newer attempt fences them. Neither are those that only
     drain, that only keep images in memory, or that save another run.
 
-    Args:
-        notify: called with one line after a second.
-
-    Returns:
-        True if all have exited.
-
-    Blocks: until they have exited, at most `timeout_s`.
+    Blocks: until they have exited, at most `timeout_s`; then it returns False.
     """
-    began, has_notified, is_own = time.monotonic(), False, run_filter(home)
-    while orphans := [
-        info
-        for _, info in running_keepers(home)
-        if not info.is_done and not is_trainer_alive(info) and is_own(info)
-    ]:
+    is_own = run_filter(home)
+
+    def find_orphans() -> str:
+        found = [
+            info
+            for _, info in running_keepers(home)
+            if not info.is_done and not is_trainer_alive(info) and is_own(info)
+        ]
+        ranks = sorted({info.rank for info in found})
+        return (
+            f"the keepers of ranks {ranks} of attempt {found[0].attempt} to complete their saves"
+            if found
+            else ""
+        )
+
+    return wait_while(find_orphans, timeout_s, notify)
+
+
+def wait_while(waits_for: Callable[[], str], timeout_s: float, notify: Callable[[str], None]) -> bool:
+    """Wait until `waits_for` returns "", and notify once, after a second. Return False after the timeout."""
+    began, has_notified = time.monotonic(), False
+    while text := waits_for():
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             return False
-        if waited_s > NOTIFY_AFTER_S and not has_notified:
+        if waited_s > _NOTIFY_AFTER_S and not has_notified:
             has_notified = True
-            ranks = sorted({info.rank for info in orphans})
-            attempt = orphans[0].attempt
-            notify(f"waiting for the keepers of ranks {ranks} of attempt {attempt} to complete their saves")
+            notify(f"waiting for {text}")
         time.sleep(_POLL_S)
     return True

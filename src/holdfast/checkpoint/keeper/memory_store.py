@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.lockfile import SOCKET_SUFFIX, Lockfile, run_filter, running_keepers
-from holdfast.checkpoint.keeper.messages import ArenaImages, EndOfImages, FreeImages, Image, RequestImages
+from holdfast.checkpoint.keeper.messages import ArenaImages, FreeImages, Image, RequestImages
 from holdfast.checkpoint.store.contract import ObjectInfo, Properties
 from holdfast.checkpoint.store.tiered import ReadOnlyStore
 from holdfast.errors import Corrupt, HoldfastError, NotFound
@@ -146,12 +146,9 @@ _BACKLOG = 64
 
 
 def offer_images(lockfile: Lockfile, arenas: Mapping[int, Sequence[Image]], *, timeout_s: float) -> None:
-    """Send the descriptors of arenas to every process of this user that asks for them.
+    """Send the descriptors of arenas, with their images, to every process of this user that asks for them.
 
-    Args:
-        lockfile: lock file of this keeper, which then names the socket.
-        arenas: images in each arena, by its descriptor.
-        timeout_s: longest time.
+    The lock file of this keeper then names the socket.
 
     Blocks: until a later attempt frees the memory, at most `timeout_s`.
     """
@@ -182,7 +179,6 @@ def _serve(listener: socket.socket, arenas: Mapping[int, Sequence[Image]], deadl
                 if isinstance(message, RequestImages):
                     for fd, images in arenas.items():
                         packets.send(end, ArenaImages(tuple(images)), (fd,))
-                    packets.send(end, EndOfImages())
 
 
 def connect_to_offers(home: str) -> Iterator[socket.socket]:

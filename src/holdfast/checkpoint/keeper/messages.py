@@ -179,12 +179,20 @@ class SaveDurable:
 
 
 @dataclass(frozen=True, slots=True)
+class ArrivedHome:
+    """Checkpoint that is complete in home."""
+
+    step: Count
+
+
+@dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Save that will not be committed."""
+    """Save that will not be committed, or not be sent home. After a Conflict, a newer attempt has the run."""
 
     step: Count
     error: str  # class of the error
     detail: str
+    in_home: bool = False  # it is committed in the local tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,57 +204,11 @@ class SaveDelayed:
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptFenced:
-    """Save that may not be committed: a newer attempt has claimed the run."""
-
-    step: Count
-    error: str
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivedHome:
-    """Checkpoint that is complete in home."""
-
-    step: Count
-
-
-@dataclass(frozen=True, slots=True)
-class DrainDelayed:
-    """Checkpoint that could not be sent home yet. The keeper tries again."""
-
-    step: Count
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainFailed:
-    """Checkpoint that will not be sent home."""
-
-    step: Count
-    error: str  # class of the error
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionFailed:
-    """Error while old checkpoints were deleted."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class HistoryFailed:
-    """Error while an event was written to the history."""
-
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
 class WarnOf:
-    """Text of a watch that the trainer warns of at its next call."""
+    """Text that the trainer warns of at its next call."""
 
     text: str
+    is_of_watch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,20 +243,13 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ArenaImages:
-    """Images in one arena, sent with its descriptor."""
+    """Images in one arena, sent with its descriptor. After the last one the connection is closed."""
 
     images: tuple[Image, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EndOfImages:
-    """End of the reply to `RequestImages`."""
-
-
-TrainerMessage: TypeAlias = (
-    Configure
-    | SubmitSave
-    | ResumeCommit
+PlainMessage: TypeAlias = (
+    ResumeCommit
     | DropSave
     | DrainCheckpoint
     | DrainBest
@@ -302,27 +257,21 @@ TrainerMessage: TypeAlias = (
     | UpdateMetrics
     | MarkComplete
     | RecordEvent
-    | Ping
-    | TextShown
-    | Close
 )
+"""Message that the worker of a keeper handles as it is."""
+TrainerMessage: TypeAlias = Configure | SubmitSave | PlainMessage | Ping | TextShown | Close
 KeeperMessage: TypeAlias = (
     Pong
     | ArenaReleased
     | SavePersisted
     | SaveDurable
+    | ArrivedHome
     | SaveFailed
     | SaveDelayed
-    | AttemptFenced
-    | ArrivedHome
-    | DrainDelayed
-    | DrainFailed
-    | RetentionFailed
-    | HistoryFailed
     | WarnOf
     | ShowText
 )
-MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages | EndOfImages
+MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
 
 _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

@@ -28,10 +28,7 @@ def make_pair() -> tuple[socket.socket, socket.socket]:
 def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, flags: int = 0) -> None:
     """Send a message.
 
-    Args:
-        flags: flags of sendmsg(2).
-
-    Blocks: while the socket is full, unless `flags` has MSG_DONTWAIT.
+    Blocks: while the socket is full, unless `flags` of sendmsg(2) has MSG_DONTWAIT.
     """
     send_encoded(end, encode(message), fds, flags=flags)
 
@@ -44,10 +41,7 @@ def send_encoded(end: socket.socket, packet: bytes, fds: tuple[int, ...] = (), *
 
 
 def receive(end: socket.socket) -> tuple[Message | None, list[int]]:
-    """Return the next message and its descriptors, which the caller must close.
-
-    Returns:
-        None and no descriptors if the other end is closed.
+    """Return the next message and its descriptors, which the caller must close; None if the end is closed.
 
     Blocks: until a packet arrives.
     """
@@ -99,14 +93,10 @@ class Outbox:
     """Sending half of a connection to a keeper.
 
     A message is sent at once if the socket has room, so that it outlives this process. Otherwise a thread
-    sends it later, in order.
-
-    Args:
-        end: socket of this process. Its owner closes it, after `close`.
+    sends it later, in order. The owner of the socket closes it, after `close`.
     """
 
     def __init__(self, end: socket.socket) -> None:
-        self.num_dropped = 0  # events for the history
         self._end = end
         self._queue: deque[_Queued] = deque()
         self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
@@ -121,13 +111,11 @@ class Outbox:
     def send(
         self, message: Message, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
     ) -> None:
-        """Send a message now or later. If the keeper has died, its successor is sent the message again.
+        """Send a message now or later, without blocking. The successor of a dead keeper is sent it again.
 
         Args:
             fds: descriptors to send with it. The caller may close them after the call.
             on_sent: called once the socket has the message, possibly in another thread. It must not block.
-
-        Blocks: no.
         """
         with self._lock:
             if self._is_closed:
@@ -153,7 +141,6 @@ class Outbox:
         self, packet: bytes, fds: tuple[int, ...], on_sent: Callable[[], None] | None, *, may_drop: bool
     ) -> None:
         if len(self._queue) >= _MAX_QUEUED and may_drop:
-            self.num_dropped += 1
             return
         self._queue.append(_Queued(packet, tuple(map(os.dup, fds)), on_sent))
         if self._thread is None:

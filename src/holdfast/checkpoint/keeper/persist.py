@@ -1,17 +1,20 @@
-"""Persistence of a file image: written to a store, and hashed in the same pass over memory."""
+"""Persistence of a file image: written to a store within a rate, and hashed in the same pass over memory."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest, hash_chunks
 from holdfast.checkpoint.format.part import DataFile
-from holdfast.checkpoint.keeper import rate
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, NotFound
+
+BLOCK_BYTES = 8 << 20
+"""Bytes that are sent or read at once."""
 
 
 def persist(
@@ -28,7 +31,6 @@ def persist(
     file with the same bytes, which an earlier keeper has written, is accepted.
 
     Args:
-        bytes_per_s: limit on the rate; None for no limit.
         on_hashed: called with each range that was hashed, in order, by the thread that hashes.
 
     Blocks: until the bytes are durable.
@@ -36,7 +38,7 @@ def persist(
     chunk_bytes = chunk_bytes_for(len(image))
     with _hashing(image, chunk_bytes, on_hashed) as chunks:
         try:
-            rate.put(store, name, image, bytes_per_s)
+            put(store, name, image, bytes_per_s)
         except Conflict:
             if not has_image(store, name, DataFile(len(image), chunk_bytes, chunks())):
                 raise
@@ -58,10 +60,7 @@ def _hashing(
 
 
 def has_image(store: Store, name: str, file: DataFile) -> bool:
-    """Return True if a store has a file of exactly these bytes under a name.
-
-    Blocks: until the file is read.
-    """
+    """Return True if a store has a file of exactly these bytes under a name, which is read."""
     if store.size(name) != file.num_bytes:
         return False
     try:
@@ -74,9 +73,9 @@ def has_image(store: Store, name: str, file: DataFile) -> bool:
 
 def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryview]:
     """Yield the verified blocks of a data file, each in the same memory."""
-    buffer = memoryview(mmap.mmap(-1, rate.BLOCK_BYTES))  # page-aligned for direct reads
-    for start in range(0, file.num_bytes, rate.BLOCK_BYTES):
-        block = buffer[: min(rate.BLOCK_BYTES, file.num_bytes - start)]
+    buffer = memoryview(mmap.mmap(-1, BLOCK_BYTES))  # page-aligned for direct reads
+    for start in range(0, file.num_bytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, file.num_bytes - start)]
         store.read_into(name, start, block)
         for at in range(0, len(block), file.chunk_bytes):
             number = (start + at) // file.chunk_bytes
@@ -88,3 +87,24 @@ def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryv
                     key=name,
                 )
         yield block
+
+
+def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -> None:
+    """Write an image under a new name, durably, within a rate; None for no limit.
+
+    Blocks: until the bytes are durable, and at least as long as the rate requires.
+    """
+    if bytes_per_s is None:
+        store.put(name, image, if_absent=True)
+        return
+    blocks = (image[start : start + BLOCK_BYTES] for start in range(0, len(image), BLOCK_BYTES))
+    store.put_parts(name, paced(blocks, bytes_per_s), len(image), if_absent=True)
+
+
+def paced(blocks: Iterable[memoryview], bytes_per_s: float) -> Iterator[memoryview]:
+    """Yield blocks with pauses that keep them within a rate."""
+    began, num_bytes = time.monotonic(), 0
+    for block in blocks:
+        yield block
+        num_bytes += len(block)
+        time.sleep(max(0.0, began + num_bytes / bytes_per_s - time.monotonic()))

@@ -33,35 +33,20 @@ NUM_WORDS = 8
 
 @dataclass(frozen=True, slots=True)
 class TrainerProgress:
-    """TrainerProgress of a trainer at one moment.
+    """Progress of a trainer at one moment. Times are of the machine's monotonic clock."""
 
-    Attributes:
-        is_training: within its loop, so that the next step is expected.
-        beats: completed steps of the process.
-        beats_here: completed steps since the loop began, or since its last restore.
-        step: newest completed step.
-        beat_ns: time of its completion, or of the loop's begin, on the machine's monotonic clock.
-        phase: name of the phase that the trainer is in; "" for a step.
-        phase_count: number of phases that have begun or ended.
-        phase_ns: time of the last of them; 0 without any.
-        durations_s: durations of the last steps, without their phases; in no order.
-        thread: identifier of the thread that trains.
-        kernel_thread: the kernel's identifier of it; 0 before a loop began.
-        slots: words of the watches; see `words`.
-    """
-
-    is_training: bool
-    beats: int
-    beats_here: int
-    step: int
-    beat_ns: int
-    phase: str
-    phase_count: int
-    phase_ns: int
-    durations_s: tuple[float, ...]
-    thread: int
-    kernel_thread: int = 0
-    slots: tuple[int, ...] = ()
+    is_training: bool  # within its loop, so that the next step is expected
+    beats: int  # completed steps of the process
+    beats_here: int  # completed steps since the loop began, or since its last restore
+    step: int  # newest completed step
+    beat_ns: int  # time of its completion, or of the loop's begin
+    phase: str  # name of the phase that the trainer is in; "" for a step
+    phase_count: int  # number of phases that have begun or ended
+    phase_ns: int  # time of the last of them; 0 without any
+    durations_s: tuple[float, ...]  # of the last steps, without their phases; in no order
+    thread: int  # identifier of the thread that trains
+    kernel_thread: int = 0  # the kernel's identifier of it; 0 before a loop began
+    slots: tuple[int, ...] = ()  # words of the watches; see `words`
 
     def words(self, watch: str) -> tuple[int, ...]:
         """Return the words of a watch; zeros if it has written none."""
@@ -189,11 +174,7 @@ class Pulse:
 
 
 class PulseReader:
-    """Reader of the pulse of another process. It can be read after the death of that process.
-
-    Args:
-        fd: descriptor of the pulse in this process, which is closed.
-    """
+    """Reader of the pulse of another process, also after its death. It takes over the descriptor."""
 
     def __init__(self, fd: int) -> None:
         try:
@@ -209,11 +190,7 @@ class PulseReader:
 
     @classmethod
     def of_process(cls, pid: int, fd: int) -> PulseReader:
-        """Return a reader of the pulse of another process of this user.
-
-        Args:
-            fd: descriptor of the pulse in that process.
-        """
+        """Return a reader of the pulse of another process of this user, in which it has descriptor `fd`."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 
     def read(self) -> TrainerProgress:

@@ -16,21 +16,18 @@ from holdfast.system.environment import report_progress
 
 TRANSIENT_ERRORS = (Denied, RetryLater)
 """Errors of a store that another call may not raise. Nothing is given up after a single one."""
+_DELAYED = "Home cannot be reached. Training continues, and the upload is retried: "
+_NOT_DELETED = "Old checkpoints could not be deleted: "
+_NOT_RECORDED = "The history of the run could not be written: "
 
 
 class Reports:
-    """Sender of a keeper's reports. Threads may share it.
-
-    Args:
-        tier: tier that saves are committed in first.
-        home: home of the run, as the job knows it.
-    """
+    """Sender of a keeper's reports. Threads may share it."""
 
     def __init__(self, history: History, inbox: TrainerInbox, tier: str, home: str) -> None:
-        self.history = history
-        self.tier = tier
-        self._inbox = inbox
-        self._home = home
+        self.history, self._inbox = history, inbox
+        self.tier = tier  # that saves are committed in first
+        self._home = home  # as the job knows it
 
     # -- saves -----------------------------------------------------------------------------------------------
 
@@ -54,16 +51,16 @@ class Reports:
         if self.history.writer.rank == 0:
             report_progress(self._home, step)
 
-    def failed(self, step: int, error: HoldfastError) -> None:
-        """Report that a save has failed, or that a newer attempt has fenced this one."""
-        is_fenced = isinstance(error, Conflict)
-        kind = messages.AttemptFenced if is_fenced else messages.SaveFailed
-        reply = kind(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
-        self._report("fenced" if is_fenced else "failed", reply, step=step, detail=str(error))
-
-    def delayed(self, step: int, reason: str) -> None:
-        """Send the reason of a save that waits."""
-        self._inbox.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
+    def failed(self, step: int, error: HoldfastError, *, in_home: bool = False) -> None:
+        """Report that a save has failed, or will not be sent home, or that a newer attempt has fenced it."""
+        reply = messages.SaveFailed(
+            step, type(error).__name__, str(error)[: messages.MAX_DETAIL], in_home=in_home
+        )
+        if in_home:
+            self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+        else:
+            event = "fenced" if isinstance(error, Conflict) else "failed"
+            self._report(event, reply, step=step, detail=str(error))
 
     # -- home ------------------------------------------------------------------------------------------------
 
@@ -83,13 +80,7 @@ class Reports:
 
     def drain_delayed(self, step: int, error: HoldfastError) -> None:
         """Report that a checkpoint could not be sent home yet."""
-        reply = messages.DrainDelayed(step, str(error)[: messages.MAX_DETAIL])
-        self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
-
-    def drain_failed(self, step: int, error: HoldfastError) -> None:
-        """Report that a checkpoint will not be sent home."""
-        reply = messages.DrainFailed(step, type(error).__name__, str(error)[: messages.MAX_DETAIL])
-        self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+        self._report("drain-failed", _warning(_DELAYED, error), step=step, detail=str(error), tier="home")
 
     # -- retention -------------------------------------------------------------------------------------------
 
@@ -106,8 +97,9 @@ class Reports:
             with bugs_as_errors(step):
                 yield
         except HoldfastError as error:
-            reply = messages.RetentionFailed(str(error)[: messages.MAX_DETAIL])
-            self._report("retain-failed", reply, step=step, detail=str(error), tier=tier)
+            self._report(
+                "retain-failed", _warning(_NOT_DELETED, error), step=step, detail=str(error), tier=tier
+            )
 
     # -- the trainer's events --------------------------------------------------------------------------------
 
@@ -130,8 +122,12 @@ class Reports:
         self.history.record(event, step=step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier)
         trouble, self.history.trouble = self.history.trouble, None
         if trouble is not None:
-            self._inbox.reply(messages.HistoryFailed(trouble[: messages.MAX_DETAIL]))
+            self._inbox.reply(_warning(_NOT_RECORDED, trouble))
         self._inbox.reply(reply)
+
+
+def _warning(problem: str, reason: HoldfastError | str) -> messages.WarnOf:
+    return messages.WarnOf(problem + str(reason)[: messages.MAX_DETAIL])
 
 
 @contextlib.contextmanager

@@ -1,10 +1,12 @@
-"""Thread that deletes old checkpoints, since a file system may take seconds to free gigabytes."""
+"""Retention of a tier, usually in a thread, since a file system may take seconds to free gigabytes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
 
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.retain import Deleted
 from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.store import Store
@@ -13,26 +15,62 @@ _PAUSE_S = 0.25
 """Pause between two runs: each lists the home, which is too slow to do for every save of a fast series."""
 
 
-class RetentionThread:
-    """Runs retention in the background. Requests during a run and its pause result in a single further run.
+class TierRetention:
+    """Retention of one tier, as of its newest complete checkpoint. Errors and deletions are reported.
+
+    Requests during a run and its pause result in a single further run.
 
     Args:
-        apply: deletes what the policy does not keep.
+        store: the tier, of this name.
+        apply: deletes what the policy does not keep, for the newest checkpoint and its ancestors.
     """
 
-    def __init__(self, apply: Callable[[], None]) -> None:
-        self._apply = apply
+    def __init__(
+        self,
+        store: Store,
+        tier: str,
+        reports: Reports,
+        apply: Callable[[CheckpointId, Ancestors], Iterable[Deleted]],
+    ) -> None:
+        self._store, self._tier, self._reports, self._apply = store, tier, reports, apply
+        self._newest: tuple[CheckpointId, Ancestors] | None = None
         self._is_due = False
         self._lock = threading.Lock()
         self._is_awaited = threading.Event()  # `join` does not wait for a pause
         self._thread: threading.Thread | None = None
 
+    @property
+    def newest(self) -> CheckpointId | None:
+        """Newest checkpoint that is known to be complete in the tier, not always the last one."""
+        return None if self._newest is None else self._newest[0]
+
+    def add(self, checkpoint: CheckpointId, ancestors: Ancestors = ()) -> bool:
+        """Add a checkpoint that is complete in the tier. Return False if a newer one was known."""
+        is_newest = self._newest is None or checkpoint > self._newest[0]
+        if is_newest:
+            self._newest = checkpoint, ancestors
+        return is_newest
+
+    def run(self, step: int | None = None) -> None:
+        """Delete what is superfluous now, and what interrupted writes have left.
+
+        Args:
+            step: the one after which errors are reported; the newest by default.
+        """
+        assert self._newest is not None
+        newest, ancestors = self._newest
+        with self._reports.retention_errors(newest.step if step is None else step, self._tier):
+            for one in self._apply(newest, ancestors):
+                self._reports.deleted(one, self._tier)
+            for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
+                self._store.sweep(folder)
+
     def request(self) -> None:
-        """Start a run, or another one after the current run."""
+        """Start a run in the background, or another one after the current run; none without a checkpoint."""
         with self._lock:
-            self._is_due = True
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="holdfast-retain")
+            self._is_due = self._newest is not None
+            if self._is_due and self._thread is None:
+                self._thread = threading.Thread(target=self._run_requested, name="holdfast-retain")
                 self._thread.start()
 
     def join(self) -> None:
@@ -44,20 +82,12 @@ class RetentionThread:
         finally:
             self._is_awaited.clear()
 
-    def _run(self) -> None:
+    def _run_requested(self) -> None:
         while True:
             with self._lock:
                 if not self._is_due:
                     self._thread = None
                     return
                 self._is_due = False
-            self._apply()
+            self.run()
             self._is_awaited.wait(_PAUSE_S)
-
-
-def delete_old(store: Store, old: Iterable[Deleted], reports: Reports, tier: str) -> None:
-    """Delete old checkpoints and what interrupted writes have left, and record each deletion."""
-    for checkpoint in old:
-        reports.deleted(checkpoint, tier)
-    for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
-        store.sweep(folder)

@@ -171,10 +171,6 @@ class Save:
         self.staged_s = time.monotonic() - self.began_s
         self._staged.set()
 
-    def mark_delayed(self, reason: str) -> None:
-        """Record the reason of a wait of the keeper, as a sentence."""
-        self.delay = reason
-
     def mark_durable(self) -> None:
         """Record that the checkpoint is committed."""
         self.durable_s = time.monotonic() - self.began_s

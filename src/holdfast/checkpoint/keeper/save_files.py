@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
@@ -15,18 +14,16 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Copies, DataFile
 from holdfast.checkpoint.format.sections import Sections
 from holdfast.checkpoint.home.claim import check_claim, check_not_fenced
-from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
-from holdfast.checkpoint.keeper import rate
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.inbox import StagedSave
+from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
 from holdfast.checkpoint.keeper.messages import ArenaLayout, Image
-from holdfast.checkpoint.keeper.persist import has_image, persist
-from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
+from holdfast.checkpoint.keeper.persist import has_image, persist, put
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
-from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.system import backoff
 from holdfast.system.failpoint import failpoint
 
@@ -35,38 +32,28 @@ _LONGEST_PAUSE_S = 10.0
 
 
 class SaveFiles:
-    """Writer of a rank's files, in the tier that saves are committed in first.
+    """Writer of a rank's files, in the tier that saves are committed in first."""
 
-    Args:
-        history: history of the rank, flushed before each part.
-        watches: halves of the watches.
-    """
-
-    def __init__(self, store: Store, config: KeeperConfig, history: History, watches: KeeperWatches) -> None:
-        self._store, self._config, self._history, self._watches = store, config, history, watches
+    def __init__(
+        self,
+        store: Store,
+        config: KeeperConfig,
+        *,
+        inbox: TrainerInbox,
+        reports: Reports,
+        watches: KeeperWatches,
+    ) -> None:
+        self._store, self._config, self._watches = store, config, watches
+        self._inbox, self._reports = inbox, reports
         self._frozen = FrozenFile(store, config)
         # Of one save. Another try to write its part has the same ones, as a part is never replaced.
         self._sections: Sections | None = None
 
-    def persist(
-        self,
-        save: StagedSave,
-        arena: memoryview,
-        metrics: SaveValues,
-        *,
-        has_newer: Callable[[], bool],
-        on_delay: Callable[[HoldfastError], None],
-        retry_for_s: Callable[[], float] = lambda: 0.0,
-    ) -> None:
+    def persist(self, save: StagedSave, arena: memoryview, metrics: SaveValues) -> None:
         """Write the files of a save durably.
 
-        Args:
-            metrics: metrics of the checkpoint, on rank 0.
-            has_newer: returns True if a newer save waits, which is worth more than another try of this one.
-            on_delay: called with each new kind of error before another try.
-            retry_for_s: returns the time for which to try again even after the usual number of tries.
-
-        Blocks: until the files are durable.
+        If the store fails, this is repeated a few times, or for as long as training waits, and each new kind
+        of error reported; but not if a newer save waits, which is worth more than another try of this one.
         """
         began_s, reported = time.monotonic(), ""
         self._sections = None
@@ -74,12 +61,13 @@ class SaveFiles:
             try:
                 self._try_persist(save, arena, metrics)
             except TRANSIENT_ERRORS as error:
+                retry_for_s = 0.0 if self._inbox.trainer_gone else self._config.pause_s
                 is_last = num_failures > self._config.num_retries
-                if has_newer() or (is_last and time.monotonic() - began_s >= retry_for_s()):
+                if self._inbox.has_saves or (is_last and time.monotonic() - began_s >= retry_for_s):
                     raise
                 if error.kind != reported:
                     reported = error.kind
-                    on_delay(error)
+                    self._inbox.report_delay(save.request.step, str(error))
                 time.sleep(backoff.doubled(num_failures, self._config.retry_s, _LONGEST_PAUSE_S))
             else:
                 return
@@ -146,7 +134,7 @@ class SaveFiles:
             on_hashed=self._watches.persisting(image) if self._sections is None else None,
         )
         failpoint("keeper.data")
-        self._history.settle()
+        self._reports.history.settle()  # before each part
         if metrics.values:  # before the part: a complete checkpoint has its metrics
             self._write_metrics(step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
@@ -171,10 +159,7 @@ class SaveFiles:
 
 
 def _hash_copies(copies: Copies, arena: memoryview, what: str) -> dict[str, tuple[str, ...]]:
-    """Return the hashes of the copies that each watch has planned.
-
-    Blocks: for about 0.1 s per GB.
-    """
+    """Return the hashes of the copies that each watch has planned, in about 0.1 s per GB."""
     most = max((at + num_bytes for rows in copies.values() for at, num_bytes in rows), default=0)
     if most > len(arena):
         raise Corrupt(f"{what} orders bytes to {most} of {len(arena)}.", key=what)
@@ -212,7 +197,7 @@ class FrozenFile:
         if self._store.size(name) is None and self.link(name, file):
             return file
         try:
-            rate.put(self._store, name, image, self._config.persist_bandwidth)
+            put(self._store, name, image, self._config.persist_bandwidth)
         except Conflict:  # an earlier keeper may have written or linked it
             if not has_image(self._store, name, file):
                 raise
@@ -220,10 +205,7 @@ class FrozenFile:
         return file
 
     def link(self, name: str, file: DataFile) -> bool:
-        """Link the newest file under another name if it has the same bytes. Return False if it has not.
-
-        Blocks: until the name is durable.
-        """
+        """Link the newest file under another name, durably, if it has the same bytes. Return False if not."""
         newest = self._find_newest()
         if newest is None or newest[1] != file or not self._link(newest[0], name, file.num_bytes):
             return False

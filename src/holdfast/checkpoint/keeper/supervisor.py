@@ -7,12 +7,11 @@ import select
 import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.child_process import ChildProcess
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.messages import Close, Message, Ping, Pong, TrainerMessage
+from holdfast.checkpoint.keeper.messages import Close, Message, Ping, Pong
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.system import backoff
 from holdfast.system.process_exit import complete_at_exit
@@ -35,12 +34,37 @@ A process that stands still does not start, so checks at which it does are limit
 """
 
 
-class KeeperOwner(ABC):
-    """Owner of a supervised keeper. The supervisor calls it from its thread."""
+class SupervisedKeeper(ABC):
+    """Keeper process that is replaced when it dies or stops, until it is closed.
+
+    The abstract methods are called in the thread that listens to it, most with the lock held.
+
+    Args:
+        pulse_fd: descriptor of this process's pulse; -1 without one.
+    """
+
+    def __init__(self, config: KeeperConfig, *, pulse_fd: int = -1) -> None:
+        self.config = config
+        self.lock = threading.RLock()  # held while the process is replaced, and to change what is resent
+        self.num_deaths = 0  # in a row, without a completed save
+        self._child_config = config
+        self._pulse_fd = pulse_fd
+        self._close: Close | None = None
+        self._must_not_pause = threading.Event()
+        self._has_ended = threading.Event()
+        self._has_left = False  # this process ends before the keeper
+        self._thread: threading.Thread | None = None
+        try:
+            self.child = ChildProcess.start(config, pulse_fd=pulse_fd)
+        except OSError as error:
+            raise RetryLater(
+                f"The keeper of rank {config.rank} could not be started: {error}. Nothing was saved.",
+                rank=config.rank,
+            ) from error
 
     @abstractmethod
-    def end_with_interpreter(self) -> None:
-        """Send the keeper what it needs to complete its work without this process. The lock is held."""
+    def receive(self, message: Message) -> None:
+        """Handle a message of the keeper. The lock is not held."""
 
     @property
     @abstractmethod
@@ -48,127 +72,69 @@ class KeeperOwner(ABC):
         """True if the keeper has work, so that a silent one is replaced."""
 
     @abstractmethod
-    def receive(self, message: Message) -> None:
-        """Handle a message of the keeper."""
+    def leave(self) -> None:
+        """Send the keeper what it needs to complete its work without this process."""
 
     @abstractmethod
     def release_unused(self) -> None:
-        """Release the arenas that the dead keeper had read, but not released. The lock is held."""
+        """Release the arenas that the dead keeper had read, but not released."""
 
     @abstractmethod
     def resend(self) -> int:
-        """Send a new keeper everything that a dead one may not have done. The lock is held.
-
-        Returns:
-            The number of saves.
-        """
+        """Send a new keeper everything that a dead one may not have done; return the number of saves."""
 
     @abstractmethod
     def fail_all(self, reason: str | None) -> None:
-        """Fail all saves without a reported outcome. The lock is held.
-
-        Args:
-            reason: text of their errors; None if the keeper has exited after `close`.
-        """
+        """Fail all saves without an outcome, for a reason; None if the keeper has exited after its close."""
 
     @abstractmethod
     def add_problem(self, text: str) -> None:
-        """Report a problem to the user with the next save. The lock is held."""
-
-
-class Supervisor:
-    """Keeps one keeper process running until it is closed.
-
-    Args:
-        owner: receives messages and deaths.
-        pulse_fd: descriptor of this process's pulse; -1 without one.
-
-    Attributes:
-        lock: held while the process is replaced. The owner also holds it to change what it would resend.
-    """
-
-    def __init__(self, config: KeeperConfig, owner: KeeperOwner, *, pulse_fd: int = -1) -> None:
-        self.lock = threading.RLock()
-        self._config = config
-        self._owner = owner
-        self._pulse_fd = pulse_fd
-        self._num_deaths = 0
-        self._close: Close | None = None
-        self._must_not_pause = threading.Event()
-        self._has_ended = threading.Event()
-        self._has_left = False  # this process ends before the keeper
-        self._thread: threading.Thread | None = None
-        try:
-            self._child = ChildProcess.start(config, pulse_fd=pulse_fd)
-        except OSError as error:
-            raise RetryLater(
-                f"The keeper of rank {config.rank} could not be started: {error}. Nothing was saved.",
-                rank=config.rank,
-            ) from error
+        """Report a problem to the user with the next save."""
 
     @property
     def pid(self) -> int:
         """Process id of the current keeper."""
-        return self._child.pid
-
-    @property
-    def condition(self) -> str:
-        """Why the current keeper makes no progress, as far as its process shows it; else empty."""
-        return self._child.condition
-
-    def start(self) -> None:
-        """Start to receive messages."""
-        self._listen_to(self._child)
-        complete_at_exit(self, is_receiver=True)
-
-    def send(
-        self, message: TrainerMessage, fds: tuple[int, ...] = (), *, on_sent: Callable[[], None] | None = None
-    ) -> None:
-        """Send a message. One that a dying keeper has not received must be sent again by `resend`."""
-        self._child.outbox.send(message, fds, on_sent=on_sent)
-
-    def reset_deaths(self) -> None:
-        """Record that the current keeper has completed a save."""
-        self._num_deaths = 0
-
-    def close(self, message: Close, *, must_restart: bool) -> None:
-        """Let the keeper exit once it has completed everything.
-
-        Args:
-            must_restart: if it has died, still wait to start another one.
-        """
-        with self.lock:
-            self._close = message
-            self.send(message)
-            if not must_restart:
-                self._must_not_pause.set()
+        return self.child.pid
 
     @property
     def is_done(self) -> bool:
-        """True if the keeper has stored everything, and at most offers its memory."""
-        return self._child.is_done
+        """True if everything is stored: what the process still has in memory may be taken over."""
+        return self.child.is_done
+
+    def send_close(self, message: Close, *, must_restart: bool) -> None:
+        """Let the keeper exit once it has completed everything. `must_restart` even if it has died."""
+        with self.lock:
+            self._close = message
+            self.child.outbox.send(message)
+            if not must_restart:
+                self._must_not_pause.set()
 
     def wait_ended(self, timeout_s: float | None) -> bool:
-        """Wait for the exit of the last keeper, after `close`. Return False if the time runs out."""
+        """Wait for the exit of the last process, after its close. Return False if the time runs out."""
         return self._has_ended.wait(timeout_s)
 
     def end_with_interpreter(self, timeout_s: float) -> None:
         """Send what is queued, and join the thread. The keeper completes its work, and exits by itself."""
         with self.lock:
             if not self._has_ended.is_set() and self._close is None:
-                self._owner.end_with_interpreter()
-        self._child.outbox.flush(timeout_s)
+                self.leave()
+        self.child.outbox.flush(timeout_s)
         self._has_left = True
         self._must_not_pause.set()
         with contextlib.suppress(OSError):  # closed, or the keeper has died
-            self._child.end.shutdown(socket.SHUT_RD)  # wakes the thread
+            self.child.end.shutdown(socket.SHUT_RD)  # wakes the thread
         if self._thread is not None:
             self._thread.join(timeout_s)
+
+    def start(self) -> None:
+        """Start to receive messages."""
+        self._listen_to(self.child)
+        complete_at_exit(self, is_receiver=True)
 
     # -- the thread ------------------------------------------------------------------------------------------
 
     def _listen_to(self, child: ChildProcess) -> None:
-        self._child = child
+        self.child = child
         self._thread = threading.Thread(
             target=self._listen, args=(child,), name="holdfast-listen", daemon=True
         )
@@ -186,7 +152,7 @@ class Supervisor:
         if num_checks:
             limit = format_duration(num_checks * _CHECK_S)
             death = f"did not answer for {limit}, as if it were stopped or frozen, and was killed."
-        self._replace(f"The keeper of rank {self._config.rank} (pid {child.pid}) {death}")
+        self._replace(f"The keeper of rank {self.config.rank} (pid {child.pid}) {death}")
 
     def _receive_all(self, child: ChildProcess) -> int:
         """Handle messages until the keeper dies or is silent for too long.
@@ -204,8 +170,8 @@ class Supervisor:
                     return 0
                 num_checks, num_still, has_responded = 0, 0, True
                 if not isinstance(message, Pong):
-                    self._owner.receive(message)
-            elif self._owner.expects_replies or self._close is not None or child.outbox:
+                    self.receive(message)
+            elif self.expects_replies or self._close is not None or child.outbox:
                 num_checks += 1
                 num_still = 0 if not has_responded and child.is_running else num_still + 1
                 if not child.outbox:
@@ -218,7 +184,7 @@ class Supervisor:
         while True:
             with self.lock:
                 if self._close is not None:
-                    self._owner.fail_all(None)
+                    self.fail_all(None)
                     self._has_ended.set()
                     return
                 pause_s = self._count_death(reason)
@@ -232,37 +198,37 @@ class Supervisor:
                 continue
             with self.lock:
                 self._listen_to(child)
-                num_saves = self._owner.resend()
+                num_saves = self.resend()
                 if self._close is not None:
-                    self.send(self._close)
-                self._owner.add_problem(
+                    child.outbox.send(self._close)
+                self.add_problem(
                     f"{reason} Another one (pid {child.pid}) has taken over its {num_saves} unfinished saves."
                 )
             return
 
     def _trusted_config(self) -> KeeperConfig:
         """Return the configuration of the next keeper; after two deaths in a row without the users' code."""
-        trusted = self._config.with_own_halves_only()
-        left_out = [one.name for one in self._config.watches if one not in trusted.watches]
-        if left_out and self._num_deaths >= _MAX_DEATHS_WITH_USERS_CODE:
-            self._config = trusted
+        trusted = self._child_config.with_own_halves_only()
+        left_out = [one.name for one in self._child_config.watches if one not in trusted.watches]
+        if left_out and self.num_deaths >= _MAX_DEATHS_WITH_USERS_CODE:
+            self._child_config = trusted
             with self.lock:
-                self._owner.add_problem(
-                    f"The keeper of rank {self._config.rank} has died {self._num_deaths} times in a row. The "
+                self.add_problem(
+                    f"The keeper of rank {self.config.rank} has died {self.num_deaths} times in a row. The "
                     f"next one works without the halves of these watches: {', '.join(left_out)}."
                 )
-        return self._config
+        return self._child_config
 
     def _count_death(self, reason: str) -> float:
         """Return the seconds to wait before another keeper is started."""
-        self._num_deaths += 1
-        self._owner.release_unused()
-        if self._num_deaths == 1:
+        self.num_deaths += 1
+        self.release_unused()
+        if self.num_deaths == 1:
             return 0.0
-        pause_s = backoff.doubled(self._num_deaths - 1, _FIRST_PAUSE_S, _LAST_PAUSE_S)
-        if self._num_deaths > _MAX_DEATHS:  # one of the saves may be the cause
-            self._owner.fail_all(
-                f"{reason} It was the {self._num_deaths}th in a row; the saves that it had are given up, and "
+        pause_s = backoff.doubled(self.num_deaths - 1, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        if self.num_deaths > _MAX_DEATHS:  # one of the saves may be the cause
+            self.fail_all(
+                f"{reason} It was the {self.num_deaths}th in a row; the saves that it had are given up, and "
                 f"another one is started in {format_duration(pause_s)}. Earlier checkpoints remain."
             )
         return pause_s

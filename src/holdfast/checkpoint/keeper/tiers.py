@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.retain import ShareRetention
+from holdfast.checkpoint.format.part import Ancestors
+from holdfast.checkpoint.home.retain import Deleted, ShareRetention
 from holdfast.checkpoint.keeper.commit_tier import Committed, CommitTier, PendingSave
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.home_tier import HomeTier
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.messages import DropSave, MarkComplete
-from holdfast.checkpoint.keeper.reports import Reports
-from holdfast.checkpoint.keeper.retention_thread import RetentionThread, delete_old
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
+from holdfast.checkpoint.keeper.retention_thread import TierRetention
 from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
@@ -29,9 +31,8 @@ class KeeperTiers:
     is home, and a save is only durable here. Both kinds of local folders are drained to home alike.
 
     Args:
-        watches: halves of the watches.
-        store: store of the nearest tier.
-        home: store of home, if that is another tier.
+        store: the nearest tier.
+        home: home, if that is another tier.
         in_work: returns the saves that the worker has not finished.
     """
 
@@ -49,9 +50,12 @@ class KeeperTiers:
         self._config, self._store, self._reports, self._inbox = config, store, reports, inbox
         self._in_work = in_work
         self._newest_step: int | None = None  # newest one that this rank has persisted
+        self._delayed: list[Callable[[], None]] = []
         self._home: HomeTier | None = None
         self._commit: CommitTier | None = None
-        self._share: LocalShare | None = None
+        # With node-local folders, where retention cannot see what is complete:
+        self._share: ShareRetention | None = None
+        self._in_home: CheckpointId | None = None  # newest checkpoint that this keeper has drained
         if home is not None:
             self._home = HomeTier(
                 store,
@@ -63,7 +67,8 @@ class KeeperTiers:
                 on_arrived=self._on_arrived,
             )
         if home is not None and config.is_node_local:
-            self._share = LocalShare(store, config, reports, self._needed)
+            self._share = ShareRetention(store, Keep(config.keep_local), config.is_responsible_for)
+            self._share_deletion = TierRetention(store, reports.tier, reports, self._delete_of_share)
         else:
             keep = config.keep if home is None else Keep(config.keep_local)
             self._commit = CommitTier(
@@ -79,15 +84,7 @@ class KeeperTiers:
         return CheckpointId(attempt=self._config.attempt, step=step)
 
     def try_commit(self, save: PendingSave, limit_s: float) -> Committed | RetryLater | None:
-        """Commit a save if it is complete.
-
-        Args:
-            save: save whose files of this rank are durable.
-            limit_s: time since its arrival after which it is given up.
-
-        Returns:
-            None while parts of other ranks are missing; an error if they will never arrive.
-        """
+        """Commit a save if it is complete, see `CommitTier.try_commit`."""
         if self._commit is None:
             return Committed(())  # no rank sees all parts: the manifest is written in home
         return self._commit.try_commit(save, limit_s)
@@ -107,12 +104,12 @@ class KeeperTiers:
     def drop(self, drop: DropSave) -> None:
         """Refuse a save that this rank has no copy of."""
         if self._commit is not None:  # with node-local folders no other rank waits for it
-            self._commit.drop(drop)
+            self._now_or_later(partial(self._commit.drop, drop))
 
     def drain(self, checkpoint: CheckpointId) -> None:
         """Send a checkpoint home, once it is complete."""
         if self._home is not None:
-            self._home.request(checkpoint)
+            self._now_or_later(partial(self._home.request, checkpoint))
 
     def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
         """Keep this attempt's best saves until they are in home. If due, send them once they are complete."""
@@ -121,9 +118,12 @@ class KeeperTiers:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of a step in each tier that has a newer one."""
-        for tier in (self._home, self._commit, self._share):
+        for tier in (self._home, self._commit):
             if tier is not None:
                 tier.delete(step)
+        if self._share is not None:
+            self._share.unwanted.add(step)
+            self._share_deletion.request()
 
     def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
         """Record the metrics of a save. `is_late` if they have changed since it was persisted."""
@@ -135,31 +135,47 @@ class KeeperTiers:
 
     def mark_complete(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is complete, as all ranks or home have confirmed."""
-        if self._share is not None:  # elsewhere manifests show it
-            self._share.mark_complete(checkpoint)
+        if self._share is None or not self._share_deletion.add(checkpoint):
+            return  # elsewhere manifests show it
+        is_own = checkpoint.attempt == self._config.attempt
+        if self._config.rank == 0 and is_own and checkpoint != self._in_home:
+            self._reports.history.record(
+                "committed", step=checkpoint.step, tier=self._reports.tier, detail=_PERSISTED_BY_ALL
+            )
+        self._share_deletion.request()
+
+    def _delete_of_share(self, complete: CheckpointId, _: Ancestors) -> Iterable[Deleted]:
+        """Delete what a node-local folder need not keep, now that a checkpoint is complete."""
+        assert self._share is not None
+        in_home = set() if self._in_home is None else {self._in_home}
+        return self._share.apply(complete, self._needed() | in_home)
 
     @property
     def has_delayed(self) -> bool:
         """True if a failing store has delayed something."""
-        return any(tier is not None and tier.has_delayed for tier in (self._commit, self._home))
+        return bool(self._delayed)
 
     def retry_delayed(self) -> None:
         """Repeat what a failing store has delayed."""
-        for tier in (self._commit, self._home):
-            if tier is not None:
-                tier.retry_delayed()
+        delayed, self._delayed = self._delayed, []
+        for act in delayed:
+            self._now_or_later(act)
+
+    def _now_or_later(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except TRANSIENT_ERRORS:
+            self._delayed.append(act)
 
     def join_retention(self) -> None:
         """Wait until everything superfluous is deleted."""
-        for tier in (self._commit, self._share):
-            if tier is not None:
-                tier.join_retention()
+        if self._commit is not None:
+            self._commit.join_retention()
+        else:
+            self._share_deletion.join()
 
     def close(self, *, with_newest: bool) -> None:
-        """Complete everything that is due in home.
-
-        Args:
-            with_newest: also send the newest checkpoint home, as there may be no later attempt.
+        """Complete everything that is due in home, and the newest checkpoint if no attempt may follow.
 
         Blocks: until home has everything, or has failed for too long.
         """
@@ -183,57 +199,5 @@ class KeeperTiers:
         if self._commit is not None:
             self._commit.retain_again()
         elif self._share is not None:
-            self._share.in_home = max(checkpoint, self._share.in_home or checkpoint)
+            self._in_home = max(checkpoint, self._in_home or checkpoint)
             self._inbox.put(MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step))
-
-
-class LocalShare:
-    """Files of this host's ranks in a node-local folder, where retention cannot see what is complete.
-
-    Attributes:
-        in_home: newest checkpoint that this keeper has drained.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        config: KeeperConfig,
-        reports: Reports,
-        needed: Callable[[], set[CheckpointId]],
-    ) -> None:
-        self._config, self._store, self._reports, self._needed = config, store, reports, needed
-        self.in_home: CheckpointId | None = None
-        self._complete: CheckpointId | None = None  # newest checkpoint that is known to be complete
-        self._retention = ShareRetention(store, Keep(config.keep_local), config.is_responsible_for)
-        self._thread = RetentionThread(self._retain)
-
-    def delete(self, step: int) -> None:
-        """Delete this rank's files of a step once a newer checkpoint is complete."""
-        self._retention.add_unwanted(step)
-        if self._complete is not None:
-            self._thread.request()
-
-    def mark_complete(self, checkpoint: CheckpointId) -> None:
-        """Record that a checkpoint is complete, and delete older ones."""
-        if self._complete is not None and checkpoint <= self._complete:
-            return
-        self._complete = checkpoint
-        is_own = checkpoint.attempt == self._config.attempt
-        if self._config.rank == 0 and is_own and checkpoint != self.in_home:
-            self._reports.history.record(
-                "committed", step=checkpoint.step, tier=self._reports.tier, detail=_PERSISTED_BY_ALL
-            )
-        self._thread.request()
-
-    def join_retention(self) -> None:
-        """Wait until everything superfluous is deleted."""
-        self._thread.join()
-
-    def _retain(self) -> None:
-        assert self._complete is not None
-        complete, needed = self._complete, self._needed()
-        if self.in_home is not None:
-            needed.add(self.in_home)
-        with self._reports.retention_errors(complete.step, self._reports.tier):
-            old = self._retention.apply(complete, needed)
-            delete_old(self._store, old, self._reports, self._reports.tier)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +42,12 @@ class KeeperRun:
 
     def warn(self, text: str) -> None:
         """Have the trainer warn of a text, at its next call of the Checkpointer."""
-        self.inbox.reply(WarnOf(text[:MAX_DETAIL]))
+        self.inbox.reply(WarnOf(text[:MAX_DETAIL], is_of_watch=True))
 
     def show(self, text: str, *, wait_s: float = 0.0) -> bool:
         """Have the trainer print a text: as an error if its reply is waited for, else as a warning.
 
-        Returns:
-            False if the trainer did not print it within `wait_s`.
+        Return False if the trainer did not print it within `wait_s`.
         """
         if wait_s:  # else the reply to a text of another watch may be on its way
             self.inbox.text_shown.clear()
@@ -132,17 +132,11 @@ class KeeperWatch:
 
 @dataclass(slots=True)
 class KeeperWatches:
-    """Halves of the watches in one keeper, in the order of their events.
-
-    Args:
-        configs: their names, classes and options.
-        run_of: returns the parts of the run that the watch of a name may use.
-        read_base: see `Judges`.
-    """
+    """Halves of the watches in one keeper, in the order of their events."""
 
     configs: Sequence[WatchConfig]
-    run_of: Callable[[str], KeeperRun]
-    read_base: Callable[..., Sections]
+    run_of: Callable[[str], KeeperRun]  # returns the parts of the run that the watch of a name may use
+    read_base: Callable[..., Sections]  # see `Judges`
     judges: Judges = field(init=False)
     _halves: dict[str, KeeperWatch] = field(default_factory=dict[str, KeeperWatch])
 
@@ -166,31 +160,20 @@ class KeeperWatches:
         """Return a function that passes on each hashed range of a data file; None if no watch wants them."""
         wanting: dict[str, Callable[[int, int], None]] = {}
         for name, half in list(self._halves.items()):
-            try:
-                receive = half.persisting(image)
-            except Exception as error:  # noqa: BLE001 - a watch must not fail a save
-                self._switch_off(name, error)
-            else:
-                if receive is not None:
+            with self._guarded(name):
+                if (receive := half.persisting(image)) is not None:
                     wanting[name] = receive
 
         def pass_on(start: int, stop: int) -> None:
-            for name, receive in list(wanting.items()):
-                try:
-                    receive(start, stop)
-                except Exception as error:  # noqa: BLE001 - a watch must not fail a save
-                    del wanting[name]
-                    self._switch_off(name, error)
+            for name, receive in wanting.items():
+                if name in self._halves:
+                    with self._guarded(name):
+                        receive(start, stop)
 
         return pass_on if wanting else None
 
     def persisted(self, step: int, found: Sections, hashes: Mapping[str, tuple[str, ...]]) -> Sections:
-        """Return the sections of a part, once for each save.
-
-        Args:
-            found: sections of the trainer.
-            hashes: of the copies of each watch.
-        """
+        """Return the sections of a part, once for each save, from those that the trainer has found."""
         host = os.uname().nodename
         made: dict[str, Section] = {}
         for name in dict.fromkeys([*(config.name for config in self.configs), *found]):
@@ -204,12 +187,10 @@ class KeeperWatches:
         if half is None:
             is_off = any(config.name == name for config in self.configs)
             return failed(name) if is_off else save.section
-        try:
+        with self._guarded(name):
             section = half.persisted(save)
             return None if section is None else sections.check(section, max_bytes=MAX_PART_BYTES)
-        except Exception as error:  # noqa: BLE001 - a watch must not fail a save
-            self._switch_off(name, error)
-            return failed(name)
+        return failed(name)
 
     def committed(self, step: int) -> None:
         """Pass on that this keeper has committed a checkpoint."""
@@ -221,6 +202,14 @@ class KeeperWatches:
         """Pass on that the trainer has ended."""
         for name, half in list(self._halves.items()):
             self.run_of(name).guard(lambda half=half: half.trainer_ended(in_order=in_order))
+
+    @contextlib.contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        """Switch a watch off if it fails. It must not fail a save."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - it may be the user's
+            self._switch_off(name, error)
 
     def _switch_off(self, name: str, error: Exception) -> None:
         """Show and record an error of a watch, whose half receives no more events."""

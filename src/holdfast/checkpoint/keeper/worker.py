@@ -25,7 +25,7 @@ from holdfast.checkpoint.keeper.inbox import Received, StagedSave, TrainerInbox
 from holdfast.checkpoint.keeper.lockfile import Lockfile
 from holdfast.checkpoint.keeper.memory_store import offer_images
 from holdfast.checkpoint.keeper.messages import Image
-from holdfast.checkpoint.keeper.pulse import PulseReader
+from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports, bugs_as_errors
 from holdfast.checkpoint.keeper.save_files import SaveFiles
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
@@ -53,7 +53,6 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
             worker = Worker(inbox, message.config, lockfile, pulse=PulseReader(*fds) if fds else None)
-            worker.watch_trainer()
             worker.run()
             worker.wind_up()
     finally:
@@ -61,12 +60,7 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
 
 
 class Worker:
-    """Main loop of a keeper.
-
-    Args:
-        lockfile: shows other processes whether this keeper has data that is not durable yet.
-        pulse: pulse of the trainer, if it has one.
-    """
+    """Main loop of a keeper. Its lock file shows whether it has data that is not durable yet."""
 
     def __init__(
         self,
@@ -82,10 +76,12 @@ class Worker:
             wait_for_run(self._store, config.run, inbox)
         history = History(self._store, config.writer)
         self._reports = Reports(history, inbox, "home" if config.local is None else "local", config.home)
-        self._killed_step = KilledStep(pulse, history)
+        self._pulse = pulse
         self._home = None if config.local is None else open_patiently(config.home, inbox)
         self._watches = KeeperWatches(config.watches, self._run_of, self._read_base)
-        self._files = SaveFiles(self._store, config, history, self._watches)
+        self._files = SaveFiles(
+            self._store, config, inbox=inbox, reports=self._reports, watches=self._watches
+        )
         self._arenas = MappedArenas()
         self._next_step: int | None = None  # of the save that was taken from the inbox
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
@@ -100,10 +96,6 @@ class Worker:
             home=self._home,
             in_work=self._in_work,
         )
-
-    def watch_trainer(self) -> None:
-        """Start the halves of the watches here. They watch the trainer in threads of their own."""
-        self._watches.start()
 
     def _run_of(self, name: str) -> KeeperRun:
         history = self._reports.history
@@ -122,6 +114,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
+        self._watches.start()  # they watch the trainer in threads of their own
         while True:
             received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
             if self._inbox.trainer_gone:
@@ -141,11 +134,27 @@ class Worker:
 
     def _end_trainer(self) -> None:
         """Record that the trainer was killed, and pass its end on to the watches, once."""
-        if not self._inbox.has_closed:
-            self._killed_step.record()
-        if not self._has_ended_trainer:
-            self._has_ended_trainer = True
-            self._watches.trainer_ended(in_order=self._inbox.has_closed)
+        if self._has_ended_trainer:
+            return
+        self._has_ended_trainer = True
+        if self._pulse is not None and not self._inbox.has_closed:
+            self._record_killed_step(self._pulse.read())
+            self._pulse.close()
+        self._watches.trainer_ended(in_order=self._inbox.has_closed)
+
+    def _record_killed_step(self, progress: TrainerProgress) -> None:
+        """Record the newest completed step of a trainer that did not record its end, at that time."""
+        if progress.beats_here < 1:
+            return  # no step was completed, or a loop of its own counts them
+        since_s = (time.monotonic_ns() - progress.beat_ns) / 1e9
+        self._reports.history.record(
+            "killed",
+            step=progress.step,
+            unix_s=time.time() - since_s,
+            detail="the trainer ended without recording its end; this was its newest completed step",
+        )
+        with contextlib.suppress(HoldfastError):
+            self._store.flush()
 
     def wind_up(self) -> None:
         """Drain what is due, and offer the contents of the memory to the next attempt."""
@@ -209,14 +218,7 @@ class Worker:
         try:
             with bugs_as_errors(request.step):
                 if not (request.is_resent and self._was_committed(request.step)):
-                    self._files.persist(
-                        save,
-                        arena,
-                        metrics,
-                        has_newer=lambda: self._inbox.has_saves,
-                        on_delay=lambda error: self._reports.delayed(request.step, str(error)),
-                        retry_for_s=lambda: 0.0 if self._inbox.trainer_gone else self._config.pause_s,
-                    )
+                    self._files.persist(save, arena, metrics)
                     if metrics.values:
                         self._tiers.note_metrics(request.step, metrics.values, is_late=False)
         except HoldfastError as error:
@@ -286,7 +288,7 @@ class Worker:
             if now_s - save.received_s > limit_s:
                 return RetryLater(str(error), step=save.step)
             if save.is_worth_a_line(error.kind):
-                self._reports.delayed(save.step, str(error))
+                self._inbox.report_delay(save.step, str(error))
             return None
         except HoldfastError as error:
             return error
@@ -339,37 +341,6 @@ def _reported(inbox: TrainerInbox, reason: str) -> Iterator[None]:
         inbox.set_delay("")
 
 
-class KilledStep:
-    """Recorder of the newest step of a trainer that ends without recording it.
-
-    Args:
-        pulse: pulse of the trainer, if it has one.
-        history: receives the event.
-    """
-
-    def __init__(self, pulse: PulseReader | None, history: History) -> None:
-        self._pulse, self._history = pulse, history
-
-    def record(self) -> None:
-        """Record the newest completed step, at the time of its completion; once."""
-        pulse, self._pulse = self._pulse, None
-        if pulse is None:
-            return
-        progress = pulse.read()
-        pulse.close()
-        if progress.beats_here < 1:
-            return  # no step was completed, or a loop of its own counts them
-        since_s = (time.monotonic_ns() - progress.beat_ns) / 1e9
-        self._history.record(
-            "killed",
-            step=progress.step,
-            unix_s=time.time() - since_s,
-            detail="the trainer ended without recording its end; this was its newest completed step",
-        )
-        with contextlib.suppress(HoldfastError):
-            self._history.store.flush()
-
-
 @dataclass(slots=True)
 class _Arena:
     fd: int
@@ -384,11 +355,7 @@ class MappedArenas:
         self._arenas: dict[int, _Arena] = {}
 
     def map(self, number: int, fd: int) -> memoryview:
-        """Return the memory of an arena, mapped at its first use.
-
-        Args:
-            fd: its descriptor, which this object closes.
-        """
+        """Return the memory of an arena, mapped at its first use. It takes over the descriptor."""
         if number in self._arenas:
             os.close(fd)
         else:

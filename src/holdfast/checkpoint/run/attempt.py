@@ -209,7 +209,7 @@ class Attempt:
         """
         pipeline, cadence = self._pipeline, self._components.cadence
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
-        pipeline.stager.check_thread()
+        pipeline.stager.hook.check_threads()
         if self._pause_limit_s and not must:
             self._pause()
         self.surface()

@@ -243,7 +243,7 @@ class Pipeline:
 
     def watch_optimizers(self) -> None:
         """Have the steps of the state's optimizers wait for a copy under way."""
-        self.stager.watch(self.objects.optimizers())
+        self.stager.hook.add_known(self.objects.optimizers())
 
     def prepare(self) -> None:
         """Prepare the staging memory for the first save.
@@ -257,7 +257,7 @@ class Pipeline:
     def prepare_in_background(self) -> None:
         """Start preparing the staging memory for the first save."""
         plan, captured = self._prepare_arena()
-        self.stager.settle_in_background(plan, captured.tensors)
+        self.stager.settle(plan, captured.tensors, in_background=True)
 
     def _prepare_arena(self) -> tuple[SavePlan, CapturedState]:
         captured = self.objects.capture()

@@ -91,7 +91,9 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
 def warn_of_gradients(components: Components) -> None:
     """Warn of gradients that no optimizer has used."""
     saved = components.pipeline.objects.saved_addresses()
-    gradients = [one for one in components.pipeline.stager.unused_gradients() if one.data_ptr() not in saved]
+    gradients = [
+        one for one in components.pipeline.stager.hook.unused_gradients() if one.data_ptr() not in saved
+    ]
     if not any(one.any() for one in gradients):
         return
     if not all(one.isfinite().all() for one in gradients):
@@ -107,7 +109,9 @@ def warn_of_gradients(components: Components) -> None:
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     pipeline = components.pipeline
-    for doubt in pipeline.objects.review(pipeline.stager.stepped(), has_live_objects=components.has_state):
+    for doubt in pipeline.objects.review(
+        pipeline.stager.hook.stepped(), has_live_objects=components.has_state
+    ):
         warn(f"The run will not resume exactly: {doubt.text}", doubt.category)
     objects = components.pipeline.objects
     if components.watching.goes_back is not None and not (objects.skippables() or objects.streams()):

@@ -314,7 +314,7 @@ class Training:
             self._has_reviewed = True
             if self._trial is not None:
                 doubts = self._pipeline.objects.review(
-                    self._pipeline.stager.stepped(), has_live_objects=self._components.has_state
+                    self._pipeline.stager.hook.stepped(), has_live_objects=self._components.has_state
                 )
                 facts = [{"text": doubt.text, "would_show": doubt.would_show} for doubt in doubts]
                 self._trial.note("doubts", facts)

@@ -42,15 +42,10 @@ def _clear_cuda_error() -> None:
 
 
 class Arena:
-    """A memfd mapped into this process; /dev/shm has only 64 MB in most containers.
-
-    Args:
-        number: identifies the arena to the keeper, unique in this process.
-        num_bytes: capacity; rounded up to whole pages.
-    """
+    """A memfd of whole pages, mapped into this process; /dev/shm has only 64 MB in most containers."""
 
     def __init__(self, number: int, num_bytes: int) -> None:
-        self.number = number
+        self.number = number  # identifies it to the keeper, unique in this process
         self.num_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create(f"holdfast-arena-{number}")
         try:

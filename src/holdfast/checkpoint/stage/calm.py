@@ -25,11 +25,15 @@ class CalmTensors:
     need not be copied before a save returns. After the 1st, 2nd, 4th, 8th, ... save, the kernel's record of
     writes continues until the next step of an optimizer of the state. A tensor without a write in two such
     observations in a row is calm. If a background copy of it is torn, it never is again.
+
+    Attributes:
+        torn: names of tensors whose copies were torn. Without an owner on this rank, they are never copied
+            in the background again.
     """
 
     def __init__(self) -> None:
         self._num_quiet: dict[str, int] = {}  # observations in a row without a write, by name
-        self._torn: set[str] = set()
+        self.torn: set[str] = set()
         self._plan: int | None = None
         self._num_saves = 0  # with this plan
         self._watch: WriteWatch | None = None
@@ -47,30 +51,26 @@ class CalmTensors:
         return () if self._watch is None else self._observed
 
     def choose(self, plan: int, names: Mapping[int, str]) -> Mapping[int, str]:
-        """Count a save, and return the tensors to observe after it.
+        """Count a save, and return the tensors to observe after it. A new plan begins the series again.
 
-        Args:
-            plan: number of its plan. A new one begins the series of saves again.
-            names: tensors that no optimizer owns and that can be watched, by index.
+        The names are those of tensors that no optimizer owns and that can be watched, by index.
         """
         if plan != self._plan:
             self._plan, self._num_saves = plan, 0
         self._num_saves += 1
         if self._num_saves & (self._num_saves - 1):
             return {}
-        return {i: name for i, name in names.items() if name not in self and name not in self._torn}
+        return {i: name for i, name in names.items() if name not in self and name not in self.torn}
 
     def observe(self, watch: WriteWatch, names: Mapping[int, str]) -> None:
         """Observe the tensors of a watch, which ends with the observation, until `end` or `cancel`."""
-        if names:  # without the tensors themselves: training may release them
-            self._watch, self._observed = replace(watch, tensors={}, edges=None), names
-        else:
-            watch.cancel()
+        # Without the tensors themselves: training may release them.
+        self._watch, self._observed = replace(watch, tensors={}, edges=None), names
 
     def end(self) -> list[int]:
         """End the observation, if there is one, at a step. Return the indices of tensors that were written.
 
-        Blocks: 5 to 60 ms per GB in pages of 4 KiB, if there is one.
+        Blocks: 5 to 60 ms per GB in pages of 4 KiB.
         """
         if self._watch is None or os.getpid() != self._pid:  # a child's is that of its parent
             return []
@@ -78,8 +78,7 @@ class CalmTensors:
             watch, self._watch = self._watch, None
             if watch is None:
                 return []
-            written = watch.find_written()
-            watch.cancel()
+            written = watch.end()
         for index, name in self._observed.items():
             self._num_quiet[name] = 0 if index in written else self._num_quiet.get(name, 0) + 1
         return written
@@ -97,7 +96,7 @@ class CalmTensors:
         """Record tensors that were written while they were copied in the background."""
         for name in names:
             if self._num_quiet.pop(name, None) is not None:
-                self._torn.add(name)
+                self.torn.add(name)
 
 
 def cancel_all() -> None:

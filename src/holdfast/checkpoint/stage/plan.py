@@ -32,6 +32,7 @@ class SavePlan:
     """
 
     names: tuple[str, ...]  # of the tensors this rank writes, in the order of `shards`
+    live_names: tuple[str, ...]  # of all tensors that may be copied: these, and the witnesses
     lasting: tuple[int, ...]  # indices of tensors without an owner, in memory that lasts from save to save
     background: tuple[int, ...]  # indices of tensors that an optimizer owns
     frozen: tuple[int, ...]  # indices of tensors that no optimizer trains
@@ -40,6 +41,11 @@ class SavePlan:
     starts: tuple[int, ...]  # of each shard in its file
     file: FileLayout
     frozen_file: FileLayout | None
+    num_bytes: int  # of both files
+    frozen_at: int  # offset of the second file's image in the arena
+    image_bytes: int  # of an arena for both images
+    witness_at: int  # offset of the witnesses in the arena
+    arena_bytes: int  # of an arena for both images and the witnesses of one save
     catalog: bytes  # from `catalog_text`
     catalog_digest: str
     own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start of own tensors
@@ -48,7 +54,6 @@ class SavePlan:
     witnesses: tuple[str, ...] = ()  # tensors that others write; their indices follow those of `names`
     calm_witnesses: frozenset[int] = frozenset()  # indices of those that only an optimizer changes
     witness_sizes: tuple[int, ...] = ()  # bytes of each witness
-    witness_bytes: int = 0  # for the witnesses of one save
     places: Mapping[int, Region] = field(default_factory=dict)  # of live tensors, by index: what is copied
     number: int = field(default_factory=lambda: next(_numbers))
 
@@ -70,8 +75,7 @@ class SavePlan:
 
         Args:
             tensors: this rank's tensors, or its regions of them, by name.
-            catalog: the tensors that this rank holds, without its own ones.
-            per_rank: names of its own tensors.
+            catalog: the tensors that this rank holds, without its own ones, whose names are `per_rank`.
             owned: names of tensors that only an optimizer's step changes.
             temporary: names of tensors in memory that their object may release.
             witnesses: names of tensors that are not written, but copied at some saves to be hashed.
@@ -102,8 +106,14 @@ class SavePlan:
         large = {i for i, shard in enumerate(shards) if shard.num_bytes >= LARGE_BYTES}
         large |= {i for i, num_bytes in sizes.items() if num_bytes >= LARGE_BYTES}
         text = catalog_text(catalog)
+        shard_names = tuple(shard.name for shard in shards)
+        num_bytes = file.file_bytes + (frozen_file.file_bytes if frozen_file else 0)
+        frozen_at = _aligned(file.file_bytes, mmap.PAGESIZE)
+        image_bytes = frozen_at + frozen_file.file_bytes if frozen_file else file.file_bytes
+        witness_at = _aligned(image_bytes, WITNESS_ALIGNMENT)
         return cls(
-            names=tuple(shard.name for shard in shards),
+            names=shard_names,
+            live_names=shard_names + tuple(witnesses),
             lasting=tuple(i for i in changing if shards[i].name not in {*owned, *temporary}),
             background=tuple(i for i in changing if shards[i].name in owned),
             frozen=tuple(frozen),
@@ -112,22 +122,21 @@ class SavePlan:
             starts=tuple(starts[i] for i in range(len(shards))),
             file=file,
             frozen_file=frozen_file,
+            num_bytes=num_bytes,
+            frozen_at=frozen_at,
+            image_bytes=image_bytes,
+            witness_at=witness_at,
+            arena_bytes=witness_at + witness_bytes if witness_bytes else image_bytes,
             catalog=text,
             catalog_digest=digest(text),
             own=tuple((s.name, s.dtype, s.shape, starts[i]) for i, s in enumerate(shards) if s.per_rank),
             shared_starts=tuple(starts[i] for i, shard in enumerate(shards) if not shard.per_rank),
-            is_cuda=any(tensors[name].is_cuda for name in (*(s.name for s in shards), *witnesses)),
+            is_cuda=any(tensors[name].is_cuda for name in (*shard_names, *witnesses)),
             witnesses=tuple(witnesses),
             calm_witnesses=frozenset(i for i, name in others.items() if name in owned),
             witness_sizes=tuple(sizes.values()),
-            witness_bytes=witness_bytes,
             places=placed,
         )
-
-    @property
-    def live_names(self) -> tuple[str, ...]:
-        """Names of all tensors that may be copied, by index."""
-        return self.names + self.witnesses
 
     def live(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that may be copied, by index: views of those that hold more than that."""
@@ -136,36 +145,10 @@ class SavePlan:
             found[index] = found[index][place.slices]
         return found
 
-    @property
-    def frozen_at(self) -> int:
-        """Offset of the second file's image in the arena."""
-        return -(-self.file.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of an arena for both images."""
-        frozen = self.frozen_file
-        return self.file.file_bytes if frozen is None else self.frozen_at + frozen.file_bytes
-
-    @property
-    def witness_at(self) -> int:
-        """Offset of the witnesses in the arena."""
-        return -(-self.image_bytes // WITNESS_ALIGNMENT) * WITNESS_ALIGNMENT
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of an arena for both images and the witnesses of one save."""
-        return self.witness_at + self.witness_bytes if self.witness_bytes else self.image_bytes
-
     def position(self, index: int) -> tuple[int, int]:
         """Return the offset in the arena and the size of a tensor in the plan."""
         shard = self.shards[index]
         return self.starts[index] + (self.frozen_at if shard.frozen else 0), shard.num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of both files."""
-        return self.file.file_bytes + (self.frozen_file.file_bytes if self.frozen_file else 0)
 
     def views(self, arena: Arena) -> list[torch.Tensor]:
         """Return this plan's tensors inside `arena`, contiguous, in the order of `shards`.
@@ -196,3 +179,7 @@ class SavePlan:
             self.views(arena)
 
         return prepare
+
+
+def _aligned(num_bytes: int, to: int) -> int:
+    return -(-num_bytes // to) * to

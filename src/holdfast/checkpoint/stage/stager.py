@@ -19,10 +19,9 @@ from holdfast.checkpoint.stage.arena import Arena
 from holdfast.checkpoint.stage.calm import CalmTensors, Repeats, VersionCounters, cancel_all
 from holdfast.checkpoint.stage.device_copies import DeviceCopies, copy_all, queue_copies
 from holdfast.checkpoint.stage.plan import SavePlan
-from holdfast.checkpoint.stage.step_hook import LastStep, StepHook, Storages, addresses_of
+from holdfast.checkpoint.stage.step_hook import StepHook, addresses_of
 from holdfast.checkpoint.stage.watch import Watcher, WriteWatch
 from holdfast.checkpoint.state.tensors import versions
-from holdfast.errors import InvalidInput
 from holdfast.system.failpoint import failpoint
 from holdfast.system.process_exit import complete_at_exit
 
@@ -65,19 +64,16 @@ class Stager:
         self.repeats = Repeats()  # tensors that are copied before `stage` returns, as a copy was torn
         self.watcher = Watcher(on_busy=cancel_all)  # proves that tensors did not change while copied
         self._pid = os.getpid()
-        self._calm = CalmTensors()
+        self.calm = CalmTensors()
         self._current: Staging | None = None
-        self._hook = StepHook(self._before_step)
-        self._hook.add_known(optimizers)
-        self._steps_checked: Mapping[int, LastStep] = {}  # at the last `check_thread`
+        self.hook = StepHook(self._before_step)
+        self.hook.add_known(optimizers)
         self._thread: threading.Thread | None = None
         self._settling: threading.Thread | None = None
         self._closing = False
         self._is_captured = False  # a step is in a CUDA graph
-        # The plan's number, and address and version of each frozen tensor, at the previous save.
-        self._frozen: tuple[int, list[tuple[int, int | None]]] | None = None
-        self._frozen_names: frozenset[str] = frozenset()
-        self._torn_witnesses: set[str] = set()  # names of those that are copied before `stage` returns
+        self._plan: SavePlan | None = None  # of the previous save
+        self._frozen: list[tuple[int, int | None]] | None = None  # address and version of each frozen tensor
         complete_at_exit(self)
 
     def guarantee(self, plan: SavePlan) -> str:
@@ -94,52 +90,14 @@ class Stager:
             )
         return "the kernel's record of written pages"
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Register the optimizers of the state. The steps of all optimizers wait for a running copy."""
-        self._hook.add_known(optimizers)
-
-    def unused_gradients(self) -> list[torch.Tensor]:
-        """Return gradients of the state's optimizers that were computed after their last step."""
-        return self._hook.unused_gradients()
-
-    def stepped(self) -> list[Optimizer]:
-        """Return the optimizers of this process that have begun a step."""
-        found = (last.optimizer() for last in self._hook.last_steps().values())
-        return [optimizer for optimizer in found if optimizer is not None]
-
-    def check_thread(self) -> None:
-        """Raise if another thread than the calling one steps the optimizers of the state.
-
-        `stage` raises if one has begun a step since, with any optimizer of the tensors that it copies.
-        """
-        self._steps_checked = self._hook.last_steps()
-        self._check_threads(())
-
-    def _check_threads(self, live: Iterable[torch.Tensor]) -> None:
-        """Raise if another thread may have changed the state, or one of `live`, since then."""
-        others = self._hook.steps_of_other_threads(self._steps_checked)
-        if not others:
-            return
-        storages = Storages.of(live)
-        for last in others:
-            optimizer = last.optimizer()
-            if optimizer is None:
-                continue
-            if self._hook.is_known(optimizer) or storages.contain_any(addresses_of(optimizer)):
-                raise InvalidInput(
-                    f"save() was called in the thread {threading.current_thread().name!r}, but an optimizer "
-                    f"of the state's parameters steps in the thread {last.thread.name!r}, which may change "
-                    "the state at any moment. Nothing was saved. Call save() in the thread that trains: it "
-                    "returns after a few milliseconds, and the copy runs in the background."
-                )
-
     def _before_step(self, optimizer: Optimizer) -> None:
         if os.getpid() != self._pid:  # a child has no copy to wait for, and its parent's are not its own
             return
-        is_known = self._hook.is_known(optimizer)
+        is_known = self.hook.is_known(optimizer)
         self.num_steps += is_known
         if is_known:
-            self.watcher.lose_huge_pages(self._calm.end())
+            if written := self.calm.end():
+                self.watcher.lose_huge_pages(written)
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 self._is_captured = True
                 return  # nothing runs now, and the capture may not wait for work outside of it
@@ -197,7 +155,7 @@ class Stager:
         Blocks: for the copy of all that is not copied in the background, and for an earlier copy.
         """
         self.wait()
-        self._calm.cancel()
+        self.calm.cancel()
         staging = self._current = Staging(arena)
         copy = _Copy(self, staging, plan, tensors, witnesses, then, at_once=at_once)
         copy.free = () if at_once or is_lent or plan.is_cuda else plan.lasting
@@ -228,7 +186,7 @@ class Stager:
             copy.later = [i for i in plan.background if not is_excluded and names[i] not in repeats]
         else:
             self.watcher.locate(live, plan.large)
-            wanted = [*plan.background, *frozen, *(i for i in copy.free if names[i] in self._calm)]
+            wanted = [*plan.background, *frozen, *(i for i in copy.free if names[i] in self.calm)]
             overlapping = self.watcher.overlapping
             if copy.at_once:
                 wanted = []
@@ -244,7 +202,7 @@ class Stager:
         if copy.at_once:
             return
         calm = [i for i in copy.witnesses if i in plan.calm_witnesses]
-        calm = [i for i in calm if names[i] not in repeats and names[i] not in self._torn_witnesses]
+        calm = [i for i in calm if names[i] not in repeats and names[i] not in self.calm.torn]
         if not plan.is_cuda:
             calm = copy.watch([i for i in calm if i in plan.large and i not in self.watcher.overlapping])
         copy.later += calm
@@ -252,15 +210,21 @@ class Stager:
     def _unchanged(self, plan: SavePlan, live: list[torch.Tensor]) -> tuple[int, ...]:
         """Return the frozen tensors if all have the addresses and versions of the previous save."""
         tensors, before = [live[i] for i in plan.frozen], self._frozen
-        places = zip([t.data_ptr() for t in tensors], versions(tensors), strict=True)
-        self._frozen = plan.number, list(places)  # another plan may change their positions in the file
-        self._frozen_names = frozenset(plan.names[i] for i in plan.frozen)
-        return plan.frozen if self._frozen == before else ()
+        places = zip(map(torch.Tensor.data_ptr, tensors), versions(tensors), strict=True)
+        is_same_plan, self._plan = self._plan is plan, plan  # another one may change their positions
+        self._frozen = list(places)
+        return plan.frozen if is_same_plan and self._frozen == before else ()
 
     def _start(self, copy: _Copy) -> None:
         """Copy what is not copied in the background, and start the thread for the rest."""
         plan, staging, names = copy.plan, copy.staging, copy.plan.live_names
-        copy.place()
+        if plan.is_cuda:
+            staging.arena.pin()
+        copy.views += plan.views(staging.arena)
+        for index in range(len(plan.names), len(copy.live)):  # an empty one for those that are not copied
+            tensor, at = copy.live[index], copy.witnesses.get(index)
+            place = None if at is None else staging.arena.bytes[at : at + tensor.nbytes]
+            copy.views.append(_NOTHING if place is None else place.view(tensor.dtype).view(tensor.shape))
         later = frozenset(copy.later)
         blocking = [i for i in (*range(len(plan.names)), *copy.witnesses) if i not in later]
         # An optimizer knows a tensor, and PyTorch counts its writes, as a whole.
@@ -274,7 +238,7 @@ class Stager:
             staging.queued = staging.queued.followed_by(queue_copies(*copy.pairs(copy.later)))
         else:
             copy.changed = self._copy_blocking(copy, blocking)
-        self._check_threads(copy.live)  # another one may just have begun its first step
+        self.hook.check_threads(copy.live)  # another one may just have begun its first step
         failpoint("trainer.staging")
         thread = threading.Thread(target=copy.run, name="holdfast-stage", daemon=True)
         thread.start()
@@ -284,69 +248,59 @@ class Stager:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
         plan, live, watcher = copy.plan, copy.live, self.watcher
         lone = plan.large.difference(watcher.overlapping)
-        chosen = self._calm.choose(plan.number, {i: plan.names[i] for i in copy.free if i in lone})
+        chosen = self.calm.choose(plan.number, {i: plan.names[i] for i in copy.free if i in lone})
         large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
         observed = watcher.start({i: live[i] for i in chosen})
         watch = watcher.start({i: tensor for i, tensor in large.items() if i not in chosen})
         counters = VersionCounters(large)
         try:
             _copy_in_threads(*copy.pairs(blocking))
-            changed = {*watch.end(copy.views), *observed.find_written(), *counters.find_changed()}
-            observed.complete(copy.views)
+            changed = {*watch.end(copy.views), *observed.end(copy.views, continues=True)}
+            changed |= counters.find_changed()
         except BaseException:
             watch.cancel()
             observed.cancel()
             raise
-        self._calm.observe(observed, {i: chosen[i] for i in observed.tensors})
+        if observed.tensors:
+            self.calm.observe(observed, {i: chosen[i] for i in observed.tensors})
         shared = watcher.shared.intersection(blocking)  # writes of other processes show only so (note 013)
         return changed | {i for i in shared if not _is_equal(copy.views[i], live[i])}
-
-    def note_witnesses(self, plan: SavePlan, torn: Iterable[int]) -> None:
-        """Copy torn witnesses before `stage` returns from now on."""
-        self._torn_witnesses.update(plan.live_names[i] for i in torn)
 
     def distrust_frozen(self, *, for_long: bool = False) -> None:
         """Copy unwatched frozen tensors at once at the next save, because this one failed.
 
         If `for_long`, it failed because they had changed, so also at further saves.
         """
-        if for_long:
-            self.repeats.record_torn(self._frozen_names)
+        if for_long and (plan := self._plan) is not None:
+            self.repeats.record_torn([plan.names[i] for i in plan.frozen])
         self._frozen = None
 
-    def record_torn(self, names: tuple[str, ...]) -> None:
-        """Copy torn tensors before `stage` returns, for some saves; those without an owner from now on."""
-        self.repeats.record_torn(names)
-        self._calm.record_torn(names)
-
-    def settle(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    def settle(
+        self, plan: SavePlan, tensors: Mapping[str, torch.Tensor], *, in_background: bool = False
+    ) -> None:
         """Move large tensors into huge pages, so that watching them costs almost nothing.
+
+        Args:
+            in_background: in a thread, once, and only before the first save.
 
         Blocks: 0.2 to 2 s per GB, the first time; ends early when a save begins.
         """
-        live, current = plan.live(tensors), self._current
-        if not plan.is_cuda:
-            self.watcher.locate(live, plan.large)
-            self.settle_located(plan, live, plan.lasting, current)
-
-    def settle_in_background(self, plan: SavePlan, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Call `settle` in a thread, once. The first save then need not protect small pages.
-
-        Blocks: to locate the tensors in memory.
-        """
-        if plan.is_cuda or self._settling is not None or self._current is not None:
+        if plan.is_cuda or (in_background and (self._settling or self._current) is not None):
             return
         live = plan.live(tensors)
         self.watcher.locate(live, plan.large)  # not in the thread: a concurrent save reads the result
-        settle = partial(self.settle_located, plan, live, plan.lasting, None)
-        self._settling = threading.Thread(target=settle, name="holdfast-settle", daemon=True)
-        self._settling.start()
+        settle = partial(self.settle_located, plan, live, plan.lasting, self._current)
+        if in_background:
+            self._settling = threading.Thread(target=settle, name="holdfast-settle", daemon=True)
+            self._settling.start()
+        else:
+            settle()
 
     def settle_located(
         self, plan: SavePlan, live: list[torch.Tensor], free: tuple[int, ...], current: Staging | None
     ) -> None:
         """Continue `settle` after the tensors were located, until another copy than `current` runs."""
-        observed = self._calm.observed  # protected pages stay small
+        observed = self.calm.observed  # protected pages stay small
         wanted = [*plan.background, *plan.frozen, *(i for i in free if i not in observed)]
         large = {i: live[i] for i in wanted if i in plan.large}
         self.watcher.use_huge_pages(large, until=lambda: self._closing or self._current is not current)
@@ -361,8 +315,8 @@ class Stager:
     def close(self) -> None:
         """Wait for the running copy, and stop making optimizers wait."""
         self.end_with_interpreter(None)
-        self._hook.remove()
-        self._calm.cancel()
+        self.hook.remove()
+        self.calm.cancel()
         self.watcher.close()
 
 
@@ -389,17 +343,6 @@ class _Copy:
         watch = self.stager.watcher.start({i: self.live[i] for i in indices})
         self.watches.append(watch)
         return list(watch.tensors)
-
-    def place(self) -> None:
-        """Find the copies in the arena; an empty tensor stands for witnesses that are not copied."""
-        arena = self.staging.arena
-        if self.plan.is_cuda:
-            arena.pin()
-        self.views += self.plan.views(arena)
-        for index in range(len(self.plan.names), len(self.live)):
-            tensor, at = self.live[index], self.witnesses.get(index)
-            place = None if at is None else arena.bytes[at : at + tensor.nbytes]
-            self.views.append(_NOTHING if place is None else place.view(tensor.dtype).view(tensor.shape))
 
     def pairs(self, indices: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the copies of tensors, and the live ones."""
@@ -444,10 +387,11 @@ class _Copy:
             found |= staging.counters.find_changed()
         changed = sorted(i for i in found if i < len(names))
         staging.torn_witnesses = frozenset(found.difference(changed))
-        self.stager.note_witnesses(self.plan, staging.torn_witnesses)
+        self.stager.calm.torn.update(self.plan.live_names[i] for i in staging.torn_witnesses)
         staging.changed = tuple(names[i] for i in changed)
         if changed:
-            self.stager.record_torn(staging.changed)
+            self.stager.repeats.record_torn(staging.changed)
+            self.stager.calm.record_torn(staging.changed)
         else:
             self.stager.repeats.record_saved()
 
@@ -462,18 +406,18 @@ def _is_equal(copy: torch.Tensor, live: torch.Tensor) -> bool:
 def _copy_in_threads(views: list[torch.Tensor], live: list[torch.Tensor]) -> None:
     """Copy as `copy_all` does, in several threads. Thousands of small tensors cost more than their bytes."""
     share = max(_MANY, -(-len(views) // min(_MAX_THREADS, os.cpu_count() or 1)))
-    parts = [(views[i : i + share], live[i : i + share]) for i in range(0, len(views), share)]
-
-    def copy_part(part: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
-        with torch.no_grad():  # each thread has its own
-            copy_all(*part)
-
-    if len(parts) < 2:
-        for part in parts:
-            copy_part(part)
+    if len(views) <= share:
+        with torch.no_grad():
+            copy_all(views, live)
         return
-    with ThreadPoolExecutor(len(parts) - 1, "holdfast-copy") as others:
-        pending = [others.submit(copy_part, part) for part in parts[1:]]
-        copy_part(parts[0])
+
+    def copy_part(start: int) -> None:
+        with torch.no_grad():  # each thread has its own
+            copy_all(views[start : start + share], live[start : start + share])
+
+    first, *others = range(0, len(views), share)
+    with ThreadPoolExecutor(len(others), "holdfast-copy") as pool:
+        pending = [pool.submit(copy_part, start) for start in others]
+        copy_part(first)
         for one in pending:
             one.result()

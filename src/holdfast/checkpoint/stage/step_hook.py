@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue] - torch.optim deletes the name
 
 from holdfast.checkpoint.state.tensors import PLAIN, is_dtensor
+from holdfast.errors import InvalidInput
 
 _hooks: set[int] = set()
 """Ids of the hooks of all StepHooks."""
@@ -46,6 +47,7 @@ class StepHook:
     def __init__(self, before: Callable[[Optimizer], None]) -> None:
         self._known: dict[int, weakref.ref[Optimizer]] = {}  # by id, which a new optimizer may reuse
         self._last_steps: dict[int, LastStep] = {}  # by id of an optimizer that exists
+        self._checked: dict[int, LastStep] = {}  # at the last check of the threads
         method: Any = weakref.WeakMethod(before)  # pyright: ignore[reportArgumentType]
         this = weakref.ref(self)
 
@@ -87,27 +89,38 @@ class StepHook:
         reference = self._known.get(id(optimizer))
         return reference is not None and reference() is optimizer
 
-    def last_steps(self) -> dict[int, LastStep]:
-        """Return the last step that each optimizer has begun, by id of the optimizer."""
-        return dict(self._last_steps)
+    def stepped(self) -> list[Optimizer]:
+        """Return the optimizers of this process that have begun a step."""
+        found = [last.optimizer() for last in list(self._last_steps.values())]
+        return [optimizer for optimizer in found if optimizer is not None]
 
-    def steps_of_other_threads(self, since: Mapping[int, LastStep]) -> list[LastStep]:
-        """Return the last steps that other threads have begun.
+    def check_threads(self, live: Iterable[torch.Tensor] | None = None) -> None:
+        """Raise if another thread than the calling one steps the registered optimizers.
 
         Threads that Python did not start are left out. On CUDA, hooks of gradients that step an optimizer run
         in a thread of autograd, which works only while its caller waits in `backward`, and never ends.
 
         Args:
-            since: earlier last steps. Of these, only those of living threads are returned.
+            live: tensors that are copied: any optimizer of these counts too. Without them, the check begins a
+                save. Steps of threads that had ended by then do not count.
         """
-        this, last_steps = threading.current_thread(), self.last_steps()
-        return [
-            last
-            for key, last in last_steps.items()
-            if last.thread is not this
-            and not isinstance(last.thread, _Foreign)
-            and (since.get(key) is not last or last.thread.is_alive())
-        ]
+        this = threading.current_thread()
+        if live is None:
+            self._checked = dict(self._last_steps)
+        for key, last in list(self._last_steps.items()):
+            if last.thread is this or isinstance(last.thread, _Foreign):
+                continue
+            if self._checked.get(key) is last and not last.thread.is_alive():
+                continue
+            if (optimizer := last.optimizer()) is None:
+                continue
+            if self.is_known(optimizer) or _are_any_in(addresses_of(optimizer), live or ()):
+                raise InvalidInput(
+                    f"save() was called in the thread {this.name!r}, but an optimizer "
+                    f"of the state's parameters steps in the thread {last.thread.name!r}, which may change "
+                    "the state at any moment. Nothing was saved. Call save() in the thread that trains: it "
+                    "returns after a few milliseconds, and the copy runs in the background."
+                )
 
     def _record(self, optimizer: Optimizer) -> None:
         """Record the thread of a step until the optimizer's object is deleted."""
@@ -166,24 +179,14 @@ def _closure_of(
     return closure if callable(closure) and is_first and not has_other_hooks else None
 
 
-@dataclass(frozen=True, slots=True)
-class Storages:
-    """Memory of the storages of some tensors: sorted first addresses, and the ends of the same storages."""
-
-    starts: list[int]
-    stops: list[int]
-
-    @classmethod
-    def of(cls, tensors: Iterable[torch.Tensor]) -> Storages:
-        """Return the storages of tensors."""
-        found = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in tensors)}
-        starts = sorted(found)
-        return cls(starts, [start + found[start] for start in starts])
-
-    def contain_any(self, addresses: Iterable[int]) -> bool:
-        """Return True if one of the addresses is in a storage."""
-        places = ((bisect.bisect_right(self.starts, at) - 1, at) for at in addresses)
-        return any(i >= 0 and at < self.stops[i] for i, at in places)
+def _are_any_in(addresses: Iterable[int], tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if one of the addresses is in the storage of one of the tensors."""
+    stops = {
+        one.data_ptr(): one.data_ptr() + one.nbytes() for one in map(torch.Tensor.untyped_storage, tensors)
+    }
+    starts = sorted(stops)
+    before = ((bisect.bisect_right(starts, at) - 1, at) for at in addresses)
+    return any(i >= 0 and at < stops[starts[i]] for i, at in before)
 
 
 def addresses_of(optimizer: Optimizer) -> set[int]:

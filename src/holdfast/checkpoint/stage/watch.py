@@ -43,7 +43,6 @@ class Extents:
     pages: tuple[tuple[int, int, int], ...]  # start, stop and the tensor's index, by start
     edges: tuple[Edge, ...]
     ranges: tuple[Range, ...]  # these cover all `pages`, and the small gaps between them
-    num_edge_bytes: int
     indices: frozenset[int]  # of the tensors
 
     @classmethod
@@ -74,7 +73,6 @@ class Extents:
             tuple(pages),
             tuple(edges),
             tuple(_coalesce([(low, high) for low, high, _ in pages], mappings, apart)),
-            sum(edge.num_bytes for edge in edges),
             frozenset(tensors),
         )
 
@@ -92,7 +90,7 @@ class Extents:
 
     def save_edges(self) -> ctypes.Array[ctypes.c_char]:
         """Return the current bytes of all edges, one after the other."""
-        saved = ctypes.create_string_buffer(max(1, self.num_edge_bytes))
+        saved = ctypes.create_string_buffer(max(1, sum(edge.num_bytes for edge in self.edges)))
         at = ctypes.addressof(saved)
         for edge in self.edges:
             ctypes.memmove(at, edge.address, edge.num_bytes)
@@ -130,30 +128,22 @@ def memory_order(tensor: torch.Tensor) -> list[int] | None:
     return order
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateMappings:
-    """Address ranges that other processes do not share, by start."""
+def read_private_mappings() -> tuple[list[Range], list[Range]]:
+    """Return the writable mappings that other processes do not share, by start, in 1 ms per 1000 mappings.
 
-    anonymous: list[Range]  # neighbours are joined
-    of_files: list[Range]  # their pages follow the file until this process has written to them
-
-    @classmethod
-    def read(cls) -> PrivateMappings:
-        """Return the writable mappings of this process.
-
-        Blocks: 1 ms per 1000 mappings.
-        """
-        anonymous: list[Range] = []
-        of_files: list[Range] = []
-        found = read_mappings(lambda access: access[:2] == b"rw" and access[3:] == b"p")
-        for start, stop, is_of_file in found:
-            if is_of_file:
-                of_files.append((start, stop))
-            elif anonymous and anonymous[-1][1] == start:
-                anonymous[-1] = anonymous[-1][0], stop
-            else:
-                anonymous.append((start, stop))
-        return cls(anonymous, of_files)
+    First those of anonymous memory, neighbours joined; then those of files, whose pages follow the file until
+    this process has written to them.
+    """
+    anonymous: list[Range] = []
+    of_files: list[Range] = []
+    for start, stop, is_of_file in read_mappings(lambda access: access[:2] == b"rw" and access[3:] == b"p"):
+        if is_of_file:
+            of_files.append((start, stop))
+        elif anonymous and anonymous[-1][1] == start:
+            anonymous[-1] = anonymous[-1][0], stop
+        else:
+            anonymous.append((start, stop))
+    return anonymous, of_files
 
 
 def is_within(tensor: torch.Tensor, mappings: Sequence[Range]) -> bool:
@@ -204,8 +194,10 @@ class Watcher:
         self._of_files: frozenset[int] = frozenset()  # those of `shared` that may become private
         self._tracker: WriteTracker | None = None
         self._ids: list[int] = []
-        self._places = _Places({}, [], {})
-        self._mappings = PrivateMappings([], [])
+        self._places: dict[int, tuple[int, int]] = {}  # address and bytes of each large tensor
+        self._views: Mapping[int, object] = {}  # order of those whose bytes are not simply in sequence
+        self._anonymous: list[Range] = []  # mappings, see `read_private_mappings`
+        self._of_file: list[Range] = []
         self._extents: dict[tuple[int, ...], Extents] = {}
         self._huge: frozenset[int] = frozenset()  # in huge pages as far as the kernel could
         try:
@@ -216,13 +208,23 @@ class Watcher:
     def locate(self, tensors: list[torch.Tensor], large: Iterable[int]) -> None:
         """Find the tensors of a save, and skip those of the last one. Only the large ones may be watched."""
         before, self._ids = self._ids, list(map(id, tensors))
-        places, known = _Places.of({i: tensors[i] for i in large}), self._places
+        chosen = {i: tensors[i] for i in large}
+        found = zip(
+            map(torch.Tensor.data_ptr, chosen.values()), map(_get_num_bytes, chosen.values()), strict=True
+        )
+        places, known = dict(zip(chosen, found, strict=True)), self._places
+        views = {
+            i: (tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            for i, tensor in chosen.items()
+            if not tensor.is_contiguous() or tensor.is_complex()
+        }
         new = set[int]()
-        if has_moved := places != known:
-            new.update(places.find_changed(known))
-            self._places, self._mappings = places, PrivateMappings.read()
-            sizes = zip(places.addresses.items(), places.num_bytes, strict=True)
-            self.overlapping = frozenset(find_overlapping((at, size, i) for (i, at), size in sizes))
+        if has_moved := places != known or views != self._views:
+            changed = {i for i in chosen if views.get(i) != self._views.get(i)}
+            new.update(i for i in chosen if i in changed or places[i] != known.get(i))
+            self._places, self._views = places, views
+            self._anonymous, self._of_file = read_private_mappings()
+            self.overlapping = frozenset(find_overlapping((at, size, i) for i, (at, size) in places.items()))
         if len(before) != len(tensors):
             new.update(range(len(tensors)))
         elif self._ids != before:
@@ -236,11 +238,11 @@ class Watcher:
 
     def _find_shared(self, tensors: Mapping[int, torch.Tensor]) -> set[int]:
         plain = {i: t for i, t in tensors.items() if t.device.type == "cpu" and t.nbytes}
-        shared = {i for i, tensor in plain.items() if not is_within(tensor, self._mappings.anonymous)}
+        shared = {i for i, tensor in plain.items() if not is_within(tensor, self._anonymous)}
         if shared:  # or in memory that is new since the mappings were read
-            self._mappings = PrivateMappings.read()
-        shared = {i for i in shared if not is_within(plain[i], self._mappings.anonymous)}
-        of_files = {i for i in shared if is_within(plain[i], self._mappings.of_files)}
+            self._anonymous, self._of_file = read_private_mappings()
+        shared = {i for i in shared if not is_within(plain[i], self._anonymous)}
+        of_files = {i for i in shared if is_within(plain[i], self._of_file)}
         places = {i: (plain[i].data_ptr(), plain[i].data_ptr() + plain[i].nbytes) for i in of_files}
         own = {i for i, place in places.items() if self._tracker is not None and self._tracker.is_own(*place)}
         self._of_files = frozenset(of_files.difference(own))
@@ -254,8 +256,8 @@ class Watcher:
 
         Blocks: 10 ms per GB in pages of 4 KiB, 0.2 ms in huge pages.
         """
-        if self._tracker is None:
-            return WriteWatch(None, _NOTHING, {}, None)
+        if self._tracker is None or not tensors:
+            return _NO_WATCH
         extents = self._find_extents(tensors)
         is_huge = self._huge.issuperset(tensors)
         if not self._try_start(extents, in_huge_pages=is_huge):
@@ -277,12 +279,12 @@ class Watcher:
         key, known = tuple(tensors), self._extents  # a concurrent save may replace the attribute
         if key not in known:
             watchable = {i: t for i, t in tensors.items() if i not in self.shared and _is_watchable(t)}
-            known[key] = Extents.of(watchable, self._mappings.anonymous, self._apart_from(watchable))
+            known[key] = Extents.of(watchable, self._anonymous, self._apart_from(watchable))
         return known[key]
 
     def _apart_from(self, indices: Collection[int]) -> list[int]:
         """Return the addresses of the large tensors outside of `indices`, sorted."""
-        return sorted(address for i, address in self._places.addresses.items() if i not in indices)
+        return sorted(address for i, (address, _) in self._places.items() if i not in indices)
 
     def _start_each(self, tensors: Mapping[int, torch.Tensor], extents: Extents) -> Extents:
         """Start tracking range by range; return extents without tensors that the kernel refuses."""
@@ -298,7 +300,7 @@ class Watcher:
         self._tracker.stop(started)
         accepted = extents.indices.difference(extents.touched_by(refused))
         accepted_tensors = {index: tensors[index] for index in sorted(accepted)}
-        extents = Extents.of(accepted_tensors, self._mappings.anonymous, self._apart_from(accepted))
+        extents = Extents.of(accepted_tensors, self._anonymous, self._apart_from(accepted))
         if not self._try_start(extents, in_huge_pages=False):
             return _NOTHING
         if not is_busy:
@@ -343,29 +345,29 @@ class WriteWatch:
     tensors: Mapping[int, torch.Tensor]  # the watched ones, by index
     edges: ctypes.Array[ctypes.c_char] | None
 
-    def end(self, copies: Sequence[torch.Tensor]) -> list[int]:
+    def end(self, copies: Sequence[torch.Tensor] = (), *, continues: bool = False) -> list[int]:
         """End the watch; return the indices of tensors that were written since it began.
 
-        Their complete and contiguous copies receive the bytes of shared pages that were saved when it began.
+        Args:
+            copies: by index. The complete and contiguous ones of these tensors receive the bytes of shared
+                pages that were saved when the watch began.
+            continues: do not end it yet.
         """
-        written = self.find_written()
-        self.cancel()
-        self.complete(copies)
-        return written
-
-    def find_written(self) -> list[int]:
-        """Return the indices of tensors that were written since the watch began."""
         if self.tracker is None:
             return []
-        return self.extents.touched_by(self.tracker.find_written(self.extents.ranges))
+        written = self.extents.touched_by(self.tracker.find_written(self.extents.ranges))
+        if not continues:
+            self.cancel()
+        if copies:
+            self._complete(copies)
+        return written
 
     def cancel(self) -> None:
         """End the watch without a result."""
         if self.tracker is not None:
             self.tracker.stop(self.extents.ranges)
 
-    def complete(self, copies: Sequence[torch.Tensor]) -> None:
-        """Put the bytes of shared pages into copies, as for `end`."""
+    def _complete(self, copies: Sequence[torch.Tensor]) -> None:
         if self.edges is None:
             return
         at = ctypes.addressof(self.edges)
@@ -380,6 +382,9 @@ class WriteWatch:
             at += edge.num_bytes
 
 
+_NO_WATCH = WriteWatch(None, _NOTHING, {}, None)
+
+
 def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, saved: bytes) -> None:
     """Put bytes of a dense tensor, at an offset in its memory, into a copy with another order of elements."""
     order, item_bytes = memory_order(tensor), tensor.element_size()
@@ -391,37 +396,6 @@ def _put_in_memory_order(copy: torch.Tensor, tensor: torch.Tensor, offset: int, 
         left = left // tensor.shape[dimension]
     items = torch.frombuffer(bytearray(saved), dtype=torch.uint8).view(-1, item_bytes)
     copy.view(-1).view(torch.uint8).view(-1, item_bytes)[positions] = items
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The memory of some tensors, in lists and not a tuple for each: at each save there may be thousands."""
-
-    addresses: dict[int, int]  # by index
-    num_bytes: list[int]  # in the same order
-    views: dict[int, tuple[tuple[int, ...], bool, bool]]  # of those whose bytes are not simply in sequence
-
-    @classmethod
-    def of(cls, tensors: Mapping[int, torch.Tensor]) -> _Places:
-        """Return the places of tensors by index."""
-        return cls(
-            dict(zip(tensors, map(torch.Tensor.data_ptr, tensors.values()), strict=True)),
-            list(map(_get_num_bytes, tensors.values())),
-            {
-                i: (tensor.stride(), tensor.is_conj(), tensor.is_neg())
-                for i, tensor in tensors.items()
-                if not tensor.is_contiguous() or tensor.is_complex()
-            },
-        )
-
-    def find_changed(self, before: _Places) -> set[int]:
-        """Return the indices of tensors in other places than before, and of new ones."""
-        known = before._by_index()
-        return {i for i, place in self._by_index().items() if known.get(i) != place}
-
-    def _by_index(self) -> dict[int, object]:
-        pairs = zip(self.addresses.items(), self.num_bytes, strict=True)
-        return {i: (address, num_bytes, self.views.get(i)) for (i, address), num_bytes in pairs}
 
 
 def _is_watchable(tensor: torch.Tensor) -> bool:

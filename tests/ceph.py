@@ -82,11 +82,6 @@ rgw enable usage log = false
 def ceph_rgw() -> Iterator[Server]:
     """Run a monitor, an OSD that keeps its objects in memory, and a gateway that checks signatures.
 
-    Raises:
-        Unsupported: the programs are not installed (Debian: `apt-get install --no-install-recommends radosgw
-            ceph-mon ceph-osd ceph-common`).
-        RetryLater: a daemon did not start.
-
     Blocks: until the gateway listens, which takes about 15 s; at the end, until all daemons have exited.
     """
     missing = [name for name in PROGRAMS if shutil.which(name) is None]

@@ -91,7 +91,8 @@ def unbounded_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_endpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     """No environment variable names the endpoint of a cloud."""
-    for name in (endpoints.VARIABLE, *chain.from_iterable(endpoints.NAMED_BY.values())):
+    named = (names for (_, option), names in endpoints.SET_BY.items() if option == "endpoint_url")
+    for name in (endpoints.VARIABLE, *chain.from_iterable(named)):
         monkeypatch.delenv(name, raising=False)
 
 

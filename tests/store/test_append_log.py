@@ -39,25 +39,29 @@ def place() -> Place:
     return Place()
 
 
-def test_lines_are_written_in_the_background(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def log(place: Place) -> AppendLogs:
+    return AppendLogs(place.load, place.save)
+
+
+def test_lines_are_written_in_the_background(
+    place: Place, log: AppendLogs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
-    log = AppendLogs(place.load, place.save)
     log.append("a", b"one\n")
     assert place.written.wait(600)
     assert place.objects["a"] == b"one\n"
 
 
-def test_lines_follow_those_of_an_earlier_process(place: Place) -> None:
+def test_lines_follow_those_of_an_earlier_process(place: Place, log: AppendLogs) -> None:
     place.objects["a"] = b"before\n"
-    log = AppendLogs(place.load, place.save)
     log.append("a", b"one\n")
     log.append("a", b"two\n")
     log.flush()
     assert place.objects["a"] == b"before\none\ntwo\n"
 
 
-def test_flush_writes_only_what_has_changed(place: Place) -> None:
-    log = AppendLogs(place.load, place.save)
+def test_flush_writes_only_what_has_changed(place: Place, log: AppendLogs) -> None:
     for name in ("a/1", "a/2", "b"):
         log.append(name, b"x")
     log.flush("a/")
@@ -68,11 +72,10 @@ def test_flush_writes_only_what_has_changed(place: Place) -> None:
 
 
 def test_a_failed_write_is_reported_at_the_next_line_and_retried(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place, log: AppendLogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
     place.is_down = True
-    log = AppendLogs(place.load, place.save)
     log.append("a", b"1\n")
     failure, lines = "", 1
     while not failure:  # each line comes after one more try has failed
@@ -91,9 +94,8 @@ def test_a_failed_write_is_reported_at_the_next_line_and_retried(
     assert place.objects["a"] == b"".join(b"%d\n" % number for number in range(1, lines + 1))
 
 
-def test_a_log_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_bounded(place: Place, log: AppendLogs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(append_log, "MAX_BYTES", 10)
-    log = AppendLogs(place.load, place.save)
     log.append("a", b"x" * 10)
     with pytest.raises(RetryLater, match="nothing was appended"):
         log.append("a", b"y")
@@ -101,8 +103,7 @@ def test_a_log_is_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None
     assert place.objects["a"] == b"x" * 10
 
 
-def test_many_threads_lose_no_line(place: Place) -> None:
-    log = AppendLogs(place.load, place.save)
+def test_many_threads_lose_no_line(place: Place, log: AppendLogs) -> None:
 
     def work(number: int) -> None:
         for turn in range(50):

@@ -108,9 +108,6 @@ class TestObjectStoreOnCeph(StoreSuite):
     def store(self, ceph: Server) -> Store:
         return open_store(ceph.home(f"t{secrets.token_hex(4)}", timeout="10m"))
 
-    def test_a_taken_name_raises_conflict(self, store: Store) -> None:
-        store.check()
-
     def test_other_keys_are_refused(self, ceph: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "HIDE")
         with pytest.raises(Denied, match="credentials") as caught:
@@ -254,12 +251,6 @@ def test_a_missing_bucket_raises(s3: Server) -> None:
 def test_names_that_the_client_refuses_raise_invalid_input(home: Home) -> None:
     with pytest.raises(InvalidInput):
         open_store(home()).put("line\nbreak", b"x")
-
-
-def test_check_passes_and_leaves_nothing(home: Home) -> None:
-    store = open_store(home())
-    store.check()
-    assert list(store.list()) == []
 
 
 def test_check_detects_a_server_that_ignores_create_if_absent(home: Home, proxy: FaultProxy) -> None:

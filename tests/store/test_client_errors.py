@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.checkpoint.store.client_errors import classify
 from holdfast.checkpoint.store.error_codes import ErrorKind
-from holdfast.checkpoint.store.retries import classify
 
 obstore = pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
 

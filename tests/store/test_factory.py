@@ -30,22 +30,14 @@ def test_the_url_of_a_store_opens_the_same_store(tmp_path: Path) -> None:
         assert open_store(store.url).get("a") == b"x"
 
 
-def test_relative_paths_are_resolved_from_the_current_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_resolved_when_a_store_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    store = open_store("runs/gpt")
+    monkeypatch.setenv("HOME", str(tmp_path / "me"))
+    places = "runs/gpt", "~/runs", f"file://localhost{tmp_path}/with%20space"
+    stores = [open_store(place) for place in places]
     monkeypatch.chdir("/")
-    assert store.url == str(tmp_path / "runs" / "gpt")
-
-
-def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_store("~/runs").url == str(tmp_path / "runs")
-
-
-def test_file_urls_are_decoded(tmp_path: Path) -> None:
-    assert open_store(f"file://localhost{tmp_path}/with%20space").url == f"{tmp_path}/with space"
+    expected = "runs/gpt", "me/runs", "with space"
+    assert [store.url for store in stores] == [str(tmp_path / name) for name in expected]
 
 
 def test_memory_stores_are_shared_by_name() -> None:
@@ -68,21 +60,25 @@ def test_opening_a_bucket_sends_no_request(url: str) -> None:
     assert store.properties.survives_host
 
 
-def test_the_error_for_s3_compatible_schemes_shows_the_right_url() -> None:
-    with pytest.raises(InvalidInput, match=r"s3://BUCKET/PREFIX\?endpoint_url="):
-        open_store("minio://bucket/run")
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("minio://bucket/run", r"s3://BUCKET/PREFIX\?endpoint_url="),
+        *(
+            (f"{scheme}://host/run", "a path, file:///PATH, memory://NAME")
+            for scheme in ("ftp", "http", "hf")
+        ),
+    ],
+)
+def test_the_error_for_another_scheme_shows_the_right_ones(url: str, match: str) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        open_store(url)
 
 
 def test_the_error_for_a_refused_url_hides_secrets() -> None:
     with pytest.raises(InvalidInput) as caught:
         open_store("https://me:HIDE@account.blob.core.windows.net/box?sig=HIDE")
     assert "HIDE" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["ftp://host/run", "http://host/run", "hf://user/model"])
-def test_the_error_for_other_urls_lists_the_supported_ones(url: str) -> None:
-    with pytest.raises(InvalidInput, match=r"a path, file:///PATH, memory://NAME"):
-        open_store(url)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.store import ObjectInfo, Store
+from holdfast.checkpoint.store import ObjectInfo, Store, direct_io
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
@@ -101,8 +101,6 @@ def test_a_file_system_that_refuses_only_when_it_is_used_is_read_and_written(
 
 def test_large_aligned_puts_do_not_fill_the_page_cache(tmp_path: Path) -> None:
     """A put of an arena leaves the page cache to the training data; the tail and small objects may use it."""
-    from holdfast.checkpoint.store import direct_io
-
     store = LocalStore(tmp_path)
     store.put("a", _page_aligned(os.urandom(DIRECT)))
     fd = os.open(store.path("a"), os.O_RDONLY)
@@ -123,8 +121,6 @@ def test_cached_data_is_read_from_the_page_cache(tmp_path: Path, monkeypatch: py
     store, room = LocalStore(tmp_path), _page_aligned(bytes(DIRECT))
     store.path("a").write_bytes(data)
     fd = os.open(store.path("a"), os.O_RDONLY)
-    from holdfast.checkpoint.store import direct_io
-
     known = direct_io._cached(fd, 0, DIRECT - DIRECT % 4096)
     os.close(fd)
     if not known:
@@ -141,20 +137,6 @@ def test_a_file_that_another_program_truncated_is_corrupt(tmp_path: Path) -> Non
     os.truncate(store.path("a"), DIRECT - 8192)
     with pytest.raises(Corrupt, match=f"ends at byte {DIRECT - 8192}"):
         store.read_into("a", 0, _page_aligned(bytes(DIRECT)))
-
-
-def test_a_whole_object_of_any_length_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`get` reads slice by slice, and the kernel may return less than a slice at a time."""
-    from holdfast.checkpoint.store import direct_io
-
-    real_pread = os.pread
-    monkeypatch.setattr(direct_io, "SLICE_BYTES", 4096)
-    monkeypatch.setattr(os, "pread", lambda fd, n, offset: real_pread(fd, min(n, 1000), offset))
-    store = LocalStore(tmp_path)
-    for num_bytes in (0, 1, 999, 1000, 4096, 4097, 10_000):
-        data = os.urandom(num_bytes)
-        store.put(f"a{num_bytes}", data)
-        assert store.get(f"a{num_bytes}") == data
 
 
 # Disks that are full, read-only or gone
@@ -234,7 +216,8 @@ def test_the_error_for_a_directory_without_permission_is_clear() -> None:
         Path(folder).chmod(0o755)
         for directory in (home, home / "d"):
             directory.chmod(0o555)
-        done = _run(f"""
+        said = _go_on(
+            _start(f"""
 import os
 from holdfast.errors import Denied
 from holdfast.checkpoint.store import open_store
@@ -250,9 +233,10 @@ for change in (lambda: put("d/a", b"new"), lambda: put("e/a", b"new"), lambda: d
     except Denied as error:
         print(error)
 """)
+        )
         for directory in (home, home / "d"):
             directory.chmod(0o755)
-        assert done.stdout.count("Permission denied") == 3, done.stdout + done.stderr
+        assert said.count("Permission denied") == 3, said
         assert LocalStore(home).get("d/a") == b"old"
 
 
@@ -326,26 +310,9 @@ def test_a_name_below_an_object_and_a_directory_name_are_refused(tmp_path: Path)
     for name in ("d/a/b", "d"):
         with pytest.raises(InvalidInput, match="belongs to a directory, or a part of the path is a file"):
             store.put(name, b"y")
-    assert _files(tmp_path) == {"d/a"}
-
-
-def test_names_of_unfinished_files_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="unfinished"):
-        LocalStore(tmp_path).put("d/.unfinished-1-2", b"x")
-
-
-def test_a_file_system_without_hard_links_raises_unsupported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    store = LocalStore(tmp_path)
-    monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(Unsupported, match="does not support hard links"):
-        store.put("a", b"x", if_absent=True)
-    assert _files(tmp_path) == set()
-    store.put("a", b"x")
+        store.put("d/.unfinished-1-2", b"x")
+    assert _files(tmp_path) == {"d/a"}
 
 
 def test_a_link_shares_the_bytes_on_the_disk(tmp_path: Path) -> None:
@@ -358,7 +325,7 @@ def test_a_link_shares_the_bytes_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EMLINK])
-def test_a_link_that_the_file_system_cannot_make_changes_nothing(
+def test_names_that_the_file_system_cannot_link_raise_unsupported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The file system has no hard links, or the file has reached its limit of them."""
@@ -370,10 +337,12 @@ def test_a_link_that_the_file_system_cannot_make_changes_nothing(
     store.put("a/one", b"first")
     store.put("b/two", b"second")
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(Unsupported):
-        store.link("a/one", "b/two")
+    for change in (lambda: store.link("a/one", "b/two"), lambda: store.put("c", b"x", if_absent=True)):
+        with pytest.raises(Unsupported, match="does not support hard links"):
+            change()
     assert store.get("b/two") == b"second"
     assert _files(tmp_path) == {"a/one", "b/two"}
+    store.put("c", b"x")
 
 
 @pytest.mark.parametrize("failing", ["pwrite", "fsync", "replace", "link"])
@@ -435,17 +404,30 @@ def test_deleting_the_last_object_removes_its_directories_but_never_the_root(tmp
 # Processes that are killed
 
 
-def _run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     paths = [str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
-    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _go_on(child: subprocess.Popen[str], line: str = "") -> str:
+    """Send a line to a process that waits for it; return all further output."""
+    output = child.communicate(line)[0]
+    assert child.returncode == 0, output
+    return output
+
+
+def _line_of(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
 
 
 def _put_killed(home: Path, point: str, *, if_absent: bool, name: str = "d/a") -> None:
     """Start a process that is killed at a failpoint while it puts bytes of value 1 under `name`."""
-    done = _run(
+    child = _start(
         f"""
 import mmap
 from holdfast.checkpoint.store import open_store
@@ -455,7 +437,8 @@ open_store({str(home)!r}).put({name!r}, data, if_absent={if_absent})
 """,
         HOLDFAST_KILL_AT=point,
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    output = child.communicate()[0]
+    assert child.returncode == -signal.SIGKILL, output
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -504,22 +487,15 @@ def wait(point):
 local.failpoint = wait
 LocalStore({str(tmp_path)!r}).put("d/a", b"x" * 5000)
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    command = [sys.executable, "-c", script]
-    with subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        assert child.stdout.readline() == "store.synced\n"
-        store = LocalStore(tmp_path)
-        _put_killed(tmp_path, "store.written", if_absent=False, name="d/b")
-        assert len(_files(tmp_path)) == 2
-        store.sweep()
-        assert len(_files(tmp_path)) == 1
-        assert list(store.list()) == []
-        child.communicate("\n")
-        assert child.returncode == 0
+    child = _start(script)
+    assert _line_of(child) == "store.synced\n"
+    store = LocalStore(tmp_path)
+    _put_killed(tmp_path, "store.written", if_absent=False, name="d/b")
+    assert len(_files(tmp_path)) == 2
+    store.sweep()
+    assert len(_files(tmp_path)) == 1
+    assert list(store.list()) == []
+    _go_on(child, "\n")
     assert store.get("d/a") == b"x" * 5000
     assert _files(tmp_path) == {"d/a"}
 
@@ -557,25 +533,13 @@ try:
 except Conflict:
     print("lost")
 """
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(number)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(4)
-    ]
-    for child in children:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
+    children = [_start(script, str(number)) for number in range(4)]
+    assert [_line_of(child) for child in children] == ["ready\n"] * 4
     for child in children:
         assert child.stdin is not None
         child.stdin.write("\n")
         child.stdin.flush()
-    said = [child.communicate()[0].strip() for child in children]
+    said = [_go_on(child).strip() for child in children]
     assert sorted(said) == ["lost"] * 3 + ["won"]
     assert LocalStore(tmp_path).get("d/a") == b"%d" % said.index("won") * 100_000
     assert _files(tmp_path) == {"d/a"}

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,12 +41,25 @@ def faults(proxy: FaultProxy) -> int:
     return sum(one.fault is not None for one in proxy.requests())
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_put_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
-    proxy.inject(fault, method="PUT", times=2, after_bytes=1000)
-    store.put("a", b"x" * 100_000)
-    assert behind.get("a") == b"x" * 100_000
-    assert faults(proxy) == 2
+SOME = ("503", "reset-before", "reset-after")
+WRITES = [
+    *((fault, 100_000, {"method": "PUT", "times": 2}) for fault in BROKEN),
+    *((fault, 2 * PART_BYTES + 5, {"method": "PUT", "target": "partNumber", "times": 2}) for fault in BROKEN),
+    *((fault, PART_BYTES + 5, {"method": "POST", "target": "uploads"}) for fault in SOME),
+    *((fault, PART_BYTES + 5, {"method": "POST", "target": "uploadId"}) for fault in SOME),
+]
+"""Faults of a small put, of the parts of an upload, of its begin and of its end."""
+
+
+@pytest.mark.parametrize(("fault", "num_bytes", "where"), WRITES)
+def test_a_put_survives(
+    store: Store, behind: Store, proxy: FaultProxy, fault: str, num_bytes: int, where: dict[str, Any]
+) -> None:
+    data = os.urandom(num_bytes)
+    proxy.inject(fault, after_bytes=1000, **where)
+    store.put("a", data)
+    assert behind.get("a") == data
+    assert faults(proxy) == where.get("times", 1)
 
 
 @pytest.mark.parametrize("fault", BROKEN)
@@ -81,27 +95,6 @@ def test_a_lost_answer_is_resolved_even_if_reading_back_fails_too(
     assert faults(proxy) == 2
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_part_of_an_upload_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
-    data = os.urandom(2 * PART_BYTES + 5)
-    proxy.inject(fault, method="PUT", target="partNumber", times=2, after_bytes=1000)
-    store.put("a", data)
-    assert behind.get("a") == data
-    assert faults(proxy) == 2
-
-
-@pytest.mark.parametrize("fault", ["503", "reset-before", "reset-after"])
-@pytest.mark.parametrize("target", ["uploads", "uploadId"])
-def test_begin_and_end_of_an_upload_survive(
-    store: Store, behind: Store, proxy: FaultProxy, fault: str, target: str
-) -> None:
-    data = os.urandom(PART_BYTES + 5)
-    proxy.inject(fault, method="POST", target=target)
-    store.put("a", data)
-    assert behind.get("a") == data
-    assert faults(proxy) == 1
-
-
 @pytest.mark.parametrize("fault", ["503", "429", "reset-before", "reset-after", "truncate"])
 def test_a_read_survives(store: Store, behind: Store, proxy: FaultProxy, fault: str) -> None:
     data = os.urandom(3 << 20)
@@ -115,7 +108,7 @@ def test_a_read_survives(store: Store, behind: Store, proxy: FaultProxy, fault: 
     assert faults(proxy) == 4
 
 
-@pytest.mark.parametrize("fault", ["503", "reset-before", "reset-after"])
+@pytest.mark.parametrize("fault", SOME)
 def test_looking_listing_and_deleting_survive(
     store: Store, behind: Store, proxy: FaultProxy, fault: str
 ) -> None:

@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object
@@ -26,6 +27,7 @@ NOTIFY_ON = "HOLDFAST_NOTIFY_ON"  # statuses of which they are notified, separat
 SANDBOX = "HOLDFAST_SANDBOX"
 """Folder that replaces every home and local folder during a dry run of a script; else unset."""
 
+_T = TypeVar("_T")
 _MAX_DIGITS = 18
 MAX_PLACE = 200  # characters of the place at which a training hangs, and of the reason why one has diverged
 
@@ -76,34 +78,34 @@ def sandbox_environment(folder: Path) -> dict[str, str]:
 
 
 def report_progress(home: str, step: int) -> None:
-    """Report a checkpoint of `step` to the job, if any. Failures are ignored."""
-    _append({"home": home, "step": step})
+    """Report a checkpoint of `step` to the job, if any. Failures are ignored, as of all reports."""
+    _report(home=home, step=step)
 
 
 def report_failed_save(attempt: int, step: int) -> None:
-    """Report a save that failed to the job, if any. Failures are ignored."""
-    _append({"attempt": attempt, "failed_save": step})
+    """Report a save that failed to the job, if any."""
+    _report(attempt=attempt, failed_save=step)
 
 
 def report_preempted(step: int) -> None:
-    """Report to the job, if any, that this process exits after a preemption notice. Failures are ignored.
+    """Report to the job, if any, that this process exits after a preemption notice.
 
     A launcher between the job and the training may replace the exit status: torchrun exits with 1.
     """
-    _append({"preempted": step})
+    _report(preempted=step)
 
 
 def report_hang(step: int, place: str) -> None:
-    """Report to the job, if any, that a training which hangs is ended. Failures are ignored."""
-    _append({"hung": step, "place": place[:MAX_PLACE]})
+    """Report to the job, if any, that a training which hangs is ended."""
+    _report(hung=step, place=place[:MAX_PLACE])
 
 
 def report_divergence(step: int, reason: str) -> None:
-    """Report to the job, if any, that a training ends after too many rollbacks. Failures are ignored."""
-    _append({"diverged": step, "reason": reason[:MAX_PLACE]})
+    """Report to the job, if any, that a training ends after too many rollbacks."""
+    _report(diverged=step, reason=reason[:MAX_PLACE])
 
 
-def _append(fields: dict[str, str | int]) -> None:
+def _report(**fields: str | int) -> None:
     path = os.environ.get(PROGRESS)
     if not path:
         return
@@ -118,26 +120,15 @@ def _append(fields: dict[str, str | int]) -> None:
 
 def read_progress(path: Path) -> dict[str, int]:
     """Return the greatest reported step of each home."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return {}
     steps: dict[str, int] = {}
-    for line in lines:
-        with contextlib.suppress(Corrupt):  # a line that a kill has torn
-            fields = decode_object(line, "a line of progress", any_text=True)
-            home, step = fields.text("home"), fields.integer("step")
-            steps[home] = max(steps.get(home, 0), step)
+    for home, step in _reported(path, lambda one: (one.text("home"), one.integer("step"))):
+        steps[home] = max(steps.get(home, 0), step)
     return steps
 
 
 def count_failed_saves(path: Path) -> int:
     """Return the number of reported saves that failed, on any rank."""
-    failed: set[tuple[int, int]] = set()
-    for fields in _lines(path, 0):
-        with contextlib.suppress(Corrupt):  # a line of another kind
-            failed.add((fields.integer("attempt"), fields.integer("failed_save")))
-    return len(failed)
+    return len(set(_reported(path, lambda one: (one.integer("attempt"), one.integer("failed_save")))))
 
 
 def was_preempted(path: Path, *, after: int) -> bool:
@@ -146,38 +137,27 @@ def was_preempted(path: Path, *, after: int) -> bool:
     Args:
         after: size of the file, in bytes, when the training was started.
     """
-    for fields in _lines(path, after):
-        with contextlib.suppress(Corrupt):  # a line of another kind
-            fields.integer("preempted")
-            return True
-    return False
+    return any(True for _ in _reported(path, lambda one: one.integer("preempted"), after))
 
 
 def ended_preempted(path: Path, *, after: int) -> bool:
     """Return True if a preemption is the newest report in a file of progress."""
-    newest = collections.deque(_lines(path, after), maxlen=1)
-    return bool(newest) and "preempted" in newest[0]
+    return any(collections.deque(_reported(path, lambda one: "preempted" in one, after), maxlen=1))
 
 
 def find_hang(path: Path, *, after: int) -> str | None:
     """Return the place of a reported hang; None without one."""
-    for fields in _lines(path, after):
-        with contextlib.suppress(Corrupt):  # a line of another kind
-            return fields.text("place")[:MAX_PLACE]
-    return None
+    return next(_reported(path, lambda one: one.text("place")[:MAX_PLACE], after), None)
 
 
 def find_divergence(path: Path, *, after: int) -> str | None:
     """Return the reason of a training that ended after too many rollbacks; None without one."""
-    for fields in _lines(path, after):
-        with contextlib.suppress(Corrupt):  # a line of another kind
-            fields.integer("diverged")
-            return fields.text("reason")[:MAX_PLACE]
-    return None
+    found = _reported(path, lambda one: (one.integer("diverged"), one.text("reason")), after)
+    return next((reason[:MAX_PLACE] for _, reason in found), None)
 
 
-def _lines(path: Path, after: int) -> Iterator[Fields]:
-    """Yield the lines of a file of progress from a position on."""
+def _reported(path: Path, read: Callable[[Fields], _T], after: int = 0) -> Iterator[_T]:
+    """Yield what `read` returns for the lines of a file of progress, from a position on."""
     try:
         with path.open("rb") as file:
             file.seek(after)
@@ -185,5 +165,5 @@ def _lines(path: Path, after: int) -> Iterator[Fields]:
     except OSError:
         return
     for line in lines:
-        with contextlib.suppress(Corrupt):  # a line that a kill has torn
-            yield decode_object(line, "a line of progress", any_text=True)
+        with contextlib.suppress(Corrupt):  # a line of another kind, or one that a kill has torn
+            yield read(decode_object(line, "a line of progress", any_text=True))

@@ -15,13 +15,18 @@ _GROUP_FILES = (
 def available_bytes(root: Path = Path("/")) -> int:
     """Return the bytes of host memory that this process may still take.
 
-    The tightest of the machine and the control groups around this process counts.
+    The tightest of the machine and the control groups around this process counts, with their reclaimable
+    cache.
 
     Args:
         root: the folder that contains `proc` and `sys`.
     """
-    found = (_available_in_group(folder) for folder in _groups(root))
-    return min([_of_machine(root, "MemAvailable"), *(one for one in found if one is not None)])
+    found = [_of_machine(root, "MemAvailable")]
+    for limit, usage, cached in _groups(root):
+        stat = (line.partition(" ") for line in usage.with_name("memory.stat").read_text().splitlines())
+        cache_bytes = next((int(value) for name, _, value in stat if name == cached), 0)
+        found.append(max(0, limit - int(usage.read_text()) + cache_bytes))
+    return min(found)
 
 
 def total_bytes(root: Path = Path("/")) -> int:
@@ -29,8 +34,7 @@ def total_bytes(root: Path = Path("/")) -> int:
 
     The tightest of the machine and the control groups around this process counts.
     """
-    found = (_limit_of_group(folder) for folder in _groups(root))
-    return min([_of_machine(root, "MemTotal"), *(one for one in found if one is not None)])
+    return min([_of_machine(root, "MemTotal"), *(limit for limit, _, _ in _groups(root))])
 
 
 def _of_machine(root: Path, name: str) -> int:
@@ -38,38 +42,16 @@ def _of_machine(root: Path, name: str) -> int:
     return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
-def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control group and of its parents."""
+def _groups(root: Path) -> Iterator[tuple[int, Path, str]]:
+    """Yield the limit, the file with the usage and the name of the cache of each limiting control group."""
     for line in (root / "proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
         top = root / "sys/fs/cgroup" / controllers
         inner = top / path.lstrip("/")
-        for folder in (inner, *inner.parents):
-            yield folder
-            if folder == top:
-                break
-
-
-def _limit_of_group(folder: Path) -> int | None:
-    """Return one group's limit, or None without one."""
-    for limit_name, _, _ in _GROUP_FILES:
-        if (folder / limit_name).exists():
-            limit = (folder / limit_name).read_text().strip()
-            return None if limit == "max" else int(limit)
-    return None
-
-
-def _available_in_group(folder: Path) -> int | None:
-    """Return what one group's limit leaves, counting reclaimable cache, or None without a limit."""
-    for limit_name, usage_name, cache_key in _GROUP_FILES:
-        if not (folder / limit_name).exists():
-            continue
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max":
-            return None
-        lines = (folder / "memory.stat").read_text().splitlines()
-        cached = next((int(line.split()[1]) for line in lines if line.split()[0] == cache_key), 0)
-        return max(0, int(limit) - int((folder / usage_name).read_text()) + cached)
-    return None
+        for folder in (one for one in (inner, *inner.parents) if one.is_relative_to(top)):
+            files = next((names for names in _GROUP_FILES if (folder / names[0]).exists()), None)
+            limit = "max" if files is None else (folder / files[0]).read_text().strip()
+            if files is not None and limit != "max":
+                yield int(limit), folder / files[1], files[2]

@@ -192,13 +192,8 @@ class StoreSuite:
     def test_a_read_past_the_end_is_corrupt(self, store: Store, num_bytes: int) -> None:
         """`read_into` past the end of an object raises Corrupt with the object's name."""
         store.put("the-object", _pattern(num_bytes))
-        wanted = [
-            (0, num_bytes + 1),
-            (num_bytes, 1),
-            (num_bytes + BLOCK_BYTES, 1),
-            (0, num_bytes + 2 * BLOCK_BYTES),
-        ]
-        wanted += [(0, 8 * BLOCK_BYTES), (BLOCK_BYTES, 4 * BLOCK_BYTES)]
+        wanted = [(0, num_bytes + 1), (num_bytes, 1), (num_bytes + BLOCK_BYTES, 1), (0, 8 * BLOCK_BYTES)]
+        wanted += [(0, num_bytes + 2 * BLOCK_BYTES), (BLOCK_BYTES, 4 * BLOCK_BYTES)]
         for offset, length in wanted:
             with pytest.raises(Corrupt, match="the-object"):
                 store.read_into("the-object", offset, _aligned(length))
@@ -217,31 +212,20 @@ class StoreSuite:
     def test_readers_see_the_old_or_the_new_object(self, store: Store, num_bytes: int) -> None:
         """While an object is replaced, every read and listing returns one complete version of it."""
         store.put("d/a", b"0" * num_bytes)
-        finished = threading.Event()
 
         def replace() -> None:
-            try:
-                for number in range(NUM_ROUNDS):
-                    store.put("d/a", b"%d" % (number % 10) * (num_bytes + number % 2))
-            finally:
-                finished.set()
+            for number in range(NUM_ROUNDS):
+                store.put("d/a", b"%d" % (number % 10) * (num_bytes + number % 2))
 
-        def read() -> int:
-            num_reads = 0
-            while not num_reads or not finished.is_set():
-                data, buffer = store.get("d/a"), _aligned(num_bytes)
-                store.read_into("d/a", 0, buffer)
-                for found in (data, bytes(buffer)):
-                    assert found == found[:1] * len(found)
-                assert len(data) in (num_bytes, num_bytes + 1)
-                assert [e.num_bytes - num_bytes in (0, 1) for e in store.list("d/")] == [True]
-                num_reads += 1
-            return num_reads
+        def read() -> None:
+            data, buffer = store.get("d/a"), _aligned(num_bytes)
+            store.read_into("d/a", 0, buffer)
+            for found in (data, bytes(buffer)):
+                assert found == found[:1] * len(found)
+            assert len(data) in (num_bytes, num_bytes + 1)
+            assert [e.num_bytes - num_bytes in (0, 1) for e in store.list("d/")] == [True]
 
-        with ThreadPoolExecutor(3) as pool:
-            readers = [pool.submit(read) for _ in range(2)]
-            pool.submit(replace).result()
-            assert all(reader.result() > 0 for reader in readers)
+        _during(replace, read, num_threads=2)
 
     def test_if_absent_does_not_replace_an_object(self, store: Store) -> None:
         """`put(if_absent=True)` creates a new object, and raises Conflict if the name exists."""
@@ -308,22 +292,10 @@ class StoreSuite:
         names = ["run.json", "step-01/a", "step-01/b/c", "step-010/a", "step-02/a", "steps"]
         for length, name in enumerate(names):
             store.put(name, b"x" * length)
-        for prefix in (
-            "",
-            "s",
-            "step-0",
-            "step-01",
-            "step-01/",
-            "step-01/b",
-            "step-01/b/c",
-            "steps",
-            "zz",
-            "step-01/a/",
-        ):
-            expected = [ObjectInfo(name, i) for i, name in enumerate(names) if name.startswith(prefix)]
-            assert sorted(store.list(prefix), key=lambda e: e.name) == sorted(
-                expected, key=lambda e: e.name
-            ), prefix
+        prefixes = "", "s", "step-0", "step-01", "step-01/", "step-01/b", "step-01/b/c", "steps", "zz"
+        for prefix in (*prefixes, "step-01/a/"):
+            found = sorted((one.name, one.num_bytes) for one in store.list(prefix))
+            assert found == [(name, i) for i, name in enumerate(names) if name.startswith(prefix)], prefix
 
     def test_an_unused_store_is_empty(self, store: Store) -> None:
         """`list`, `size`, `delete` and `sweep` of a store that was never written do not raise."""
@@ -335,23 +307,17 @@ class StoreSuite:
 
     def test_an_unfinished_put_is_never_listed(self, store: Store) -> None:
         """While objects are being written, listings contain only complete ones."""
-        num_bytes, finished = (1 << 20) + 5, threading.Event()
+        num_bytes, seen = (1 << 20) + 5, set[ObjectInfo]()
         data = _pattern(num_bytes)
 
         def write() -> None:
-            try:
-                for number in range(NUM_ROUNDS):
-                    store.put(f"d/{number}", data, if_absent=number % 2 == 0)
-            finally:
-                finished.set()
+            for number in range(NUM_ROUNDS):
+                store.put(f"d/{number}", data, if_absent=number % 2 == 0)
 
-        with ThreadPoolExecutor(1) as pool:
-            writing, seen = pool.submit(write), set()
-            while not finished.is_set():
-                seen |= {entry for entry in store.list() if int(entry.name[2:]) in range(NUM_ROUNDS)}
-            writing.result()
-        assert {entry.num_bytes for entry in seen} <= {num_bytes}
-        assert set(store.list()) == {ObjectInfo(f"d/{number}", num_bytes) for number in range(NUM_ROUNDS)}
+        _during(write, lambda: seen.update(store.list()))
+        expected = {ObjectInfo(f"d/{number}", num_bytes) for number in range(NUM_ROUNDS)}
+        assert seen <= expected
+        assert set(store.list()) == expected
 
     def test_append_adds_at_the_end(self, store: Store) -> None:
         """`append` creates a log or extends it. A log is read and listed like any object."""
@@ -421,20 +387,12 @@ class StoreSuite:
 
     def test_sweep_does_not_disturb_puts_in_progress(self, store: Store) -> None:
         """Puts succeed while another thread sweeps continuously."""
-        finished = threading.Event()
 
         def write() -> None:
-            try:
-                for number in range(NUM_ROUNDS):
-                    store.put(f"d{number}/a", b"x" * 5000, if_absent=number % 2 == 0)
-            finally:
-                finished.set()
+            for number in range(NUM_ROUNDS):
+                store.put(f"d{number}/a", b"x" * 5000, if_absent=number % 2 == 0)
 
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(write)
-            while not finished.is_set():
-                store.sweep()
-            writing.result()
+        _during(write, store.sweep)
         assert len(list(store.list())) == NUM_ROUNDS
 
     def test_an_empty_store_has_a_url_and_properties(self, store: Store) -> None:
@@ -443,6 +401,22 @@ class StoreSuite:
         assert store.url
         assert store.properties.read_align_bytes >= 1
         assert store.properties.survives_host in (True, False)
+
+
+def _during(work: Callable[[], None], look: Callable[[], object], *, num_threads: int = 1) -> None:
+    """Call `look` again and again, in each of some threads, until another thread has done its work."""
+
+    def watch() -> None:
+        is_done = False
+        while not is_done:
+            is_done = working.done()
+            look()
+
+    with ThreadPoolExecutor(num_threads + 1) as pool:
+        working = pool.submit(work)
+        for watching in [pool.submit(watch) for _ in range(num_threads)]:
+            watching.result()
+        working.result()
 
 
 def _pattern(num_bytes: int, *, seed: int = 0) -> bytes:

@@ -11,10 +11,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
@@ -204,18 +205,20 @@ class BackgroundExport:
         num_bytes: bytes of tensors that have been verified so far.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, write: Callable[[BackgroundExport], Exported], after: Save | None) -> None:
         self.path = path
         self.total_bytes: int | None = None
         self.num_bytes = 0
-        self._ended = threading.Event()
+        self._write, self._after = write, after
         self._is_stopped = False
-        self._exported: Exported | None = None
-        self._error: HoldfastError | None = None
+        self._ended: Future[Exported] = Future()
+        self._thread = threading.Thread(target=self._run, name="holdfast-export", daemon=True)
+        _running.add(self)
+        self._thread.start()
 
     def done(self) -> bool:
         """Return True if the export is complete or has failed."""
-        return self._ended.is_set()
+        return self._ended.done()
 
     def result(self, timeout: Duration | None = None) -> Exported:
         """Wait until the export is durable, and return its facts.
@@ -229,11 +232,8 @@ class BackgroundExport:
 
         Blocks: until the export ends, at most `timeout`.
         """
-        error = self.exception(timeout)
-        if error is not None:
-            raise error
-        assert self._exported is not None
-        return self._exported
+        self.exception(timeout)  # which waits
+        return self._ended.result()
 
     def exception(self, timeout: Duration | None = None) -> HoldfastError | None:
         """Wait until the export ends, and return its error, or None.
@@ -244,14 +244,12 @@ class BackgroundExport:
         Blocks: as `result`.
         """
         timeout_s = parse_timeout(timeout, "timeout")
-        if not self._ended.wait(timeout_s):
+        if not wait([self._ended], timeout_s).done:
             raise TimedOut(
                 f"The export to {self.path} is not complete after {timeout_s} s: {self.num_bytes} of "
                 f"{self.total_bytes or 'unknown'} bytes. It continues in the background."
             )
-        return self._error
-
-    # -- set by the thread and at the end of the program -----------------------------------------------------
+        return cast("HoldfastError | None", self._ended.exception())
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that have been verified. Ends the export if the program does."""
@@ -263,25 +261,12 @@ class BackgroundExport:
         """Set the size of all tensors."""
         self.total_bytes = num_bytes
 
-    def complete(self, exported: Exported) -> None:
-        """Record that the export is durable."""
-        self._exported = exported
-        self._ended.set()
-
-    def fail(self, error: HoldfastError) -> None:
-        """Record the error, and warn."""
-        self._error = error
-        try:
-            warn(f"The export to {self.path} failed: {error}", SaveWarning)
-        finally:
-            self._ended.set()
-
-    def stop(self, thread: threading.Thread) -> None:
+    def stop(self) -> None:
         """Stop the export of a program that ends, and warn."""
         if self.done():
             return
         self._is_stopped = True
-        thread.join(_EXIT_S)
+        self._thread.join(_EXIT_S)
         if not self.done():
             warn(
                 f"The program ended before the export to {self.path} did, so nothing is there. Call result() "
@@ -289,8 +274,29 @@ class BackgroundExport:
                 SaveWarning,
             )
 
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+        try:
+            self._ended.set_result(self._write(self))
+        except _Stopped:
+            pass
+        except NotFound as error:
+            self._fail(_not_in_home(error, self._after))
+        except HoldfastError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 - the thread must not end without a result
+            text = f"{error!r}. Nothing was written there. This is a bug of Holdfast: report it."
+            self._fail(Internal(text))
 
-_running: weakref.WeakKeyDictionary[BackgroundExport, threading.Thread] = weakref.WeakKeyDictionary()
+    def _fail(self, error: HoldfastError) -> None:
+        try:
+            warn(f"The export to {self.path} failed: {error}", SaveWarning)
+        finally:
+            self._ended.set_exception(error)
+
+
+_running: weakref.WeakSet[BackgroundExport] = weakref.WeakSet()
 
 
 def export_in_background(
@@ -341,12 +347,10 @@ def export_in_background(
     if after is not None and step is not None:
         raise InvalidInput("export_in_background() takes after= or step=, not both. Nothing was exported.")
     chosen = None if step is None else parse_step(step, "export_in_background()")
-    export = BackgroundExport(Path(path).expanduser())
 
-    def write() -> Exported:
-        found = chosen if after is None else _wait_for(after)
+    def write(export: BackgroundExport) -> Exported:
         return export_checkpoint(
-            open_checkpoint(home, found),
+            open_checkpoint(home, chosen if after is None else _wait_for(after)),
             export.path,
             kind=kind,
             only=only,
@@ -359,25 +363,7 @@ def export_in_background(
             on_bytes=export.count,
         )
 
-    def run() -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
-        try:
-            export.complete(write())
-        except _Stopped:
-            pass
-        except NotFound as error:
-            export.fail(_not_in_home(error, after))
-        except HoldfastError as error:
-            export.fail(error)
-        except Exception as error:  # noqa: BLE001 - the thread must not end without a result
-            text = f"{error!r}. Nothing was written there. This is a bug of Holdfast: report it."
-            export.fail(Internal(text))
-
-    thread = threading.Thread(target=run, name="holdfast-export", daemon=True)
-    _running[export] = thread
-    thread.start()
-    return export
+    return BackgroundExport(Path(path).expanduser(), write, after)
 
 
 def _wait_for(save: Save) -> int:
@@ -404,5 +390,5 @@ def _not_in_home(error: NotFound, after: Save | None) -> HoldfastError:
 
 @atexit.register
 def _stop_all() -> None:
-    for export, thread in list(_running.items()):
-        export.stop(thread)
+    for export in list(_running):
+        export.stop()

@@ -13,7 +13,15 @@ from typing_extensions import override
 from holdfast.checkpoint.format.names import check_size
 from holdfast.checkpoint.store.address import AZURE, S3, Address, parse_address
 from holdfast.checkpoint.store.append_log import shared_logs
-from holdfast.checkpoint.store.clients import Clients, check_process, load_library
+from holdfast.checkpoint.store.client_errors import classify
+from holdfast.checkpoint.store.clients import (
+    Clients,
+    StoreRequest,
+    TryAgain,
+    check_process,
+    load_library,
+    not_found,
+)
 from holdfast.checkpoint.store.contract import (
     Buffer,
     ObjectInfo,
@@ -27,7 +35,6 @@ from holdfast.checkpoint.store.contract import (
     length_error,
 )
 from holdfast.checkpoint.store.error_codes import ErrorKind
-from holdfast.checkpoint.store.retries import Retries, StoreRequest, TryAgain, classify, not_found
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system.failpoint import failpoint
 
@@ -64,23 +71,17 @@ class ObjectStore(Store):
     """
 
     def __init__(self, address: Address | str) -> None:
-        self._address = parse_address(address) if isinstance(address, str) else address
-        self.url = self._address.url
+        self.address = parse_address(address) if isinstance(address, str) else address
+        self.url = self.address.url
         self.properties = Properties(
             survives_host=True,
-            parallel_reads=self._address.parallel,
+            parallel_reads=self.address.parallel,
             read_bytes=READ_BYTES,
             zero_copy_views=True,
         )
         self._library = load_library()
-        self._clients = Clients(self._address)
-        self._retries = Retries(self._address, self._clients)
+        self._clients = Clients(self.address)
         self._logs = shared_logs(self.url, self._load_log, self._save_log)
-
-    @property
-    def address(self) -> Address:
-        """The address of the prefix."""
-        return self._address
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -103,24 +104,25 @@ class ObjectStore(Store):
     ) -> None:
         """Write an object from parts. Holds the parts of the upload in flight, and one more."""
         check_name(name)
-        if num_bytes <= (CREATE_BYTES if if_absent else self._address.part_bytes):
+        if num_bytes <= (CREATE_BYTES if if_absent else self.address.part_bytes):
             super().put_parts(name, parts, num_bytes, if_absent=if_absent)
             return
         if if_absent:
             self._check_free(name)
         self._logs.forget(name)
-        source = MultipartBody(name, parts, num_bytes, self._part_bytes(num_bytes))
+        segments = cut_segments(name, parts, num_bytes, self._part_bytes(num_bytes))
+        errors: list[Exception] = []
         request = StoreRequest("write", name, num_bytes, num_tries=1)
         failpoint("store.written")
         try:
             # Not retried as a whole: the parts are gone. The client retries each request.
-            self._upload(self._clients.get(retrying=True), name, iter(source), num_bytes)
+            self._upload(self._clients.get(retrying=True), name, _noting_errors(segments, errors), num_bytes)
         except Exception as error:
-            if source.error is not None:
-                raise source.error from None
+            if errors:
+                raise errors[0] from None
             if not isinstance(error, self._clients.client_errors) or isinstance(error, HoldfastError):
                 raise
-            raise self._retries.failure(request, classify(error)) from None
+            raise self._clients.failure(request, classify(error)) from None
         failpoint("store.linked")
 
     @override
@@ -130,17 +132,17 @@ class ObjectStore(Store):
         check_name(name)
         num_bytes = self.size(source)
         if num_bytes is None:
-            raise not_found(self._address, source)
-        most = _MAX_COPY_BYTES.get(self._address.protocol, num_bytes)
-        if self._address.protocol == AZURE or num_bytes > most:
+            raise not_found(self.address, source)
+        most = _MAX_COPY_BYTES.get(self.address.protocol, num_bytes)
+        if self.address.protocol == AZURE or num_bytes > most:
             raise Unsupported(
                 f"The server cannot copy {self._place(source)} ({num_bytes} bytes) in one request. Put the "
                 "bytes instead.",
                 key=source,
             )
-        keys = self._address.key(source), self._address.key(name)
+        keys = self.address.key(source), self.address.key(name)
         self._logs.forget(name)
-        self._retries.call(StoreRequest("copy", source), lambda client: self._library.copy(client, *keys))
+        self._clients.call(StoreRequest("copy", source), lambda client: self._library.copy(client, *keys))
         if self.size(name) != num_bytes:
             raise RetryLater(
                 f"The copy {self._place(name)} is not as long as {self._place(source)}.", key=name
@@ -162,7 +164,7 @@ class ObjectStore(Store):
         check_name(name)
         self._logs.flush(name)
         if not len(buffer) and self.size(name) is None:
-            raise not_found(self._address, name)
+            raise not_found(self.address, name)
         for _ in range(_MAX_CHANGES):
             versions = self._read_ranges(name, offset, buffer)
             if len(versions) < 2:
@@ -175,7 +177,7 @@ class ObjectStore(Store):
         check_name(name)
         self._logs.flush(name)
         if not num_bytes and self.size(name) is None:
-            raise not_found(self._address, name)
+            raise not_found(self.address, name)
         return self._fetch(name, offset, num_bytes)[0] if num_bytes else memoryview(b"")
 
     @override
@@ -185,15 +187,15 @@ class ObjectStore(Store):
         Reads through a store of this process see it at once; a killed process loses the last seconds.
         """
         check_name(name)
-        check_process(self._address.place)
+        check_process(self.address.place)
         self._logs.append(name, data)
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List objects."""
         self._logs.flush(check_prefix(prefix))
-        folder = self._address.key(prefix).rpartition("/")[0] if prefix else self._address.prefix
-        found = self._retries.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
+        folder = self.address.key(prefix).rpartition("/")[0] if prefix else self.address.prefix
+        found = self._clients.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
         return (entry for entry in found if entry.name.startswith(prefix))
 
     @override
@@ -201,7 +203,7 @@ class ObjectStore(Store):
         check_name(name)
         self._logs.flush(name)
         with suppress(NotFound):
-            return self._retries.call(StoreRequest("find", name), lambda client: self._size(client, name))
+            return self._clients.call(StoreRequest("find", name), lambda client: self._size(client, name))
         return None
 
     @override
@@ -209,9 +211,9 @@ class ObjectStore(Store):
         """Remove an object."""
         check_name(name)
         self._logs.forget(name)
-        key = self._address.key(name)
+        key = self.address.key(name)
         with suppress(NotFound):
-            self._retries.call(StoreRequest("delete", name), lambda client: self._library.delete(client, key))
+            self._clients.call(StoreRequest("delete", name), lambda client: self._library.delete(client, key))
 
     @override
     def sweep(self, prefix: str = "") -> None:
@@ -231,7 +233,7 @@ class ObjectStore(Store):
         finally:
             self.delete(name)
         raise Unsupported(
-            f"The server of {self._address.place} replaces existing objects although the request forbids it "
+            f"The server of {self.address.place} replaces existing objects although the request forbids it "
             "(it ignores 'If-None-Match: *'), so two starts of a run could damage each other's "
             "checkpoints. Only a test object was written, and it was deleted. Use another server, a newer "
             "version of it, or a connection without a proxy that changes requests."
@@ -260,48 +262,48 @@ class ObjectStore(Store):
         def send(client: Any) -> None:
             self._upload(client, request.name, data, len(data))
 
-        self._retries.call(request, send, retrying=len(data) > self._address.part_bytes)
+        self._clients.call(request, send, retrying=len(data) > self.address.part_bytes)
 
     def _upload(self, client: Any, name: str, body: Any, num_bytes: int) -> None:
         part_bytes = self._part_bytes(num_bytes)
         self._library.put(
             client,
-            self._address.key(name),
+            self.address.key(name),
             body,
-            use_multipart=num_bytes > self._address.part_bytes,
+            use_multipart=num_bytes > self.address.part_bytes,
             chunk_size=part_bytes,
-            max_concurrency=self._address.parallel,
+            max_concurrency=self.address.parallel,
         )
 
     def _part_bytes(self, num_bytes: int) -> int:
         """Return the size of a part: the address's, or larger if an object would have too many parts."""
         least = -(-num_bytes // _MAX_PARTS)
-        return max(self._address.part_bytes, -(-least // (1 << 20)) << 20)
+        return max(self.address.part_bytes, -(-least // (1 << 20)) << 20)
 
     def _create(self, name: str, view: memoryview) -> None:
         """Claim a free name by one request. Find out whose it is if the answer does not show it."""
 
         def create(client: Any) -> bool:
             try:
-                self._library.put(client, self._address.key(name), view, mode="create", use_multipart=False)
+                self._library.put(client, self.address.key(name), view, mode="create", use_multipart=False)
             except self._clients.client_errors as error:
                 # A name in use may be our own: the answer to an earlier try may have been lost.
                 failure = classify(error)
                 if failure.kind not in (ErrorKind.TAKEN, ErrorKind.PASSING):
                     raise
                 with suppress(*self._clients.client_errors):  # it is absent or unreadable now
-                    found = self._library.get(client, self._address.key(name))
+                    found = self._library.get(client, self.address.key(name))
                     return found.meta["size"] == len(view) and memoryview(found.bytes()) == view
                 if failure.kind is ErrorKind.TAKEN:  # another writer was writing it, or has deleted it
                     raise TryAgain(failure.reason) from error
                 raise
             return True
 
-        if not self._retries.call(StoreRequest("write", name, len(view)), create):
+        if not self._clients.call(StoreRequest("write", name, len(view)), create):
             raise already_exists(self._place(name), name)
 
     def _size(self, client: Any, name: str) -> int:
-        key = self._address.key(name)
+        key = self.address.key(name)
         try:
             return self._library.head(client, key)["size"]
         except self._clients.client_errors as error:
@@ -318,23 +320,26 @@ class ObjectStore(Store):
 
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
         def read_whole(client: Any) -> bytes:
-            answer = self._library.get(client, self._address.key(name))
+            answer = self._library.get(client, self.address.key(name))
             check_size(name, answer.meta["size"])
             return bytes(answer.bytes())
 
-        return self._retries.call(StoreRequest("read", name, limit_s=limit_s), read_whole)
+        return self._clients.call(StoreRequest("read", name, limit_s=limit_s), read_whole)
 
     def _read_ranges(self, name: str, offset: int, buffer: memoryview) -> set[str | None]:
         """Fill the buffer, and return the versions of the object that its ranges came from."""
+
+        def fill(start: int) -> str | None:
+            part = buffer[start : start + READ_BYTES]
+            part[:], version = self._fetch(name, offset + start, len(part))
+            return version
+
         starts = range(0, len(buffer), READ_BYTES)
         if len(starts) < 2:
-            return {self._read_range(name, offset, buffer)} if len(buffer) else set()
+            return set(map(fill, starts))
         versions = set()
-        with ThreadPoolExecutor(min(self._address.parallel, len(starts)), "holdfast-range") as pool:
-            ranges = [
-                pool.submit(self._read_range, name, offset + start, buffer[start : start + READ_BYTES])
-                for start in starts
-            ]
+        with ThreadPoolExecutor(min(self.address.parallel, len(starts)), "holdfast-range") as pool:
+            ranges = [pool.submit(fill, start) for start in starts]
             try:
                 for one in ranges:
                     versions.add(one.result())
@@ -343,28 +348,22 @@ class ObjectStore(Store):
                 raise
         return versions
 
-    def _read_range(self, name: str, offset: int, buffer: memoryview) -> str | None:
-        """Fill a short buffer, and return the object's version."""
-        data, version = self._fetch(name, offset, len(buffer))
-        buffer[:] = data
-        return version
-
     def _fetch(self, name: str, offset: int, num_bytes: int) -> tuple[memoryview, str | None]:
         """Return a range of an object by one request, and the object's version."""
-        key = self._address.key(name)
+        key = self.address.key(name)
 
         def fetch(client: Any) -> tuple[memoryview, str | None]:
             found = self._library.get(client, key, options={"range": (offset, offset + num_bytes)})
             return memoryview(found.bytes()), found.meta["e_tag"]
 
         none: tuple[memoryview, str | None] = memoryview(b""), None
-        data, version = self._retries.call(StoreRequest("read", name, num_bytes), fetch, past_end=none)
+        data, version = self._clients.call(StoreRequest("read", name, num_bytes), fetch, past_end=none)
         if len(data) < num_bytes:
             raise ends_early(self._place(name), name, self.size(name), offset, num_bytes)
         return data, version
 
     def _listed(self, client: Any, folder: str) -> list[ObjectInfo]:
-        skip = len(self._address.prefix) + 1 if self._address.prefix else 0
+        skip = len(self.address.prefix) + 1 if self.address.prefix else 0
         found = []
         for page in self._library.list(client, prefix=folder or None, chunk_size=1000):
             for one in page:
@@ -382,45 +381,39 @@ class ObjectStore(Store):
         self._send(StoreRequest("write", name, len(text), limit_s), text)
 
     def _place(self, name: str) -> str:
-        return f"{self._address.place}/{name}"
+        return f"{self.address.place}/{name}"
 
 
-class MultipartBody:
-    """Iterable over an upload's segments, for one iteration.
+def cut_segments(
+    name: str, parts: Iterable[Buffer], num_bytes: int, segment_bytes: int
+) -> Iterator[bytearray]:
+    """Yield the bytes of parts in segments of equal length, the last one perhaps shorter.
 
-    Each segment has memory of its own, because several are sent while the next is filled. An exception of the
-    buffers' producer is raised and also kept in `error`, in case the consumer wraps it.
+    Each segment has memory of its own, because several are sent while the next is filled.
     """
+    segment, done = bytearray(), 0
+    for part in parts:
+        rest = as_bytes(part)
+        done += len(rest)
+        if done > num_bytes:
+            break
+        while rest:
+            room = segment_bytes - len(segment)
+            segment += rest[:room]
+            rest = rest[room:]
+            if len(segment) == segment_bytes:
+                yield segment
+                segment = bytearray()
+    if done != num_bytes:
+        raise length_error(name, num_bytes, done)
+    if segment:
+        yield segment
 
-    def __init__(self, name: str, parts: Iterable[Buffer], num_bytes: int, segment_bytes: int) -> None:
-        self._name, self._parts = name, parts
-        self._num_bytes, self._segment_bytes = num_bytes, segment_bytes
-        self.error: BaseException | None = None
 
-    def __iter__(self) -> Iterator[bytearray]:
-        try:
-            yield from self._cut()
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.error = error
-            raise
-
-    def _cut(self) -> Iterator[bytearray]:
-        segment, done = bytearray(), 0
-        for part in self._parts:
-            rest = as_bytes(part)
-            done += len(rest)
-            if done > self._num_bytes:
-                break
-            while rest:
-                room = self._segment_bytes - len(segment)
-                segment += rest[:room]
-                rest = rest[room:]
-                if len(segment) == self._segment_bytes:
-                    yield segment
-                    segment = bytearray()
-        if done != self._num_bytes:
-            raise length_error(self._name, self._num_bytes, done)
-        if segment:
-            yield segment
+def _noting_errors(segments: Iterator[bytearray], errors: list[Exception]) -> Iterator[bytearray]:
+    """Yield segments; add an exception of their producer to `errors`, in case the consumer wraps it."""
+    try:
+        yield from segments
+    except Exception as error:
+        errors.append(error)
+        raise

@@ -10,10 +10,7 @@ from holdfast.system.units import format_duration
 
 
 class CommandLimit:
-    """Time limit of a command, and the function that notifies its user of slow stores.
-
-    Training has no limit here: it waits as long as its address allows.
-    """
+    """Time limit of a command, and the function that notifies its user of slow stores."""
 
     def __init__(self) -> None:
         self.limit_s: float | None = None
@@ -22,12 +19,7 @@ class CommandLimit:
 
     @contextmanager
     def limited(self, limit_s: float | None, notify: Callable[[str], None]) -> Iterator[None]:
-        """Limit every request that begins within the block.
-
-        Args:
-            limit_s: seconds to wait for a store that does not answer; None for no limit.
-            notify: called with a line when a store has not answered for 3 s, once per place.
-        """
+        """Limit every request in the block; `notify` gets a line for each place that is silent for 3 s."""
         before = self.limit_s, self._notify
         self.limit_s, self._notify = limit_s, None if limit_s is None else notify
         self._reported.clear()

@@ -41,12 +41,10 @@ class _CacheStat(ctypes.Structure):
 
 
 def write(fd: int, data: memoryview) -> None:
-    """Write all of `data` (format "B") to an empty file; not durable before fsync.
+    """Write all of `data` to an empty file; not durable before fsync.
 
     Direct where file system and address allow it, except for the last partial block, which uses the page
     cache. If direct I/O is refused (EINVAL) at any point, the rest uses the page cache too.
-
-    Blocks: for the time of the disk if direct, else until the page cache has the data.
     """
     done = 0
     if len(data) >= MIN_DIRECT_BYTES:
@@ -75,14 +73,10 @@ def _in_direct_slices(buffer: memoryview, move: Callable[[memoryview, int], int]
 
 
 def read(fd: int, offset: int, buffer: memoryview) -> int:
-    """Fill `buffer` from a file at `offset`, and return the number of bytes read.
+    """Fill `buffer` from a file at `offset`; return the bytes read, fewer if the file ends before.
 
     Cached data comes from the page cache. Otherwise, if offset and address are aligned, all whole blocks are
-    read directly, which saves a copy and leaves the page cache to others. `buffer` is writable, in format
-    "B".
-
-    Returns:
-        `len(buffer)`, or less if the file ends before.
+    read directly, which saves a copy and leaves the page cache to others.
     """
     done, aligned = 0, _align_down(len(buffer))
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if aligned else 0
@@ -101,15 +95,8 @@ def read(fd: int, offset: int, buffer: memoryview) -> int:
 
 def read_whole(fd: int, num_bytes: int) -> bytes:
     """Return the first `num_bytes` of a file, or less if it ends before, through the page cache."""
-    slices: list[bytes] = []
-    done = 0
-    while done < num_bytes:
-        got = os.pread(fd, min(SLICE_BYTES, num_bytes - done), done)
-        if not got:
-            break
-        slices.append(got)
-        done += len(got)
-    return b"".join(slices)
+    with open(fd, "rb", closefd=False) as file:
+        return file.read(num_bytes)
 
 
 @contextmanager

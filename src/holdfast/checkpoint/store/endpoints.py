@@ -17,14 +17,15 @@ from holdfast.errors import InvalidInput, Unsupported
 
 VARIABLE = "HOLDFAST_TRUST_ENDPOINTS"
 """Variable that lists endpoints, such as `https://minio.example.com:9000`, separated by commas."""
-NAMED_BY = {
-    S3: ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
-    GCS: ("GOOGLE_BASE_URL",),
-    AZURE: ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+SET_BY = {
+    (S3, "endpoint_url"): ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    (S3, "profile"): ("AWS_PROFILE",),
+    (S3, "region"): ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    (GCS, "endpoint_url"): ("GOOGLE_BASE_URL",),
+    (AZURE, "endpoint_url"): ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    (AZURE, "account"): ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT"),
 }
-"""Variables that name the endpoint of each protocol."""
-ACCOUNT_NAMED_BY = ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
-"""Variables that name the account of Azure."""
+"""Variables in place of the options of a URL that determine its location; the first that is set counts."""
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -39,7 +40,7 @@ def check_endpoint(url: str, document: str, *, own: str = "") -> None:
     if address is None or endpoint is None:
         return
     named = [_endpoint_with_keys(_address(own)) or ""]
-    named += [os.environ.get(name, "") for name in NAMED_BY[address.protocol]]
+    named += [os.environ.get(name, "") for name in SET_BY[address.protocol, "endpoint_url"]]
     named += os.environ.get(VARIABLE, "").split(",")
     if _server(endpoint) in {_server(one.strip()) for one in named if one.strip()}:
         return
@@ -65,26 +66,26 @@ def with_environment(address: Address) -> Address:
     """Return an address with all options that determine its location, also those from the environment."""
     # The same `s3://BUCKET` is another bucket on another server, in another partition of AWS (by region), and
     # on servers with tenants also under another profile.
-    facts = dict(address.options)
-    for name, found in _from_environment(address).items():
-        if found and not facts.get(name):
-            facts[name] = found
+    names = [name for protocol, name in SET_BY if protocol == address.protocol]
+    facts = dict(address.options) | {name: found for name in names if (found := setting(address, name))}
     if facts.get("endpoint_url"):
         facts.pop("region", None)  # the endpoint decides
     return replace(address, options=tuple(facts.items()))
 
 
-def _from_environment(address: Address) -> dict[str, str | None]:
-    endpoint = first_set(NAMED_BY[address.protocol])
-    if address.protocol == S3:
-        profile = address.option("profile") or os.environ.get("AWS_PROFILE")
-        region = first_set(("AWS_REGION", "AWS_DEFAULT_REGION")) or shared_region(profile)
-        return {"endpoint_url": endpoint, "profile": profile, "region": region}
+def setting(address: Address, name: str) -> str | None:
+    """Return an option of an address; without it, the setting of the environment in its place."""
+    variables = SET_BY.get((address.protocol, name), ())
+    found = [address.option(name), *map(os.environ.get, variables)]
+    if first := next(filter(None, found), None):
+        return first
+    if (address.protocol, name) == (S3, "region"):
+        return shared_region(setting(address, "profile"))
     if address.protocol == AZURE:
-        settings = parse_connection_string(os.environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
-        account = first_set(ACCOUNT_NAMED_BY) or settings.get("account_name")
-        return {"endpoint_url": endpoint or settings.get("endpoint"), "account": account}
-    return {"endpoint_url": endpoint}
+        return connection_settings().get(
+            {"endpoint_url": "endpoint", "account": "account_name"}.get(name, "")
+        )
+    return None
 
 
 def is_unencrypted(address: Address) -> bool:
@@ -93,13 +94,9 @@ def is_unencrypted(address: Address) -> bool:
     return parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1")
 
 
-def first_set(names: tuple[str, ...]) -> str | None:
-    """Return the first of these variables that is set and not empty."""
-    return next((os.environ[name] for name in names if os.environ.get(name)), None)
-
-
-def parse_connection_string(text: str) -> dict[str, str]:
-    """Return the client settings in Azure's connection string, or {} if it is empty."""
+def connection_settings() -> dict[str, str]:
+    """Return the client settings in the environment's connection string of Azure, or {} without one."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     facts = dict(field.split("=", 1) for field in text.split(";") if "=" in field)
     names = {
         "AccountName": "account_name",

@@ -70,139 +70,126 @@ FULL = (
     "A quota is used up, or the store is full. Raise the quota, delete objects, or keep fewer checkpoints: "
     "the next try uses the new space."
 )
-# Some mean bytes that were damaged or cut off on the way, an upload in parts that the store has forgotten, or
-# an object that was replaced or deleted meanwhile.
-_PASSING_CODES = """
-    InternalError ServiceUnavailable SlowDown RequestTimeout OperationAborted ServerBusy OperationTimedOut
-    TooManyRequests Busy ServerTimeout Throttling ThrottlingException RequestLimitExceeded
-    BandwidthLimitExceeded SnapshotOperationRateExceeded ReducePriority XMinioServerNotInitialized
-    XMinioBackendDown CannotVerifyCopySource ConnectionClosedByRequester ResponseInterrupted
-    TemporaryRedirect Redirect ResumeIncomplete PendingCopyOperation ContainerBeingDeleted
-    AccountBeingCreated SystemInUse KMS.ThrottlingException IncompleteBody BadDigest Md5Mismatch
-    InvalidDigest InvalidMd5 CrcMismatch Crc64Mismatch XAmzContentSHA256Mismatch XAmzContentChecksumMismatch
-    NoSuchUpload InvalidPart InvalidPartOrder InvalidBlockList InvalidBlobOrBlock NotModified
-    BlobOverwritten SourceConditionNotMet CopyIdMismatch NoPendingCopyOperation
-"""
-_TAKEN_CODES = """
-    ConditionalRequestConflict PreconditionFailed BlobAlreadyExists ConditionNotMet ResourceAlreadyExists
-    TargetConditionNotMet AppendPositionConditionNotMet UnauthorizedBlobOverwrite MaxBlobSizeConditionNotMet
-    SequenceNumberConditionNotMet
-"""
-_NO_BUCKET_CODES = """
-    NoSuchBucket ContainerNotFound NoSuchAccessPoint NoSuchMultiRegionAccessPoint EndpointNotFound
-    AccountNotFound
-"""
-_FULL_CODES = """
-    QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded StorageFull InsufficientStorage
-    StorageQuotaExceeded AccountQuotaExceeded SnapshotCountExceeded StorageCapExceeded
-    TransactionCapExceeded DownloadCapExceeded BlockCountExceedsLimit TooManyObjects
-    XMinioStorageQuotaExceeded ServiceQuotaExceeded
-"""
-_RENEW_CODES = """
-    ExpiredToken InvalidToken TokenRefreshRequired InvalidSessionException ExpiredTokenException
-    AuthenticationRequired
-"""
-_UNKNOWN_KEY_CODES = """
-    InvalidAccessKeyId SignatureDoesNotMatch InvalidSignature InvalidSecurity AuthenticationFailed
-    InvalidAuthenticationInfo NoAuthenticationInformation MissingAuthenticationToken NotSignedUp
-"""
-_NOT_ALLOWED_CODES = """
-    AccessDenied UnauthorizedAccess UnauthorizedAccessError UnexpectedIPError AuthorizationFailure
-    AuthorizationPermissionMismatch AuthorizationProtocolMismatch AuthorizationResourceTypeMismatch
-    AuthorizationServiceMismatch AuthorizationSourceIPMismatch InsufficientAccountPermissions
-    PublicAccessNotPermitted UserProjectAccessDenied Forbidden
-"""
-_ACCOUNT_CODES = """
-    AccountProblem AllAccessDisabled AccountIsDisabled ContainerDisabled UserProjectAccountProblem
-    BillingDisabled AccountProtectedFromDeletion
-"""
-_LOCKED_CODES = """
-    RetentionPolicyNotMet ObjectUnderActiveHold BlobImmutableDueToLegalHold BlobArchived
-    BlobImmutableDueToPolicy BlobBeingRehydrated InvalidObjectState LeaseIdMissing LeaseAlreadyPresent
-    LeaseAlreadyBroken LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation
-    LeaseIdMismatchWithLeaseOperation LeaseIsBreakingAndCannotBeAcquired LeaseIsBreakingAndCannotBeChanged
-    LeaseIsBrokenAndCannotBeRenewed LeaseNotPresentWithBlobOperation SnapshotsPresent
-    LeaseNotPresentWithContainerOperation LeaseNotPresentWithLeaseOperation
-"""
-_REGION_CODES = """
-    AuthorizationHeaderMalformed PermanentRedirect PermanentRedirectControlError
-    IllegalLocationConstraintException InvalidLocationConstraint InvalidRegion IncorrectEndpoint
-    IncorrectRegion
-"""
-_ENCRYPTION_CODES = """
-    KMS.DisabledException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException KMS.NotFoundException
-    InvalidEncryptionAlgorithmError CloudKmsBadKey CloudKmsCannotChangeKeyName CloudKmsDecryptionKeyNotFound
-    CloudKmsDisabledKey CloudKmsEncryptionKeyNotFound CloudKmsKeyLocationNotAllowed CloudKmsKeyAccessDenied
-    CustomerEncryptionAlgorithmIsInvalid CustomerEncryptionKeyFormatIsInvalid
-    CustomerEncryptionKeyIsIncorrect CustomerEncryptionKeySha256IsInvalid
-    ResourceIsEncryptedWithCustomerEncryptionKey KeyVaultEncryptionKeyNotFound
-    ResourceNotEncryptedWithCustomerEncryptionKey KeyVaultAccessTokenCannotBeAcquired KeyVaultVaultNotFound
-    BlobUsesCustomerSpecifiedEncryption
-"""
-_ADDRESS_CODES = """
-    InvalidAddressingHeader InvalidHostHeader InvalidBucketName InvalidBucketState InvalidAccessPoint
-    InvalidAccessPointAliasError InvalidBucketOwnerAWSAccountID InvalidResourceName InvalidUri
-    RequestUrlFailedToParse
-"""
-_PAYER_CODES = """
-    InvalidPayer UserProjectMissing UserProjectInconsistent UserProjectInvalid
-"""
-# Of requests that Holdfast does not make: a server that sends these codes misunderstands it.
-_REQUEST_CODES = """
-    AccessControlListNotSupported AccessPointAlreadyOwnedByYou AccountAlreadyExists
-    AmbiguousGrantByEmailAddress AuthorizationQueryParametersError BlobNotArchived
-    BlobTierInadequateForContentLength BucketAlreadyExists BucketAlreadyOwnedByYou
-    BucketHasAccessPointsAttached BucketNameUnavailable BucketNotEmpty CannotChangeToLowerTier
-    ClientTokenConflict ConditionHeadersNotSupported ContainerAlreadyExists CopyAcrossAccountsNotSupported
-    CredentialsNotSupported CrossLocationLoggingProhibited DeviceNotActiveError EmptyMetadataKey
-    ExcessHeaderValues FeatureVersionMismatch IllegalVersioningConfigurationException InappropriateJSON
-    IncorrectNumberOfFilesInPostRequest IncrementalCopyBlobMismatch
-    IncrementalCopyOfEarlierSnapshotNotAllowed IncrementalCopySourceMustBeSnapshot
-    InfiniteLeaseDurationRequired InlineDataTooLarge InvalidArgument InvalidBlobTier InvalidBlobType
-    InvalidBlockId InvalidBucketAclWithObjectOwnership InvalidHeaderValue InvalidHttpMethod InvalidHttpVerb
-    InvalidInput InvalidMetadata InvalidOperation InvalidPageRange InvalidPolicyDocument
-    InvalidQueryParameterValue InvalidRequest InvalidSOAPRequest InvalidSourceBlobType InvalidSourceBlobUrl
-    InvalidStorageClass InvalidTag InvalidTargetBucketForLogging InvalidVersionForPageBlobOperation
-    InvalidXmlDocument InvalidXmlNodeValue MalformedACLError MalformedBucketConfiguration
-    MalformedHeaderValue MalformedPOSTRequest MalformedPolicy MalformedXML MaxMessageLengthExceeded
-    MaxPostPreDataLengthExceededError MetadataTooLarge MissingAttachment MissingContentLength
-    MissingContentLengthHeader MissingRequestBodyError MissingRequiredHeader MissingRequiredQueryParameter
-    MissingRequiredXmlNode MissingSecurityElement MissingSecurityHeader MultipleConditionHeadersNotSupported
-    NoLoggingStatusForKey NoSuchAsyncRequest NoSuchBucketPolicy NoSuchCORSConfiguration NoSuchConfiguration
-    NoSuchLifecycleConfiguration NoSuchObjectLockConfiguration NoSuchTagSet NoSuchWebsiteConfiguration
-    NotDeviceOwnerError ObjectLockConfigurationNotFoundError OutOfRangeInput OutOfRangeQueryParameterValue
-    OwnershipControlsNotFoundError PreviousSnapshotCannotBeNewer PreviousSnapshotNotFound
-    PreviousSnapshotOperationNotSupported ReplicationConfigurationNotFoundError RequestHeaderSectionTooLarge
-    RequestIsNotMultiPartContent RequestTorrentOfBucketError RestoreAlreadyInProgress
-    SequenceNumberIncrementTooLarge ServerSideEncryptionConfigurationNotFoundError TokenCodeInvalidError
-    TooManyAccessPoints TooManyBuckets TooManyMultiRegionAccessPointregionsError UnexpectedContent
-    UnresolvableGrantByEmailAddress UnsupportedArgument UnsupportedHeader UnsupportedQueryParameter
-    UnsupportedSignature UnsupportedXmlNode UserKeyMustBeSpecified BlobOperationNotSupported
-    ResourceTypeMismatch
-"""
+_CODES: dict[tuple[ErrorKind, str], str] = {
+    # Some mean bytes that were damaged or cut off on the way, an upload in parts that the store has
+    # forgotten, or an object that was replaced or deleted meanwhile.
+    (ErrorKind.PASSING, ""): """
+        InternalError ServiceUnavailable SlowDown RequestTimeout OperationAborted ServerBusy OperationTimedOut
+        TooManyRequests Busy ServerTimeout Throttling ThrottlingException RequestLimitExceeded
+        BandwidthLimitExceeded SnapshotOperationRateExceeded ReducePriority XMinioServerNotInitialized
+        XMinioBackendDown CannotVerifyCopySource ConnectionClosedByRequester ResponseInterrupted
+        TemporaryRedirect Redirect ResumeIncomplete PendingCopyOperation ContainerBeingDeleted
+        AccountBeingCreated SystemInUse KMS.ThrottlingException IncompleteBody BadDigest Md5Mismatch
+        InvalidDigest InvalidMd5 CrcMismatch Crc64Mismatch XAmzContentSHA256Mismatch
+        XAmzContentChecksumMismatch NoSuchUpload InvalidPart InvalidPartOrder InvalidBlockList
+        InvalidBlobOrBlock NotModified BlobOverwritten SourceConditionNotMet CopyIdMismatch
+        NoPendingCopyOperation
+    """,
+    (ErrorKind.TAKEN, ""): """
+        ConditionalRequestConflict PreconditionFailed BlobAlreadyExists ConditionNotMet ResourceAlreadyExists
+        TargetConditionNotMet AppendPositionConditionNotMet UnauthorizedBlobOverwrite
+        MaxBlobSizeConditionNotMet SequenceNumberConditionNotMet
+    """,
+    (ErrorKind.PAST_END, ""): "InvalidRange",
+    (ErrorKind.ABSENT, ""): "NoSuchKey NoSuchVersion BlobNotFound ResourceNotFound",
+    (ErrorKind.NO_BUCKET, ""): """
+        NoSuchBucket ContainerNotFound NoSuchAccessPoint NoSuchMultiRegionAccessPoint EndpointNotFound
+        AccountNotFound
+    """,
+    (ErrorKind.CLOCK, CLOCK): "RequestTimeTooSkewed RequestInTheFuture RequestExpired",
+    (ErrorKind.FULL, FULL): """
+        QuotaExceeded XMinioStorageFull XMinioAdminBucketQuotaExceeded StorageFull InsufficientStorage
+        StorageQuotaExceeded AccountQuotaExceeded SnapshotCountExceeded StorageCapExceeded
+        TransactionCapExceeded DownloadCapExceeded BlockCountExceedsLimit TooManyObjects
+        XMinioStorageQuotaExceeded ServiceQuotaExceeded
+    """,
+    (ErrorKind.DENIED, RENEW): """
+        ExpiredToken InvalidToken TokenRefreshRequired InvalidSessionException ExpiredTokenException
+        AuthenticationRequired
+    """,
+    (ErrorKind.DENIED, _UNKNOWN_KEY): """
+        InvalidAccessKeyId SignatureDoesNotMatch InvalidSignature InvalidSecurity AuthenticationFailed
+        InvalidAuthenticationInfo NoAuthenticationInformation MissingAuthenticationToken NotSignedUp
+    """,
+    (ErrorKind.DENIED, _NOT_ALLOWED): """
+        AccessDenied UnauthorizedAccess UnauthorizedAccessError UnexpectedIPError AuthorizationFailure
+        AuthorizationPermissionMismatch AuthorizationProtocolMismatch AuthorizationResourceTypeMismatch
+        AuthorizationServiceMismatch AuthorizationSourceIPMismatch InsufficientAccountPermissions
+        PublicAccessNotPermitted UserProjectAccessDenied Forbidden
+    """,
+    (ErrorKind.DENIED, _ACCOUNT): """
+        AccountProblem AllAccessDisabled AccountIsDisabled ContainerDisabled UserProjectAccountProblem
+        BillingDisabled AccountProtectedFromDeletion
+    """,
+    (ErrorKind.DENIED, _LOCKED): """
+        RetentionPolicyNotMet ObjectUnderActiveHold BlobImmutableDueToLegalHold BlobArchived
+        BlobImmutableDueToPolicy BlobBeingRehydrated InvalidObjectState LeaseIdMissing LeaseAlreadyPresent
+        LeaseAlreadyBroken LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation
+        LeaseIdMismatchWithLeaseOperation LeaseIsBreakingAndCannotBeAcquired LeaseIsBreakingAndCannotBeChanged
+        LeaseIsBrokenAndCannotBeRenewed LeaseNotPresentWithBlobOperation SnapshotsPresent
+        LeaseNotPresentWithContainerOperation LeaseNotPresentWithLeaseOperation
+    """,
+    (ErrorKind.MISCONFIGURED, REGION): """
+        AuthorizationHeaderMalformed PermanentRedirect PermanentRedirectControlError
+        IllegalLocationConstraintException InvalidLocationConstraint InvalidRegion IncorrectEndpoint
+        IncorrectRegion
+    """,
+    (ErrorKind.MISCONFIGURED, _ENCRYPTION): """
+        KMS.DisabledException KMS.InvalidKeyUsageException KMS.KMSInvalidStateException KMS.NotFoundException
+        InvalidEncryptionAlgorithmError CloudKmsBadKey CloudKmsCannotChangeKeyName
+        CloudKmsDecryptionKeyNotFound CloudKmsDisabledKey CloudKmsEncryptionKeyNotFound
+        CloudKmsKeyLocationNotAllowed CloudKmsKeyAccessDenied CustomerEncryptionAlgorithmIsInvalid
+        CustomerEncryptionKeyFormatIsInvalid CustomerEncryptionKeyIsIncorrect
+        CustomerEncryptionKeySha256IsInvalid ResourceIsEncryptedWithCustomerEncryptionKey
+        KeyVaultEncryptionKeyNotFound ResourceNotEncryptedWithCustomerEncryptionKey
+        KeyVaultAccessTokenCannotBeAcquired KeyVaultVaultNotFound BlobUsesCustomerSpecifiedEncryption
+    """,
+    (ErrorKind.MISCONFIGURED, _ADDRESS): """
+        InvalidAddressingHeader InvalidHostHeader InvalidBucketName InvalidBucketState InvalidAccessPoint
+        InvalidAccessPointAliasError InvalidBucketOwnerAWSAccountID InvalidResourceName InvalidUri
+        RequestUrlFailedToParse
+    """,
+    (ErrorKind.MISCONFIGURED, _PAYER): """
+        InvalidPayer UserProjectMissing UserProjectInconsistent UserProjectInvalid
+    """,
+    (ErrorKind.MISCONFIGURED, _SIZE): "EntityTooLarge EntityTooSmall RequestBodyTooLarge BlockListTooLong",
+    (ErrorKind.NAME, ""): "KeyTooLongError KeyTooLong InvalidURI",
+    (ErrorKind.NOT_OFFERED, ""): "NotImplemented MethodNotAllowed UnsupportedHttpVerb",
+    # Of requests that Holdfast does not make: a server that sends these codes misunderstands it.
+    (ErrorKind.MISCONFIGURED, _REQUEST): """
+        AccessControlListNotSupported AccessPointAlreadyOwnedByYou AccountAlreadyExists
+        AmbiguousGrantByEmailAddress AuthorizationQueryParametersError BlobNotArchived
+        BlobTierInadequateForContentLength BucketAlreadyExists BucketAlreadyOwnedByYou
+        BucketHasAccessPointsAttached BucketNameUnavailable BucketNotEmpty CannotChangeToLowerTier
+        ClientTokenConflict ConditionHeadersNotSupported ContainerAlreadyExists CopyAcrossAccountsNotSupported
+        CredentialsNotSupported CrossLocationLoggingProhibited DeviceNotActiveError EmptyMetadataKey
+        ExcessHeaderValues FeatureVersionMismatch IllegalVersioningConfigurationException InappropriateJSON
+        IncorrectNumberOfFilesInPostRequest IncrementalCopyBlobMismatch
+        IncrementalCopyOfEarlierSnapshotNotAllowed IncrementalCopySourceMustBeSnapshot
+        InfiniteLeaseDurationRequired InlineDataTooLarge InvalidArgument InvalidBlobTier InvalidBlobType
+        InvalidBlockId InvalidBucketAclWithObjectOwnership InvalidHeaderValue InvalidHttpMethod
+        InvalidHttpVerb InvalidInput InvalidMetadata InvalidOperation InvalidPageRange InvalidPolicyDocument
+        InvalidQueryParameterValue InvalidRequest InvalidSOAPRequest InvalidSourceBlobType
+        InvalidSourceBlobUrl InvalidStorageClass InvalidTag InvalidTargetBucketForLogging
+        InvalidVersionForPageBlobOperation InvalidXmlDocument InvalidXmlNodeValue MalformedACLError
+        MalformedBucketConfiguration MalformedHeaderValue MalformedPOSTRequest MalformedPolicy MalformedXML
+        MaxMessageLengthExceeded MaxPostPreDataLengthExceededError MetadataTooLarge MissingAttachment
+        MissingContentLength MissingContentLengthHeader MissingRequestBodyError MissingRequiredHeader
+        MissingRequiredQueryParameter MissingRequiredXmlNode MissingSecurityElement MissingSecurityHeader
+        MultipleConditionHeadersNotSupported NoLoggingStatusForKey NoSuchAsyncRequest NoSuchBucketPolicy
+        NoSuchCORSConfiguration NoSuchConfiguration NoSuchLifecycleConfiguration NoSuchObjectLockConfiguration
+        NoSuchTagSet NoSuchWebsiteConfiguration NotDeviceOwnerError ObjectLockConfigurationNotFoundError
+        OutOfRangeInput OutOfRangeQueryParameterValue OwnershipControlsNotFoundError
+        PreviousSnapshotCannotBeNewer PreviousSnapshotNotFound PreviousSnapshotOperationNotSupported
+        ReplicationConfigurationNotFoundError RequestHeaderSectionTooLarge RequestIsNotMultiPartContent
+        RequestTorrentOfBucketError RestoreAlreadyInProgress SequenceNumberIncrementTooLarge
+        ServerSideEncryptionConfigurationNotFoundError TokenCodeInvalidError TooManyAccessPoints
+        TooManyBuckets TooManyMultiRegionAccessPointregionsError UnexpectedContent
+        UnresolvableGrantByEmailAddress UnsupportedArgument UnsupportedHeader UnsupportedQueryParameter
+        UnsupportedSignature UnsupportedXmlNode UserKeyMustBeSpecified BlobOperationNotSupported
+        ResourceTypeMismatch
+    """,
+}
 
-_ROWS: tuple[tuple[ErrorKind, str, str], ...] = (
-    (ErrorKind.PASSING, "", _PASSING_CODES),
-    (ErrorKind.TAKEN, "", _TAKEN_CODES),
-    (ErrorKind.PAST_END, "", "InvalidRange"),
-    (ErrorKind.ABSENT, "", "NoSuchKey NoSuchVersion BlobNotFound ResourceNotFound"),
-    (ErrorKind.NO_BUCKET, "", _NO_BUCKET_CODES),
-    (ErrorKind.CLOCK, CLOCK, "RequestTimeTooSkewed RequestInTheFuture RequestExpired"),
-    (ErrorKind.FULL, FULL, _FULL_CODES),
-    (ErrorKind.DENIED, RENEW, _RENEW_CODES),
-    (ErrorKind.DENIED, _UNKNOWN_KEY, _UNKNOWN_KEY_CODES),
-    (ErrorKind.DENIED, _NOT_ALLOWED, _NOT_ALLOWED_CODES),
-    (ErrorKind.DENIED, _ACCOUNT, _ACCOUNT_CODES),
-    (ErrorKind.DENIED, _LOCKED, _LOCKED_CODES),
-    (ErrorKind.MISCONFIGURED, REGION, _REGION_CODES),
-    (ErrorKind.MISCONFIGURED, _ENCRYPTION, _ENCRYPTION_CODES),
-    (ErrorKind.MISCONFIGURED, _ADDRESS, _ADDRESS_CODES),
-    (ErrorKind.MISCONFIGURED, _PAYER, _PAYER_CODES),
-    (ErrorKind.MISCONFIGURED, _SIZE, "EntityTooLarge EntityTooSmall RequestBodyTooLarge BlockListTooLong"),
-    (ErrorKind.NAME, "", "KeyTooLongError KeyTooLong InvalidURI"),
-    (ErrorKind.NOT_OFFERED, "", "NotImplemented MethodNotAllowed UnsupportedHttpVerb"),
-    (ErrorKind.MISCONFIGURED, _REQUEST, _REQUEST_CODES),
-)
-
-BY_CODE = {code: (kind, advice) for kind, advice, codes in _ROWS for code in codes.split()}
+BY_CODE = {code: found for found, codes in _CODES.items() for code in codes.split()}
 """Kind and advice of each code."""

@@ -322,13 +322,11 @@ class LocalStore(Store):
             folder_fd = self._enter(root, folder)
             try:
                 return folder_fd, open_regular(folder_fd, name, flags)
-            except FileNotFoundError:  # the folder was empty and was removed meanwhile
+            except BaseException as error:
                 os.close(folder_fd)
-                if tries == _MAX_CREATE_TRIES - 1:
+                # Otherwise the folder was empty and was removed meanwhile.
+                if not isinstance(error, FileNotFoundError) or tries == _MAX_CREATE_TRIES - 1:
                     raise
-            except BaseException:
-                os.close(folder_fd)
-                raise
         raise AssertionError
 
     def _create(self, root: int, folder: str) -> tuple[int, str, int]:

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -46,11 +46,7 @@ if _syscall is not None:
 def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
     """Open a file or folder below an open folder; return its descriptor. ELOOP: a part is a symbolic link.
 
-    Args:
-        path: relative, without "." and ".." parts; "" is the folder itself.
-        flags: as for `os.open`.
-
-    Blocks: on the file system; never on a FIFO, because files are opened without waiting for its other end.
+    The path is relative, without "." and ".." parts; "" is the folder itself. A FIFO does not block.
     """
     flags |= os.O_CLOEXEC
     if not flags & O_PATH:
@@ -96,14 +92,26 @@ def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> in
 
 def make_folders(folder_fd: int, path: str) -> None:
     """Create a folder below an open one, with its parents."""
+
+    def make(above: int, part: str) -> int:
+        with suppress(FileExistsError):
+            os.mkdir(part, dir_fd=above)
+        return open_below(above, part, O_PATH | os.O_DIRECTORY)
+
+    with _descended(folder_fd, filter(None, path.split("/")), make):
+        return
+
+
+@contextmanager
+def _descended(folder_fd: int, parts: Iterable[str], enter: Callable[[int, str], int]) -> Iterator[int]:
+    """Enter folders one below the other, and yield a descriptor of the last."""
     above = os.dup(folder_fd)
     try:
-        for part in filter(None, path.split("/")):
-            with suppress(FileExistsError):
-                os.mkdir(part, dir_fd=above)
-            below = open_below(above, part, O_PATH | os.O_DIRECTORY)
+        for part in parts:
+            below = enter(above, part)
             os.close(above)
             above = below
+        yield above
     finally:
         os.close(above)
 
@@ -116,33 +124,32 @@ def _check_regular(kind: int) -> None:
 
 
 def _open_whole(folder_fd: int, path: str, flags: int, mode: int) -> int | None:
-    assert _syscall is not None
-    how = _How(flags, mode if flags & os.O_CREAT else 0, _RESOLVE)
-    name = os.fsencode(path)
     for _ in range(_MAX_TRIES):
-        fd = _syscall(_SYS_OPENAT2, folder_fd, name, ctypes.byref(how), ctypes.sizeof(how))
+        fd = _openat2(folder_fd, path, flags, mode)
         if fd >= 0:
             return fd
-        number = ctypes.get_errno()
-        if number not in (errno.EAGAIN, errno.EINTR):
-            raise OSError(number, os.strerror(number), path)
+        if -fd not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(-fd, os.strerror(-fd), path)
     return None
+
+
+def _openat2(folder_fd: int, path: str, flags: int, mode: int = 0) -> int:
+    """Return the descriptor of an opened path, or a negative error number."""
+    assert _syscall is not None
+    how = _How(flags, mode if flags & os.O_CREAT else 0, _RESOLVE)
+    fd = _syscall(_SYS_OPENAT2, folder_fd, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
+    return fd if fd >= 0 else -ctypes.get_errno()
 
 
 def _open_by_parts(folder_fd: int, path: str, flags: int, mode: int) -> int:
     *folders, last = path.split("/")
-    above = os.dup(folder_fd)
-    try:
-        for part in folders:
-            below = _open_part(above, part, O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, 0)
-            os.close(above)
-            above = below
+    with _descended(folder_fd, folders, _open_part) as above:
         return _open_part(above, last, flags, mode)
-    finally:
-        os.close(above)
 
 
-def _open_part(folder_fd: int, name: str, flags: int, mode: int) -> int:
+def _open_part(
+    folder_fd: int, name: str, flags: int = O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, mode: int = 0
+) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder_fd)
     except NotADirectoryError:  # O_DIRECTORY also refuses a link with this error
@@ -157,13 +164,11 @@ def _has_openat2() -> bool:
     if _syscall is None:
         return False
     flags = O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-    how = _How(flags, 0, _RESOLVE)
     with closing(os.open("/", flags)) as root:
-        fd = _syscall(_SYS_OPENAT2, root, b".", ctypes.byref(how), ctypes.sizeof(how))
-    if fd < 0:
-        return False
-    os.close(fd)
-    return True
+        fd = _openat2(root, ".", flags)
+    if fd >= 0:
+        os.close(fd)
+    return fd >= 0
 
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)

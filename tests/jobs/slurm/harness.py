@@ -101,7 +101,7 @@ class SlurmHarness:
         subprocess.run(words, input="#!/bin/bash\nsleep 1\n", text=True, check=True, capture_output=True)
 
     def roles(self, job: Job, role: str) -> list[Process]:
-        """Return the job's controller, runners or agents."""
+        """Return the job's controller, runners or wardens."""
         path = str(self.files(job).job.path).encode()
         found = []
         for process in processes.snapshot().values():

@@ -386,7 +386,7 @@ def test_a_checkpoint_that_the_keeper_commits_after_a_crash_is_shown(
 def test_random_kills_do_not_change_the_result(
     slurm: SlurmHarness, uninterrupted: Callable[[int], str]
 ) -> None:
-    """Of trainer, keeper, controller, runner and agent. CHAOS_KILLS sets their number."""
+    """Of trainer, keeper, controller and runner. CHAOS_KILLS sets their number."""
     chance = random.Random(20261124)
     num_kills = int(os.environ.get("CHAOS_KILLS", "20"))
     total = 30 * num_kills
@@ -399,8 +399,8 @@ def test_random_kills_do_not_change_the_result(
         if chance.random() < 0.8:
             wait_for_steps(slurm, job, before + chance.randrange(5, 15))
         assert not slurm.engine.job(job.id).status.is_final, slurm.describe(job)
-        what = chance.choice(["training.py", "holdfast.checkpoint.keeper", "controller", "runner", "agent"])
-        is_role = what in ("controller", "runner", "agent")
+        what = chance.choice(["training.py", "holdfast.checkpoint.keeper", "controller", "runner"])
+        is_role = what in ("controller", "runner")
         if found := slurm.roles(job, what) if is_role else slurm.named(job, what):
             processes.kill(found)
             killed[what] += 1

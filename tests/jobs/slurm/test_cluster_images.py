@@ -83,7 +83,7 @@ def test_a_job_of_higher_priority_gets_the_node_without_a_container(
     assert slurm.log(job).count("told") == 1
 
 
-@pytest.mark.parametrize("role", ["runner", "agent", "warden", "controller"])
+@pytest.mark.parametrize("role", ["runner", "warden", "controller"])
 def test_what_is_killed_leaves_no_container(slurm: SlurmHarness, runtime: str, role: str) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=HEAD)
     slurm.wait_for_output(job, "ready")

@@ -99,7 +99,7 @@ def test_what_a_kill_has_left_is_uploaded_by_the_next_attempt_on_the_machine(
     if what == "requeue":
         command("scontrol", "requeue", slurm.slurm_id(job))
     elif what == "all":
-        roles = [one for role in ("controller", "runner", "agent") for one in slurm.roles(job, role)]
+        roles = [one for role in ("controller", "runner") for one in slurm.roles(job, role)]
         processes.kill(
             [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter"), *uploaders(slurm, "n1")]
         )
@@ -189,7 +189,7 @@ def test_random_kills_never_show_a_marker_without_its_data(slurm: SlurmHarness, 
     with Watcher(bucket):
         for number in range(1, 9):
             slurm.wait_for_output(job, f"saved {6 * number}\n")
-            what = chance.choice(["controller", "mounter", "agent", "uploader", "runner", "requeue"])
+            what = chance.choice(["controller", "mounter", "uploader", "runner", "requeue"])
             if what == "requeue":
                 command("scontrol", "requeue", slurm.slurm_id(job))
             elif what == "uploader":

@@ -64,7 +64,7 @@ def test_a_job_that_has_ended_has_no_secrets(slurm: SlurmHarness, run: str, expe
         TOKEN=SECRET,
     )
     slurm.wait_for_output(job, "up")
-    assert sorted(holders(folder_of(slurm, job))) == ["environment.json", "plan.json"], "while it runs"
+    assert sorted(holders(folder_of(slurm, job))) == ["environment.json"], "while it runs"
     gate.touch()
     slurm.wait_for(job, lambda: not holders(folder_of(slurm, job)), "the removal, without a command")
     ended = slurm.wait(job)

@@ -68,7 +68,7 @@ def processes_below(folder: Path) -> list[bytes]:
 
 def kill_all(slurm: SlurmHarness, job: Job, *nodes: str) -> None:
     """Kill everything of a job, as the loss of its machines does."""
-    roles = [one for role in ("controller", "runner", "agent") for one in slurm.roles(job, role)]
+    roles = [one for role in ("controller", "runner") for one in slurm.roles(job, role)]
     found = [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter")]
     processes.kill([*found, *(one for node in nodes or ["n1"] for one in uploaders(slurm, node))])
 
@@ -148,7 +148,7 @@ def test_an_upload_continues_after_a_kill(
 
 
 @pytest.mark.parametrize(
-    "what", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("agent", "runner", "controller")), "all"]
+    "what", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("runner", "controller")), "all"]
 )
 def test_files_that_a_kill_has_left_on_the_machine_are_uploaded_before_the_next_attempt(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str

@@ -199,10 +199,7 @@ class Claims:
 
 @contextlib.contextmanager
 def locked(state: Path) -> Iterator[None]:
-    """Hold the lock of all claims in the block: read them, and record a new one.
-
-    Blocks: while another job takes its claim.
-    """
+    """Hold the lock of all claims in the block: read them, and record a new one."""
     path = jobs_folder(state) / _LOCK
     with contextlib.ExitStack() as stack:
         try:

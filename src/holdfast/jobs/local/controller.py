@@ -61,13 +61,7 @@ _OTHERS_S = 5.0  # interval for checking the jobs that this one waits for, whose
 
 
 def supervise(state: Path, number: int) -> bool:
-    """Run the controller of a job. The caller holds the job's lock.
-
-    Returns:
-        True if the job waits, and needs no controller for now.
-
-    Blocks: until the job has ended, or waits behind another one.
-    """
+    """Run the controller of a job, whose lock the caller holds. Return True if it needs none for now."""
     records, folder = Records(state), job_folder(state, number)
     try:
         with closing(LocalController(records, folder, records.get(number))) as controller:

@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
@@ -45,40 +45,69 @@ _CANNOT_START = 126
 _UNFIT = 1
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 _LOOK_S = 1.0  # interval for checking the processes that the node needs
+_SAVE_LOOK_S = 0.2  # the same while processes complete a save
 
 
-def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
-    """Run the node's commands. The caller holds the node's lock.
-
-    Args:
-        replaces_controller: start a new controller on this machine when the job's has died.
-
-    Blocks: as long as the node's commands run.
-    """
+def serve(folder: NodeFolder) -> None:
+    """Run the commands of a node on this machine, and replace a dead controller. The caller holds a lock."""
     for number in _DEAF_TO:
         # A handler and not SIG_IGN, which child processes would inherit.
         signal.signal(number, lambda *_: None)
     adopt_orphans()
-    plan = NodeSpec.read(folder.plan)
-    reserve_outcome(folder.ended)
+    plan, job = NodeSpec.read(folder.plan), JobFolder(folder.path.parents[2])
     me = processes.find(os.getpid())
     assert me is not None
     write_atomic(folder.pid, f"{me.pid} {me.start}")
     wake(Path(plan.wakeup))
-    with Path(plan.log).open("ab", buffering=0) as log:
-        agent = _Agent(folder, plan, log.fileno(), replaces_controller=replaces_controller)
-        outcome = agent.work()
-    write_outcome(folder.ended, outcome)
+
+    def replace_controller() -> None:
+        if not locks.is_held(job.lock):
+            start_controller(job)
+
+    run_commands(folder, plan, on_look=replace_controller)
     wake(Path(plan.wakeup))
-    agent.replace_controller()  # no process would do that once this one has exited
+    replace_controller()  # no process would do that once this one has exited
+
+
+def run_commands(
+    folder: NodeFolder,
+    plan: NodeSpec,
+    *,
+    on_look: Callable[[], object],
+    fds: Callable[[], Iterable[int]] = tuple,
+    why_not: str = "",
+) -> Outcome:
+    """Run the commands of a node, and return and write how they ended.
+
+    Args:
+        on_look: called at least once a second, and when one of `fds` becomes readable.
+        why_not: reason because of which they cannot start; empty if they can.
+    """
+    reserve_outcome(folder.ended)
+    with Path(plan.log).open("ab", buffering=0) as log:
+        os.write(log.fileno(), f"{plan.headline}\n".encode())
+        if why_not:
+            os.write(log.fileno(), f"holdfast: the job cannot start: {why_not}\n".encode())
+            outcome = unstarted(why_not)
+        else:
+            outcome = _Agent(folder, plan, log.fileno(), on_look, fds).work()
+    write_outcome(folder.ended, outcome)
+    return outcome
 
 
 class _Agent:
     """Agent of a node, which also watches the processes that the node needs, and its log."""
 
-    def __init__(self, folder: NodeFolder, plan: NodeSpec, log: int, *, replaces_controller: bool) -> None:
+    def __init__(
+        self,
+        folder: NodeFolder,
+        plan: NodeSpec,
+        log: int,
+        on_look: Callable[[], object],
+        fds: Callable[[], Iterable[int]],
+    ) -> None:
         self._folder, self._plan, self._log = folder, plan, log
-        self._replaces_controller = replaces_controller
+        self._on_look, self._fds = on_look, fds
         attempt = folder.path.parent
         self._job = JobFolder(attempt.parents[1])
         self._mounts = JobFolder(Path(plan.scratch)) if plan.scratch else self._job
@@ -103,23 +132,21 @@ class _Agent:
         return {name: value for name, value in self._plan.environment.items() if name != TAG}
 
     def _poll(self) -> None:
-        """Replace a dead controller, mounter or warden, and record the size of the log."""
-        self.replace_controller()
+        """Replace a dead mounter or warden, record the size of the log, and do what the caller does."""
+        self._on_look()
         for lease in self._leases:
             lease.poll()
         self._sampler.poll()
 
-    def replace_controller(self) -> None:
-        """Replace a dead controller."""
-        if self._replaces_controller and not locks.is_held(self._job.lock):
-            start_controller(self._job)
-
     def work(self) -> Outcome:
         """Run the commands once all that they need is ready, and return how they ended."""
-        os.write(self._log, f"{self._plan.headline}\n".encode())
         is_contained = self._container is not None
         admission = Admission(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
-        outcome = self._prepared(admission) or self._run_commands()
+        try:
+            outcome = self._prepared(admission) or self._run_commands()
+        finally:
+            for lease in self._leases:
+                lease.close()
         self._sampler.poll()
         return outcome
 
@@ -197,7 +224,9 @@ class _Agent:
             outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
         if _may_still_save(outcome, notice):
             self._end_orphans()
-            processes.wait_exited(_rest(), self._plan.grace_s)
+            saving, deadline = _rest(), time.monotonic() + self._plan.grace_s
+            while not processes.wait_exited(saving, _SAVE_LOOK_S) and time.monotonic() < deadline:
+                self._on_look()
         deadline = time.monotonic() + _SWEEP_S
         while (rest := _rest()) and time.monotonic() < deadline:  # a process may have started others
             processes.kill(rest)
@@ -245,10 +274,8 @@ class _Agent:
     def _wait_for(self, pid: int) -> int:
         """Return the wait status of the shell. Reaps adopted children."""
         fd = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
         try:
-            while not poll.poll(_LOOK_S * 1000):
+            while not self._is_readable(fd):
                 while (
                     one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 ) and one.si_pid != pid:
@@ -258,6 +285,13 @@ class _Agent:
         finally:
             os.close(fd)
         return os.waitpid(pid, 0)[1]
+
+    def _is_readable(self, fd: int) -> bool:
+        """Wait for at most a second, and return True once a descriptor is readable."""
+        poll = select.poll()
+        for one in (fd, *self._fds()):
+            poll.register(one, select.POLLIN)
+        return fd in (one for one, _ in poll.poll(_LOOK_S * 1000))
 
 
 def _exec_bash(script: str, environment: Mapping[str, str]) -> None:

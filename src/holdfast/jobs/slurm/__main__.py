@@ -6,20 +6,13 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.folder import JobFolder
 
 
 def main() -> int:
     """Run the process with the role of the first argument, and return its exit status."""
     role, folder = sys.argv[1], Path(sys.argv[2])
     os.chdir("/")  # do not keep any directory busy
-    if role == "agent":
-        from holdfast.jobs.node.agent import serve
-        from holdfast.jobs.slurm.runner import die_with_runner
-
-        die_with_runner()
-        serve(NodeFolder(folder), replaces_controller=False)  # Slurm restarts a dead controller
-        return 0
     if role == "sweep":
         from holdfast.jobs.slurm.runner import sweep
 

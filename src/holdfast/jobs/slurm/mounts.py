@@ -29,9 +29,8 @@ from holdfast.jobs.node.mounts.scratch import (
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node.roles import STOPPED
-from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import NodeUploads
-from holdfast.jobs.slurm.messages import EndUploads
+from holdfast.jobs.slurm.messages import NodeReport, UploadTerms
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of
@@ -79,11 +78,7 @@ class NodeMounts:
         return True
 
     def reopen(self) -> bool:
-        """Open the scratch folder to end the uploads of an attempt whose runner was killed.
-
-        Returns:
-            False if the node was on another machine.
-        """
+        """Open the scratch folder to end the uploads of a killed runner, if that was on this machine."""
         if not self.scratch.path.is_dir() or read_scratch_owner(self.scratch) != self._owner:
             return False
         open_scratch(self.scratch, self._owner)
@@ -130,10 +125,7 @@ class NodeMounts:
         return self._teardown.missing()
 
     def end(self) -> UnsentFiles:
-        """End all processes of the mounts, and return which files are not in their buckets.
-
-        Blocks: for a scan of all files, and some seconds for uploaders.
-        """
+        """End all processes of the mounts, and return which files are not in their buckets."""
         self._mounter.kill()
         for spec in caches(self.scratch):
             _end_uploader(Path(spec.path))
@@ -166,11 +158,7 @@ _LIMIT_S = 3600.0
 
 
 class ClusterMounts:
-    """Mounts of the newest attempt of a job.
-
-    Args:
-        uploads: what is known about the uploads, by node, from an earlier controller.
-    """
+    """Mounts of the newest attempt of a job."""
 
     def __init__(self, job: JobFolder, num_nodes: int, uploads: Mapping[int, NodeUploads]) -> None:
         self._num_nodes = num_nodes
@@ -179,47 +167,32 @@ class ClusterMounts:
         self.uploads = dict(uploads)
         self._limit_unix_s: float | None = None  # for uploads, as Slurm is about to take the machines
         self._ended_unix_s: float | None = None
-        self.forget_step()
 
     def forget(self) -> None:
         """Forget the attempt, as a new one begins."""
         self.uploads.clear()
         self._limit_unix_s = self._ended_unix_s = None
-        self.forget_step()
 
-    def forget_step(self) -> None:
-        """Forget the runners, as others take their places."""
-        self._sent: set[int] = set()
-        self._missing: dict[int, str] = {}
-        self.terms: EndUploads | None = None  # the last terms of uploads that were sent to the runners
-
-    def note(self, message: messages.Message) -> bool:
-        """Note a message of a runner. Return True if `uploads` has changed."""
-        if isinstance(message, messages.ScratchOpened):
-            self.uploads[message.node] = NodeUploads(message.machine, message.path)
-            return True
-        if isinstance(message, messages.UploadsEnded):
-            known = self.uploads.get(message.node)
-            if known is not None:
-                self.uploads[message.node] = dataclasses.replace(
-                    known, missing=message.missing, is_settled=message.is_settled
-                )
-            return known is not None
-        if isinstance(message, messages.LeftoversSent):
-            self._sent.add(message.node)
-        if isinstance(message, messages.NodeUploading):
-            self._missing[message.node] = message.missing
-        return False
+    def note(self, reports: Mapping[int, NodeReport]) -> bool:
+        """Note the newest reports of the runners. Return True if `uploads` has changed."""
+        before = dict(self.uploads)
+        for node, one in reports.items():
+            if one.scratch:
+                missing = one.missing if one.are_uploads_over else None
+                self.uploads[node] = NodeUploads(one.machine, one.scratch, missing, one.is_settled)
+        return self.uploads != before
 
     def read_ends(self, job: JobFolder, attempt: int) -> None:
         """Read the ends of uploads that no controller has received, as it was killed."""
         for node, one in list(self.uploads.items()):
             if one.missing is None and (unsent := read_document(job.node(attempt, node).unsent, UnsentFiles)):
-                self.note(messages.UploadsEnded(node, unsent.summary, unsent.is_settled))
+                self.uploads[node] = dataclasses.replace(
+                    one, missing=unsent.summary, is_settled=unsent.is_settled
+                )
 
-    def may_open(self) -> bool:
+    def may_open(self, reports: Mapping[int, NodeReport]) -> bool:
         """Return True if no machine has leftovers of earlier attempts any more."""
-        return len(self._sent) == self._num_nodes
+        return sum(one.are_leftovers_sent for one in reports.values()) == self._num_nodes
 
     def common_path(self, key: str) -> str:
         """Return the path of the scratch folders, for a link that all nodes see."""
@@ -232,10 +205,6 @@ class ClusterMounts:
                 "folder with the same path on all nodes."
             )
         return next(iter(paths))
-
-    def missing(self) -> str:
-        """Return which files are not uploaded yet, while uploads continue."""
-        return "; ".join(f"node {node}: {text}" for node, text in sorted(self._missing.items()))
 
     def is_confirmed(self) -> bool:
         """Return True if every node has reported the end of its uploads."""
@@ -262,18 +231,9 @@ class ClusterMounts:
         """True if Slurm takes the machines after the end of all commands."""
         return self._limit_unix_s is not None
 
-    def take_terms(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> EndUploads | None:
-        """Return the terms of uploads after the end of all commands, or None if they were sent.
-
-        Args:
-            notice_unix_s: deadline of the notice that the attempt has received, if any.
-            leaves: True if the job does not continue on these machines.
-        """
-        terms = EndUploads(self._until_unix_s(state, notice_unix_s, leaves=leaves), leaves)
-        if terms == self.terms:
-            return None
-        self.terms = terms
-        return terms
+    def terms(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> UploadTerms:
+        """Return the terms of uploads after the end of all commands."""
+        return UploadTerms(self._until_unix_s(state, notice_unix_s, leaves=leaves), leaves)
 
     def _until_unix_s(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> float | None:
         deadlines = [one - _REPORT_S for one in (self._limit_unix_s, notice_unix_s) if one is not None]

@@ -102,10 +102,7 @@ class NodeGate:
             self._children.append(_Child("gpu", _fork(partial(_execute, *gpus))))
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
-        """Return the results.
-
-        Blocks: until all checks have ended, or their time is over.
-        """
+        """Return the results."""
         began_s = time.monotonic()
         deadline_s = self._started_s + self._limit_s
         while (left := [one for one in self._children if not one.has_ended]) and (
@@ -268,11 +265,7 @@ def check_memory(needed: int) -> Iterator[Check]:
 
 
 def check_products(products: Products | None = None) -> Iterator[Check]:
-    """Yield the result of products on each core that this process may run on.
-
-    Args:
-        products: the products to compute. Default: with numpy, or with Python itself.
-    """
+    """Yield the result of products on each core that this process may run on."""
     chosen = products or numpy_products() or python_products()
     cores = sorted(os.sched_getaffinity(0))
     started_s = time.perf_counter()
@@ -356,11 +349,7 @@ _MAX_REFUSAL = 500
 
 
 class Admission:
-    """Checks of a node that run while the attempt is prepared.
-
-    Args:
-        is_contained: the commands run in a container, which has temporary files and programs of its own.
-    """
+    """Checks of a node that run while the attempt is prepared."""
 
     def __init__(
         self, plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
@@ -380,10 +369,7 @@ class Admission:
             self._write(f"the checks of this node cannot start: {error}")
 
     def refusal(self, meanwhile: Callable[[], None]) -> str:
-        """Return why the attempt is not started on this node, or an empty string.
-
-        Blocks: until all checks have ended, or their time is over.
-        """
+        """Return why the attempt is not started on this node, or an empty string."""
         if self._gate is None:
             return ""
         found = self._gate.wait(meanwhile)

@@ -46,10 +46,7 @@ _REMOVALS = 3  # limit of attempts to remove a container. The next command about
 
 
 def serve(folder: Path) -> None:
-    """Run the warden. The caller holds its lock.
-
-    Blocks: until the container is unneeded and its processes are gone.
-    """
+    """Run the warden. The caller holds its lock."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Processes of the runtime outlive the call that starts them. They must not become children of the agent,

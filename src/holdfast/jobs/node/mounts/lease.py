@@ -77,6 +77,10 @@ class MountLease(Lease):
         self._fd = os.open(folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
     @override
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @override
     def _result(self) -> str | None:
         found = read_document(self._role.folder / READY, MountResult)
         return None if found is None else found.error
@@ -93,12 +97,7 @@ class MountLease(Lease):
 
 
 class Teardown:
-    """Unmounts an attempt's mounts, and waits for uploads of write-back directories.
-
-    Args:
-        folder: folder of the job, or its scratch folder on this machine.
-        log: file for the output of the mounter. Default: that of the first node.
-    """
+    """Unmounts an attempt's mounts, and waits for uploads of write-back directories."""
 
     def __init__(
         self,

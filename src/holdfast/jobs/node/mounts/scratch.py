@@ -118,13 +118,7 @@ def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
 
 
 def remove_scratch(scratch: JobFolder) -> bool:
-    """Remove a scratch folder, except for write-back directories that are not uploaded completely.
-
-    Returns:
-        True if nothing is left.
-
-    Blocks: for a scan of all files.
-    """
+    """Remove a scratch folder, unless it has files that are not uploaded. Return True if it was removed."""
     fuse.unmount_below(scratch.path)
     remove_copies(scratch)
     if any(Path(spec.path).exists() for spec in caches(scratch)):
@@ -148,11 +142,7 @@ def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
 
 
 def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool) -> None:
-    """Write a job's mounts and links into its scratch folder, for mounter and shells.
-
-    Args:
-        is_shared: True if other machines mount the same places.
-    """
+    """Write a job's mounts and links into its scratch folder, for mounter and shells."""
     paths = _paths(job, scratch)
     specs = read_mount_specs(job)
     moved = [dataclasses.replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
-from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
-from holdfast.jobs.node.mounts.lease import MountLease, job_environment
-from holdfast.jobs.node.mounts.mount_records import enter_private_links, read_mount_specs
+from holdfast.jobs.node.mounts.lease import Mounts
+from holdfast.jobs.node.mounts.mount_records import enter_private_links
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.roles import Lease, start_controller
 from holdfast.jobs.node.virtual_environment import (
@@ -75,14 +74,17 @@ def run_commands(
     *,
     on_look: Callable[[], object],
     fds: Callable[[], Iterable[int]] = tuple,
+    mounts: Mounts | None = None,
     why_not: str = "",
 ) -> Outcome:
     """Run the commands of a node, and return and write how they ended.
 
     Args:
+        mounts: default: those in the job's folder.
         on_look: called at least once a second, and when one of `fds` becomes readable.
         why_not: reason because of which they cannot start; empty if they can.
     """
+    job = JobFolder(folder.path.parents[2])
     reserve_outcome(folder.ended)
     with Path(plan.log).open("ab", buffering=0) as log:
         os.write(log.fileno(), f"{plan.headline}\n".encode())
@@ -90,7 +92,8 @@ def run_commands(
             os.write(log.fileno(), f"holdfast: the job cannot start: {why_not}\n".encode())
             outcome = unstarted(why_not)
         else:
-            outcome = _Agent(folder, plan, log.fileno(), on_look, fds).work()
+            mounts = mounts or Mounts(job, int(folder.path.parent.name), log=Path(plan.log))
+            outcome = _Agent(folder, plan, log.fileno(), on_look, fds, mounts).work()
     write_outcome(folder.ended, outcome)
     return outcome
 
@@ -105,16 +108,17 @@ class _Agent:
         log: int,
         on_look: Callable[[], object],
         fds: Callable[[], Iterable[int]],
+        mounts: Mounts,
     ) -> None:
         self._folder, self._plan, self._log = folder, plan, log
         self._on_look, self._fds = on_look, fds
         attempt = folder.path.parent
         self._job = JobFolder(attempt.parents[1])
-        self._mounts = JobFolder(Path(plan.scratch)) if plan.scratch else self._job
+        self._mounts = mounts
         self._leases: list[Lease] = []
-        if read_mount_specs(self._mounts):
-            mounted = self._mounts.attempt(int(attempt.name))
-            self._leases.append(MountLease(mounted, Path(plan.log), self._mounter_environment))
+        if mounts.specs:
+            mounts.attach()
+            self._leases.append(mounts)
         self._container: ContainerLease | None = None
         if folder.container.image.exists() or self._job.image.exists():
             own = folder.container.image.exists()  # of this attempt only
@@ -125,11 +129,6 @@ class _Agent:
         self._sampler = LogSampler(Path(plan.log), log, limit)
         self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
         self._signalled: set[Process] = set()
-
-    def _mounter_environment(self) -> dict[str, str]:
-        if not self._plan.scratch:
-            return job_environment(self._job)
-        return {name: value for name, value in self._plan.environment.items() if name != TAG}
 
     def _poll(self) -> None:
         """Replace a dead mounter or warden, record the size of the log, and do what the caller does."""
@@ -263,7 +262,7 @@ class _Agent:
                 self._container.join()
                 environment = {**self._container.environment, **environment}
             else:
-                enter_private_links(self._mounts)
+                enter_private_links(self._mounts.folder)
             os.chdir(plan.workdir)
             _exec_bash(script, activate(environment, plan.venv))
         except (OSError, ValueError) as error:

@@ -9,7 +9,6 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,8 +18,8 @@ from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
-from holdfast.jobs.node.mounts.mount_records import create_links, link_user
-from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
+from holdfast.jobs.node.mounts.mount_records import create_links
+from holdfast.jobs.node.mounts.scratch import moved_links, remove_shared_links, shared_links
 from holdfast.jobs.notifications import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
@@ -28,7 +27,7 @@ from holdfast.jobs.records import Records
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
-from holdfast.jobs.slurm.messages import Step
+from holdfast.jobs.slurm.messages import Step, UploadTerms
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -110,7 +109,11 @@ class SlurmController(Controller):
         self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
         self._mounts.read_ends(self._files.job, self.state.attempt)
         if self.state.is_active and not self._can_resume():  # the previous controller was lost with its nodes
-            self._apply(AttemptExited(self.state.attempt, self._has_advanced(), self._mounts.lost()))
+            self._apply(
+                AttemptExited(
+                    self.state.attempt, self._has_advanced(), self._mounts.missing(with_settled=False)
+                )
+            )
         for request in self._requests():
             self._apply(event_of(request), request)
         if not self.has_ended and self._is_on_excluded():
@@ -191,7 +194,7 @@ class SlurmController(Controller):
 
     @override
     def _missing_uploads(self) -> str:
-        return self._mounts.left()
+        return self._mounts.missing()
 
     @override
     def _machines(self) -> tuple[str, ...]:
@@ -231,7 +234,7 @@ class SlurmController(Controller):
     def _notice(self, lead_s: float, source: str) -> JobEvent:
         """Return the event of a notice. One after the end of all commands limits their uploads."""
         if self._have_all_ended():
-            self._mounts.limit(time.time() + lead_s)
+            self._mounts.limit_unix_s = self._mounts.limit_unix_s or time.time() + lead_s
         return NoticeReceived(lead_s, source)
 
     def _have_all_ended(self) -> bool:
@@ -277,24 +280,24 @@ class SlurmController(Controller):
 
     def _open_mounts(self, step: Step) -> None:
         """Let the nodes mount, once leftovers of earlier attempts can no longer replace their files."""
-        if step.orders.opens_mounts or not self._mounts.may_open(step.reports):
+        num_sent = sum(one.are_leftovers_sent for one in step.reports.values())
+        if step.orders.opens_mounts or num_sent < self._job.spec.num_nodes:
             return
         job, records = self._files.job, Records(self._files.job.path.parents[1])
         shared = {link.target for link in shared_links(job)}
         for link in shared_links(job):
             scratch = JobFolder(Path(self._mounts.common_path(link.key)))
-            create_links(
-                [one for one in moved_links(job, scratch) if one.target in shared],
-                is_in_use=partial(link_user, records, job),
-                is_of_job=is_scratch_path,
-            )
+            create_links([one for one in moved_links(job, scratch) if one.target in shared], job, records)
         step.order(opens_mounts=True)
 
     def _upload(self, step: Step) -> Iterator[JobEvent]:
         """Give the nodes the terms of their uploads, and yield what is missing."""
         until_unix_s = self._timers.notice_until_unix_s
         notice_unix_s = None if until_unix_s is None else self._clock.machine_unix_s(until_unix_s)
-        step.order(uploads=self._mounts.terms(self.state, notice_unix_s, leaves=self._leaves_machines()))
+        leaves = self._leaves_machines()
+        step.order(
+            uploads=UploadTerms(self._mounts.until_unix_s(self.state, notice_unix_s, leaves=leaves), leaves)
+        )
         parts = [f"node {node}: {one.missing}" for node, one in sorted(step.reports.items()) if one.missing]
         missing = "; ".join(parts)
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
@@ -307,7 +310,7 @@ class SlurmController(Controller):
         own = own_ends(dict(enumerate(self._outcomes()))).values()
         return (
             after.status.is_final
-            or self._mounts.is_limited
+            or self._mounts.limit_unix_s is not None
             or self.state.is_noticed
             or any(one.is_lost or one.is_preempted or one.unfit for one in own)  # because of its machines
         )
@@ -322,7 +325,7 @@ class SlurmController(Controller):
             self._have_all_ended()
             and all(one.is_success for one in self.state.outcomes.values())
             and not self._mounts.is_confirmed()
-            and not self._mounts.is_limited
+            and self._mounts.limit_unix_s is None
             and not self.state.is_noticed
             and self.state.status is not JobStatus.CANCELLING
             and self._num_resumed < _MAX_SILENT
@@ -347,7 +350,7 @@ class SlurmController(Controller):
             self._is_started = False
             return
         leaves = self._leaves_machines()
-        lost = self._mounts.lost() if leaves else ""
+        lost = self._mounts.missing(with_settled=False) if leaves else ""
         yield AttemptExited(before.attempt, self._has_advanced(), lost, self._cause())
         if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()

@@ -141,7 +141,12 @@ class _Runner:
         why_not = self._open_mounts(is_new=True) or self._open_container()
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return run_commands(
-            self._node, self._plan, on_look=self._look, fds=lambda: self._fds, why_not=why_not
+            self._node,
+            self._plan,
+            on_look=self._look,
+            fds=lambda: self._fds,
+            mounts=None if self._mounts is None else self._mounts.held,
+            why_not=why_not,
         )
 
     def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
@@ -214,10 +219,10 @@ class _Runner:
         if not read_mount_specs(self._folder):
             return ""
         # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.slurm.mounts import NodeMounts
+        from holdfast.jobs.slurm.mounts import open_mounts
 
         try:
-            mounts = NodeMounts(
+            self._mounts = open_mounts(
                 self._folder,
                 ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
                 self._attempt,
@@ -225,16 +230,14 @@ class _Runner:
                 log=self._folder.log(self._rank),
                 environment={**os.environ, **self._variables},
                 wakeup=self._wakeup_fifo,
+                num_nodes=self._job.spec.num_nodes if is_new else None,
             )
-            is_open = mounts.open(num_nodes=self._job.spec.num_nodes) if is_new else mounts.reopen()
         except (HoldfastError, OSError) as error:
             if not is_new:
                 raise
             return str(error)
-        if is_open:
-            scratch = str(mounts.scratch.path)
-            self._mounts, self._plan = mounts, dataclasses.replace(self._plan, scratch=scratch)
-            self._tell(scratch=scratch)
+        if self._mounts is not None:
+            self._tell(scratch=str(self._mounts.scratch.path))
         return ""
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
@@ -242,7 +245,7 @@ class _Runner:
         while not mounts.are_over(
             0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
         ):
-            self._tell(missing=mounts.missing())
+            self._tell(missing=mounts.held.missing())
             self._turn()
         while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
             self._turn()

@@ -95,11 +95,11 @@ class NodeGate:
     ) -> None:
         self._machine = machine
         self._unix_s, self._started_s = time.time(), time.monotonic()
-        self._children = [_Child(name, _fork(partial(_report, check))) for name, check in plan.items()]
+        self._children = [_Child(name, partial(_report, check)) for name, check in plan.items()]
         self._limit_s = LIMIT_S
         if gpus is not None:
             self._limit_s = GPU_LIMIT_S
-            self._children.append(_Child("gpu", _fork(partial(_execute, *gpus))))
+            self._children.append(_Child("gpu", partial(_execute, *gpus)))
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
         """Return the results."""
@@ -157,13 +157,15 @@ def _num_bytes(folder: Path, other: Path) -> int:
 
 
 class _Child:
-    """Process of one check, which writes results to a pipe."""
+    """Process of one check: a copy of this one, which calls `act` with a pipe for the results."""
 
-    def __init__(self, name: str, started: tuple[int, int]) -> None:
-        self._name = name
-        self._pid, self.fd = started
-        self._data = b""
-        self.has_ended = False
+    def __init__(self, name: str, act: Callable[[int], None]) -> None:
+        self._name, self._data, self.has_ended = name, b"", False
+        self.fd, writer = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _act(act, writer)
+        os.close(writer)
 
     def read(self) -> None:
         """Read what it has written, without blocking."""
@@ -187,13 +189,8 @@ class _Child:
             yield Check(name, where, f"the check ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _fork(act: Callable[[int], None]) -> tuple[int, int]:
-    """Run a function in a copy of this process, with a pipe for its results. Return its pid and the pipe."""
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        return pid, reader
+def _act(act: Callable[[int], None], writer: int) -> None:
+    """Call a function in this new process, and end it."""
     status = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

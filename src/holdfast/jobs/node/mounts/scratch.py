@@ -70,11 +70,6 @@ def scratch_folder(parent: Path, job: JobFolder, task_id: str) -> JobFolder:
     return JobFolder(parent / f"holdfast-{os.geteuid()}-{job.path.name}-{digest}")
 
 
-def is_scratch_path(path: Path) -> bool:
-    """Return True for a path below a scratch folder of this user."""
-    return any(part.startswith(f"holdfast-{os.geteuid()}-") for part in path.parts)
-
-
 def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
     """Create a job's scratch folder, or check that an existing one is its own."""
     path = scratch.path

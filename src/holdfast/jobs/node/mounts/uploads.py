@@ -194,15 +194,14 @@ class _Cache:
         """Return the status of the directory's uploads."""
         try:
             status = self._status()
-        except (Denied, RetryLater) as error:
-            return UnsentFiles(is_settled=False, is_hopeless=False, summary=str(error))
         except HoldfastError as error:
-            return UnsentFiles(is_settled=False, is_hopeless=True, summary=str(error))
+            is_hopeless = not isinstance(error, (Denied, RetryLater))
+            return UnsentFiles(is_settled=False, is_hopeless=is_hopeless, summary=str(error))
         if status is None or status.is_drained:
             return UnsentFiles(is_settled=True, is_hopeless=False, summary="")
         trouble = self._trouble or status.trouble
-        summary = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         is_settled = _is_settled(status)
+        summary = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         return UnsentFiles(is_settled, self._is_hopeless and not is_settled, summary)
 
     def close(self) -> None:

@@ -200,6 +200,7 @@ def test_gpus_are_passed_on_if_the_task_asks_for_some(
             ["nvidia-ctk cdi generate"],
         ),
     ],
+    ids=["pull", "start", "create"],
 )
 def test_a_failure_of_the_runtime_fails_the_setup_in_its_words_and_is_explained(
     harness: JobHarness, stand_in: StandIn, command: str, words: str, expected: list[str]

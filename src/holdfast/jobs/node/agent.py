@@ -86,14 +86,11 @@ def run_commands(
     """
     job = JobFolder(folder.path.parents[2])
     reserve_outcome(folder.ended)
+    mounts = mounts or Mounts(job, int(folder.path.parent.name), log=Path(plan.log))
     with Path(plan.log).open("ab", buffering=0) as log:
         os.write(log.fileno(), f"{plan.headline}\n".encode())
-        if why_not:
-            os.write(log.fileno(), f"holdfast: the job cannot start: {why_not}\n".encode())
-            outcome = unstarted(why_not)
-        else:
-            mounts = mounts or Mounts(job, int(folder.path.parent.name), log=Path(plan.log))
-            outcome = _Agent(folder, plan, log.fileno(), on_look, fds, mounts).work()
+        agent = _Agent(folder, plan, log.fileno(), on_look, fds, mounts)
+        outcome = agent.refuse(why_not) if why_not else agent.work()
     write_outcome(folder.ended, outcome)
     return outcome
 
@@ -117,7 +114,6 @@ class _Agent:
         self._mounts = mounts
         self._leases: list[Lease] = []
         if mounts.specs:
-            mounts.attach()
             self._leases.append(mounts)
         self._container: ContainerLease | None = None
         if folder.container.image.exists() or self._job.image.exists():
@@ -139,6 +135,8 @@ class _Agent:
 
     def work(self) -> Outcome:
         """Run the commands once all that they need is ready, and return how they ended."""
+        if self._mounts.specs:
+            self._mounts.attach()
         is_contained = self._container is not None
         admission = Admission(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
         try:
@@ -152,7 +150,7 @@ class _Agent:
     def _prepared(self, admission: Admission) -> Outcome | None:
         """Wait for mounts, container and checks of the node. Return why the commands cannot start, if so."""
         if why := self._not_ready(*self._leases) or self._prepare_venv():
-            return self._cannot_start(why)
+            return self.refuse(why)
         if why := admission.refusal(self._poll):
             return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
         return None
@@ -160,7 +158,8 @@ class _Agent:
     def _not_ready(self, *leases: Lease) -> str:
         return next((why for lease in leases if (why := lease.wait_until_ready(self._poll))), "")
 
-    def _cannot_start(self, why: str) -> Outcome:
+    def refuse(self, why: str) -> Outcome:
+        """Return the outcome of commands that cannot start."""
         self._write(f"the job cannot start: {why}")
         return unstarted(why)
 
@@ -175,7 +174,7 @@ class _Agent:
                 return outcome
             Path(plan.set_up).touch()
             if self._container is not None and (why := self._not_ready(self._container)):
-                return self._cannot_start(why)
+                return self.refuse(why)
         self._folder.running.touch()
         wake(Path(plan.wakeup))
         return self._shell(Phase.RUN)

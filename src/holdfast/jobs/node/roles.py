@@ -74,14 +74,12 @@ class ProcessRole:
         processes.kill(processes.of_role(self.name, self.folder))
 
 
-def spawn(
-    words: Sequence[str], log: Path, *, lock: int | None = None, environment: Mapping[str, str] | None = None
-) -> int:
-    """Start a process of Holdfast without a terminal, and return its pid.
+def spawn(words: Sequence[str], log: Path, *, lock: int, environment: Mapping[str, str] | None = None) -> int:
+    """Start a process of Holdfast with a lock and without a terminal, and return its pid.
 
     Args:
         words: module and arguments.
-        lock: descriptor of a lock that it holds from the start. None: it stays in this session, without one.
+        lock: descriptor of the lock, which it holds from the start.
     """
     python = own_python()
     return os.posix_spawn(
@@ -92,9 +90,9 @@ def spawn(
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
-            *([(os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD)] if lock is not None else []),
+            (os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD),
         ],
-        setsid=lock is not None,  # a closed terminal or Ctrl-C does not reach it
+        setsid=True,  # a closed terminal or Ctrl-C does not reach it
         setsigmask=[],
         setsigdef=_DEFAULT_SIGNALS,
     )

@@ -735,9 +735,9 @@ def _run_unsent(data: bytes) -> None:
 
 
 def _run_slurm(data: bytes) -> None:
-    from holdfast.jobs.slurm.messages import Inbox
+    from holdfast.jobs.slurm.messages import Inbox, NodeReport
 
-    list(Inbox().feed(data + b"\n"))
+    list(Inbox(NodeReport).feed(data + b"\n"))
 
 
 def _run_queue(data: bytes) -> None:

@@ -20,6 +20,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import why_unavailable
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
@@ -30,25 +31,24 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
+def command_line(pid: int) -> list[bytes]:
+    """Return the words of a process's command line; none if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
 def with_word(found: list[Process], word: str) -> list[Process]:
     """Return the processes with a text in their command line."""
-
-    def words(process: Process) -> bytes:
-        try:
-            return Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        except OSError:
-            return b""  # it has ended
-
-    return [process for process in found if word.encode() in words(process)]
+    return [one for one in found if word.encode() in b"\0".join(command_line(one.pid))]
 
 
-class JobHarness:
+class Harness:
     """Engine under test, with the jobs submitted to it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.state = state_dir()
-        self.engine = LocalEngine()
+    def __init__(self, folder: Path, engine: RecordedEngine) -> None:
+        self.folder, self.engine, self.state = folder, engine, state_dir()
 
     def submit(self, run: str, *, head: str = "", setup: str = "", **envs: str) -> Job:
         """Submit a job that runs a script. `head` has further keys of its task file."""
@@ -57,21 +57,30 @@ class JobHarness:
             text += f"setup: |\n{textwrap.indent(textwrap.dedent(setup), '  ')}\n"
         return self.engine.submit(parse_task(text, str(self.folder / "task.yaml"), Overrides(envs=envs)))
 
-    def files(self, job: Job) -> JobFolder:
+    def run(self, run: str, *, head: str = "", setup: str = "", **envs: str) -> Job:
+        """Submit a job that must succeed, and return it at its end."""
+        return self.succeed(self.submit(run, head=head, setup=setup, **envs))
+
+    def succeed(self, job: Job) -> Job:
+        """Wait until a job has ended with success."""
+        ended = self.wait(job)
+        assert ended.status is JobStatus.SUCCEEDED, self.describe(job)
+        return ended
+
+    def place(self, job: Job) -> JobFolder:
         """Return the folder of a job."""
         return job_folder(self.state, job.id)
 
     def log(self, job: Job, node: int = 0) -> str:
         """Return the output of a node so far."""
-        path = self.files(job).log(node)
+        path = self.place(job).log(node)
         return path.read_text() if path.exists() else ""
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
         """Wait until `what()` returns something true. Woken by changes in the jobs' folders."""
-        files = self.files(job)
-        watch = FolderWatch(self.folder, files.path, files.logs)
+        watch = FolderWatch(self.folder, self.place(job).path, self.place(job).logs)
         deadline = time.monotonic() + LIMIT_S
         try:
             while not what():
@@ -80,7 +89,7 @@ class JobHarness:
         finally:
             watch.close()
 
-    def wait(self, job: Job, *statuses: JobStatus) -> Job:
+    def wait(self, job: Job, *statuses: JobStatus, attempt: int | None = None) -> Job:
         """Wait until the job has one of these statuses. Default: until it has ended."""
         found = [job]
 
@@ -88,7 +97,8 @@ class JobHarness:
             found[0] = self.engine.job(job.id)
             status = found[0].status
             assert status in statuses or not statuses or not status.is_final, self.describe(job)
-            return status in statuses if statuses else status.is_final
+            is_there = status in statuses if statuses else status.is_final
+            return is_there and attempt in (None, found[0].attempt)
 
         self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
         return found[0]
@@ -99,8 +109,8 @@ class JobHarness:
 
     def describe(self, job: Job) -> str:
         """Return all details of a job, for a failure's message."""
-        files = self.files(job)
-        logs = [*files.logs.glob("*.log"), files.controller_log, files.changed]
+        files = self.place(job)
+        logs = [*files.logs.glob("*.log"), *files.path.glob("*.log"), files.changed]
         told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
         return f"{self.engine.job(job.id)}\n{told}"
 
@@ -111,22 +121,30 @@ class JobHarness:
         return processes.tagged(tag(job.task_id), processes.snapshot())
 
     def roles(self, job: Job, role: str) -> list[Process]:
-        """Return the controllers, with their guardians, or the agents of the job."""
-        path = str(self.files(job).path).encode()
+        """Return the processes of the job with a role: controllers with their guardians, or agents."""
+        path = os.fsencode(self.place(job).path)
         found = []
         for process in processes.snapshot().values():
-            try:
-                words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
+            words = command_line(process.pid)
             own = [word for word in words if word == path or word.startswith(path + b"/")]
-            if own and role.encode() in words:
+            if own and role.encode() in words and not any(b"srun" in word for word in words[:2]):
                 found.append(process)
         return found
 
     def named(self, job: Job, word: str) -> list[Process]:
         """Return the processes of the job's nodes with a text in their command line."""
         return with_word(self.of_job(job), word)
+
+
+class JobHarness(Harness):
+    """Engine of this machine under test."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, LocalEngine())
+
+    def files(self, job: Job) -> JobFolder:
+        """Return the folder of a job."""
+        return self.place(job)
 
     def record(self, job: Job) -> JobRecord:
         """Return the record of the job."""

@@ -75,7 +75,7 @@ def main(role: str, folder: Path) -> None:
         from holdfast.jobs.folder import NodeFolder
         from holdfast.jobs.node.agent import serve
 
-        serve(NodeFolder(folder), replaces_controller=True)
+        serve(NodeFolder(folder))
     else:
         import_module(_SERVERS[role]).serve(folder)
 

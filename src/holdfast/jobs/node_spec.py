@@ -39,7 +39,7 @@ class NodeSpec:
     grace_s: float
     gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
     port: int | None = None  # chosen for the job
-    scratch: str = ""  # path of the job's scratch folder; empty: the mounts are in the job's folder
+    scratch: str = ""  # not used any more: in specifications that an older version has written
     venv: str | None = None  # folder of the node's virtual environment. None: it has none of its own
 
     @classmethod

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.containers import node_container
 from holdfast.jobs.node.containers.lease import ContainerRuntime, ImageSpec, make_image_spec
@@ -40,12 +39,6 @@ def without_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def failed_setup(harness: JobHarness, job: Job) -> str:
-    """Return the log of a job whose container cannot run."""
-    assert harness.wait(job).status is JobStatus.FAILED_SETUP, harness.describe(job)
-    return harness.log(job)
-
-
 # -- choice --------------------------------------------------------------------------------------------------
 
 
@@ -54,8 +47,7 @@ def test_without_a_runtime_the_commands_run_on_the_machine_which_a_launch_notes(
 ) -> None:
     without_programs(harness.folder / "path", monkeypatch)
     assert notes(harness) == ["resources.image_id"]
-    job = harness.submit("echo here", head=HEAD)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run("echo here", head=HEAD)
     assert "here" in harness.log(job)
 
 
@@ -186,25 +178,39 @@ def test_gpus_are_passed_on_if_the_task_asks_for_some(
 # -- failures ------------------------------------------------------------------------------------------------
 
 
-def test_an_image_that_cannot_be_pulled_fails_the_setup_in_the_words_of_the_runtime(
-    harness: JobHarness, stand_in: StandIn
+@pytest.mark.parametrize(
+    ("command", "words", "expected"),
+    [
+        (
+            "pull",
+            "Error: requested access to the resource is denied",
+            [
+                "the job cannot start: `podman pull` failed: Error: requested access",
+                "log in first: `podman login REGISTRY`",
+            ],
+        ),
+        (
+            "start",
+            'Error: exec: "bash": executable file not found in $PATH',
+            ["The image an/image has no bash, in which the commands of a task run"],
+        ),
+        (
+            "create",
+            "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all",
+            ["nvidia-ctk cdi generate"],
+        ),
+    ],
+    ids=["pull", "start", "create"],
+)
+def test_a_failure_of_the_runtime_fails_the_setup_in_its_words_and_is_explained(
+    harness: JobHarness, stand_in: StandIn, command: str, words: str, expected: list[str]
 ) -> None:
-    stand_in.will("pull", "Error: requested access to the resource is denied")
-    log = failed_setup(harness, harness.submit("true", head=HEAD))
-    assert "the job cannot start: `podman pull` failed: Error: requested access" in log
-    assert "log in first: `podman login REGISTRY`" in log
-
-
-def test_an_image_without_bash_is_explained(harness: JobHarness, stand_in: StandIn) -> None:
-    stand_in.will("start", 'Error: exec: "bash": executable file not found in $PATH')
-    log = failed_setup(harness, harness.submit("true", head=HEAD))
-    assert "The image an/image has no bash, in which the commands of a task run" in log
-    harness.wait_for(None or harness.engine.jobs()[0], lambda: not stand_in.containers(), "its removal")
-
-
-def test_missing_support_of_gpus_is_explained(harness: JobHarness, stand_in: StandIn) -> None:
-    stand_in.will("create", "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all")
-    assert "nvidia-ctk cdi generate" in failed_setup(harness, harness.submit("true", head=HEAD))
+    stand_in.will(command, words)
+    job = harness.submit("true", head=HEAD)
+    assert harness.wait(job).status is JobStatus.FAILED_SETUP, harness.describe(job)
+    for line in expected:
+        assert line in harness.log(job)
+    harness.wait_for(job, lambda: not stand_in.containers(), "the removal of the container")
 
 
 def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends_at_once(
@@ -226,8 +232,7 @@ def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
 ) -> None:
     stand_in.add_image("an/image", HOME="/srv/home")
     stand_in.will("rm", "Error: the storage is busy")
-    job = harness.submit("true", head=HEAD)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run("true", head=HEAD)
     harness.wait_for(job, lambda: not harness.roles(job, "warden"), "the warden's end")
     assert "cannot remove the container yet: `podman rm` failed: Error: the storage is busy" in harness.log(
         job

@@ -9,7 +9,6 @@ import pytest
 
 from holdfast.errors import PREEMPTED_STATUS
 from holdfast.jobs import describe
-from holdfast.jobs.status import JobStatus
 from jobs.containers.images import IMAGE_FOR_TORCH, require_for_torch
 from jobs.harness import JobHarness
 
@@ -50,7 +49,7 @@ def test_a_training_in_an_image_resumes_exactly(harness: JobHarness) -> None:
     harness.wait_for(job, lambda: steps() > reached + 5, "more steps")
     harness.kill_node(job, 0)
     for one in (reference, job):
-        assert harness.wait(one).status is JobStatus.SUCCEEDED, harness.describe(one)
+        harness.succeed(one)
     first, second, _ = describe(job.id).attempts
     assert first.outcomes[0].code == PREEMPTED_STATUS
     assert second.outcomes[0].is_lost

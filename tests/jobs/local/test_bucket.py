@@ -14,8 +14,7 @@ from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
-from holdfast.jobs.status import JobStatus
-from jobs.harness import JobHarness, needs_namespaces
+from jobs.harness import JobHarness, command_line, needs_namespaces
 from servers import Server
 
 HAS_FUSE = bool(shutil.which("rclone") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK))
@@ -34,15 +33,8 @@ def rclones(path: Path) -> list[processes.Process]:
     return [
         process
         for process in processes.snapshot().values()
-        if {b"rclone", os.fsencode(path)} <= set(words(process.pid))
+        if {b"rclone", os.fsencode(path)} <= set(command_line(process.pid))
     ]
-
-
-def words(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 @pytest.mark.slow
@@ -59,9 +51,9 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
     path = harness.files(job).copies / "0"
     assert store.size("out") == 7_000_000, "a file that is closed is in the bucket"
     (rclone,) = rclones(path)
-    assert b"testsecret" not in b"".join(words(rclone.pid))
+    assert b"testsecret" not in b"".join(command_line(rclone.pid))
     (harness.files(job).workdir(0) / "go").touch()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    harness.succeed(job)
     assert "seen" in harness.log(job)
     assert fuse.mounted_below(harness.state) == []
     assert rclones(path) == []
@@ -74,11 +66,10 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
 def test_a_bucket_is_mounted_where_only_the_job_sees_it(harness: JobHarness, trusted: Server) -> None:
     url, target = trusted.home("fuse-private"), f"/holdfast-test-{os.getpid()}"
     open_store(url).put("in/x", b"seen")
-    job = harness.submit(
+    job = harness.run(
         f"cat {target}/in/x; echo result > {target}/out",
         head=f'file_mounts: {{{target}: {{source: "{url}", mode: MOUNT}}}}',
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert "seen" in harness.log(job)
     assert open_store(url).get("out") == b"result\n"
     assert not Path(target).exists()
@@ -111,8 +102,7 @@ def test_no_kill_leaves_a_stale_mount(harness: JobHarness, trusted: Server, what
         )
         harness.engine.jobs()
     (harness.files(job).workdir(0) / "go").touch()
-    ended = harness.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED, harness.describe(job)
+    ended = harness.succeed(job)
     assert "seen" in harness.log(job)
     assert ended.recoveries == (what in ("node", "all"))
     assert fuse.mounted_below(harness.state) == []

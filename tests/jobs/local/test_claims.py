@@ -83,7 +83,7 @@ def test_more_gpus_than_the_machine_has_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a machine without GPUs divides none
     release(harness)
     job = hold(harness, 8)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
 
 
 def test_only_the_visible_gpus_are_given(harness: JobHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +114,10 @@ def test_cpus_and_memory_are_divided_if_they_are_asked_for(harness: JobHarness) 
     harness.wait(third, JobStatus.RUNNING)
     fourth = harness.submit("true", head="resources: {memory: 1}")
     assert "waits for 1 GiB of memory" in fourth.reason
-    assert harness.wait(harness.submit("true")).status is JobStatus.SUCCEEDED  # asks for nothing
+    harness.run("true")  # asks for nothing
     release(harness)
     for job in (first, second, third, fourth):
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        harness.succeed(job)
 
 
 @pytest.mark.essential
@@ -135,7 +135,7 @@ def test_jobs_start_by_priority_and_then_in_their_order(harness: JobHarness) -> 
     ]
     release(harness, "first")
     for job in jobs:
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        harness.succeed(job)
     assert order.read_text().split() == ["urgent", "early", "late"]
     assert [job.priority for job in jobs] == [0, 0, 5]
 
@@ -187,7 +187,7 @@ def test_a_job_keeps_its_gpus_while_everything_of_it_is_dead(harness: JobHarness
     release(harness, "first")
     harness.wait_for_output(second, "has 0")
     release(harness)
-    assert harness.wait(second).status is JobStatus.SUCCEEDED
+    harness.succeed(second)
 
 
 def test_a_waiting_job_starts_the_controller_of_a_dead_one(harness: JobHarness) -> None:
@@ -244,7 +244,7 @@ def test_launches_at_the_same_moment_never_get_the_same_gpu(harness: JobHarness)
     with ThreadPoolExecutor(6) as pool:
         jobs = list(pool.map(submit, range(12)))
     for job in jobs:
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        harness.succeed(job)
     assert all(job.gpus for job in harness.engine.jobs())
 
 
@@ -260,7 +260,7 @@ def test_jobs_behind_the_first_waiting_one_have_no_process(harness: JobHarness) 
     assert len(harness.engine.jobs()) == 4
     release(harness)
     for job in waiting:
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        harness.succeed(job)
 
 
 def test_a_task_of_a_pipeline_waits_for_its_claim_only_when_it_is_its_turn(harness: JobHarness) -> None:
@@ -281,12 +281,12 @@ def test_a_task_of_a_pipeline_waits_for_its_claim_only_when_it_is_its_turn(harne
     other = hold(harness, 4, "other")  # comes later, and does not wait for the pipeline
     harness.wait_for_output(other, "has 0,1,2,3")
     release(harness, "train")
-    assert harness.wait(train).status is JobStatus.SUCCEEDED
+    harness.succeed(train)
     harness.wait_for(evaluate, lambda: "GPU" in harness.engine.job(evaluate.id).reason, "its reason")
     release(harness, "other")
     harness.wait_for_output(evaluate, "has 0,1,2,3")
     release(harness, "evaluate")
-    assert harness.wait(evaluate).status is JobStatus.SUCCEEDED
+    harness.succeed(evaluate)
 
 
 def test_a_claim_is_taken_only_under_the_lock(harness: JobHarness) -> None:
@@ -302,4 +302,4 @@ def test_a_claim_is_taken_only_under_the_lock(harness: JobHarness) -> None:
 
         harness.wait_for(job, lambda: is_blocked() or harness.record(job).gpus, "its controller")
         assert harness.record(job).gpus == ()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)

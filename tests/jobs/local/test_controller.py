@@ -8,7 +8,6 @@ import random
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.system.linux import locks
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, command_line
 from servers import reserve_port
 
 FREE = "resources: {job_recovery: {max_restarts_on_errors: 100}}"
@@ -33,8 +32,7 @@ echo done
 def test_a_job_runs_to_its_end(harness: JobHarness) -> None:
     job = harness.submit("echo hello $NAME; pwd; echo made > made.txt", head="name: greet\nenvs: {NAME: you}")
     assert job.status in (JobStatus.PENDING, JobStatus.STARTING)
-    ended = harness.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED
+    ended = harness.succeed(job)
     assert (ended.name, ended.attempt, ended.recoveries, ended.reason) == ("greet", 1, 0, "")
     assert "hello you" in harness.log(job)
     assert (harness.files(job).workdir(0) / "made.txt").read_text() == "made\n"
@@ -46,11 +44,10 @@ def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: Job
         "env | grep -E '^(SKYPILOT|HOLDFAST)_' | tr '\\n' ' ' > env-$HOLDFAST_ATTEMPT-$SKYPILOT_NODE_RANK\n"
     )
     ips = 'echo "$SKYPILOT_NODE_IPS" > ips-$SKYPILOT_NODE_RANK\n'
-    job = harness.submit(
+    job = harness.run(
         show + ips + "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75",
         head="num_nodes: 2\nresources: {accelerators: A100:4}",
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
     for rank in range(2):
         work = harness.files(job).workdir(rank)
         first, second = ((work / f"env-{attempt}-{rank}").read_text() for attempt in (1, 2))
@@ -79,22 +76,18 @@ def test_nodes_can_connect_to_each_other_s_addresses(harness: JobHarness) -> Non
         f"    try: print(socket.create_connection(('127.0.0.2', {port})).recv(9).decode()); break\n"
         "    except OSError: time.sleep(0.01)\n"
     )
-    job = harness.submit(
+    job = harness.run(
         f"""
         if [ $SKYPILOT_NODE_RANK = 1 ]; then what=serve.py; else what=ask.py; fi
         {sys.executable} {harness.folder}/$what
         """,
         head="num_nodes: 2",
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
     assert "found" in harness.log(job)
 
 
 def test_setup_runs_once_and_its_failure_has_its_own_status(harness: JobHarness) -> None:
-    job = harness.submit(
-        "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", setup="echo set up $SKYPILOT_SETUP_NODE_RANK"
-    )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run("[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", setup="echo set up $SKYPILOT_SETUP_NODE_RANK")
     assert harness.log(job).count("set up 0") == 1
     failed = harness.wait(harness.submit("echo never", setup="echo no such thing; exit 3"))
     assert failed.status is JobStatus.FAILED_SETUP
@@ -161,8 +154,7 @@ def test_a_preempted_training_in_a_pipe_is_started_again(harness: JobHarness) ->
 
 def test_commands_get_the_signals_of_a_shell(harness: JobHarness) -> None:
     """Python ignores some, and what it starts would too: `yes | head` would never end."""
-    job = harness.submit("trap -p; yes | head -n 1; echo ${PIPESTATUS[0]}")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run("trap -p; yes | head -n 1; echo ${PIPESTATUS[0]}")
     assert harness.log(job).splitlines()[-2:] == ["y", "141"]
     assert "SIGPIPE" not in harness.log(job)
     assert "SIGXFSZ" not in harness.log(job)
@@ -171,13 +163,19 @@ def test_commands_get_the_signals_of_a_shell(harness: JobHarness) -> None:
 # -- kills -----------------------------------------------------------------------------------------------
 
 
-def test_a_lost_node_costs_no_restart(harness: JobHarness) -> None:
+@pytest.mark.parametrize("what", ["node", "shell", "node and controller"])
+def test_what_is_killed_is_started_again_and_costs_no_restart(harness: JobHarness, what: str) -> None:
     job = harness.submit(WAITS)
     harness.wait_for_output(job, "attempt 1 is there")
-    harness.kill_node(job, 0)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
-    assert "after: node 0 was lost" in harness.log(job)
+    if what == "node and controller":
+        harness.kill_controller(job)
+    if what == "shell":
+        processes.kill(harness.named(job, "run.sh"))
+    else:
+        harness.kill_node(job, 0)
+    ended = harness.succeed(job)
+    assert (ended.recoveries, ended.restarts_after_errors) == (1, 0)
+    assert ("after: node 0 was lost" in harness.log(job)) == (what != "shell")
 
 
 def test_a_lost_node_stops_the_others(harness: JobHarness) -> None:
@@ -185,7 +183,7 @@ def test_a_lost_node_stops_the_others(harness: JobHarness) -> None:
     for node in range(2):
         harness.wait_for_output(job, "attempt 1 is there", node=node)
     harness.kill_node(job, 1)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     for node in range(2):
         assert harness.log(job, node).count("done") == 1
 
@@ -198,30 +196,19 @@ def test_a_killed_agent_leaves_no_process_behind(harness: JobHarness) -> None:
     harness.wait_for(job, lambda: len(sleeping(naps)) == 2, "the sleepers")
     processes.kill(harness.roles(job, "agent"))
     harness.wait_for_output(job, "attempt 2 of job")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     assert harness.of_job(job) == []
     assert sleeping(naps) == []
 
 
 def sleeping(naps: list[str]) -> list[int]:
     """Return the pids of processes that sleep exactly this long."""
-    return [
-        pid
-        for pid in processes.snapshot()
-        if _words(pid).split(b"\0")[1:2] in [[nap.encode()] for nap in naps]
-    ]
-
-
-def _words(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    wanted = [[nap.encode()] for nap in naps]
+    return [pid for pid in processes.snapshot() if command_line(pid)[1:2] in wanted]
 
 
 def test_background_processes_of_a_script_are_killed_when_it_exits(harness: JobHarness) -> None:
-    job = harness.submit("setsid sleep 1003 & disown; echo done")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run("setsid sleep 1003 & disown; echo done")
     assert harness.of_job(job) == []
 
 
@@ -248,7 +235,7 @@ def test_a_status_is_never_recorded_without_its_change(
     job = harness.submit("true")
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     changes = read_changes(harness.files(job))
     assert [one.status for one in changes] == [JobStatus.STARTING, JobStatus.RUNNING, JobStatus.SUCCEEDED]
 
@@ -304,15 +291,6 @@ def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> N
     assert "status 5" in ended.reason
 
 
-def test_a_node_lost_without_a_controller_is_recovered(harness: JobHarness) -> None:
-    job = harness.submit(WAITS)
-    harness.wait_for_output(job, "attempt 1 is there")
-    harness.kill_controller(job)
-    harness.kill_node(job, 0)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
-
-
 def test_only_one_copy_of_a_job_runs_however_many_commands_supervise_it(harness: JobHarness) -> None:
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done")
     harness.wait_for_output(job, "begun")
@@ -325,7 +303,7 @@ def test_only_one_copy_of_a_job_runs_however_many_commands_supervise_it(harness:
     harness.wait_for(job, lambda: harness.has_controller(job), "one controller")
     assert len(harness.roles(job, "agent")) == 1
     (harness.files(job).workdir(0) / "go").touch()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     assert harness.log(job).count("begun") == 1
 
 
@@ -354,8 +332,8 @@ def test_a_job_succeeds_despite_random_kills_of_its_controller_and_agents(harnes
         )
         what = chance.choice(["controller", "agent", "run.sh"])
         processes.kill(harness.named(job, what) if what == "run.sh" else harness.roles(job, what))
-    ended = harness.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.describe(job)
+    ended = harness.succeed(job)
+    assert ended.restarts_after_errors == 0
     assert ended.recoveries >= 3, "it was killed indeed"
     assert (harness.files(job).workdir(0) / "n").read_text() == "400\n"
     assert not (harness.files(job).workdir(0).parent / "wrong").exists()
@@ -370,11 +348,15 @@ if [ $HOLDFAST_ATTEMPT = 1 ]; then while true; do sleep 0.02; done; fi
 """
 
 
-@pytest.mark.parametrize("status", [PREEMPTED_STATUS, 1])
-def test_a_preempted_job_is_notified_and_recovers(harness: JobHarness, status: int) -> None:
+@pytest.mark.parametrize(("status", "has_controller"), [(PREEMPTED_STATUS, True), (1, True), (75, False)])
+def test_a_preempted_job_is_notified_and_recovers(
+    harness: JobHarness, status: int, has_controller: bool
+) -> None:
     job = harness.submit(TRAPS % status)
     harness.wait_for_output(job, "attempt 1 is there")
     harness.wait(job, JobStatus.RUNNING)
+    if not has_controller:
+        harness.kill_controller(job)
     harness.engine.preempt(job.id, lead_s=600)
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
@@ -415,8 +397,7 @@ def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarne
     harness.wait_for_output(job, "ready")
     harness.wait(job, JobStatus.RUNNING)
     harness.engine.preempt(job.id, lead_s=600)
-    ended = harness.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     assert "saved" in harness.log(job)
 
 
@@ -445,7 +426,7 @@ def test_a_child_of_the_trainer_that_keeps_a_pipe_open_does_not_delay_the_restar
     harness.wait_for_output(job, "ready")
     harness.wait(job, JobStatus.RUNNING)
     harness.engine.preempt(job.id, lead_s=100_000)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     assert "the shell ended by itself" in harness.log(job)
 
 
@@ -457,15 +438,6 @@ def test_a_command_that_dies_of_a_notice_before_it_handles_it_is_started_again(
     ended = harness.wait(job)
     assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
     assert f"was ended by {signal.Signals(number).name} in run" in harness.log(job)
-
-
-def test_a_preemption_requested_without_a_controller_is_delivered_later(harness: JobHarness) -> None:
-    job = harness.submit(TRAPS % PREEMPTED_STATUS)
-    harness.wait_for_output(job, "attempt 1 is there")
-    harness.wait(job, JobStatus.RUNNING)
-    harness.kill_controller(job)
-    harness.engine.preempt(job.id, lead_s=600)
-    assert harness.wait(job).recoveries == 1
 
 
 def test_cancelling_notifies_the_job_and_ends_it(harness: JobHarness) -> None:
@@ -505,14 +477,6 @@ def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) 
     assert "told" in harness.log(job)
 
 
-def test_a_shell_killed_from_outside_does_not_count_as_an_error(harness: JobHarness) -> None:
-    job = harness.submit(WAITS)
-    harness.wait_for_output(job, "attempt 1 is there")
-    processes.kill(harness.named(job, "run.sh"))
-    ended = harness.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0)
-
-
 # -- mounts and workdir ----------------------------------------------------------------------------------
 
 
@@ -521,8 +485,7 @@ def test_the_workdir_is_a_copy(harness: JobHarness) -> None:
     work.mkdir()
     (work / "a.txt").write_text("one")
     (work / "link").symlink_to("a.txt")
-    job = harness.submit("cat a.txt link; echo two > a.txt", head=f"workdir: {work}")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run("cat a.txt link; echo two > a.txt", head=f"workdir: {work}")
     assert "oneone" in harness.log(job)
     assert (work / "a.txt").read_text() == "one"
 
@@ -537,10 +500,9 @@ file_mounts:
   {harness.folder}/there: {{source: {data}, mode: MOUNT}}
   {harness.folder}/bucket: {{name: results, mode: MOUNT}}
 """
-    job = harness.submit(
+    job = harness.run(
         f"cat here/x {harness.folder}/there/x; echo 1 > here/y; echo 2 > {harness.folder}/bucket/z", head=head
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert "seen seen" in harness.log(job)
     assert not (data / "y").exists(), "what was copied is a copy"
     assert (harness.state / "buckets" / "results" / "z").read_text() == "2\n"
@@ -565,8 +527,7 @@ def test_a_job_launched_by_a_job_outlives_it(harness: JobHarness) -> None:
     """Its controller is a child of the outer job's agent, which kills everything else."""
     (harness.folder / "inner.yaml").write_text("run: |\n  until [ -e go ]; do sleep 0.02; done\n")
     command = f"{sys.executable} -m holdfast.cli launch {harness.folder}/inner.yaml"
-    outer = harness.submit(f"{command} && echo launched")
-    assert harness.wait(outer).status is JobStatus.SUCCEEDED, harness.describe(outer)
+    outer = harness.run(f"{command} && echo launched")
     inner = harness.wait(harness.engine.job(outer.id + 1), JobStatus.RUNNING)
     (harness.files(inner).workdir(0) / "go").touch()
     ended = harness.wait(inner)

@@ -53,8 +53,8 @@ def commands_of(harness: JobHarness, job: Job) -> set[int]:
 def finish(harness: JobHarness, job: Job, *, attempt: int = 1) -> None:
     """Let a job finish, and check that no attempt was lost."""
     (harness.files(job).workdir(0) / "go").touch()
-    ended = harness.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, attempt), harness.describe(job)
+    ended = harness.succeed(job)
+    assert ended.attempt == attempt
     assert harness.log(job).count("begins") == attempt
 
 
@@ -64,38 +64,26 @@ def check_another_launch(harness: JobHarness, job: Job) -> None:
     assert running
     other = harness.submit("true")
     assert other.id == job.id + 1
-    assert harness.wait(other).status is JobStatus.SUCCEEDED
+    harness.succeed(other)
     assert commands_of(harness, job) == running
 
 
+@pytest.mark.parametrize("what", ["journal", "submission"])
 @CONTROLLERS
 @DAMAGES
-def test_a_lost_journal_costs_no_attempt(
-    harness: JobHarness, damage: Callable[[Path], None], has_controller: bool
+def test_a_lost_journal_or_copy_of_a_submission_costs_no_attempt(
+    harness: JobHarness, damage: Callable[[Path], None], has_controller: bool, what: str
 ) -> None:
     job = start(harness)
     running = commands_of(harness, job)
-    if not has_controller:
-        harness.kill_controller(job)
-    damage(harness.files(job).states)
-    check_another_launch(harness, job)
-    assert commands_of(harness, job) == running
-    harness.wait(job, JobStatus.RUNNING)
-    finish(harness, job)
-
-
-@CONTROLLERS
-@DAMAGES
-def test_one_of_two_copies_of_a_submission_is_enough(
-    harness: JobHarness, damage: Callable[[Path], None], has_controller: bool
-) -> None:
-    job = start(harness)
     first, second = harness.files(job).submissions
     intact = second.read_bytes()
     if not has_controller:
         harness.kill_controller(job)
-    damage(first)
+    damage(harness.files(job).states if what == "journal" else first)
     check_another_launch(harness, job)
+    assert commands_of(harness, job) == running
+    harness.wait(job, JobStatus.RUNNING)
     finish(harness, job)
     assert first.read_bytes() == second.read_bytes() == intact, "the next change repairs it"
 
@@ -116,7 +104,7 @@ def test_a_controller_restores_a_record_of_which_nothing_is_left(
     (files.workdir(0) / "go").touch()
     harness.wait_for_output(job, "is done")
     harness.wait_for(job, lambda: not Records(harness.state).unreadable(), "the record")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     harness.wait(other)
 
 

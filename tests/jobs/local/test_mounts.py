@@ -32,10 +32,6 @@ def place(s3: Server, proxy: FaultProxy) -> Bucket:
     return Bucket(s3, proxy)
 
 
-def cached(place: Bucket) -> str:
-    return f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED}}}}'
-
-
 class Watcher:
     """Observer that lists the bucket continuously: a marker must never appear without its data."""
 
@@ -88,15 +84,14 @@ def test_a_named_bucket_is_written_through_a_write_back_directory(harness: JobHa
         f"echo 1 > {harness.folder}/out/a; mkdir {harness.folder}/out/d; echo 2 > {harness.folder}/out/d/b",
         head=head,
     )
-    ended = harness.wait(job)
-    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), harness.describe(job)
+    ended = harness.succeed(job)
+    assert ended.reason == ""
     bucket = harness.state / "buckets" / "results"
     assert (bucket / "a").read_text() == "1\n"
     assert (bucket / "d" / "b").read_text() == "2\n"
     link = harness.folder / "out"
     harness.wait_for(job, lambda: not link.is_symlink(), "the removal of the link, after the job's end")
-    again = harness.submit(f"cat {harness.folder}/out/d/b", head=head)
-    assert harness.wait(again).status is JobStatus.SUCCEEDED
+    again = harness.run(f"cat {harness.folder}/out/d/b", head=head)
     assert "2\n" in harness.log(again), "another job sees what the bucket holds"
 
 
@@ -104,7 +99,7 @@ def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
     harness: JobHarness, place: Bucket, proxy: FaultProxy
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + "save 1", head=cached(place))
+    job = harness.submit(SAVES + "save 1", head=place.cached)
     with Watcher(place):
         assert gate.reached.wait(600), harness.describe(job)
         waiting = harness.wait(job, JobStatus.WINDING_DOWN)
@@ -132,7 +127,7 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
         until [ -e go ]; do sleep 0.02; done
         save 2
         """,
-        head=cached(place),
+        head=place.cached,
     )
     with Watcher(place):
         harness.wait_for_output(job, "ready")
@@ -159,7 +154,7 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
         cat out/marker-1
         save 2
         """,
-        head=cached(place),
+        head=place.cached,
     )
     with Watcher(place):
         harness.wait_for_output(job, "saved")
@@ -179,7 +174,7 @@ def test_a_completed_job_survives_kills_during_its_upload(
 ) -> None:
     """The job ends correctly without any command."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + "save 1", head=cached(place))
+    job = harness.submit(SAVES + "save 1", head=place.cached)
     assert gate.reached.wait(600), harness.describe(job)
     harness.wait(job, JobStatus.WINDING_DOWN)
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
@@ -201,7 +196,7 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
         n=$(ls out | sed -n 's/marker-//p' | sort -n | tail -n 1)
         for i in $(seq $((${n:-0} + 1)) 60); do save $i; echo saved $i; sleep 0.05; done
         """,
-        head=cached(place),
+        head=place.cached,
     )
     with Watcher(place):
         for number in range(1, 9):
@@ -219,29 +214,18 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
     assert place.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
 
 
-def test_a_failed_job_reports_missing_files_and_still_uploads_them(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["failed", "cancelled"])
+def test_a_job_without_success_ends_at_once_with_what_is_missing_and_still_uploads_it(
+    harness: JobHarness, place: Bucket, proxy: FaultProxy, is_cancelled: bool
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + "save 1; exit 5", head=cached(place))
+    job = harness.submit(SAVES + f"save 1; {'sleep 1000' if is_cancelled else 'exit 5'}", head=place.cached)
     assert gate.reached.wait(600), harness.describe(job)
+    if is_cancelled:
+        harness.engine.cancel(job.id)
     ended = harness.wait(job)
-    assert ended.status is JobStatus.FAILED
-    assert "status 5" in ended.reason
-    assert "not all of" in ended.reason
-    gate.opened.set()
-    harness.wait_for(job, lambda: place.names() == {"data-1", "marker-1"}, "the rest")
-
-
-def test_a_cancelled_job_ends_at_once_and_still_uploads_its_files(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy
-) -> None:
-    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + "save 1; sleep 1000", head=cached(place))
-    assert gate.reached.wait(600), harness.describe(job)
-    harness.engine.cancel(job.id)
-    ended = harness.wait(job)
-    assert ended.status is JobStatus.CANCELLED
+    assert ended.status is (JobStatus.CANCELLED if is_cancelled else JobStatus.FAILED)
+    assert is_cancelled or "status 5" in ended.reason
     assert "not all of" in ended.reason
     files = harness.files(job)
     harness.wait_for(job, files.without_secrets.exists, "the removal of the secrets")
@@ -269,16 +253,15 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
     harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
     assert not harness.engine.job(job.id).status.is_final
     (harness.files(job).workdir(0) / "go").touch()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    harness.succeed(job)
     assert {path.name for path in (harness.state / "buckets" / "results").glob("*")} >= {"early", "late"}
 
 
 @pytest.mark.slow
 def test_nodes_share_a_write_back_directory(harness: JobHarness, place: Bucket) -> None:
-    job = harness.submit(
-        "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{cached(place)}"
+    harness.run(
+        "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{place.cached}"
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert place.names() == {"from-0", "from-1"}
 
 
@@ -325,8 +308,8 @@ def test_a_bucket_is_copied_once_for_all_attempts(
         "cat in/b one; echo mine > in/b; ls -l in/a; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; cat in/b",
         head=f'file_mounts: {{in: "{source}", one: "{source.replace("?", "/b?")}"}}\nnum_nodes: 1',
     )
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
+    ended = harness.succeed(job)
+    assert ended.recoveries == 1
     copy = harness.files(job).copies / "0"
     assert (copy / "a" / "large").read_bytes() == large
     assert (copy / "empty").read_bytes() == b""
@@ -345,11 +328,11 @@ def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarn
     """Three jobs at once on one bucket, of which nothing stays on this machine."""
     place.store.put("corpus", b"x" * 2_000_000)
     jobs = [
-        harness.submit(f"wc -c < out/corpus; echo {number} > out/result-{number}", head=cached(place))
+        harness.submit(f"wc -c < out/corpus; echo {number} > out/result-{number}", head=place.cached)
         for number in range(3)
     ]
     for job in jobs:
-        assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+        harness.succeed(job)
         (spec,) = caches(harness.files(job))
         harness.wait_for(job, lambda path=Path(spec.path): not path.exists(), "the removal of the copies")
         assert "2000000" in harness.log(job)
@@ -363,7 +346,7 @@ def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarn
 def test_a_directory_with_files_that_are_not_uploaded_stays(
     harness: JobHarness, place: Bucket, left: str
 ) -> None:
-    job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=cached(place)))
+    job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=place.cached))
     assert job.status is JobStatus.FAILED
     harness.wait_for(job, lambda: not harness.roles(job, "mounter"), "the end of the uploads")
     harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of the controller")

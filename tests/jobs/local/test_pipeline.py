@@ -61,7 +61,7 @@ def test_the_next_job_starts_after_success(harness: JobHarness) -> None:
     assert harness.engine.job(1).status is JobStatus.SUCCEEDED
     assert not harness.log(c)
     let_go(harness, b)
-    assert harness.wait(c).status is JobStatus.SUCCEEDED
+    harness.succeed(c)
     assert [job.attempt for job in harness.engine.jobs()] == [1, 1, 1]
     assert harness.log(c).splitlines()[1:] == ["last"]
     assert "waits for" not in harness.log(c)
@@ -102,7 +102,7 @@ def test_a_waiting_job_may_be_cancelled_alone(harness: JobHarness) -> None:
 
 def test_a_recovery_of_one_job_keeps_the_others_waiting(harness: JobHarness) -> None:
     a, b = submit(harness, "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", "echo after")
-    assert harness.wait(b).status is JobStatus.SUCCEEDED
+    harness.succeed(b)
     assert harness.engine.job(a.id).attempt == 2
     assert harness.log(b).splitlines()[1:] == ["after"]
 
@@ -137,7 +137,7 @@ def test_a_controller_killed_between_two_jobs_continues_with_the_right_one(harne
     harness.wait_for_output(a, "done")
     processes.wait_exited(agents, 60)
     processes.kill([*harness.roles(b, "controller"), *harness.roles(a, "controller")])
-    assert harness.wait(b).status is JobStatus.SUCCEEDED
+    harness.succeed(b)
     assert harness.engine.job(a.id).attempt == 1
     assert harness.log(b).count("second 1") == 1
 
@@ -152,7 +152,7 @@ def test_jobs_of_a_pipeline_may_mount_at_the_same_path(harness: JobHarness, home
         "cat ~/data ~/out/b",
         head=mounts,
     )
-    assert harness.wait(c).status is JobStatus.SUCCEEDED, harness.describe(c)
+    harness.succeed(c)
     assert harness.log(c).splitlines()[1:] == ["texttexttext"], "each has a copy of its own"
     harness.wait_for(c, lambda: not (home / "data").exists(), "the removal of the link")
 

@@ -59,7 +59,7 @@ def test_two_trainings_with_two_nodes_run_at_the_same_time(harness: JobHarness) 
         for mine, port in ports.items()
     }
     for mine, job in jobs.items():
-        assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+        harness.succeed(job)
         for node in range(2):
             assert f"sum {4 * mine}\n" in harness.log(job, node)
 
@@ -93,7 +93,7 @@ def test_a_job_that_names_a_port_waits_until_no_other_job_has_it(harness: JobHar
         f"waits for port 29511 of job {first.id}",
     )
     go.touch()
-    assert harness.wait(second).status is JobStatus.SUCCEEDED
+    harness.succeed(second)
 
 
 @pytest.mark.parametrize(

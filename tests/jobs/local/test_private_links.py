@@ -48,7 +48,7 @@ def test_two_jobs_have_their_own_at_the_same_time(harness: JobHarness) -> None:
             )
         )
     for job, name in zip(jobs, ("first", "second"), strict=True):
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        harness.succeed(job)
         assert f"{name} is here" in harness.log(job)
         assert f"{name} is still here" in harness.log(job)
         assert (harness.folder / name / "name").read_text() == name, "the copy was changed, not the source"
@@ -64,7 +64,7 @@ def test_a_bucket_of_this_machine_is_shared_and_outlives_the_jobs(harness: JobHa
 
 
 def test_setup_and_every_node_and_attempt_see_it(harness: JobHarness) -> None:
-    job = harness.submit(
+    harness.run(
         f"""
         echo $SKYPILOT_NODE_RANK-$HOLDFAST_ATTEMPT >> {TARGET}/deep/attempts-$SKYPILOT_NODE_RANK
         [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
@@ -72,7 +72,6 @@ def test_setup_and_every_node_and_attempt_see_it(harness: JobHarness) -> None:
         setup=f"echo set up >> {TARGET}/deep/setup-$SKYPILOT_SETUP_NODE_RANK",
         head=f"num_nodes: 2\nfile_mounts: {{{TARGET}/deep: {{name: nodes, mode: MOUNT}}}}",
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     bucket = harness.state / "buckets" / "nodes"
     for rank in range(2):
         assert (bucket / f"setup-{rank}").read_text() == "set up\n"
@@ -90,7 +89,7 @@ def test_files_of_a_killed_node_reach_the_next_attempt_and_the_place(harness: Jo
     )
     harness.wait_for_output(job, "written")
     harness.kill_node(job, 0)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    harness.succeed(job)
     assert (place / "attempts").read_text() == "1\n2\n"
 
 
@@ -104,7 +103,7 @@ def test_the_commands_die_with_their_agent(harness: JobHarness) -> None:
     (agent,) = harness.roles(job, "agent")
     os.kill(agent.pid, 9)
     assert shells
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.succeed(job)
     assert not {one.pid for one in shells} & {one.pid for one in harness.named(job, "run.sh")}
 
 
@@ -152,8 +151,7 @@ def test_targets_at_or_below_one_another_are_refused(harness: JobHarness, furthe
 
 def test_a_target_is_private_by_the_path_that_it_means(harness: JobHarness) -> None:
     target = f"{TARGET}/..{harness.folder}/out"
-    job = harness.submit("true", head=f"file_mounts: {{{target}: {{name: meant, mode: MOUNT}}}}")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.run("true", head=f"file_mounts: {{{target}: {{name: meant, mode: MOUNT}}}}")
     assert (harness.folder / "out").is_symlink(), "a link that all programs see"
 
 

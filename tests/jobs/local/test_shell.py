@@ -55,8 +55,7 @@ def install_conda(base: Path) -> None:
 
 def test_printed_lines_of_python_are_not_buffered(harness: JobHarness, home: Path) -> None:
     show = "echo unbuffered: ${PYTHONUNBUFFERED:-no}"
-    job = harness.submit(show, setup=show)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run(show, setup=show)
     assert harness.log(job).count("unbuffered: 1") == 2
     job = harness.submit(show, PYTHONUNBUFFERED="")
     harness.wait(job)
@@ -91,7 +90,7 @@ def test_each_job_and_node_has_its_own_sky_workdir(harness: JobHarness, home: Pa
         for rank in range(2):
             (harness.files(job).workdir(rank) / "go").touch()
     for name, job in zip("ab", jobs, strict=True):
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        harness.succeed(job)
         for rank in range(2):
             workdir = harness.files(job).workdir(rank)
             assert f"found {name} {rank} at {workdir}" in harness.log(job, rank)
@@ -111,10 +110,9 @@ def test_one_job_at_a_time_has_the_link_that_its_programs_name(harness: JobHarne
         harness.submit("x", head=head)
     assert len(harness.engine.jobs()) == 1
     (there.parent / "go").touch()
-    assert harness.wait(first).status is JobStatus.SUCCEEDED
+    harness.succeed(first)
     harness.wait_for(first, lambda: not list(home.iterdir()), "the end of the link")
-    second = harness.submit("true", head=head)
-    assert harness.wait(second).status is JobStatus.SUCCEEDED
+    harness.run("true", head=head)
 
 
 def test_a_link_that_would_be_wrong_is_refused(harness: JobHarness, home: Path) -> None:
@@ -124,8 +122,7 @@ def test_a_link_that_would_be_wrong_is_refused(harness: JobHarness, home: Path) 
     with pytest.raises(Conflict, match="already exists and does not belong to a job"):
         harness.submit("ls ~/sky_workdir/../x")
     assert harness.engine.jobs() == []
-    job = harness.submit("cd ~/sky_workdir; touch here")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.run("cd ~/sky_workdir; touch here")
     assert not list((home / "sky_workdir").iterdir())
 
 
@@ -136,8 +133,7 @@ def test_a_state_folder_that_needs_quotes_is_refused_for_such_commands(
     harness = JobHarness(tmp_path)
     with pytest.raises(InvalidInput, match="Set HOLDFAST_STATE to a folder"):
         harness.submit("cd ~/sky_workdir")
-    job = harness.submit("pwd")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    harness.run("pwd")
     harness.leave()
 
 
@@ -148,8 +144,7 @@ def test_conda_activate_works_in_commands_and_in_scripts_that_they_run(
     harness: JobHarness, home: Path
 ) -> None:
     install_conda(home / "miniconda3")
-    job = harness.submit("set -eu\nconda activate gpt\ntrain\nbash -c 'conda activate gpt; train'")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.log(job)
+    job = harness.run("set -eu\nconda activate gpt\ntrain\nbash -c 'conda activate gpt; train'")
     assert harness.log(job).count("trained") == 2
 
 
@@ -159,10 +154,10 @@ def test_conda_is_found_by_its_variable_and_on_the_path(
     install_conda(home / "elsewhere")
     activate = "conda activate gpt && train"
     monkeypatch.setenv("PATH", f"{home}/elsewhere/bin:/usr/bin:/bin")
-    assert harness.wait(harness.submit(activate)).status is JobStatus.SUCCEEDED
+    harness.run(activate)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("CONDA_EXE", f"{home}/elsewhere/bin/conda")
-    assert harness.wait(harness.submit(activate)).status is JobStatus.SUCCEEDED
+    harness.run(activate)
 
 
 def test_a_missing_environment_is_left_to_the_commands_as_on_skypilot(
@@ -171,8 +166,7 @@ def test_a_missing_environment_is_left_to_the_commands_as_on_skypilot(
     """Many task files create an environment if it cannot be activated."""
     install_conda(home / "miniconda3")
     run = "conda activate other\nif [ $? -ne 0 ]; then conda create -n other; fi"
-    job = harness.submit(run)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    job = harness.run(run)
     assert "conda: create -n other" in harness.log(job)
 
 
@@ -192,8 +186,7 @@ def test_conda_may_be_installed_by_the_job_itself(harness: JobHarness, home: Pat
     text = (home / "prepared" / "etc" / "profile.d" / "conda.sh").read_text()
     (home / "prepared" / "etc" / "profile.d" / "conda.sh").write_text(text.replace("prepared", "miniconda3"))
     run = "conda activate gpt && train"
-    job = harness.submit(run, setup="mv ~/prepared ~/miniconda3\nconda activate gpt\ntrain")
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.log(job)
+    job = harness.run(run, setup="mv ~/prepared ~/miniconda3\nconda activate gpt\ntrain")
     assert harness.log(job).count("trained") == 2
 
 

@@ -67,8 +67,7 @@ def active(harness: JobHarness, shell: pytest.MonkeyPatch, parent: Path) -> JobH
 
 def succeed(harness: JobHarness, run: str, **options: str) -> tuple[Job, str]:
     """Run a job that must succeed, and return it with its output."""
-    job = harness.submit(f"set -e\n{run}", **options)
-    assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
+    job = harness.run(f"set -e\n{run}", **options)
     return job, harness.log(job)
 
 
@@ -362,7 +361,7 @@ def test_a_setup_that_was_interrupted_begins_with_a_new_environment(active: JobH
     job = active.submit("own-show", setup=setup, MEETING=str(active.folder))
     active.wait_for_output(job, "waiting")
     active.kill_node(job, 0)
-    assert active.wait(job).status is JobStatus.SUCCEEDED, active.describe(job)
+    active.succeed(job)
     assert "found" not in active.log(job)
     assert active.log(job).count("Successfully installed own") == 2
     assert "own 1.0 by" in active.log(job)

@@ -16,7 +16,6 @@ from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node import copies
 from holdfast.jobs.node.copies import copy_tree
 from holdfast.jobs.node.workdir import ignored_paths, left_out_of_workdir
-from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -103,8 +102,7 @@ def test_the_state_of_jobs_is_not_copied_into_itself(harness: JobHarness, up: st
     (source / "mine").write_text("mine ")
     head = f"workdir: {source}\nfile_mounts:\n  {harness.folder}/there: {source}"
     for _ in range(2):
-        job = harness.submit(f"cat mine {harness.folder}/there/mine", head=head)
-        assert harness.wait(job).status is JobStatus.SUCCEEDED
+        job = harness.run(f"cat mine {harness.folder}/there/mine", head=head)
         assert "mine mine" in harness.log(job)
         copies = [harness.files(job).workdir(0), harness.files(job).copies / "0"]
         found = [path.name for copy in copies for path in copy.rglob("*")]
@@ -124,10 +122,9 @@ def test_a_repository_is_cloned_at_its_ref(
     first = git(repository, "rev-parse", "v1")
     ref = first[:10] if ref == "commit" else ref
     at = f", ref: {ref}" if ref else ""
-    job = harness.submit(
+    job = harness.run(
         "echo it is $(cat file)", head=f'workdir: {{url: "file://{repository}"{at}}}\nnum_nodes: 2'
     )
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
     for node in range(2):
         assert f"it is {text}" in harness.log(job, node)
     commit = git(harness.files(job).workdir(0), "rev-parse", "HEAD")

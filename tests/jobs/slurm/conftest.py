@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.onebox import OneBox, missing, one_box
+from jobs.slurm.stand_in import StandIn
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +37,14 @@ def slurm(cluster: OneBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     found = SlurmHarness(tmp_path)
     yield found
     found.leave()
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Return a stand-in for Slurm that is first on the PATH. Each node has a disk of its own."""
+    found = StandIn(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_SCRATCH", f"{tmp_path}/disks/$SLURMD_NODENAME")
+    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
+    return found

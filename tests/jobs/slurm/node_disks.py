@@ -6,6 +6,7 @@ from pathlib import Path
 
 from holdfast.jobs.node import processes
 from holdfast.jobs.writeback import status_of
+from jobs.harness import command_line
 from jobs.slurm.harness import SlurmHarness
 
 
@@ -31,13 +32,6 @@ def scratch_roles(slurm: SlurmHarness, role: str) -> list[processes.Process]:
         if role.encode() in words and any(word.startswith(disks) for word in words):
             found.append(one)
     return found
-
-
-def command_line(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def left_on(slurm: SlurmHarness, node: str = "n1") -> list[str]:

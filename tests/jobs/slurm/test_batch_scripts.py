@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from holdfast import open as open_run
-from jobs.slurm.harness import LIMIT_S, SlurmHarness, command
+from jobs.harness import LIMIT_S
+from jobs.slurm.harness import SlurmHarness, command
 from servers import reserve_port
 
 pytestmark = pytest.mark.slow

@@ -53,8 +53,8 @@ def test_two_nodes_communicate_and_return_as_the_same_job(slurm: SlurmHarness) -
         setup="echo setting up $SKYPILOT_SETUP_NODE_RANK",
         WHO="me",
     )
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.recoveries) == (JobStatus.SUCCEEDED, 2, 1), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert (ended.attempt, ended.recoveries) == (2, 1)
     for rank in range(2):
         log = slurm.log(job, rank)
         assert log.count(f"setting up {rank}") == 1
@@ -69,10 +69,8 @@ def test_a_job_of_higher_priority_costs_a_training_no_step(
     job = slurm.submit(training(slurm.folder), head=ONE)
     wait_for_steps(slurm, job, 7)
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), slurm.describe(
-        job
-    )
+    ended = slurm.succeed(job)
+    assert (ended.recoveries, ended.step) == (1, TOTAL)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(slurm.folder)} == {1, 2}
     assert "SIGUSR1" in slurm.files(job).job.changed.read_text() + slurm.describe(job)
@@ -84,8 +82,8 @@ def test_a_requeue_without_a_signal_before_sigterm_costs_no_step(slurm: SlurmHar
     job = slurm.submit(training(slurm.folder), head=ONE)
     wait_for_steps(slurm, job, 7)
     command("scontrol", "requeue", slurm.slurm_id(job))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.recoveries == 1
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
 
 
@@ -127,8 +125,8 @@ def submit_with_workers(slurm: SlurmHarness, total: int) -> Job:
 def test_a_notice_costs_a_training_with_loader_workers_no_step(slurm: SlurmHarness, words: list[str]) -> None:
     job = submit_with_workers(slurm, 60)
     command(*words, slurm.slurm_id(job))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.recoveries == 1
     assert [step for _, step in steps(slurm.folder)] == list(range(1, 61)), slurm.describe(job)
 
 
@@ -154,8 +152,8 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
     )
     slurm.wait_for_output(job, "ready")
     command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 2
     assert slurm.log(job).count("told") == 1
 
 
@@ -169,8 +167,8 @@ def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness)
         """,
         head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
     )
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 2
     assert slurm.log(job).count("told") == 1
     assert "(SIGUSR1)" in slurm.files(job).job.changed.read_text()
 
@@ -179,10 +177,8 @@ def test_a_killed_runner_is_a_lost_node(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=TWO)
     slurm.wait(job, JobStatus.RUNNING)
     processes.kill([slurm.runner(job, 1)])
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 2, 0), (
-        slurm.describe(job)
-    )
+    ended = slurm.succeed(job)
+    assert (ended.attempt, ended.restarts_after_errors) == (2, 0)
     assert slurm.log(job, 0).count("ready") == 1
 
 
@@ -191,8 +187,8 @@ def test_a_killed_controller_is_replaced(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=ONE)
     slurm.wait_for_output(job, "ready")
     processes.kill(slurm.roles(job, "controller"))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 2
     assert slurm.log(job).count("ready") == 1
 
 
@@ -257,11 +253,10 @@ def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
 @needs_namespaces
 def test_every_node_has_the_private_mounts_of_its_job(slurm: SlurmHarness) -> None:
     target = f"/holdfast-test-{os.getpid()}"
-    job = slurm.submit(
+    slurm.run(
         f"echo $SKYPILOT_NODE_RANK > {target}/deep/$SKYPILOT_NODE_RANK",
         head=f"{TWO}\nfile_mounts: {{{target}/deep: {{name: private, mode: MOUNT}}}}",
     )
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     bucket = slurm.folder / "state" / "buckets" / "private"
     assert {path.name: path.read_text() for path in bucket.iterdir()} == {"0": "0\n", "1": "1\n"}
     assert not Path(target).exists()
@@ -275,12 +270,11 @@ def test_every_node_has_a_virtual_environment_of_its_own(
     before = contents(programs.parent)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("PIP_USER", "1")
-    job = slurm.submit(
+    job = slurm.run(
         "own-show; shared-show; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75",
         head=TWO,
         setup=f"pip install --no-index --find-links {tmp_path} own",
     )
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     for rank in range(2):
         log = slurm.log(job, rank)
         (venv,) = slurm.files(job).job.workdir(rank).parent.glob("venv.*")
@@ -314,7 +308,7 @@ def test_processes_without_a_handler_for_sigusr1_survive_it(slurm: SlurmHarness)
     os.kill(slurm.runner(job, 0).pid, signal.SIGUSR1)
     for process in processes.descendants(slurm.runner(job, 0).pid, processes.snapshot()):
         processes.send(process, signal.SIGUSR1)
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
+    slurm.succeed(job)
     assert "still there" in slurm.log(job)
 
 
@@ -386,7 +380,7 @@ def test_a_checkpoint_that_the_keeper_commits_after_a_crash_is_shown(
 def test_random_kills_do_not_change_the_result(
     slurm: SlurmHarness, uninterrupted: Callable[[int], str]
 ) -> None:
-    """Of trainer, keeper, controller, runner and agent. CHAOS_KILLS sets their number."""
+    """Of trainer, keeper, controller and runner. CHAOS_KILLS sets their number."""
     chance = random.Random(20261124)
     num_kills = int(os.environ.get("CHAOS_KILLS", "20"))
     total = 30 * num_kills
@@ -399,12 +393,11 @@ def test_random_kills_do_not_change_the_result(
         if chance.random() < 0.8:
             wait_for_steps(slurm, job, before + chance.randrange(5, 15))
         assert not slurm.engine.job(job.id).status.is_final, slurm.describe(job)
-        what = chance.choice(["training.py", "holdfast.checkpoint.keeper", "controller", "runner", "agent"])
-        is_role = what in ("controller", "runner", "agent")
+        what = chance.choice(["training.py", "holdfast.checkpoint.keeper", "controller", "runner"])
+        is_role = what in ("controller", "runner")
         if found := slurm.roles(job, what) if is_role else slurm.named(job, what):
             processes.kill(found)
             killed[what] += 1
-    ended = slurm.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED, slurm.describe(job)
-    assert len(killed) == 5, killed
+    slurm.succeed(job)
+    assert len(killed) == 4, killed
     assert (slurm.folder / "final.txt").read_text() == uninterrupted(total)

@@ -45,7 +45,7 @@ def containers(runtime: str, job: Job) -> list[str]:
 
 def test_both_nodes_run_in_the_image_in_each_attempt(slurm: SlurmHarness, runtime: str) -> None:
     place = slurm.folder / "place"
-    job = slurm.submit(
+    job = slurm.run(
         """
         echo "attempt $HOLDFAST_ATTEMPT has $(cat /srv/installed) and $(cat /srv/marker)"
         echo "on $SLURMD_NODENAME of $SKYPILOT_NUM_NODES: $SETTING"
@@ -55,7 +55,6 @@ def test_both_nodes_run_in_the_image_in_each_attempt(slurm: SlurmHarness, runtim
         setup="[ ! -e /srv/installed ]; echo packages > /srv/installed",
         head=f"{HEAD}num_nodes: 2\nfile_mounts: {{/data: {{source: {place}, mode: MOUNT_CACHED}}}}",
     )
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     for rank, name in enumerate(("n1", "n2")):
         log = slurm.log(job, rank)
         for attempt in (1, 2):
@@ -78,12 +77,12 @@ def test_a_job_of_higher_priority_gets_the_node_without_a_container(
     assert len(containers(runtime, job)) == 1
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
     slurm.wait_for(job, lambda: not containers(runtime, job), "the removal of the container")
-    ended = slurm.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.recoveries == 1
     assert slurm.log(job).count("told") == 1
 
 
-@pytest.mark.parametrize("role", ["runner", "agent", "warden", "controller"])
+@pytest.mark.parametrize("role", ["runner", "warden", "controller"])
 def test_what_is_killed_leaves_no_container(slurm: SlurmHarness, runtime: str, role: str) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=HEAD)
     slurm.wait_for_output(job, "ready")
@@ -92,8 +91,8 @@ def test_what_is_killed_leaves_no_container(slurm: SlurmHarness, runtime: str, r
     if role == "warden":
         slurm.wait_for(job, lambda: slurm.roles(job, "warden"), "another warden")
         processes.kill(slurm.roles(job, "runner"))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 2
 
 
 def test_a_cancelled_job_leaves_no_container(slurm: SlurmHarness, runtime: str) -> None:

@@ -41,8 +41,8 @@ def test_two_nodes_write_into_one_bucket(slurm: SlurmHarness, bucket: Bucket) ->
         "cat out/corpus; echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK",
         head=f"num_nodes: 2\n{ONE}\n{bucket.cached}",
     )
-    ended = slurm.wait(job)
-    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.reason == ""
     assert bucket.names() == {"corpus", "from-0", "from-1"}
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 
@@ -51,12 +51,11 @@ def test_two_nodes_write_into_one_bucket(slurm: SlurmHarness, bucket: Bucket) ->
 def test_a_bucket_is_mounted_and_copied_on_two_nodes(slurm: SlurmHarness, bucket: Bucket) -> None:
     bucket.store.put("in/x", b"seen")
     copied = bucket.url.replace("?", "/in?")
-    job = slurm.submit(
+    job = slurm.run(
         "cat b/in/x c/x; echo $SKYPILOT_NODE_RANK > b/from-$SKYPILOT_NODE_RANK",
         head=f"num_nodes: 2\n{ONE}\n"
         f'file_mounts: {{b: {{source: "{bucket.url}", mode: MOUNT}}, c: "{copied}"}}',
     )
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     assert "seenseen" in slurm.log(job, 0)
     assert "seenseen" in slurm.log(job, 1)
     assert bucket.names() == {"in/x", "from-0", "from-1"}
@@ -79,8 +78,8 @@ def test_a_preempted_job_uploads_before_it_gives_its_node_back(slurm: SlurmHarne
     )
     slurm.wait_for_output(job, "ready")
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 2
     assert "not all of" not in slurm.files(job).job.changed.read_text()
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
@@ -99,7 +98,7 @@ def test_what_a_kill_has_left_is_uploaded_by_the_next_attempt_on_the_machine(
     if what == "requeue":
         command("scontrol", "requeue", slurm.slurm_id(job))
     elif what == "all":
-        roles = [one for role in ("controller", "runner", "agent") for one in slurm.roles(job, role)]
+        roles = [one for role in ("controller", "runner") for one in slurm.roles(job, role)]
         processes.kill(
             [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter"), *uploaders(slurm, "n1")]
         )
@@ -107,8 +106,8 @@ def test_what_a_kill_has_left_is_uploaded_by_the_next_attempt_on_the_machine(
         processes.kill(slurm.roles(job, what))
     slurm.wait_for_output(job, "attempt 2 of job")
     gate.opened.set()
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 2), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 2
     assert "\n1\n" in slurm.log(job)
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
     assert left_on(slurm, "n1") == []
@@ -124,8 +123,8 @@ def test_a_completed_job_is_not_repeated_when_its_uploads_can_continue(
     slurm.wait(job, JobStatus.WINDING_DOWN)
     processes.kill(slurm.roles(job, what))
     gate.opened.set()
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
+    ended = slurm.succeed(job)
+    assert ended.attempt == 1
     assert slurm.log(job).count("saved\n") == 1
     assert bucket.names() == {"data-1", "marker-1"}
     assert left_on(slurm, "n1") == []
@@ -189,7 +188,7 @@ def test_random_kills_never_show_a_marker_without_its_data(slurm: SlurmHarness, 
     with Watcher(bucket):
         for number in range(1, 9):
             slurm.wait_for_output(job, f"saved {6 * number}\n")
-            what = chance.choice(["controller", "mounter", "agent", "uploader", "runner", "requeue"])
+            what = chance.choice(["controller", "mounter", "uploader", "runner", "requeue"])
             if what == "requeue":
                 command("scontrol", "requeue", slurm.slurm_id(job))
             elif what == "uploader":

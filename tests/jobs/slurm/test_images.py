@@ -25,17 +25,7 @@ UNTIL_GO = "until [ -e go ]; do sleep 0.05; done"
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Return a stand-in for Slurm that is first on the PATH. Each node has a disk of its own."""
-    found = StandIn(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("HOLDFAST_SCRATCH", f"{tmp_path}/disks/$SLURMD_NODENAME")
-    return found
-
-
-@pytest.fixture
-def slurm(cluster: StandIn, tmp_path: Path) -> Iterator[SlurmHarness]:
+def slurm(stand_in: StandIn, tmp_path: Path) -> Iterator[SlurmHarness]:
     """Return a harness for the stand-in, and check that no warden is left."""
     found = SlurmHarness(tmp_path)
     yield found

@@ -29,16 +29,6 @@ SlurmEngine().submit(parse_task("run: x", "task.yaml", Overrides(secrets={"TOKEN
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Return a stand-in for Slurm that is first on the PATH."""
-    found = StandIn(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
-    return found
-
-
-@pytest.fixture
 def slurm(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
     """Return a harness for the stand-in."""
     return SlurmHarness(tmp_path)
@@ -64,7 +54,7 @@ def test_a_job_that_has_ended_has_no_secrets(slurm: SlurmHarness, run: str, expe
         TOKEN=SECRET,
     )
     slurm.wait_for_output(job, "up")
-    assert sorted(holders(folder_of(slurm, job))) == ["environment.json", "plan.json"], "while it runs"
+    assert sorted(holders(folder_of(slurm, job))) == ["environment.json"], "while it runs"
     gate.touch()
     slurm.wait_for(job, lambda: not holders(folder_of(slurm, job)), "the removal, without a command")
     ended = slurm.wait(job)
@@ -83,7 +73,7 @@ def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
     job = slurm.submit("true", TOKEN=SECRET)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     slurm.wait_for(job, (slurm.folder / "killed").exists, "the kill")
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED
+    slurm.succeed(job)
     assert not holders(folder_of(slurm, job))
 
 

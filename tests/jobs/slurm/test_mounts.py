@@ -19,12 +19,11 @@ from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.scratch import scratch_folder
 from holdfast.jobs.status import JobStatus
 from jobs.bucket import SAVES, Bucket
-from jobs.harness import needs_namespaces
+from jobs.harness import command_line, needs_namespaces
 from jobs.local.test_bucket import needs_fuse
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.node_disks import (
     cache_on,
-    command_line,
     left_on,
     scratch_roles,
     uploaders,
@@ -32,16 +31,6 @@ from jobs.slurm.node_disks import (
 from jobs.slurm.stand_in import StandIn
 from servers import Server
 from small_disk import small_disk
-
-
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Return a stand-in for Slurm that is first on the PATH. Each node has a disk of its own."""
-    found = StandIn(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("HOLDFAST_SCRATCH", f"{tmp_path}/disks/$SLURMD_NODENAME")
-    return found
 
 
 @pytest.fixture
@@ -68,7 +57,7 @@ def processes_below(folder: Path) -> list[bytes]:
 
 def kill_all(slurm: SlurmHarness, job: Job, *nodes: str) -> None:
     """Kill everything of a job, as the loss of its machines does."""
-    roles = [one for role in ("controller", "runner", "agent") for one in slurm.roles(job, role)]
+    roles = [one for role in ("controller", "runner") for one in slurm.roles(job, role)]
     found = [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter")]
     processes.kill([*found, *(one for node in nodes or ["n1"] for one in uploaders(slurm, node))])
 
@@ -148,7 +137,7 @@ def test_an_upload_continues_after_a_kill(
 
 
 @pytest.mark.parametrize(
-    "what", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("agent", "runner", "controller")), "all"]
+    "what", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("runner", "controller")), "all"]
 )
 def test_files_that_a_kill_has_left_on_the_machine_are_uploaded_before_the_next_attempt(
     slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, what: str

@@ -44,8 +44,7 @@ def test_a_node_that_stands_out_is_left_out_of_the_restart_and_of_new_jobs(slurm
     slurm.wait_for_output(job, "here is n1")
     assert standing_out() == []
     processes.kill([slurm.runner(job, 0)])
-    ended = slurm.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED, slurm.describe(job)
+    ended = slurm.succeed(job)
     assert "here is n2" in slurm.log(job), slurm.describe(job)
     assert ended.attempt == 2
     assert standing_out() == ["n1"]
@@ -64,22 +63,19 @@ def test_a_node_that_stands_out_is_left_out_of_the_restart_and_of_new_jobs(slurm
 def test_a_job_that_needs_all_nodes_runs_on_those_that_stand_out_too(slurm: SlurmHarness) -> None:
     remember(5)
     assert standing_out() == ["n1"]
-    job = slurm.submit('echo "here is $SLURMD_NODENAME"', head="num_nodes: 2")
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED
+    job = slurm.run('echo "here is $SLURMD_NODENAME"', head="num_nodes: 2")
     assert "here is n1" in slurm.log(job, 0)
-    pinned = slurm.submit(
+    pinned = slurm.run(
         'echo "here is $SLURMD_NODENAME"', head="config: {slurm: {sbatch_options: {nodelist: n1}}}"
     )
-    assert slurm.wait(pinned).status is JobStatus.SUCCEEDED
     assert "here is n1" in slurm.log(pinned)
 
 
 def test_nodes_that_the_user_leaves_out_stay_left_out(slurm: SlurmHarness) -> None:
     remember(5)
-    job = slurm.submit(
+    job = slurm.run(
         'echo "here is $SLURMD_NODENAME"', head="config: {slurm: {sbatch_options: {exclude: n2}}}"
     )
-    assert slurm.wait(job).status is JobStatus.SUCCEEDED
     assert "here is n1" in slurm.log(job), "both cannot be left out"
     assert excluded(slurm, job) == "n2"
 
@@ -90,8 +86,7 @@ def test_a_job_whose_first_node_fails_leaves_it_too(slurm: SlurmHarness) -> None
     job = slurm.submit(WAIT)
     slurm.wait_for_output(job, "here is n1")
     processes.kill([*slurm.roles(job, "controller"), slurm.runner(job, 0)])
-    ended = slurm.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED, slurm.describe(job)
+    slurm.succeed(job)
     assert "here is n2" in slurm.log(job), slurm.describe(job)
     assert standing_out() == ["n1"]
 

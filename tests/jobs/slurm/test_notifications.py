@@ -27,12 +27,8 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmHarness:
-    """Return a harness with a stand-in for Slurm that is first on the PATH."""
-    stand_in = StandIn(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{stand_in.folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("HOLDFAST_PREEMPTION", "none")
+def desk(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
+    """Return a harness for the stand-in."""
     return SlurmHarness(tmp_path)
 
 

@@ -138,23 +138,22 @@ def test_the_batch_shell_forwards_its_signals(tmp_path: Path, name: str) -> None
     assert not (tmp_path / "told").exists()
 
 
-def test_the_batch_shell_requeues_after_a_killed_controller(tmp_path: Path) -> None:
-    with run_script(fake_controller(tmp_path, "kill -KILL $$")) as process:
-        assert process.wait() == 137
-    assert (tmp_path / "told").read_text() == "requeue 7\n"
-
-
-def test_the_batch_shell_does_not_requeue_a_job_that_slurm_has_ended(tmp_path: Path) -> None:
-    with run_script(fake_controller(tmp_path, "kill -TERM $$", "COMPLETING")) as process:
-        assert process.wait() == 143
-    assert not (tmp_path / "told").exists()
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_batch_shell_exits_with_the_controller_s_status(tmp_path: Path, status: int) -> None:
-    with run_script(fake_controller(tmp_path, f"exit {status}")) as process:
+@pytest.mark.parametrize(
+    ("body", "state", "status", "asked"),
+    [
+        ("kill -KILL $$", "RUNNING", 137, ["requeue 7"]),
+        ("kill -TERM $$", "COMPLETING", 143, []),
+        ("exit 0", "RUNNING", 0, []),
+        ("exit 1", "RUNNING", 1, []),
+    ],
+)
+def test_the_batch_shell_requeues_only_after_a_killed_controller_of_a_running_job(
+    tmp_path: Path, body: str, state: str, status: int, asked: list[str]
+) -> None:
+    with run_script(fake_controller(tmp_path, body, state)) as process:
         assert process.wait() == status
-    assert not (tmp_path / "told").exists()
+    told = tmp_path / "told"
+    assert (told.read_text().splitlines() if told.exists() else []) == asked
 
 
 @pytest.mark.parametrize(

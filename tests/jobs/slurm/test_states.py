@@ -1,8 +1,9 @@
-"""State of a job from Slurm's answer and its controller's record, and messages."""
+"""State of a job from Slurm's answer and its controller's record, reports and orders."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,45 +14,25 @@ from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.slurm.commands import Queued, current_state
 from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState
-from holdfast.jobs.slurm.messages import (
-    EndUploads,
-    Inbox,
-    KillProcesses,
-    LeftoversSent,
-    Message,
-    NodeEnded,
-    NodeNoticed,
-    NodeRunning,
-    NodeUploading,
-    NoticeSent,
-    NotifyProcesses,
-    OpenMounts,
-    RunnerStarted,
-    ScratchOpened,
-    UploadsEnded,
-    write,
-)
+from holdfast.jobs.slurm.messages import Inbox, NodeReport, Orders, UploadTerms, write
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 
 RAN = JobState(JobStatus.RUNNING, attempt=1, is_active=True)
 DONE = JobState(JobStatus.SUCCEEDED, attempt=2)
-MESSAGES: list[Message] = [
-    RunnerStarted(1),
-    NodeRunning(0),
-    NodeNoticed(1, "Slurm (SIGUSR1)", 60.0),
-    NoticeSent(0, 2),
-    NodeEnded(1, Outcome(Phase.RUN, 75)),
-    NodeEnded(3, Outcome(Phase.SETUP, killed_by=15, is_stopped=True)),
-    NotifyProcesses("holdfast cancel", 1.5),
-    KillProcesses(True),
-    ScratchOpened(0, "n1", "/scratch/holdfast-0-3-x"),
-    LeftoversSent(1),
-    NodeUploading(0, "2 waiting"),
-    UploadsEnded(0, "", True),
-    OpenMounts(),
-    EndUploads(None, True),
-    EndUploads(12.5, False),
+REPORTS = [
+    NodeReport(0, "n1"),
+    NodeReport(1, "n2", "/scratch/holdfast-0-3-x", True, True, "Slurm (SIGUSR1)", 60.0, 1.5, 2),
+    NodeReport(
+        1, outcome=Outcome(Phase.RUN, 75), missing="2 waiting", are_uploads_over=True, is_settled=True
+    ),
+    NodeReport(3, outcome=Outcome(Phase.SETUP, killed_by=15, is_stopped=True)),
+]
+ORDERS = [
+    Orders(),
+    Orders("holdfast cancel", 1.5, kills=True, kills_keepers=True, opens_mounts=True),
+    Orders(uploads=UploadTerms(None, removes=True)),
+    Orders(uploads=UploadTerms(12.5, removes=False)),
 ]
 
 
@@ -101,14 +82,18 @@ def test_the_reason_of_a_pending_job_is_reported() -> None:
     assert found.reason == "waits in Slurm (BeginTime)"
 
 
-@given(st.lists(st.sampled_from(MESSAGES)), st.lists(st.integers(1, 40)))
-def test_messages_are_parsed_however_the_bytes_are_split(messages: list[Message], cuts: list[int]) -> None:
-    data = b"slurmstepd: hello\n" + b"".join(map(write, messages))
-    inbox, found = Inbox(), []
-    for cut in [*cuts, len(data)]:
-        found += inbox.feed(data[:cut])
-        data = data[cut:]
-    assert found == messages
+@pytest.mark.parametrize(("kind", "values"), [(NodeReport, REPORTS), (Orders, ORDERS)])
+@given(st.data())
+def test_reports_and_orders_are_parsed_however_the_bytes_are_split(
+    kind: type[Any], values: list[Any], data: st.DataObject
+) -> None:
+    sent = data.draw(st.lists(st.sampled_from(values)))
+    received = b"slurmstepd: hello\n" + b"".join(map(write, sent))
+    inbox, found = Inbox(kind), []
+    for cut in [*data.draw(st.lists(st.integers(1, 40))), len(received)]:
+        found += inbox.feed(received[:cut])
+        received = received[cut:]
+    assert found == sent
     assert inbox.others == ["slurmstepd: hello"]
 
 

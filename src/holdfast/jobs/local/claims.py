@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -75,14 +76,29 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
-    """Jobs that may start now, and why the others wait."""
+class Claims:
+    """Claims of all jobs on this machine: those that may start now, and why the others wait."""
 
     given: Mapping[int, Devices] = field(default_factory=dict)  # GPUs of the jobs that may start, by job
     shortages: Mapping[int, str] = field(default_factory=dict)  # why a job waits, by job, first come first
+    holders: tuple[int, ...] = ()  # jobs that have started and not ended, whatever they need
+    ports: frozenset[int] = frozenset()  # of the jobs that have started, and those that waiting ones name
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Jobs that may start now, and the first of those that wait. Only these need a controller."""
+        return (*self.given, *list(self.shortages)[:1])
+
+    def is_behind(self, number: int) -> bool:
+        """Return True if a job waits behind another one, and needs no controller for now."""
+        return bool(self.shortage(number)) and number not in self.leading
+
+    def shortage(self, number: int) -> str:
+        """Return why a job waits, for people. Empty if it may start, or needs nothing."""
+        return self.shortages.get(number, "")
 
 
-def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Iterable[Demand]) -> Allocation:
+def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Iterable[Demand]) -> Claims:
     """Return which jobs may start beside those that have started.
 
     Jobs are served by priority, then by number. One that does not fit keeps what is free of its needs, so
@@ -100,7 +116,7 @@ def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Itera
         else:
             each, ranks = demand.gpus_per_node, range(demand.num_nodes)
             given[demand.job] = tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in ranks)
-    return Allocation(given, shortages)
+    return Claims(given, shortages)
 
 
 class _Machine:
@@ -175,34 +191,9 @@ _LOCK = "claims.lock"  # file whose lock is held while a job takes its claim. It
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
-    """Claims of all jobs on this machine, and the jobs that wait for theirs."""
-
-    holders: tuple[int, ...] = ()  # jobs that have started and not ended, whatever they need
-    allocation: Allocation = field(default_factory=Allocation)
-    ports: frozenset[int] = frozenset()  # of the jobs that have started, and those that waiting ones name
-
-    @property
-    def leading(self) -> tuple[int, ...]:
-        """Jobs that may start now, and the first of those that wait. Only these need a controller."""
-        return (*self.allocation.given, *list(self.allocation.shortages)[:1])
-
-    def is_behind(self, number: int) -> bool:
-        """Return True if a job waits behind another one, and needs no controller for now."""
-        return bool(self.shortage(number)) and number not in self.leading
-
-    def shortage(self, number: int) -> str:
-        """Return why a job waits, for people. Empty if it may start, or needs nothing."""
-        return self.allocation.shortages.get(number, "")
-
-
 @contextlib.contextmanager
 def locked(state: Path) -> Iterator[None]:
-    """Hold the lock of all claims in the block: read them, and record a new one.
-
-    Blocks: while another job takes its claim.
-    """
+    """Hold the lock of all claims in the block: read them, and record a new one."""
     path = jobs_folder(state) / _LOCK
     with contextlib.ExitStack() as stack:
         try:
@@ -251,9 +242,9 @@ def read_claims(records: Records, state: Path) -> Claims:
     claims += [_claim(one) for one in started]
     waiting = [one for one in found.values() if _is_waiting(one, found, records)]
     demands = [demand(one.id, one.spec) for one in waiting]
-    return Claims(
+    return dataclasses.replace(
+        allocate(read_capacity(), claims, demands),
         holders=tuple(one.id for one in started),
-        allocation=allocate(read_capacity(), claims, demands),
         ports=frozenset(port for one in (*claims, *demands) for port in one.ports),
     )
 

@@ -8,7 +8,6 @@ import select
 import signal
 from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
@@ -21,11 +20,10 @@ from holdfast.jobs.local.nodes import Nodes, make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.lease import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
-from holdfast.jobs.node.mounts.lease import Teardown
+from holdfast.jobs.node.mounts.lease import Mounts
 from holdfast.jobs.node.mounts.mount_records import (
     caches,
     create_links,
-    link_user,
     remove_links,
     visible_links,
 )
@@ -61,13 +59,7 @@ _OTHERS_S = 5.0  # interval for checking the jobs that this one waits for, whose
 
 
 def supervise(state: Path, number: int) -> bool:
-    """Run the controller of a job. The caller holds the job's lock.
-
-    Returns:
-        True if the job waits, and needs no controller for now.
-
-    Blocks: until the job has ended, or waits behind another one.
-    """
+    """Run the controller of a job, whose lock the caller holds. Return True if it needs none for now."""
     records, folder = Records(state), job_folder(state, number)
     try:
         with closing(LocalController(records, folder, records.get(number))) as controller:
@@ -199,7 +191,7 @@ class LocalController(Controller):
         state = self._folder.path.parents[1]
         with locked(state):
             claims = read_claims(self._records, state)
-            gpus = claims.allocation.given.get(self._record.id)
+            gpus = claims.given.get(self._record.id)
             if gpus is not None:
                 port = choose_port(self._folder.path, claims.ports) if self._record.spec.needs_port else None
                 self._record = dataclasses.replace(self._record, gpus=gpus, port=port)
@@ -266,7 +258,7 @@ class LocalController(Controller):
     def _watch_attempt(self) -> None:
         record, attempt = self._record, self.state.attempt
         self._nodes = Nodes(self._folder, record.task_id, attempt, record.spec.num_nodes)
-        self._teardown = Teardown(self._folder, attempt)
+        self._mounts = Mounts(self._folder, attempt)
 
     # -- actions ---------------------------------------------------------------------------------------------
 
@@ -277,12 +269,7 @@ class LocalController(Controller):
             self._nodes.end_earlier()
         elif not has_secrets(self._folder):
             return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
-        state = self._folder.path.parents[1]
-        create_links(
-            visible_links(self._folder),
-            is_in_use=partial(link_user, self._records, self._folder),
-            is_of_job=lambda path: path.is_relative_to(state),
-        )
+        create_links(visible_links(self._folder), self._folder, self._records)
         self._nodes.start(make_specs(self._record, self.state, self._folder))
         _wake_successors(self._records, self._folder, self._record.id)
 
@@ -328,9 +315,9 @@ class LocalController(Controller):
                 yield NodeExited(attempt, node, outcome)
         if len(outcomes) == self._record.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
-            if self._teardown.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
+            if self._mounts.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
                 yield AttemptExited(attempt, self._has_advanced(), cause=self._cause())
-            elif missing := self._teardown.missing():
+            elif missing := self._mounts.missing():
                 yield Uploading(attempt, missing)
 
     def _upload_until_unix_s(self) -> float | None:
@@ -345,7 +332,7 @@ class LocalController(Controller):
 
     @override
     def _missing_uploads(self) -> str:
-        return self._teardown.last_missing()
+        return self._mounts.last_missing()
 
     @override
     def _node_machines(self) -> tuple[str, ...]:

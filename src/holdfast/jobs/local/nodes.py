@@ -70,10 +70,7 @@ class Nodes:
                 node.watch(processes.find(_start(node.folder, plan)))
 
     def end_earlier(self) -> None:
-        """Kill all processes of other attempts, so that two attempts never run at once.
-
-        Blocks: until they are gone.
-        """
+        """Kill all processes of other attempts, so that two attempts never run at once."""
         own = tag(self._task_id, self._attempt)
         table = processes.snapshot()
         ours = {process.pid for process in processes.tagged(own, table)}
@@ -139,10 +136,7 @@ class Nodes:
         return sum(processes.send(process, signal.SIGTERM) for process in listening)
 
     def kill(self, *, with_keepers: bool) -> None:
-        """Kill all processes of the attempt except the agents, which report that and exit.
-
-        Blocks: until they are gone.
-        """
+        """Kill all processes of the attempt except the agents, which report that and exit."""
         self.is_killed = True
         with contextlib.suppress(FileNotFoundError):  # nothing was started
             (self._folder.attempt(self._attempt) / STOPPED).touch()  # for agents that wait for their mounts

@@ -7,17 +7,16 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
-from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import Admission
 from holdfast.jobs.node.containers.lease import ContainerLease
-from holdfast.jobs.node.mounts.lease import MountLease, job_environment
-from holdfast.jobs.node.mounts.mount_records import enter_private_links, read_mount_specs
+from holdfast.jobs.node.mounts.lease import Mounts
+from holdfast.jobs.node.mounts.mount_records import enter_private_links
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.roles import Lease, start_controller
 from holdfast.jobs.node.virtual_environment import (
@@ -45,47 +44,77 @@ _CANNOT_START = 126
 _UNFIT = 1
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 _LOOK_S = 1.0  # interval for checking the processes that the node needs
+_SAVE_LOOK_S = 0.2  # the same while processes complete a save
 
 
-def serve(folder: NodeFolder, *, replaces_controller: bool) -> None:
-    """Run the node's commands. The caller holds the node's lock.
-
-    Args:
-        replaces_controller: start a new controller on this machine when the job's has died.
-
-    Blocks: as long as the node's commands run.
-    """
+def serve(folder: NodeFolder) -> None:
+    """Run the commands of a node on this machine, and replace a dead controller. The caller holds a lock."""
     for number in _DEAF_TO:
         # A handler and not SIG_IGN, which child processes would inherit.
         signal.signal(number, lambda *_: None)
     adopt_orphans()
-    plan = NodeSpec.read(folder.plan)
-    reserve_outcome(folder.ended)
+    plan, job = NodeSpec.read(folder.plan), JobFolder(folder.path.parents[2])
     me = processes.find(os.getpid())
     assert me is not None
     write_atomic(folder.pid, f"{me.pid} {me.start}")
     wake(Path(plan.wakeup))
-    with Path(plan.log).open("ab", buffering=0) as log:
-        agent = _Agent(folder, plan, log.fileno(), replaces_controller=replaces_controller)
-        outcome = agent.work()
-    write_outcome(folder.ended, outcome)
+
+    def replace_controller() -> None:
+        if not locks.is_held(job.lock):
+            start_controller(job)
+
+    run_commands(folder, plan, on_look=replace_controller)
     wake(Path(plan.wakeup))
-    agent.replace_controller()  # no process would do that once this one has exited
+    replace_controller()  # no process would do that once this one has exited
+
+
+def run_commands(
+    folder: NodeFolder,
+    plan: NodeSpec,
+    *,
+    on_look: Callable[[], object],
+    fds: Callable[[], Iterable[int]] = tuple,
+    mounts: Mounts | None = None,
+    why_not: str = "",
+) -> Outcome:
+    """Run the commands of a node, and return and write how they ended.
+
+    Args:
+        mounts: default: those in the job's folder.
+        on_look: called at least once a second, and when one of `fds` becomes readable.
+        why_not: reason because of which they cannot start; empty if they can.
+    """
+    job = JobFolder(folder.path.parents[2])
+    reserve_outcome(folder.ended)
+    mounts = mounts or Mounts(job, int(folder.path.parent.name), log=Path(plan.log))
+    with Path(plan.log).open("ab", buffering=0) as log:
+        os.write(log.fileno(), f"{plan.headline}\n".encode())
+        agent = _Agent(folder, plan, log.fileno(), on_look, fds, mounts)
+        outcome = agent.refuse(why_not) if why_not else agent.work()
+    write_outcome(folder.ended, outcome)
+    return outcome
 
 
 class _Agent:
     """Agent of a node, which also watches the processes that the node needs, and its log."""
 
-    def __init__(self, folder: NodeFolder, plan: NodeSpec, log: int, *, replaces_controller: bool) -> None:
+    def __init__(
+        self,
+        folder: NodeFolder,
+        plan: NodeSpec,
+        log: int,
+        on_look: Callable[[], object],
+        fds: Callable[[], Iterable[int]],
+        mounts: Mounts,
+    ) -> None:
         self._folder, self._plan, self._log = folder, plan, log
-        self._replaces_controller = replaces_controller
+        self._on_look, self._fds = on_look, fds
         attempt = folder.path.parent
         self._job = JobFolder(attempt.parents[1])
-        self._mounts = JobFolder(Path(plan.scratch)) if plan.scratch else self._job
+        self._mounts = mounts
         self._leases: list[Lease] = []
-        if read_mount_specs(self._mounts):
-            mounted = self._mounts.attempt(int(attempt.name))
-            self._leases.append(MountLease(mounted, Path(plan.log), self._mounter_environment))
+        if mounts.specs:
+            self._leases.append(mounts)
         self._container: ContainerLease | None = None
         if folder.container.image.exists() or self._job.image.exists():
             own = folder.container.image.exists()  # of this attempt only
@@ -97,36 +126,31 @@ class _Agent:
         self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
         self._signalled: set[Process] = set()
 
-    def _mounter_environment(self) -> dict[str, str]:
-        if not self._plan.scratch:
-            return job_environment(self._job)
-        return {name: value for name, value in self._plan.environment.items() if name != TAG}
-
     def _poll(self) -> None:
-        """Replace a dead controller, mounter or warden, and record the size of the log."""
-        self.replace_controller()
+        """Replace a dead mounter or warden, record the size of the log, and do what the caller does."""
+        self._on_look()
         for lease in self._leases:
             lease.poll()
         self._sampler.poll()
 
-    def replace_controller(self) -> None:
-        """Replace a dead controller."""
-        if self._replaces_controller and not locks.is_held(self._job.lock):
-            start_controller(self._job)
-
     def work(self) -> Outcome:
         """Run the commands once all that they need is ready, and return how they ended."""
-        os.write(self._log, f"{self._plan.headline}\n".encode())
+        if self._mounts.specs:
+            self._mounts.attach()
         is_contained = self._container is not None
         admission = Admission(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
-        outcome = self._prepared(admission) or self._run_commands()
+        try:
+            outcome = self._prepared(admission) or self._run_commands()
+        finally:
+            for lease in self._leases:
+                lease.close()
         self._sampler.poll()
         return outcome
 
     def _prepared(self, admission: Admission) -> Outcome | None:
         """Wait for mounts, container and checks of the node. Return why the commands cannot start, if so."""
         if why := self._not_ready(*self._leases) or self._prepare_venv():
-            return self._cannot_start(why)
+            return self.refuse(why)
         if why := admission.refusal(self._poll):
             return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
         return None
@@ -134,7 +158,8 @@ class _Agent:
     def _not_ready(self, *leases: Lease) -> str:
         return next((why for lease in leases if (why := lease.wait_until_ready(self._poll))), "")
 
-    def _cannot_start(self, why: str) -> Outcome:
+    def refuse(self, why: str) -> Outcome:
+        """Return the outcome of commands that cannot start."""
         self._write(f"the job cannot start: {why}")
         return unstarted(why)
 
@@ -149,7 +174,7 @@ class _Agent:
                 return outcome
             Path(plan.set_up).touch()
             if self._container is not None and (why := self._not_ready(self._container)):
-                return self._cannot_start(why)
+                return self.refuse(why)
         self._folder.running.touch()
         wake(Path(plan.wakeup))
         return self._shell(Phase.RUN)
@@ -197,7 +222,9 @@ class _Agent:
             outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
         if _may_still_save(outcome, notice):
             self._end_orphans()
-            processes.wait_exited(_rest(), self._plan.grace_s)
+            saving, deadline = _rest(), time.monotonic() + self._plan.grace_s
+            while not processes.wait_exited(saving, _SAVE_LOOK_S) and time.monotonic() < deadline:
+                self._on_look()
         deadline = time.monotonic() + _SWEEP_S
         while (rest := _rest()) and time.monotonic() < deadline:  # a process may have started others
             processes.kill(rest)
@@ -234,7 +261,7 @@ class _Agent:
                 self._container.join()
                 environment = {**self._container.environment, **environment}
             else:
-                enter_private_links(self._mounts)
+                enter_private_links(self._mounts.folder)
             os.chdir(plan.workdir)
             _exec_bash(script, activate(environment, plan.venv))
         except (OSError, ValueError) as error:
@@ -245,10 +272,8 @@ class _Agent:
     def _wait_for(self, pid: int) -> int:
         """Return the wait status of the shell. Reaps adopted children."""
         fd = os.pidfd_open(pid)
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
         try:
-            while not poll.poll(_LOOK_S * 1000):
+            while not self._is_readable(fd):
                 while (
                     one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 ) and one.si_pid != pid:
@@ -258,6 +283,13 @@ class _Agent:
         finally:
             os.close(fd)
         return os.waitpid(pid, 0)[1]
+
+    def _is_readable(self, fd: int) -> bool:
+        """Wait for at most a second, and return True once a descriptor is readable."""
+        poll = select.poll()
+        for one in (fd, *self._fds()):
+            poll.register(one, select.POLLIN)
+        return fd in (one for one, _ in poll.poll(_LOOK_S * 1000))
 
 
 def _exec_bash(script: str, environment: Mapping[str, str]) -> None:

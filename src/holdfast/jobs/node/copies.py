@@ -90,10 +90,7 @@ def left_out(job: JobFolder) -> Callable[[str, list[str]], list[str]]:
 
 
 def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
-    """Copy a folder with symbolic links as they are.
-
-    Blocks: while files are copied.
-    """
+    """Copy a folder with symbolic links as they are."""
     try:
         shutil.copytree(source, to, symlinks=True, ignore=ignore, copy_function=copy_file)
     except shutil.Error as error:

@@ -36,8 +36,6 @@ def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, pre
     Args:
         prefix: commands for the beginning of each script's first line. Line numbers in messages stay those of
             the task.
-
-    Blocks: while files are copied.
     """
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.logs.mkdir(exist_ok=True)

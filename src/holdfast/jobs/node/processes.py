@@ -178,10 +178,7 @@ def open_pidfd(process: Process) -> int | None:
 
 
 def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
-    """Wait until all processes have exited. Return False if the time runs out.
-
-    Blocks: at most `timeout_s`.
-    """
+    """Wait until all processes have exited. Return False if the time runs out."""
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         poll = select.poll()

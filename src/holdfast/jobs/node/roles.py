@@ -57,11 +57,7 @@ class ProcessRole:
         environment: Mapping[str, str] | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Start the process, unless it is running. Return True if it was started.
-
-        Args:
-            before: called under the lock, before the start.
-        """
+        """Start the process, unless it is running. Return True if it was started."""
         lock = locks.acquire(self.lock)
         if lock is None:
             return False
@@ -78,14 +74,12 @@ class ProcessRole:
         processes.kill(processes.of_role(self.name, self.folder))
 
 
-def spawn(
-    words: Sequence[str], log: Path, *, lock: int | None = None, environment: Mapping[str, str] | None = None
-) -> int:
-    """Start a process of Holdfast without a terminal, and return its pid.
+def spawn(words: Sequence[str], log: Path, *, lock: int, environment: Mapping[str, str] | None = None) -> int:
+    """Start a process of Holdfast with a lock and without a terminal, and return its pid.
 
     Args:
         words: module and arguments.
-        lock: descriptor of a lock that it holds from the start. None: it stays in this session, without one.
+        lock: descriptor of the lock, which it holds from the start.
     """
     python = own_python()
     return os.posix_spawn(
@@ -96,9 +90,9 @@ def spawn(
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
-            *([(os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD)] if lock is not None else []),
+            (os.POSIX_SPAWN_DUP2, lock, locks.INHERITED_FD),
         ],
-        setsid=lock is not None,  # a closed terminal or Ctrl-C does not reach it
+        setsid=True,  # a closed terminal or Ctrl-C does not reach it
         setsigmask=[],
         setsigdef=_DEFAULT_SIGNALS,
     )
@@ -132,24 +126,14 @@ def rouse_controller(folder: JobFolder) -> None:
 
 
 class Lease(ABC):
-    """Lease of one attempt on a process that serves its node: starts it, waits for it, replaces a dead one.
-
-    Args:
-        ready: "its mounts were ready", for messages.
-    """
+    """Lease of an attempt on a process that serves its node: starts it, waits for it, replaces a dead one."""
 
     def __init__(self, attempt: Path, role: ProcessRole, ready: str) -> None:
         self._attempt, self._role, self._ready_text = attempt, role, ready
         self._again_s, self._num_starts = 0.0, 0
 
     def wait_until_ready(self, meanwhile: Callable[[], None]) -> str | None:
-        """Wait until the process is ready.
-
-        Returns:
-            Why it failed, or None.
-
-        Blocks: as long as that takes, while the process is running.
-        """
+        """Wait until the process is ready, and return why it failed; None if it did not."""
         num_starts = 0
         while (error := self._result()) is None:
             if (self._attempt / STOPPED).exists():
@@ -167,6 +151,10 @@ class Lease(ABC):
         if time.monotonic() >= self._again_s and self._start():
             self._num_starts += 1
             self._again_s = time.monotonic() + backoff.doubled(self._num_starts, _PAUSE_S, _LONGEST_PAUSE_S)
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the lease."""
 
     @abstractmethod
     def _result(self) -> str | None:

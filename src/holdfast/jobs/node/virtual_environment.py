@@ -180,10 +180,7 @@ def _ask(found: str, environment: Mapping[str, str], workdir: Path) -> ParentPyt
 
 
 def make_virtual_environment(folder: Path, parent: ParentPython) -> None:
-    """Make an environment, in the place of an existing one. It appears whole or not at all.
-
-    Blocks: while an existing one is removed.
-    """
+    """Make an environment, in the place of an existing one. It appears whole or not at all."""
     for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
         shutil.rmtree(left)
     if folder.exists():

@@ -41,10 +41,7 @@ def check_workdir(task: Task) -> None:
 
 
 def create_workdir(task: Task, folder: JobFolder) -> None:
-    """Create a workdir for every node.
-
-    Blocks: while files are copied.
-    """
+    """Create a workdir for every node."""
     source = Path(task.workdir) if task.workdir is not None else None
     ignore = left_out_of_workdir(source, folder) if source is not None else None
     if source is not None and ignore is not None:
@@ -89,10 +86,7 @@ def check_git(where: str) -> None:
 
 
 def clone(repository: Repository, to: Path) -> str:
-    """Clone a repository with its history into a folder, and return the commit.
-
-    Blocks: while git fetches the repository.
-    """
+    """Clone a repository with its history into a folder, and return the commit."""
     _git("clone", "--no-checkout", "--", repository.url, str(to), about=repository)
     commit = _commit(repository, to)
     _git("-C", str(to), "checkout", "--quiet", *_how(repository, to, commit), about=repository)

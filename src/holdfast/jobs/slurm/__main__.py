@@ -6,35 +6,26 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.folder import JobFolder
 
 
 def main() -> int:
     """Run the process with the role of the first argument, and return its exit status."""
-    role, folder = sys.argv[1], Path(sys.argv[2])
+    role, folder = sys.argv[1], JobFolder(Path(sys.argv[2]))
     os.chdir("/")  # do not keep any directory busy
-    if role == "agent":
-        from holdfast.jobs.node.agent import serve
-        from holdfast.jobs.slurm.runner import die_with_runner
+    if role == "controller":
+        from holdfast.jobs.slurm.controller import supervise
+        from holdfast.system.log import write_times
 
-        die_with_runner()
-        serve(NodeFolder(folder), replaces_controller=False)  # Slurm restarts a dead controller
-        return 0
+        write_times()
+        return supervise(folder)
+    from holdfast.jobs.slurm.runner import run_node, sweep
+
     if role == "sweep":
-        from holdfast.jobs.slurm.runner import sweep
-
-        sweep(JobFolder(folder), None)
-        return 0
-    if role == "runner":
-        from holdfast.jobs.slurm.runner import run_node
-
-        run_node(JobFolder(folder), int(sys.argv[3]), sys.argv[4].split(","), float(sys.argv[5]))
-        return 0
-    from holdfast.jobs.slurm.controller import supervise
-    from holdfast.system.log import write_times
-
-    write_times()
-    return supervise(JobFolder(folder))
+        sweep(folder, None)
+    else:
+        run_node(folder, int(sys.argv[3]), sys.argv[4].split(","), float(sys.argv[5]))
+    return 0
 
 
 if __name__ == "__main__":

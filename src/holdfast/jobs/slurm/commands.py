@@ -184,10 +184,7 @@ def kill_wait_s() -> float:
 
 
 def sweep(num_nodes: int, folder: Path) -> None:
-    """Kill what a killed runner has left, on all nodes that still respond.
-
-    Blocks: at most a minute.
-    """
+    """Kill what a killed runner has left, on all nodes that still respond."""
     words = ["srun", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     with contextlib.suppress(RetryLater):  # a lost node has no processes
         _run([*words, *command("holdfast.jobs.slurm", "sweep", str(folder))])
@@ -228,11 +225,7 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
 
 
 def choose_left_out(state: Path, script: Path, spec: JobSpec, *, partition: str) -> tuple[str, ...]:
-    """Return the nodes that stand out and that a job can do without.
-
-    Args:
-        script: the job's script, which Slurm tests without them.
-    """
+    """Return the nodes that stand out and that a job can do without."""
     standings = [] if spec.is_pinned else judge(read_events(state))
     if not any(one.stands_out for one in standings):
         return ()
@@ -255,11 +248,7 @@ def joined(names: tuple[str, ...], unwanted: str) -> str:
 def choose_excluded(
     standings: Sequence[NodeStanding], usable: Collection[str], *, num_nodes: int
 ) -> tuple[str, ...]:
-    """Return the machines to leave out, the most conspicuous first.
-
-    Args:
-        standings: all machines, the most conspicuous first.
-    """
+    """Return the machines to leave out, the most conspicuous first."""
     room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
     chosen = [one.name for one in standings if one.stands_out and one.name in usable]
     return tuple(chosen[: max(0, room)])
@@ -268,14 +257,7 @@ def choose_excluded(
 def current_state(
     job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
 ) -> JobState:
-    """Return the current state of a job.
-
-    Args:
-        job_state: state recorded by the job's controller. A final state is returned unchanged.
-        queued: Slurm's answer, or None if Slurm has forgotten the job.
-        output: file with more details, for messages.
-        missing: files that are not in their buckets, as far as known.
-    """
+    """Return the current state of a job from that recorded by its controller, unless that is final."""
     if job_state.status.is_final:
         return job_state
     if queued is not None and queued.state in _WAITING | _SOON_AGAIN:

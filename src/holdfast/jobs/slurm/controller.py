@@ -9,7 +9,6 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,16 +18,16 @@ from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.controller import Controller, event_of
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
-from holdfast.jobs.node.mounts.mount_records import create_links, link_user
-from holdfast.jobs.node.mounts.scratch import is_scratch_path, moved_links, remove_shared_links, shared_links
+from holdfast.jobs.node.mounts.mount_records import create_links
+from holdfast.jobs.node.mounts.scratch import moved_links, remove_shared_links, shared_links
 from holdfast.jobs.notifications import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.record_files import JobRequest
 from holdfast.jobs.records import Records
-from holdfast.jobs.slurm import commands, messages
+from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
-from holdfast.jobs.slurm.messages import Step
+from holdfast.jobs.slurm.messages import Step, UploadTerms
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
     AttemptExited,
@@ -62,10 +61,7 @@ _T = TypeVar("_T")
 
 
 def supervise(folder: JobFolder) -> int:
-    """Run the controller of a job, and return the exit status of its batch script.
-
-    Blocks: until the job has ended, or Slurm was asked to requeue it.
-    """
+    """Run the controller of a job, and return the exit status of its batch script."""
     files = JobFiles(folder)
     controller = SlurmController(files)
     controller.serve_or_give_up()
@@ -96,9 +92,8 @@ class SlurmController(Controller):
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._kill_wait_s = commands.kill_wait_s()
         self._step: Step | None = None
-        self._num_listening: dict[int, int] = {}  # by node: processes that handle the notice
-        self._running: set[int] = set()  # nodes that have started `run`
-        self._has_messages = False  # a node has sent a message in this attempt
+        self._noticed: set[int] = set()  # nodes whose notice from Slurm was handled
+        self._has_reports = False  # a node has sent a report in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
         self._mounts = ClusterMounts(files.job, self._job.spec.num_nodes, self._stored.uploads)
@@ -114,7 +109,11 @@ class SlurmController(Controller):
         self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
         self._mounts.read_ends(self._files.job, self.state.attempt)
         if self.state.is_active and not self._can_resume():  # the previous controller was lost with its nodes
-            self._apply(AttemptExited(self.state.attempt, self._has_advanced(), self._mounts.lost()))
+            self._apply(
+                AttemptExited(
+                    self.state.attempt, self._has_advanced(), self._mounts.missing(with_settled=False)
+                )
+            )
         for request in self._requests():
             self._apply(event_of(request), request)
         if not self.has_ended and self._is_on_excluded():
@@ -161,7 +160,7 @@ class SlurmController(Controller):
 
     @override
     def _prepare_attempt(self) -> None:
-        self._num_listening, self._running, self._has_messages = {}, set(), False
+        self._noticed, self._has_reports = set(), False
         self._mounts.forget()
         self._num_resumed = 0
         if self._stored.uploads:
@@ -170,36 +169,32 @@ class SlurmController(Controller):
     @override
     def _start_nodes(self) -> None:
         check_has_secrets(self._files.job)
-        self._mounts.forget_step()
         self._store(dataclasses.replace(self._stored, machines=_own_names()))
         self._step = Step(self._files.job, self.state.attempt, self._job.spec.num_nodes, self._kill_wait_s)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
         if self._step is not None:
-            self._step.send(messages.NotifyProcesses(source, deadline_unix_s))
-        return None  # the nodes reply with messages
+            self._step.order(notice=source, notice_unix_s=deadline_unix_s)
+        return None  # the nodes report it
 
     @override
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
         if self._step is None:
             return
-        self._step.kill(with_keepers=with_keepers)
+        self._step.order(kills=True, kills_keepers=with_keepers)
         grace_s = 0.0 if with_keepers else self._job.policy.grace_s  # runners wait for keepers
         is_due = self._clock.unix_s() >= since_unix_s + grace_s + _STUBBORN_S
-        if is_due and not self._may_upload():
-            commands.kill_steps(self._slurm_id)
-
-    def _may_upload(self) -> bool:
-        """Return True if all commands have ended, and the nodes have time for their uploads."""
-        terms = self._mounts.terms
-        return terms is not None and (
+        terms = self._step.orders.uploads
+        may_upload = terms is not None and (
             terms.until_unix_s is None or time.time() < terms.until_unix_s + _STUBBORN_S
         )
+        if is_due and not may_upload:
+            commands.kill_steps(self._slurm_id)
 
     @override
     def _missing_uploads(self) -> str:
-        return self._mounts.left()
+        return self._mounts.missing()
 
     @override
     def _machines(self) -> tuple[str, ...]:
@@ -233,13 +228,13 @@ class SlurmController(Controller):
             source = f"Slurm ({signal.Signals(number).name})"
             if not self.state.is_active and not self.has_ended:
                 self._requeue()  # between two attempts: nothing has to be saved
-            elif not self.state.is_noticed and (event := self._notice(lead_s, source)):
-                self._apply(event)
+            elif not self.state.is_noticed:
+                self._apply(self._notice(lead_s, source))
 
-    def _notice(self, lead_s: float, source: str) -> JobEvent | None:
+    def _notice(self, lead_s: float, source: str) -> JobEvent:
         """Return the event of a notice. One after the end of all commands limits their uploads."""
         if self._have_all_ended():
-            self._mounts.limit(time.time() + lead_s)
+            self._mounts.limit_unix_s = self._mounts.limit_unix_s or time.time() + lead_s
         return NoticeReceived(lead_s, source)
 
     def _have_all_ended(self) -> bool:
@@ -249,41 +244,62 @@ class SlurmController(Controller):
     def _node_events(self) -> Iterator[JobEvent]:
         if self._step is None:
             return
-        for message in self._step.receive():
-            self._has_messages = True
-            if self._mounts.note(message):
-                self._store(dataclasses.replace(self._stored, uploads=dict(self._mounts.uploads)))
-            if (event := self._event_of_message(message)) is not None:
-                yield event
+        self._step.receive()
+        reports = self._step.reports
+        self._has_reports = self._has_reports or bool(reports)
+        if self._mounts.note(reports):
+            self._store(dataclasses.replace(self._stored, uploads=dict(self._mounts.uploads)))
+        yield from self._reported_events(self._step)
         self._open_mounts(self._step)
         if self._step.has_ended:
             yield from self._end_attempt()
         elif self._mounts.has_some and self._have_all_ended():
             yield from self._upload(self._step)
 
+    def _reported_events(self, step: Step) -> Iterator[JobEvent]:
+        """Yield the events that the reports of the nodes show."""
+        attempt, num_nodes = self.state.attempt, self._job.spec.num_nodes
+        reports = dict(sorted(step.reports.items()))
+        if len(reports) == num_nodes and all(one.is_running for one in reports.values()):
+            yield NodesRunning(attempt)
+        for node, report in reports.items():
+            if report.notice and node not in self._noticed:
+                self._noticed.add(node)
+                if not self.state.is_noticed:
+                    yield self._notice(report.notice_lead_s, report.notice)
+        notified = {
+            node: report.num_listening
+            for node, report in reports.items()
+            if report.notified_unix_s == step.orders.notice_unix_s
+        }
+        if len(notified.keys() | self.state.outcomes.keys()) == num_nodes and step.orders.notice:
+            yield NoticeDelivered(attempt, sum(notified.values()))
+        for node, report in reports.items():
+            if report.outcome is not None:
+                yield NodeExited(attempt, node, report.outcome)
+
     def _open_mounts(self, step: Step) -> None:
         """Let the nodes mount, once leftovers of earlier attempts can no longer replace their files."""
-        if step.has_opened or not self._mounts.may_open():
+        num_sent = sum(one.are_leftovers_sent for one in step.reports.values())
+        if step.orders.opens_mounts or num_sent < self._job.spec.num_nodes:
             return
         job, records = self._files.job, Records(self._files.job.path.parents[1])
         shared = {link.target for link in shared_links(job)}
         for link in shared_links(job):
             scratch = JobFolder(Path(self._mounts.common_path(link.key)))
-            create_links(
-                [one for one in moved_links(job, scratch) if one.target in shared],
-                is_in_use=partial(link_user, records, job),
-                is_of_job=is_scratch_path,
-            )
-        step.has_opened = True
-        step.send(messages.OpenMounts())
+            create_links([one for one in moved_links(job, scratch) if one.target in shared], job, records)
+        step.order(opens_mounts=True)
 
     def _upload(self, step: Step) -> Iterator[JobEvent]:
         """Give the nodes the terms of their uploads, and yield what is missing."""
         until_unix_s = self._timers.notice_until_unix_s
         notice_unix_s = None if until_unix_s is None else self._clock.machine_unix_s(until_unix_s)
-        if terms := self._mounts.take_terms(self.state, notice_unix_s, leaves=self._leaves_machines()):
-            step.send(terms)
-        missing = self._mounts.missing()
+        leaves = self._leaves_machines()
+        step.order(
+            uploads=UploadTerms(self._mounts.until_unix_s(self.state, notice_unix_s, leaves=leaves), leaves)
+        )
+        parts = [f"node {node}: {one.missing}" for node, one in sorted(step.reports.items()) if one.missing]
+        missing = "; ".join(parts)
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
             yield Uploading(self.state.attempt, missing)
 
@@ -294,7 +310,7 @@ class SlurmController(Controller):
         own = own_ends(dict(enumerate(self._outcomes()))).values()
         return (
             after.status.is_final
-            or self._mounts.is_limited
+            or self._mounts.limit_unix_s is not None
             or self.state.is_noticed
             or any(one.is_lost or one.is_preempted or one.unfit for one in own)  # because of its machines
         )
@@ -309,26 +325,11 @@ class SlurmController(Controller):
             self._have_all_ended()
             and all(one.is_success for one in self.state.outcomes.values())
             and not self._mounts.is_confirmed()
-            and not self._mounts.is_limited
+            and self._mounts.limit_unix_s is None
             and not self.state.is_noticed
             and self.state.status is not JobStatus.CANCELLING
             and self._num_resumed < _MAX_SILENT
         )
-
-    def _event_of_message(self, message: messages.Message) -> JobEvent | None:
-        attempt, num_nodes = self.state.attempt, self._job.spec.num_nodes
-        if isinstance(message, messages.NodeRunning):
-            self._running.add(message.node)
-            return NodesRunning(attempt) if len(self._running) == num_nodes else None
-        if isinstance(message, messages.NodeNoticed):
-            return None if self.state.is_noticed else self._notice(message.lead_s, message.source)
-        if isinstance(message, messages.NoticeSent):
-            self._num_listening[message.node] = message.num_listening
-            is_complete = len(self._num_listening.keys() | self.state.outcomes.keys()) == num_nodes
-            return NoticeDelivered(attempt, sum(self._num_listening.values())) if is_complete else None
-        if isinstance(message, messages.NodeEnded):
-            return NodeExited(attempt, message.node, message.outcome)
-        return None  # the others only show that runners are alive, or are about mounts
 
     def _end_attempt(self) -> Iterator[JobEvent]:
         """Yield the events of an attempt's end, after srun has exited."""
@@ -336,7 +337,7 @@ class SlurmController(Controller):
         self._step.close()
         self._step = None
         before = self.state
-        num_silent = 0 if self._has_messages or before.is_noticed else self._stored.num_silent + 1
+        num_silent = 0 if self._has_reports or before.is_noticed else self._stored.num_silent + 1
         self._stored = dataclasses.replace(self._stored, num_silent=num_silent)
         if num_silent >= _MAX_SILENT:  # nodes that never send a message are not just lost machines
             yield ControllerFailed(
@@ -349,7 +350,7 @@ class SlurmController(Controller):
             self._is_started = False
             return
         leaves = self._leaves_machines()
-        lost = self._mounts.lost() if leaves else ""
+        lost = self._mounts.missing(with_settled=False) if leaves else ""
         yield AttemptExited(before.attempt, self._has_advanced(), lost, self._cause())
         if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()

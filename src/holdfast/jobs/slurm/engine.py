@@ -6,7 +6,6 @@ import dataclasses
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +147,7 @@ class SlurmEngine(NodeEngine):
                     "has ended, and all nodes see the same link. Choose another path, such as one "
                     "relative to the workdir."
                 )
-        create_links(
-            fixed_links(folder),
-            is_in_use=partial(link_user, records, folder),
-            is_of_job=lambda path: path.is_relative_to(self._state),
-        )
+        create_links(fixed_links(folder), folder, records)
         write_atomic(files.script, self._script(task, str(submission.number), submission.task_id))
 
     @override
@@ -185,55 +180,46 @@ class SlurmEngine(NodeEngine):
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         # Slurm is queried once, for all jobs that have not ended.
-        open_jobs = [one for one in records if not one.job_state.status.is_final]
-        found = each(lambda one: self._files(one.id).read_state(), open_jobs)
-        stories = dict(zip([one.id for one in open_jobs], found, strict=True))
+        open_ids = [one.id for one in records if not one.job_state.status.is_final]
+        found = each(lambda number: self._files(number).read_state(), open_ids)
+        stories = dict(zip(open_ids, found, strict=True))
         ids = {
-            one.id: slurm_id
-            for one in open_jobs
-            if isinstance(story := stories[one.id], SlurmJobState)
-            and (slurm_id := story.slurm_id or one.engine_job_id)
-            and not story.job_state.status.is_final
+            one.id: story.slurm_id or one.engine_job_id or ""
+            for one in records
+            if isinstance(story := stories.get(one.id), SlurmJobState) and not story.job_state.status.is_final
         }
         try:
-            queued, trouble = commands.query_queue(list(ids.values())), ""
+            queued, trouble = commands.query_queue([one for one in ids.values() if one]), ""
         except (RetryLater, Unsupported) as error:
             queued, trouble = {}, str(error)
-        return [
-            self._job(one, stories.get(one.id), queued.get(ids.get(one.id, "")), trouble) for one in records
-        ]
+        jobs: list[Job] = []
+        for one in records:
+            record, story = one, stories.get(one.id)
+            if isinstance(story, HoldfastError):
+                jobs.append(Job.of(one, job_state=dataclasses.replace(one.job_state, reason=str(story))))
+                continue
+            if story is not None:  # else the job had ended when it was last queried
+                record = self._updated(record, story, queued.get(ids.get(record.id, "")), trouble)
+            if record.job_state.status.is_final:
+                self._announce(record, record.job_state)
+                remove_secrets(self._files(record.id).job)
+            jobs.append(Job.of(record, step=self._newest_step(record)))
+        return jobs
 
-    def _job(
-        self,
-        record: JobRecord,
-        story: SlurmJobState | HoldfastError | None,
-        queued: Queued | None,
-        trouble: str,
-    ) -> Job:
-        if isinstance(story, HoldfastError):
-            return Job.of(record, job_state=dataclasses.replace(record.job_state, reason=str(story)))
-        if story is not None:  # else the job had ended when it was last queried
-            job_state = self._state_of(record, story, queued, trouble)
-            ended_s = story.ended_unix_s or time.time()
-            if job_state.status.is_final:
-                record = self._records().save(
-                    record,
-                    job_state,
-                    Timers(),
-                    now_unix_s=ended_s,
-                    step_before=None,
-                    started_unix_s=story.started_unix_s,
-                )
-            record = dataclasses.replace(
-                record,
-                job_state=job_state,
-                started_unix_s=story.started_unix_s,
-                ended_unix_s=ended_s if job_state.status.is_final else None,
+    def _updated(
+        self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
+    ) -> JobRecord:
+        """Return the record of a job with its present state, which is recorded if it is final."""
+        job_state, started_s = self._state_of(record, story, queued, trouble), story.started_unix_s
+        if not job_state.status.is_final:
+            return dataclasses.replace(
+                record, job_state=job_state, started_unix_s=started_s, ended_unix_s=None
             )
-        if record.job_state.status.is_final:
-            self._announce(record, record.job_state)
-            remove_secrets(self._files(record.id).job)
-        return Job.of(record, step=self._newest_step(record))
+        ended_s = story.ended_unix_s or time.time()
+        record = self._records().save(
+            record, job_state, Timers(), now_unix_s=ended_s, step_before=None, started_unix_s=started_s
+        )
+        return dataclasses.replace(record, started_unix_s=started_s, ended_unix_s=ended_s)
 
     def _state_of(
         self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
@@ -260,7 +246,7 @@ class SlurmEngine(NodeEngine):
             queued,
             is_cancelled=files.is_cancelled,
             output=str(files.output),
-            missing=ClusterMounts(files.job, record.spec.num_nodes, story.uploads).left(),
+            missing=ClusterMounts(files.job, record.spec.num_nodes, story.uploads).missing(),
         )
 
     @override

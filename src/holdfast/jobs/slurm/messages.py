@@ -1,8 +1,12 @@
-"""Messages between a job's controller and its runners, and the srun step that they are sent through."""
+"""Reports of nodes, orders to them, and the srun step through which both are sent.
+
+Each is the whole state, sent again when it changes, so a receiver needs only the newest.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -10,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import get_args
+from typing import Any, Generic, TypeVar
 
 from holdfast.errors import Corrupt
 from holdfast.jobs.folder import JobFolder
@@ -21,142 +25,66 @@ from holdfast.system.entry import command
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerStarted:
-    """A runner has started."""
+class NodeReport:
+    """State of a node, from its runner to the controller."""
 
     node: int
+    machine: str = ""
+    scratch: str = ""  # scratch folder of the job on the machine; empty: it is not open
+    are_leftovers_sent: bool = False  # what earlier attempts have left on the machine is uploaded
+    is_running: bool = False  # `run` has started
+    notice: str = ""  # source of a preemption notice that the machine has received
+    notice_lead_s: float = 0.0
+    notified_unix_s: float | None = None  # deadline of the newest notice that the processes have received
+    num_listening: int = 0  # processes that handle it
+    outcome: Outcome | None = None  # once the commands have ended
+    missing: str = ""  # files that are not in their buckets after that, for people
+    are_uploads_over: bool = False  # the node uploads nothing more
+    is_settled: bool = False  # another upload would not send them either, as for a symbolic link
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRunning:
-    """The node has started `run`."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeNoticed:
-    """The node has received a preemption notice from Slurm."""
-
-    node: int
-    source: str
-    lead_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class NoticeSent:
-    """The notice was sent to the node's processes."""
-
-    node: int
-    num_listening: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeEnded:
-    """Outcome of a node."""
-
-    node: int
-    outcome: Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class ScratchOpened:
-    """The node has opened the scratch folder of the job on its machine."""
-
-    node: int
-    machine: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeftoversSent:
-    """The node has uploaded what earlier attempts have left on its machine."""
-
-    node: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeUploading:
-    """The node's commands have ended, and some of their files are not uploaded yet."""
-
-    node: int
-    missing: str  # for people
-
-
-@dataclass(frozen=True, slots=True)
-class UploadsEnded:
-    """The node uploads nothing more."""
-
-    node: int
-    missing: str  # files that are not in their buckets, for people
-    is_settled: bool  # True if another upload would not send them either, as for a symbolic link
-
-
-@dataclass(frozen=True, slots=True)
-class OpenMounts:
-    """Request to the nodes: mount, as all of them have uploaded what earlier attempts have left."""
-
-
-@dataclass(frozen=True, slots=True)
-class EndUploads:
-    """Request to the nodes: unmount, and upload until a deadline. All their commands have ended."""
+class UploadTerms:
+    """Terms of the uploads of all nodes, once all commands have ended."""
 
     until_unix_s: float | None  # None: as long as it takes
     removes: bool  # remove the scratch folder, as the job leaves the machine
 
 
 @dataclass(frozen=True, slots=True)
-class NotifyProcesses:
-    """Request to the nodes: send a notice to your processes."""
+class Orders:
+    """All that the nodes are to do besides their commands, from the controller to the runners."""
 
-    source: str
-    deadline_unix_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class KillProcesses:
-    """Request to the nodes: kill all processes."""
-
-    with_keepers: bool
+    notice: str = ""  # source of a notice for all processes; empty: there is none
+    notice_unix_s: float = 0.0  # its deadline
+    kills: bool = False  # kill all processes
+    kills_keepers: bool = False  # keepers too
+    opens_mounts: bool = False  # mount: all nodes have uploaded what earlier attempts have left
+    uploads: UploadTerms | None = None  # unmount, and upload
 
 
-Message = (
-    RunnerStarted
-    | NodeRunning
-    | NodeNoticed
-    | NoticeSent
-    | NodeEnded
-    | ScratchOpened
-    | LeftoversSent
-    | NodeUploading
-    | UploadsEnded
-    | OpenMounts
-    | EndUploads
-    | NotifyProcesses
-    | KillProcesses
-)
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
+_T = TypeVar("_T", NodeReport, Orders)
 
 
-def write(message: Message) -> bytes:
-    """Return a message as a line."""
-    return json.dumps({"holdfast": type(message).__name__, **asdict(message)}).encode() + b"\n"
+def write(state: NodeReport | Orders) -> bytes:
+    """Return a report or orders as a line."""
+    return json.dumps({"holdfast": asdict(state)}).encode() + b"\n"
 
 
-class Inbox:
-    """Parser of received bytes into messages. Other lines are collected separately."""
+class Inbox(Generic[_T]):
+    """Parser of received bytes into reports or orders. Other lines are collected separately."""
 
-    def __init__(self) -> None:
-        self._rest = b""
-        self.others: list[str] = []  # lines that are not messages: output of srun or a site's own programs
+    def __init__(self, kind: type[_T]) -> None:
+        self._kind, self._rest = kind, b""
+        self.others: list[str] = []  # output of srun or a site's own programs
 
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that these bytes complete."""
+    def feed(self, data: bytes) -> Iterator[_T]:
+        """Yield the values that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             try:
-                members = decode_object(line, "a line", any_text=True).members
-                yield read_dataclass(_KINDS[str(members.pop("holdfast", ""))], members, "a message")
+                members = decode_object(line, "a line", any_text=True).members["holdfast"]
+                yield read_dataclass(self._kind, members, "a message")
             except (Corrupt, KeyError):
                 if line.strip():
                     self.others.append(line.decode("utf-8", "replace"))
@@ -194,40 +122,36 @@ class Step:
         assert self._srun.stdin is not None
         assert self._srun.stdout is not None
         self._in, self._out = self._srun.stdin, self._srun.stdout
-        self._inbox = Inbox()
-        self._killed: KillProcesses | None = None
+        self._inbox = Inbox(NodeReport)
+        self.reports: dict[int, NodeReport] = {}  # the newest of each node
+        self.orders = Orders()  # the newest
         self.has_ended = False  # true once no runner is left
-        self.has_opened = False  # true once the nodes may mount
 
     @property
     def fd(self) -> int:
-        """Descriptor that is readable when a node has sent a message."""
+        """Descriptor that is readable when a node has sent a report."""
         return self._out.fileno()
 
-    def receive(self) -> Iterator[Message]:
-        """Yield the nodes' messages since the last call."""
+    def receive(self) -> None:
+        """Receive the nodes' reports since the last call."""
         if not select.select([self._out], [], [], 0)[0]:
             return
         data = os.read(self._out.fileno(), 1 << 16)
         if not data:
             self._srun.wait()
             self.has_ended = True
-        yield from self._inbox.feed(data)
+        self.reports.update((report.node, report) for report in self._inbox.feed(data))
         for line in self._inbox.others:
             sys.stderr.write(f"{line}\n")
         self._inbox.others.clear()
 
-    def send(self, message: Message) -> None:
-        """Send a message to all nodes."""
-        with contextlib.suppress(OSError):
-            os.write(self._in.fileno(), write(message))
-
-    def kill(self, *, with_keepers: bool) -> None:
-        """Send the nodes a request to kill their processes, once."""
-        request = KillProcesses(with_keepers)
-        if request != self._killed:
-            self._killed = request
-            self.send(request)
+    def order(self, **changes: Any) -> None:
+        """Change the orders of all nodes."""
+        orders = dataclasses.replace(self.orders, **changes)
+        if orders != self.orders:
+            self.orders = orders
+            with contextlib.suppress(OSError):
+                os.write(self._in.fileno(), write(orders))
 
     def close(self) -> None:
         """Close the pipes to srun."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,13 +12,12 @@ from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.lease import Teardown, UnsentFiles, mounter_of
+from holdfast.jobs.node.mounts.lease import Mounts, UnsentFiles, mounter_of
 from holdfast.jobs.node.mounts.mount_records import caches, create_links, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
 from holdfast.jobs.node.mounts.scratch import (
     SCRATCH,
     ScratchOwner,
-    is_scratch_path,
     moved_links,
     open_scratch,
     read_scratch_owner,
@@ -29,9 +28,8 @@ from holdfast.jobs.node.mounts.scratch import (
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node.roles import STOPPED
-from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import NodeUploads
-from holdfast.jobs.slurm.messages import EndUploads
+from holdfast.jobs.slurm.messages import NodeReport
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of
@@ -42,62 +40,53 @@ _log = get_logger("jobs")
 _RANK = "rank"
 
 
+def open_mounts(
+    job: JobFolder,
+    owner: ScratchOwner,
+    attempt: int,
+    rank: int,
+    *,
+    log: Path,
+    environment: Mapping[str, str],
+    wakeup: Path,
+    num_nodes: int | None,
+) -> NodeMounts | None:
+    """Open the scratch folder of a node, and return its mounts.
+
+    Args:
+        num_nodes: nodes of a new attempt. None: only the uploads of an attempt are to be ended, whose runner
+            was killed. If that was on another machine, there is nothing to open.
+    """
+    scratch = scratch_folder(scratch_parent(environment), job, owner.task_id)
+    record = scratch.attempt(attempt) / _RANK
+    if num_nodes is None and (
+        not scratch.path.is_dir()
+        or read_scratch_owner(scratch) != owner
+        or not record.exists()
+        or record.read_text() != str(rank)
+    ):
+        return None
+    open_scratch(scratch, owner)
+    if num_nodes is not None:
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record.write_text(str(rank))
+        write_scratch_mounts(job, scratch, is_shared=num_nodes > 1)
+        workdir = job.workdir(rank)
+        links = [one for one in moved_links(job, scratch) if Path(one.target).is_relative_to(workdir)]
+        create_links(links, job, None)
+    scratch.wakeup.unlink(missing_ok=True)
+    scratch.wakeup.symlink_to(wakeup)
+    held = Mounts(scratch, attempt, log=log, environment=lambda: environment)
+    return NodeMounts(held, scratch.attempt(attempt), owner)
+
+
 class NodeMounts:
-    """Mounts of a node, from opening the scratch folder to the end of uploads."""
+    """Mounts of a node in its scratch folder, which is open."""
 
-    def __init__(
-        self,
-        job: JobFolder,
-        owner: ScratchOwner,
-        attempt: int,
-        rank: int,
-        *,
-        log: Path,
-        environment: Mapping[str, str],
-        wakeup: Path,
-    ) -> None:
-        self.scratch = scratch_folder(scratch_parent(environment), job, owner.task_id)
-        self._job, self._owner, self._attempt, self._rank = job, owner, attempt, str(rank)
-        self._log, self._environment, self._wakeup = log, environment, wakeup
-        self._path = self.scratch.attempt(attempt)
-        self._mounter = mounter_of(self._path)
-        self._teardown: Teardown | None = None
-
-    def open(self, *, num_nodes: int) -> bool:
-        """Open the scratch folder for a new attempt, and create the workdir's links. Return True."""
-        open_scratch(self.scratch, self._owner)
-        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self._path / _RANK).write_text(self._rank)
-        write_scratch_mounts(self._job, self.scratch, is_shared=num_nodes > 1)
-        links, workdir = moved_links(self._job, self.scratch), self._job.workdir(int(self._rank))
-        create_links(
-            [link for link in links if Path(link.target).is_relative_to(workdir)],
-            is_in_use=lambda _: False,
-            is_of_job=is_scratch_path,
-        )
-        self._use()
-        return True
-
-    def reopen(self) -> bool:
-        """Open the scratch folder to end the uploads of an attempt whose runner was killed.
-
-        Returns:
-            False if the node was on another machine.
-        """
-        if not self.scratch.path.is_dir() or read_scratch_owner(self.scratch) != self._owner:
-            return False
-        open_scratch(self.scratch, self._owner)
-        rank = self._path / _RANK
-        if not rank.exists() or rank.read_text() != self._rank:
-            return False
-        self._use()
-        return True
-
-    def _use(self) -> None:
-        self.scratch.wakeup.unlink(missing_ok=True)
-        self.scratch.wakeup.symlink_to(self._wakeup)
-        environment = self._environment
-        self._teardown = Teardown(self.scratch, self._attempt, log=self._log, environment=lambda: environment)
+    def __init__(self, held: Mounts, attempt: Path, owner: ScratchOwner) -> None:
+        self.held, self.scratch = held, held.folder
+        self._attempt, self._owner = attempt, owner
+        self._mounter = mounter_of(attempt)
 
     @property
     def are_leftovers_sent(self) -> bool:
@@ -111,29 +100,20 @@ class NodeMounts:
 
     def stop(self) -> None:
         """Let a node that waits for its mounts end."""
-        (self._path / STOPPED).touch()
+        (self._attempt / STOPPED).touch()
 
     def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
         """Make progress with unmounting and uploading; return True if nothing more happens."""
-        assert self._teardown is not None
         try:
-            if self._teardown.is_over(until_unix_s, has_keepers):
+            if self.held.is_over(until_unix_s, has_keepers):
                 return True
         except Conflict:  # nothing more can be uploaded: `end` returns what is missing
             return True
-        unsent = self._teardown.unsent()
+        unsent = self.held.unsent()
         return unsent is not None and unsent.is_hopeless
 
-    def missing(self) -> str:
-        """Return which files are not uploaded yet, as the mounter has recorded."""
-        assert self._teardown is not None
-        return self._teardown.missing()
-
     def end(self) -> UnsentFiles:
-        """End all processes of the mounts, and return which files are not in their buckets.
-
-        Blocks: for a scan of all files, and some seconds for uploaders.
-        """
+        """End all processes of the mounts, and return which files are not in their buckets."""
         self._mounter.kill()
         for spec in caches(self.scratch):
             _end_uploader(Path(spec.path))
@@ -166,60 +146,37 @@ _LIMIT_S = 3600.0
 
 
 class ClusterMounts:
-    """Mounts of the newest attempt of a job.
-
-    Args:
-        uploads: what is known about the uploads, by node, from an earlier controller.
-    """
+    """Mounts of the newest attempt of a job."""
 
     def __init__(self, job: JobFolder, num_nodes: int, uploads: Mapping[int, NodeUploads]) -> None:
         self._num_nodes = num_nodes
         self.has_some = bool(read_mount_specs(job))  # true if the job has mounts in scratch folders
         self._has_caches = bool(caches(job))
         self.uploads = dict(uploads)
-        self._limit_unix_s: float | None = None  # for uploads, as Slurm is about to take the machines
+        self.limit_unix_s: float | None = None  # of the uploads, if Slurm is about to take the machines
         self._ended_unix_s: float | None = None
-        self.forget_step()
 
     def forget(self) -> None:
         """Forget the attempt, as a new one begins."""
         self.uploads.clear()
-        self._limit_unix_s = self._ended_unix_s = None
-        self.forget_step()
+        self.limit_unix_s = self._ended_unix_s = None
 
-    def forget_step(self) -> None:
-        """Forget the runners, as others take their places."""
-        self._sent: set[int] = set()
-        self._missing: dict[int, str] = {}
-        self.terms: EndUploads | None = None  # the last terms of uploads that were sent to the runners
-
-    def note(self, message: messages.Message) -> bool:
-        """Note a message of a runner. Return True if `uploads` has changed."""
-        if isinstance(message, messages.ScratchOpened):
-            self.uploads[message.node] = NodeUploads(message.machine, message.path)
-            return True
-        if isinstance(message, messages.UploadsEnded):
-            known = self.uploads.get(message.node)
-            if known is not None:
-                self.uploads[message.node] = dataclasses.replace(
-                    known, missing=message.missing, is_settled=message.is_settled
-                )
-            return known is not None
-        if isinstance(message, messages.LeftoversSent):
-            self._sent.add(message.node)
-        if isinstance(message, messages.NodeUploading):
-            self._missing[message.node] = message.missing
-        return False
+    def note(self, reports: Mapping[int, NodeReport]) -> bool:
+        """Note the newest reports of the runners. Return True if `uploads` has changed."""
+        before = dict(self.uploads)
+        for node, one in reports.items():
+            if one.scratch:
+                missing = one.missing if one.are_uploads_over else None
+                self.uploads[node] = NodeUploads(one.machine, one.scratch, missing, one.is_settled)
+        return self.uploads != before
 
     def read_ends(self, job: JobFolder, attempt: int) -> None:
         """Read the ends of uploads that no controller has received, as it was killed."""
         for node, one in list(self.uploads.items()):
             if one.missing is None and (unsent := read_document(job.node(attempt, node).unsent, UnsentFiles)):
-                self.note(messages.UploadsEnded(node, unsent.summary, unsent.is_settled))
-
-    def may_open(self) -> bool:
-        """Return True if no machine has leftovers of earlier attempts any more."""
-        return len(self._sent) == self._num_nodes
+                self.uploads[node] = dataclasses.replace(
+                    one, missing=unsent.summary, is_settled=unsent.is_settled
+                )
 
     def common_path(self, key: str) -> str:
         """Return the path of the scratch folders, for a link that all nodes see."""
@@ -233,10 +190,6 @@ class ClusterMounts:
             )
         return next(iter(paths))
 
-    def missing(self) -> str:
-        """Return which files are not uploaded yet, while uploads continue."""
-        return "; ".join(f"node {node}: {text}" for node, text in sorted(self._missing.items()))
-
     def is_confirmed(self) -> bool:
         """Return True if every node has reported the end of its uploads."""
         return not self._has_caches or (
@@ -244,39 +197,30 @@ class ClusterMounts:
             and all(one.missing is not None for one in self.uploads.values())
         )
 
-    def lost(self) -> str:
-        """Return which files should be in their buckets and are not, with their paths."""
-        return self._texts(one for one in self.uploads.items() if not one[1].is_settled)
+    def missing(self, *, with_settled: bool = True) -> str:
+        """Return which files are not in their buckets.
 
-    def left(self) -> str:
-        """Return which files are not in their buckets, also those that no upload sends."""
-        return self._texts(self.uploads.items())
+        Args:
+            with_settled: also those that no upload sends.
+        """
+        texts: list[str] = []
+        for node, one in sorted(self.uploads.items()):
+            text = one.missing
+            if text is None:
+                where = f"{one.path} on {one.machine}"
+                text = f"its uploads were not confirmed, and what is missing stays in {where}"
+            if text and (with_settled or not one.is_settled):
+                texts.append(f"node {node}: {text}")
+        return "; ".join(texts) if self._has_caches else ""
 
-    def limit(self, until_unix_s: float) -> None:
-        """Limit the uploads: Slurm is about to take the machines."""
-        if self._limit_unix_s is None:
-            self._limit_unix_s = until_unix_s
-
-    @property
-    def is_limited(self) -> bool:
-        """True if Slurm takes the machines after the end of all commands."""
-        return self._limit_unix_s is not None
-
-    def take_terms(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> EndUploads | None:
-        """Return the terms of uploads after the end of all commands, or None if they were sent.
+    def until_unix_s(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> float | None:
+        """Return the deadline of uploads after the end of all commands. None: as long as it takes.
 
         Args:
             notice_unix_s: deadline of the notice that the attempt has received, if any.
             leaves: True if the job does not continue on these machines.
         """
-        terms = EndUploads(self._until_unix_s(state, notice_unix_s, leaves=leaves), leaves)
-        if terms == self.terms:
-            return None
-        self.terms = terms
-        return terms
-
-    def _until_unix_s(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> float | None:
-        deadlines = [one - _REPORT_S for one in (self._limit_unix_s, notice_unix_s) if one is not None]
+        deadlines = [one - _REPORT_S for one in (self.limit_unix_s, notice_unix_s) if one is not None]
         if deadlines:
             return min(deadlines)
         is_complete = all(one.is_success for one in state.outcomes.values())
@@ -286,20 +230,3 @@ class ClusterMounts:
             return 0.0  # the next attempt begins with the uploads
         self._ended_unix_s = self._ended_unix_s or time.time()
         return self._ended_unix_s + _LIMIT_S
-
-    def _texts(self, uploads: Iterable[tuple[int, NodeUploads]]) -> str:
-        texts = [
-            f"node {node}: {text}"
-            for node, one in sorted(uploads, key=lambda one: one[0])
-            if (text := _missing(one))
-        ]
-        return "; ".join(texts) if self._has_caches else ""
-
-
-def _missing(uploads: NodeUploads) -> str:
-    if uploads.missing is None:
-        return (
-            f"its uploads were not confirmed, and what is missing stays in {uploads.path} on "
-            f"{uploads.machine}"
-        )
-    return uploads.missing

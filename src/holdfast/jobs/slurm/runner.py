@@ -1,4 +1,4 @@
-"""Runner on each node of a Slurm job: starts the agent, and forwards signals and requests to it."""
+"""Runner of a Slurm job on each node: runs its commands, and follows signals and the controller's orders."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.jobs.environment import Node, container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.agent import run_commands
 from holdfast.jobs.node.containers.lease import (
     ContainerOwner,
     ContainerRuntime,
@@ -29,22 +30,15 @@ from holdfast.jobs.node.containers.lease import (
 from holdfast.jobs.node.mounts.mount_records import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
-from holdfast.jobs.node.roles import STOPPED, spawn
-from holdfast.jobs.node_spec import (
-    NodeSpec,
-    machine_name,
-    read_environment,
-    read_outcome,
-    reserve_outcome,
-    write_outcome,
-)
-from holdfast.jobs.outcome import Outcome, Phase, unstarted
+from holdfast.jobs.node.roles import STOPPED
+from holdfast.jobs.node_spec import NodeSpec, machine_name, read_environment, read_outcome
+from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles
-from holdfast.jobs.slurm.messages import Inbox, Message, write
+from holdfast.jobs.slurm.messages import Inbox, write
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
-from holdfast.system.linux.processes import adopt_orphans, die_with_parent
+from holdfast.system.linux.processes import adopt_orphans
 from holdfast.system.linux.wakeup_pipe import WakeupPipe
 from holdfast.watch.preemption.notice import Notice, write_notice
 
@@ -64,10 +58,7 @@ _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.S
 
 
 def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
-    """Run this node's part of an attempt. Called by srun, once per node.
-
-    Blocks: as long as the node's commands run and keepers finish staged saves.
-    """
+    """Run this node's part of an attempt. Called by srun, once per node."""
     # Not in the job's folder, whose file system may not support pipes.
     with temporary_folder("node") as room, closing(WakeupPipe(room / "wakeup")) as wakeup:
         _Runner(folder, attempt, addresses, kill_wait_s, wakeup, room / "wakeup").serve()
@@ -77,8 +68,6 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
     """Kill what is left on this node of all attempts except one.
 
     Slurm leaves nothing if it tracks processes by cgroups. Otherwise some may outlive a killed runner.
-
-    Blocks: until they are gone.
     """
     task_id = JobFiles(folder).read_job().task_id
     table = processes.snapshot()
@@ -87,13 +76,6 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
     found = processes.tagged(tag(task_id), table)
     left = [one for one in found if one.pid not in own and not one.exits_by_itself]
     processes.kill(left)
-
-
-def die_with_runner() -> None:
-    """Make the kernel kill this agent, and so its shell, when the runner dies."""
-    die_with_parent()
-    if os.getppid() == 1:  # the runner died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Runner:
@@ -116,41 +98,35 @@ class _Runner:
         self._plan = self._make_plan(addresses)
         self._mounts: NodeMounts | None = None  # once they are open
         self._container = self._node.container if self._job.spec.image else None
-        self._has_sent_leftovers = False
-        self._terms: messages.EndUploads | None = None  # for the uploads, from the controller
-        self._inbox = Inbox()
-        self._is_notified = self._is_killed = self._has_run = False
-        self._kills_keepers = False
-        self._agent: int | None = None
+        self._report = messages.NodeReport(self._rank, machine_name())
+        self._orders = messages.Orders()
+        self._inbox = Inbox(messages.Orders)
+        self._fds = [0, wakeup.fd]  # orders, and wakeups
         self._signals: list[int] = []
+        self._is_notified = False
 
     def serve(self) -> None:
-        """Serve the node until the agent and all keepers have exited."""
+        """Serve the node until its commands and all keepers have exited, and all is uploaded."""
         for number in _HEARD:
             # A handler and not SIG_IGN, which child processes would inherit.
             signal.signal(number, lambda number, _: self._signals.append(number))
         signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the loop
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)
-        adopt_orphans()  # keepers are reparented to the runner when the agent exits
-        self._send(messages.RunnerStarted(self._rank))
+        adopt_orphans()  # the job's processes that outlive their parents
+        self._send()
         sweep(self._folder, self._attempt)
-        self._poller = select.poll()
-        for fd in (0, self._wakeup.fd):
-            self._poller.register(fd, select.POLLIN)
-        if read_outcome(self._node.ended) is not None:
-            self._open_mounts(is_new=False)  # an earlier runner was killed during the uploads
-        elif why := self._open_mounts(is_new=True) or self._open_container():
-            self._refuse(why)
+        outcome = read_outcome(self._node.ended)
+        if outcome is None:
+            outcome = self._run()
         else:
-            self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_document(self._node.plan, self._plan)
-            words = ("holdfast.jobs.slurm", "agent", str(self._node.path))
-            self._agent = spawn(words, Path(self._plan.log))
-        while not self._has_ended():
-            self._turn()
-        self._send(messages.NodeEnded(self._rank, self._outcome()))
+            self._open_mounts(is_new=False)  # an earlier runner was killed during the uploads
+        if self._orders.kills and not outcome.is_success:
+            outcome = Outcome(outcome.phase, outcome.code, outcome.killed_by, is_stopped=True)
+        self._tell(outcome=outcome)
         # Keepers may hold the last save, and Slurm kills them when the runner exits.
-        self._turn_until(lambda: self._kills_keepers or not self._has_keepers(), self._job.policy.grace_s)
+        self._turn_until(
+            lambda: self._orders.kills_keepers or not self._has_keepers(), self._job.policy.grace_s
+        )
         if self._container is not None and self._container.image.exists():
             self._container.unneeded.touch()
             start_warden(self._folder, self._container, Path(self._plan.log))
@@ -160,23 +136,44 @@ class _Runner:
             role = warden_of(container)
             self._turn_until(lambda: container.removed.exists() or not role.is_alive, _REMOVAL_S)
 
+    def _run(self) -> Outcome:
+        """Run the commands of the node."""
+        why_not = self._open_mounts(is_new=True) or self._open_container()
+        self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return run_commands(
+            self._node,
+            self._plan,
+            on_look=self._look,
+            fds=lambda: self._fds,
+            mounts=None if self._mounts is None else self._mounts.held,
+            why_not=why_not,
+        )
+
     def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
         """Serve the node until a condition is true, or the time is over."""
         give_up_s = time.monotonic() + limit_s
         while not is_over() and time.monotonic() < give_up_s:
             self._turn()
-            processes.reap()
 
     def _turn(self) -> None:
         """Wait for an event, and handle what has happened."""
-        for fd, _ in self._poller.poll(_LOOK_S * 1000):
-            if fd == 0 and not self._handle_requests():
-                self._poller.unregister(0)
-                self._terms = self._terms or messages.EndUploads(
-                    time.time() + self._job.policy.grace_s, removes=False
-                )
+        select.select(self._fds, [], [], _LOOK_S)
+        self._look()
+        processes.reap()
+
+    def _look(self) -> None:
+        """Handle what has happened: signals, orders, and what to report."""
         self._wakeup.clear()
-        self._poll()
+        if 0 in self._fds and select.select([0], [], [], 0)[0]:
+            self._receive()
+        while self._signals:
+            self._on_notice(self._signals.pop(0))
+        self._tell(
+            is_running=self._report.is_running or self._node.running.exists(),
+            are_leftovers_sent=self._mounts is not None and self._mounts.are_leftovers_sent,
+        )
+        if self._orders.kills:
+            processes.kill(self._left())
 
     def _make_plan(self, addresses: list[str]) -> NodeSpec:
         """Return the specification of the node's work."""
@@ -222,10 +219,10 @@ class _Runner:
         if not read_mount_specs(self._folder):
             return ""
         # Here, because it takes as long to import as all else, and most jobs do not need it.
-        from holdfast.jobs.slurm.mounts import NodeMounts
+        from holdfast.jobs.slurm.mounts import open_mounts
 
         try:
-            mounts = NodeMounts(
+            self._mounts = open_mounts(
                 self._folder,
                 ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
                 self._attempt,
@@ -233,45 +230,33 @@ class _Runner:
                 log=self._folder.log(self._rank),
                 environment={**os.environ, **self._variables},
                 wakeup=self._wakeup_fifo,
+                num_nodes=self._job.spec.num_nodes if is_new else None,
             )
-            is_open = mounts.open(num_nodes=self._job.spec.num_nodes) if is_new else mounts.reopen()
         except (HoldfastError, OSError) as error:
             if not is_new:
                 raise
             return str(error)
-        if is_open:
-            scratch = str(mounts.scratch.path)
-            self._mounts, self._plan = mounts, dataclasses.replace(self._plan, scratch=scratch)
-            self._send(messages.ScratchOpened(self._rank, machine_name(), scratch))
+        if self._mounts is not None:
+            self._tell(scratch=str(self._mounts.scratch.path))
         return ""
-
-    def _refuse(self, why: str) -> None:
-        """End the node without starting its commands."""
-        with Path(self._plan.log).open("a") as log:
-            log.write(f"{self._plan.headline}\nholdfast: the job cannot start: {why}\n")
-        self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reserve_outcome(self._node.ended)
-        write_outcome(self._node.ended, unstarted(why))
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
-        shown = ""
-        while True:
-            until_unix_s = None if self._terms is None else self._terms.until_unix_s
-            if mounts.are_over(0.0 if self._kills_keepers else until_unix_s, self._has_keepers):
-                break
-            if (missing := mounts.missing()) and missing != shown:
-                shown = missing
-                self._send(messages.NodeUploading(self._rank, missing))
+        while not mounts.are_over(
+            0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
+        ):
+            self._tell(missing=mounts.held.missing())
             self._turn()
-            processes.reap()
-        while self._terms is None:  # all nodes end their commands before one gives its machine back
+        while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
             self._turn()
         unsent = mounts.end()
         write_document(self._node.unsent, unsent)  # a controller that takes over reads it
-        if self._terms.removes:
+        if self._orders.uploads.removes:
             mounts.remove()
-        self._send(messages.UploadsEnded(self._rank, unsent.summary, unsent.is_settled))
+        self._tell(missing=unsent.summary, is_settled=unsent.is_settled, are_uploads_over=True)
+
+    def _until_unix_s(self) -> float | None:
+        return None if self._orders.uploads is None else self._orders.uploads.until_unix_s
 
     # -- container -------------------------------------------------------------------------------------------
 
@@ -309,87 +294,50 @@ class _Runner:
             )
         return runtime
 
-    # -- the agent ------------------------------------------------------------------------------------------
-
-    def _has_ended(self) -> bool:
-        """Return True once the agent has exited. Reaps adopted children."""
-        while self._agent is not None:
-            try:
-                ended, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return True
-            if ended == 0:
-                return False
-            if ended == self._agent:
-                self._agent = None
-        return True
-
-    def _outcome(self) -> Outcome:
-        phase = Phase.RUN if self._node.running.exists() else Phase.SETUP
-        outcome = read_outcome(self._node.ended) or Outcome(phase)
-        if self._is_killed and not outcome.is_success:
-            return Outcome(outcome.phase, outcome.code, outcome.killed_by, is_stopped=True)
-        return outcome
-
-    def _poll(self) -> None:
-        while self._signals:
-            self._on_notice(self._signals.pop(0))
-        if not self._has_run and self._node.running.exists():
-            self._has_run = True
-            self._send(messages.NodeRunning(self._rank))
-        if self._mounts is not None and not self._has_sent_leftovers:
-            self._has_sent_leftovers = self._mounts.are_leftovers_sent
-            if self._has_sent_leftovers:
-                self._send(messages.LeftoversSent(self._rank))
-        if self._is_killed and (left := self._left()):
-            processes.kill(left)
-
     # -- notices and orders ----------------------------------------------------------------------------------
 
     def _on_notice(self, number: int) -> None:
         lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
         source = f"Slurm ({signal.Signals(number).name})"
-        self._notify(messages.NotifyProcesses(source, time.time() + lead_s))
-        self._send(messages.NodeNoticed(self._rank, source, lead_s))
+        self._notify(source, time.time() + lead_s)
+        self._tell(notice=source, notice_lead_s=lead_s)
 
-    def _handle_requests(self) -> bool:
-        """Handle the controller's requests. Return False if the controller is gone."""
+    def _receive(self) -> None:
+        """Receive and follow the controller's orders."""
         data = os.read(0, 1 << 16)
-        for message in self._inbox.feed(data):
-            if isinstance(message, messages.NotifyProcesses):
-                self._send(messages.NoticeSent(self._rank, self._notify(message)))
-            elif isinstance(message, messages.KillProcesses):
-                self._is_killed = True
-                self._kills_keepers = message.with_keepers
-                if self._mounts is not None:
-                    self._mounts.stop()
-                if self._container is not None:  # an agent that waits for it ends
-                    (self._folder.attempt(self._attempt) / STOPPED).touch()
-            elif isinstance(message, messages.OpenMounts) and self._mounts is not None:
-                self._mounts.allow()
-            elif isinstance(message, messages.EndUploads):
-                self._terms = message
-        return bool(data)
+        for orders in self._inbox.feed(data):
+            self._orders = orders
+            if orders.notice and orders.notice_unix_s != self._report.notified_unix_s:
+                num_listening = self._notify(orders.notice, orders.notice_unix_s)
+                self._tell(notified_unix_s=orders.notice_unix_s, num_listening=num_listening)
+        orders = self._orders
+        if not data:  # the controller is gone
+            self._fds.remove(0)
+            if orders.uploads is None:
+                terms = messages.UploadTerms(time.time() + self._job.policy.grace_s, removes=False)
+                self._orders = dataclasses.replace(orders, uploads=terms)
+        if self._mounts is not None and orders.opens_mounts:
+            self._mounts.allow()
+        if orders.kills:  # what waits for mounts or the container ends
+            if self._mounts is not None:
+                self._mounts.stop()
+            if self._container is not None:
+                (self._folder.attempt(self._attempt) / STOPPED).touch()
 
-    def _notify(self, message: messages.NotifyProcesses) -> int:
+    def _notify(self, source: str, deadline_unix_s: float) -> int:
         """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""
-        listening = processes.topmost_handlers(self._agent) if self._agent is not None else []
+        listening = processes.topmost_handlers(os.getpid()) if self._report.outcome is None else []
         if self._is_notified:
             return len(listening)
         self._is_notified = True
-        notice = Notice(message.source, deadline_unix_s=message.deadline_unix_s)
         with contextlib.suppress(OSError):
-            write_notice(self._node.notice, notice)
+            write_notice(self._node.notice, Notice(source, deadline_unix_s=deadline_unix_s))
         return sum(processes.send(one, signal.SIGTERM) for one in listening)
 
     def _left(self) -> list[processes.Process]:
-        """Return the node's processes except the agent, and without keepers unless these are killed too."""
+        """Return the node's processes, without keepers unless these are killed too."""
         found = processes.descendants(os.getpid(), processes.snapshot())
-        return [
-            one
-            for one in found
-            if one.pid != self._agent and (self._kills_keepers or not one.exits_by_itself)
-        ]
+        return [one for one in found if self._orders.kills_keepers or not one.exits_by_itself]
 
     def _has_keepers(self) -> bool:
         found = processes.descendants(os.getpid(), processes.snapshot())
@@ -397,9 +345,16 @@ class _Runner:
             return any(one.is_keeper for one in found)
         return any(one.exits_by_itself for one in found)
 
-    def _send(self, message: Message) -> None:
+    def _tell(self, **changes: Any) -> None:
+        """Change the report of the node, and send it if it has changed."""
+        report = dataclasses.replace(self._report, **changes)
+        if report != self._report:
+            self._report = report
+            self._send()
+
+    def _send(self) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
-            os.write(1, write(message))
+            os.write(1, write(self._report))
 
 
 def step_variables(base: Mapping[str, str]) -> dict[str, str]:

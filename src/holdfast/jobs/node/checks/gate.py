@@ -95,17 +95,14 @@ class NodeGate:
     ) -> None:
         self._machine = machine
         self._unix_s, self._started_s = time.time(), time.monotonic()
-        self._children = [_Child(name, _fork(partial(_report, check))) for name, check in plan.items()]
+        self._children = [_Child(name, partial(_report, check)) for name, check in plan.items()]
         self._limit_s = LIMIT_S
         if gpus is not None:
             self._limit_s = GPU_LIMIT_S
-            self._children.append(_Child("gpu", _fork(partial(_execute, *gpus))))
+            self._children.append(_Child("gpu", partial(_execute, *gpus)))
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
-        """Return the results.
-
-        Blocks: until all checks have ended, or their time is over.
-        """
+        """Return the results."""
         began_s = time.monotonic()
         deadline_s = self._started_s + self._limit_s
         while (left := [one for one in self._children if not one.has_ended]) and (
@@ -160,13 +157,15 @@ def _num_bytes(folder: Path, other: Path) -> int:
 
 
 class _Child:
-    """Process of one check, which writes results to a pipe."""
+    """Process of one check: a copy of this one, which calls `act` with a pipe for the results."""
 
-    def __init__(self, name: str, started: tuple[int, int]) -> None:
-        self._name = name
-        self._pid, self.fd = started
-        self._data = b""
-        self.has_ended = False
+    def __init__(self, name: str, act: Callable[[int], None]) -> None:
+        self._name, self._data, self.has_ended = name, b"", False
+        self.fd, writer = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _act(act, writer)
+        os.close(writer)
 
     def read(self) -> None:
         """Read what it has written, without blocking."""
@@ -190,13 +189,8 @@ class _Child:
             yield Check(name, where, f"the check ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _fork(act: Callable[[int], None]) -> tuple[int, int]:
-    """Run a function in a copy of this process, with a pipe for its results. Return its pid and the pipe."""
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid:
-        os.close(writer)
-        return pid, reader
+def _act(act: Callable[[int], None], writer: int) -> None:
+    """Call a function in this new process, and end it."""
     status = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -268,11 +262,7 @@ def check_memory(needed: int) -> Iterator[Check]:
 
 
 def check_products(products: Products | None = None) -> Iterator[Check]:
-    """Yield the result of products on each core that this process may run on.
-
-    Args:
-        products: the products to compute. Default: with numpy, or with Python itself.
-    """
+    """Yield the result of products on each core that this process may run on."""
     chosen = products or numpy_products() or python_products()
     cores = sorted(os.sched_getaffinity(0))
     started_s = time.perf_counter()
@@ -356,11 +346,7 @@ _MAX_REFUSAL = 500
 
 
 class Admission:
-    """Checks of a node that run while the attempt is prepared.
-
-    Args:
-        is_contained: the commands run in a container, which has temporary files and programs of its own.
-    """
+    """Checks of a node that run while the attempt is prepared."""
 
     def __init__(
         self, plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
@@ -380,10 +366,7 @@ class Admission:
             self._write(f"the checks of this node cannot start: {error}")
 
     def refusal(self, meanwhile: Callable[[], None]) -> str:
-        """Return why the attempt is not started on this node, or an empty string.
-
-        Blocks: until all checks have ended, or their time is over.
-        """
+        """Return why the attempt is not started on this node, or an empty string."""
         if self._gate is None:
             return ""
         found = self._gate.wait(meanwhile)

@@ -148,6 +148,11 @@ class ContainerLease(Lease):
         self._namespaces.join()
 
     @override
+    def close(self) -> None:
+        if self._namespaces is not None:
+            self._namespaces.close()
+
+    @override
     def _result(self) -> str | None:
         """Open the namespaces of the container, once it runs."""
         state = read_document(self._folder.state, ContainerState)
@@ -162,8 +167,7 @@ class ContainerLease(Lease):
         if not processes.is_running(state.pid, state.start):
             namespaces.close()
             return None
-        if self._namespaces is not None:
-            self._namespaces.close()
+        self.close()
         self._namespaces, self.environment = namespaces, dict(state.environment)
         return ""
 

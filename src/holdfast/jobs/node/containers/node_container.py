@@ -46,10 +46,7 @@ _REMOVALS = 3  # limit of attempts to remove a container. The next command about
 
 
 def serve(folder: Path) -> None:
-    """Run the warden. The caller holds its lock.
-
-    Blocks: until the container is unneeded and its processes are gone.
-    """
+    """Run the warden. The caller holds its lock."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     # Processes of the runtime outlive the call that starts them. They must not become children of the agent,
@@ -62,13 +59,12 @@ def serve(folder: Path) -> None:
 
 
 class _Warden:
-    """Warden, which holds the lock of the container's folder."""
+    """Warden of the container of one node, which holds its lock. Others are never changed."""
 
     def __init__(self, job: JobFolder, folder: ContainerFolder, spec: ImageSpec) -> None:
-        self._spec, self._folder = spec, folder
-        rank, owner = int(folder.path.parent.name), spec.owner
-        self._tag = tag(spec.task_id) if owner is None else tag(spec.task_id, owner.attempt, rank)
-        self._container = NodeContainer(job, rank, folder, spec, lambda: not self._is_unneeded)
+        self._job, self._folder, self._spec = job, folder, spec
+        self._rank = int(folder.path.parent.name)
+        self._is_ending = False
 
     def serve(self) -> None:
         """Keep the container running until it is unneeded, and remove it then."""
@@ -78,9 +74,12 @@ class _Warden:
             if not state.error and not self._is_unneeded and not processes.is_running(state.pid, state.start):
                 log_line("the container has ended, starting it again")
                 state = self._start()
+        owner, task_id = self._spec.owner, self._spec.task_id
+        mark = tag(task_id) if owner is None else tag(task_id, owner.attempt, self._rank)
         # Keepers of the last attempt may be uploading, with programs of the image.
-        while processes.tagged(self._tag, processes.snapshot()):
+        while processes.tagged(mark, processes.snapshot()):
             self._pause()
+        self._is_ending = True
         self._remove()
 
     def _pause(self) -> None:
@@ -96,7 +95,7 @@ class _Warden:
 
     def _start(self) -> ContainerState:
         try:
-            state = self._container.ensure_running()
+            state = self._ensure_running()
         except HoldfastError as error:
             state = ContainerState(error=explain(error, self._spec))
         if not self._is_unneeded:
@@ -104,9 +103,11 @@ class _Warden:
         return state
 
     def _remove(self) -> None:
+        """Remove the container, if it exists. Files of the job belong to the job's user afterwards."""
         for _ in range(_REMOVALS):
             try:
-                self._container.remove()
+                if (container := self._find()) is not None:
+                    self._remove_container(container)
             except RetryLater as error:
                 log_line(f"cannot remove the container yet: {error}")
                 time.sleep(_CHECK_S)
@@ -118,26 +119,7 @@ class _Warden:
                 self._folder.removed.touch()
             return
 
-
-class NodeContainer:
-    """Container of one node of a job. Those of other jobs and nodes are never changed.
-
-    Args:
-        is_wanted: returns False once the container need not run any more, which stops its preparation.
-    """
-
-    def __init__(
-        self,
-        job: JobFolder,
-        rank: int,
-        folder: ContainerFolder,
-        spec: ImageSpec,
-        is_wanted: Callable[[], bool],
-    ) -> None:
-        self._job, self._rank, self._spec = job, rank, spec
-        self._folder, self._is_wanted = folder, is_wanted
-
-    def ensure_running(self) -> ContainerState:
+    def _ensure_running(self) -> ContainerState:
         """Return the state of the container, which is created and started if necessary.
 
         Blocks: while the image is pulled.
@@ -160,20 +142,14 @@ class NodeContainer:
             self._link(container, namespaces, environment["HOME"])
         return ContainerState(pid, process.start, environment)
 
-    def remove(self) -> None:
-        """Remove the container, if it exists. Files of the job belong to the job's user afterwards."""
-        self._is_wanted = lambda: True
-        if (container := self._find()) is not None:
-            self._remove(container)
-
     def _remove_earlier(self) -> None:
         """Remove what earlier attempts have left on this machine, as their owner was killed."""
         if machine := _machine(self._spec):
             for container in self._list(_MACHINE_LABEL, machine):
                 log_line(f"removing the container {container[:12]} that an earlier attempt has left here")
-                self._remove(container)
+                self._remove_container(container)
 
-    def _remove(self, container: str) -> None:
+    def _remove_container(self, container: str) -> None:
         with suppress(HoldfastError):  # a container that does not start has run nothing
             self._run("start", container)
             with self._entered(self._inspect(container).fields("State").integer("Pid")) as namespaces:
@@ -234,7 +210,7 @@ class NodeContainer:
         what = f"`{program} {words[0]}`"
 
         def check() -> None:
-            if not self._is_wanted():
+            if self._is_unneeded and not self._is_ending:
                 raise RetryLater(f"{what} was stopped: the job has ended.")
 
         try:

@@ -37,11 +37,6 @@ def download(url: str, to: Path, is_wanted: Callable[[], bool]) -> None:
 
     Files of an interrupted download are not copied again. A complete download is left unchanged, so that all
     attempts of a job see the same files.
-
-    Args:
-        is_wanted: polled, and stops the download by returning False.
-
-    Blocks: until the download is complete.
     """
     done = to.with_name(f"{to.name}.done")
     if done.exists():

@@ -1,4 +1,4 @@
-"""Lease of an attempt on its mounts: held by its nodes, and torn down by the controller after their exit.
+"""Mounts of an attempt, as its nodes and its controller see them.
 
 Both start the mounter: the nodes to hold the mounts, the controller to upload what is left.
 """
@@ -59,22 +59,50 @@ def job_environment(job: JobFolder) -> dict[str, str]:
     return {name: value for name, value in {**document.base, **document.task}.items() if name != TAG}
 
 
-class MountLease(Lease):
-    """Lease that keeps an attempt's mounts in place as long as this process lives.
+class Mounts(Lease):
+    """Mounts of an attempt on this machine: attached by its nodes, released and uploaded after their end.
 
     Args:
+        log: file for the output of the mounter. Default: that of the first node.
         environment: returns the environment of the mounter, with the job's credentials. It raises
             `FileNotFoundError` if the job has ended.
     """
 
-    def __init__(self, attempt: Path, log: Path, environment: Callable[[], Mapping[str, str]]) -> None:
-        super().__init__(attempt, mounter_of(attempt), "its mounts were ready")
-        self._environment, self._log = environment, log
-        folder = self._role.folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: JobFolder,
+        attempt: int,
+        *,
+        log: Path | None = None,
+        environment: Callable[[], Mapping[str, str]] | None = None,
+    ) -> None:
+        self.folder = folder  # of the job, or its scratch folder on this machine
+        super().__init__(
+            folder.attempt(attempt), mounter_of(folder.attempt(attempt)), "its mounts were ready"
+        )
+        self._log = log or folder.log(0)
+        self._environment = environment or (lambda: job_environment(folder))
+        self.specs, self._caches = read_mount_specs(folder), caches(folder)
+        self._fd: int | None = None  # keeps the mounts in place
+        self._give_up_s: float | None = None
+        self._keepers_s: float | None = None
+        self._next_upload_s = 0.0
+
+    # -- attached --------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Keep the mounts in place as long as this process lives, or until the lease ends."""
+        holders = self._role.folder / HOLDERS
+        holders.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            os.mkfifo(folder / HOLDERS, 0o600)
-        self._fd = os.open(folder / HOLDERS, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            os.mkfifo(holders, 0o600)
+        self._fd = os.open(holders, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+
+    @override
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
     @override
     def _result(self) -> str | None:
@@ -91,45 +119,19 @@ class MountLease(Lease):
             return False  # the job has ended, and this node is being killed
         return self._role.start(self._log, environment=environment)
 
-
-class Teardown:
-    """Unmounts an attempt's mounts, and waits for uploads of write-back directories.
-
-    Args:
-        folder: folder of the job, or its scratch folder on this machine.
-        log: file for the output of the mounter. Default: that of the first node.
-    """
-
-    def __init__(
-        self,
-        folder: JobFolder,
-        attempt: int,
-        *,
-        log: Path | None = None,
-        environment: Callable[[], Mapping[str, str]] | None = None,
-    ) -> None:
-        self._folder = folder
-        self._log = log or folder.log(0)
-        self._environment = environment or (lambda: job_environment(folder))
-        self._path = folder.attempt(attempt)
-        self._mounter = mounter_of(self._path)
-        self._specs = read_mount_specs(folder)
-        self._caches = caches(folder)
-        self._give_up_s: float | None = None
-        self._keepers_s: float | None = None
-        self._again_s = 0.0
+    # -- released --------------------------------------------------------------------------------------------
 
     def is_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
-        """Make progress, and return True if the teardown is complete.
+        """Make progress, and return True if nothing is mounted and all is uploaded.
 
         Args:
             until_unix_s: deadline for waiting for uploads. None: wait as long as it takes.
         """
-        if not self._specs:
+        if not self.specs:
             return True
         if not self._is_released():
             return False
-        fuse.unmount_below(self._folder.path)
+        fuse.unmount_below(self.folder.path)
         if not self._caches:
             return True
         self._keepers_s = self._keepers_s or time.monotonic() + _KEEPERS_LIMIT_S
@@ -139,7 +141,7 @@ class Teardown:
 
     def unsent(self) -> UnsentFiles | None:
         """Return the newest status of uploads, or None if it has not been checked."""
-        return read_document(self._path / UNSENT, UnsentFiles) if self._caches else None
+        return read_document(self._attempt / UNSENT, UnsentFiles) if self._caches else None
 
     def missing(self) -> str:
         """Return which files are not uploaded. Empty for none, or if that has not been checked."""
@@ -155,18 +157,18 @@ class Teardown:
         # Most jobs do not need it, and its import takes as long as all others.
         from holdfast.jobs.node.mounts.uploads import upload_status
 
-        unsent = upload_status(self._folder)
+        unsent = upload_status(self.folder)
         if not unsent.is_settled:
             self._upload()
         return unsent.summary
 
     def _is_released(self) -> bool:
         """Return True if no mounter holds the mounts any more. Kills one that hangs."""
-        if not self._mounter.is_alive or (self._mounter.folder / UPLOADS).exists():
+        if not self._role.is_alive or (self._role.folder / UPLOADS).exists():
             return True
         self._give_up_s = self._give_up_s or time.monotonic() + _RELEASE_LIMIT_S
         if time.monotonic() > self._give_up_s:
-            self._mounter.kill()
+            self._role.kill()
         return False
 
     def _is_sent(self, until_unix_s: float | None) -> bool:
@@ -184,11 +186,11 @@ class Teardown:
 
     def _upload(self) -> None:
         """Have a mounter upload what is left, unless one is running."""
-        if time.monotonic() < self._again_s:
+        if time.monotonic() < self._next_upload_s:
             return
-        self._again_s = time.monotonic() + _PAUSE_S
-        folder = self._mounter.folder
+        self._next_upload_s = time.monotonic() + _PAUSE_S
+        folder = self._role.folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._mounter.start(
+        self._role.start(
             self._log, environment=self._environment(), before=lambda: (folder / UPLOADS).touch()
         )

@@ -200,13 +200,7 @@ def _check_fetch(place: str, limit: int | None) -> None:
 
 
 def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = ()) -> None:
-    """Copy local files, and record the links and mounts of a job.
-
-    Args:
-        further: links of the job that are not in `file_mounts`.
-
-    Blocks: while files are copied.
-    """
+    """Copy local files, and record the links and mounts of a job."""
     links, specs, private = list(further), [], list(private_mounts(task))
     for number, mount in enumerate(task.file_mounts):
         if mount.is_in_place:

@@ -11,7 +11,7 @@ import functools
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -101,21 +101,22 @@ def outside_path(path: str, links: Sequence[Link]) -> str:
     return path
 
 
-def create_links(
-    links: Iterable[Link], *, is_in_use: Callable[[str], object], is_of_job: Callable[[Path], bool]
-) -> None:
-    """Create links of a job that do not exist yet.
+def create_links(links: Iterable[Link], folder: JobFolder, records: Records | None) -> None:
+    """Create links of a job that do not exist yet. Those that ended jobs have left are replaced.
 
     Args:
-        is_in_use: returns something true if another running job needs the link at a path; see `link_user`.
-        is_of_job: returns True if a path is of a job. Unused links to such paths may be replaced.
+        records: all jobs, of which some may need a link at the same path. None: no other job can.
     """
+    state = folder.path.parents[1]
     for link in links:
         target = Path(link.target)
-        if target.is_symlink() and str(target.readlink()) == link.source:
-            continue
-        if target.is_symlink() and is_of_job(target.readlink()) and not is_in_use(link.target):
-            target.unlink()
+        if target.is_symlink():
+            found = target.readlink()
+            if str(found) == link.source:
+                continue
+            is_of_job = found.is_relative_to(state) or is_scratch_path(found)
+            if is_of_job and not (records and link_user(records, folder, link.target)):
+                target.unlink()
         if target.exists() or target.is_symlink():
             raise Conflict(
                 f"file_mounts.{link.key}: {target} already exists and does not belong to this job, so it "
@@ -129,6 +130,11 @@ def create_links(
                 f"file_mounts.{link.key}: cannot create {target} on this machine: {error}. Choose a path "
                 "that you can write to: below ~, or relative to the workdir."
             ) from error
+
+
+def is_scratch_path(path: Path) -> bool:
+    """Return True for a path below a scratch folder of this user."""
+    return any(part.startswith(f"holdfast-{os.geteuid()}-") for part in path.parts)
 
 
 def remove_links(folder: JobFolder) -> None:

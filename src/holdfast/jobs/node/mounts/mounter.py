@@ -40,10 +40,7 @@ SENT, OPEN = "sent", "open"
 
 
 def serve(folder: Path) -> None:
-    """Run the mounter. The caller holds its lock.
-
-    Blocks: as long as a node holds its mounts, or until everything is uploaded.
-    """
+    """Run the mounter. The caller holds its lock."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     job = JobFolder(folder.parents[2])
@@ -129,11 +126,7 @@ def _record(folder: JobFolder) -> JobRecord:
 
 
 class Mounter:
-    """Mounter, which holds the mounter's lock.
-
-    Args:
-        owner: task id of the job, which owns the write-back directories.
-    """
+    """Mounter, which holds the mounter's lock."""
 
     def __init__(self, folder: Path, specs: list[MountSpec], attempt: int, owner: str) -> None:
         self._folder = folder

@@ -47,10 +47,7 @@ class BucketMount:
         return self._process is not None and self._process.poll() is None and fuse.is_mounted(self._path)
 
     def open(self, is_wanted: Callable[[], bool]) -> None:
-        """Mount the bucket, after unmounting what a dead rclone has left.
-
-        Blocks: until the kernel lists the mount.
-        """
+        """Mount the bucket, after unmounting what a dead rclone has left."""
         if why := fuse.why_not_mountable(self._spec.place):
             raise Unsupported(f"{self._spec.key}: {why}")
         self.close()

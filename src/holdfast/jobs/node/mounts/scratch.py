@@ -70,11 +70,6 @@ def scratch_folder(parent: Path, job: JobFolder, task_id: str) -> JobFolder:
     return JobFolder(parent / f"holdfast-{os.geteuid()}-{job.path.name}-{digest}")
 
 
-def is_scratch_path(path: Path) -> bool:
-    """Return True for a path below a scratch folder of this user."""
-    return any(part.startswith(f"holdfast-{os.geteuid()}-") for part in path.parts)
-
-
 def open_scratch(scratch: JobFolder, owner: ScratchOwner) -> None:
     """Create a job's scratch folder, or check that an existing one is its own."""
     path = scratch.path
@@ -118,13 +113,7 @@ def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
 
 
 def remove_scratch(scratch: JobFolder) -> bool:
-    """Remove a scratch folder, except for write-back directories that are not uploaded completely.
-
-    Returns:
-        True if nothing is left.
-
-    Blocks: for a scan of all files.
-    """
+    """Remove a scratch folder, unless it has files that are not uploaded. Return True if it was removed."""
     fuse.unmount_below(scratch.path)
     remove_copies(scratch)
     if any(Path(spec.path).exists() for spec in caches(scratch)):
@@ -148,11 +137,7 @@ def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
 
 
 def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool) -> None:
-    """Write a job's mounts and links into its scratch folder, for mounter and shells.
-
-    Args:
-        is_shared: True if other machines mount the same places.
-    """
+    """Write a job's mounts and links into its scratch folder, for mounter and shells."""
     paths = _paths(job, scratch)
     specs = read_mount_specs(job)
     moved = [dataclasses.replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]

@@ -35,10 +35,7 @@ _POLL_S = 0.05
 def mount_write_back(
     spec: MountSpec, owner: str, attempt: int, is_wanted: Callable[[], bool], *, fetch: bool = True
 ) -> Mount:
-    """Mount a write-back directory, or join its uploader.
-
-    Blocks: until it is mounted or no longer wanted.
-    """
+    """Mount a write-back directory, or join its uploader."""
     made: Future[Mount] = Future()
 
     def make() -> None:
@@ -72,11 +69,6 @@ def send_leftovers(spec: MountSpec, owner: str, attempt: int, is_wanted: Callabl
 
     It is uploaded in the name of that attempt. So if a newer one has mounted the place elsewhere, nothing is,
     and the next mount sets these files aside.
-
-    Args:
-        is_wanted: polled, and stops the call by returning False.
-
-    Blocks: until everything is uploaded.
     """
     path = Path(spec.path)
     before = mounting_attempt(path, owner)
@@ -202,15 +194,14 @@ class _Cache:
         """Return the status of the directory's uploads."""
         try:
             status = self._status()
-        except (Denied, RetryLater) as error:
-            return UnsentFiles(is_settled=False, is_hopeless=False, summary=str(error))
         except HoldfastError as error:
-            return UnsentFiles(is_settled=False, is_hopeless=True, summary=str(error))
+            is_hopeless = not isinstance(error, (Denied, RetryLater))
+            return UnsentFiles(is_settled=False, is_hopeless=is_hopeless, summary=str(error))
         if status is None or status.is_drained:
             return UnsentFiles(is_settled=True, is_hopeless=False, summary="")
         trouble = self._trouble or status.trouble
-        summary = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         is_settled = _is_settled(status)
+        summary = f"{status.summary()}{f': {trouble}' if trouble else ''}"
         return UnsentFiles(is_settled, self._is_hopeless and not is_settled, summary)
 
     def close(self) -> None:

@@ -24,8 +24,7 @@ from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
 from holdfast.system.units import plural
 
-_WIDTH = 110
-"""Width of the lines where there is no terminal."""
+_WIDTH = 110  # width of the lines where there is no terminal
 
 
 def print_checks(found: JobDescription) -> None:

@@ -214,8 +214,7 @@ holdfast forget 3 4 sweep
 holdfast forget --ended-before 30d
 holdfast forget --all-ended --yes
 """
-_KEPT = 1
-"""Exit status if a job was not removed."""
+_KEPT = 1  # exit status if a job was not removed
 
 
 def add_forget(commands: Commands) -> None:
@@ -355,8 +354,7 @@ holdfast service install
 holdfast service status --json
 HOLDFAST_STATE=/data/jobs holdfast service uninstall
 """
-_NOT_INSTALLED = 1
-"""Exit status of `status` without a service."""
+_NOT_INSTALLED = 1  # exit status of `status` without a service
 
 
 def add_service(commands: Commands) -> None:

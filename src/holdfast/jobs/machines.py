@@ -29,18 +29,14 @@ from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.system.linux.files import write_atomic
 
-MAX_BYTES = 2 << 20
-"""Size at which older events are removed."""
+MAX_BYTES = 2 << 20  # size at which older events are removed
 KEPT_EVENTS = 4000
-REMEMBERED_S = 30 * 86400.0
-"""Time after which an event is forgotten."""
+REMEMBERED_S = 30 * 86400.0  # time after which an event is forgotten
 MAX_NAME = 255
 _MAX_WHY = 300
 _FILE, _LOCK = "nodes.jsonl", "nodes.lock"
-MIN_LOST = 3
-"""Attempts that a machine must have lost before it can stand out."""
-MAX_CHANCE = 0.01
-"""Greatest probability of its losses by chance for a machine that stands out."""
+MIN_LOST = 3  # attempts that a machine must have lost before it can stand out
+MAX_CHANCE = 0.01  # greatest probability of its losses by chance for a machine that stands out
 _NEWEST_REASONS = 3
 
 

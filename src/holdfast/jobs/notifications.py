@@ -58,8 +58,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 20.0
 _POLL_S = 0.05
 _TIMEOUT_S, _TOTAL_S = 10.0, 20.0  # of a request: without an answer, and in all
 _MAX_ANSWER_BYTES = 64 << 10
-_AGAIN = frozenset({408, 425, 429})
-"""Statuses below 500 that may pass."""
+_AGAIN = frozenset({408, 425, 429})  # statuses below 500 that may pass
 _HOOK_LIMIT_S = 60.0
 
 # -- outbox ----------------------------------------------------------------------------------------------

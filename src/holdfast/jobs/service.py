@@ -35,8 +35,7 @@ _RUNTIME = "XDG_RUNTIME_DIR"
 _MAX_CRON_BYTES = 999
 """Longest command that all versions of cron run. Vixie's and Debian's cut off the rest silently."""
 _TARGET = "default.target"
-_STOP_S = 60
-"""Time for the jobs at the end of the machine: the lead of their notice, and as much again."""
+_STOP_S = 60  # time for the jobs at the end of the machine: the lead of their notice, and as much again
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from holdfast.watch.report.page import chart_library
 
 _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
 _HOME = r"homes/(?P<home>[0-9a-f]{16})"
-_MAX_HOMES = 100
-"""Homes of a job that the page lists."""
+_MAX_HOMES = 100  # homes of a job that the page lists
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

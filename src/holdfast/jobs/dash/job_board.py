@@ -16,13 +16,10 @@ from holdfast.jobs.records import Records
 from holdfast.watch.report.kept_readings import KeptReadings
 
 _T = TypeVar("_T")
-WAIT_S = 3.0
-"""Time that a request waits for the state folder."""
+WAIT_S = 3.0  # time that a request waits for the state folder
 _MIN_AGE_S = 1.0
-_REST = 4.0
-"""Pause between two readings, as a multiple of the time that one takes."""
-MAX_ENDED = 200
-"""Jobs of the list that have ended. `holdfast queue --all` has all."""
+_REST = 4.0  # pause between two readings, as a multiple of the time that one takes
+MAX_ENDED = 200  # jobs of the list that have ended. `holdfast queue --all` has all.
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl
 
-COOKIE = "holdfast-dash"
-"""Name of the cookie that a browser gets for the token."""
+COOKIE = "holdfast-dash"  # name of the cookie that a browser gets for the token
 _MAX_FIELDS = 8
 
 

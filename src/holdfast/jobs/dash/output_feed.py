@@ -17,12 +17,9 @@ from holdfast.jobs.output.block import OutputBlock, texts
 from holdfast.jobs.output.log_reader import LogReader, interleaved
 from holdfast.system.units import plural
 
-MAX_BYTES = 256 << 10
-"""Output in one response, of all nodes together."""
-MAX_LINES = 2000
-"""Lines in one response."""
-MAX_CHARS = 4000
-"""Characters of a line."""
+MAX_BYTES = 256 << 10  # output in one response, of all nodes together
+MAX_LINES = 2000  # lines in one response
+MAX_CHARS = 4000  # characters of a line
 _CURSOR = re.compile(r"(?:[0-9]{1,5}:[0-9]{1,16}(?:,(?!$)|$)){0,10000}", re.ASCII)
 # Colours and cursor movements of terminals, and titles of their windows.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,1000}(?:\x07|\x1b\\)|[@-Z\\-_])")

@@ -36,22 +36,18 @@ from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
-Object = dict[str, Any]
-"""Object of Kubernetes."""
+Object = dict[str, Any]  # object of Kubernetes
 QUEUE = "config.kubernetes.kueue.local_queue_name"
 """Key of a task file for a queue of Kueue, which SkyPilot reads too."""
 _MAX_RESTARTS = "resources.job_recovery.max_restarts_on_errors"
-_WORKDIR = "/workdir"
-"""Path of the clone of the task's repository."""
+_WORKDIR = "/workdir"  # path of the clone of the task's repository
 _RESERVED = ("/", _WORKDIR, "/dev/shm", "/proc", "/sys", "/dev", "/tmp")
 _NAMESPACE = "HOLDFAST_NAMESPACE"
 _NOTICE = "/tmp/holdfast-notice"
 _NODE_RANKS = ("SKYPILOT_NODE_RANK", "SKYPILOT_SETUP_NODE_RANK")
 _IMAGE = re.compile(r"docker:([A-Za-z0-9][\w./:@-]*)", re.A)
-_MAX_WORD_BYTES = 128 * 1024 - 1
-"""Longest argument or variable that Linux accepts."""
-_RETRIED = 143
-"""Exit status for which a PyTorchJob restarts a pod, as for any other from 128 on."""
+_MAX_WORD_BYTES = 128 * 1024 - 1  # longest argument or variable that Linux accepts
+_RETRIED = 143  # exit status for which a PyTorchJob restarts a pod, as for any other from 128 on
 
 
 def job(task: Task) -> Object:

@@ -19,8 +19,7 @@ from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import value_at
 
-_GRACE_S = 120
-"""Default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner."""
+_GRACE_S = 120  # default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner.
 _MAX_GRACE_S = 2**31 - 1
 _IDENTITY = {"volumeMounts": "mountPath", "tolerations": "", "imagePullSecrets": "name"}
 """Member that identifies an item of a list, if it is not `name`. Empty: items are never merged."""
@@ -112,8 +111,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or is_number or isinstance(value, str)
 
 
-GPU = "nvidia.com/gpu"
-"""Name of NVIDIA's GPUs as a resource."""
+GPU = "nvidia.com/gpu"  # name of NVIDIA's GPUs as a resource
 _OTHER_VENDORS = re.compile(r"tpu|mi\d|gaudi|trainium|inferentia", re.I)
 _MAX_GPUS = 1024
 _LABEL = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?", re.A)

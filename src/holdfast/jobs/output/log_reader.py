@@ -14,12 +14,10 @@ from holdfast.jobs.output.log_times import LogTimes, split
 from holdfast.system.units import format_bytes
 
 _CHUNK_BYTES = 1 << 20
-_MAX_LINE_BYTES = 64 << 10
-"""Longer lines are returned in parts."""
+_MAX_LINE_BYTES = 64 << 10  # longer lines are returned in parts
 _IN_MODIFY, _IN_ATTRIB, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x4, 0x100, 0x80
 _EVENTS_BYTES = 1 << 16
-_POLL_S = 5.0
-"""Interval of polling where inotify is unavailable or misses changes."""
+_POLL_S = 5.0  # interval of polling where inotify is unavailable or misses changes
 
 
 class LogReader:

@@ -16,8 +16,7 @@ from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import parse_bytes
 
 _SAMPLE = struct.Struct("<Qd")  # size of the log in bytes, and Unix time
-_MAX_BYTES = 16 << 20
-"""Limit of the file: a million samples. Then every second one is left out."""
+_MAX_BYTES = 16 << 20  # limit of the file: a million samples. Then every second one is left out.
 
 
 def times_path(log: Path) -> Path:

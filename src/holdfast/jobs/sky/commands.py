@@ -15,13 +15,11 @@ from holdfast.jobs.status import JobStatus
 from holdfast.system.documents import Fields, decode
 from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
-PROGRAM = "HOLDFAST_SKY"
-"""Variable with the path of the program. Default: `sky` on the PATH."""
+PROGRAM = "HOLDFAST_SKY"  # variable with the path of the program. Default: `sky` on the PATH.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
 _SHORT_S = 300.0
-_LAUNCH_S = 3600.0
-"""Includes the upload of workdir and file mounts."""
+_LAUNCH_S = 3600.0  # includes the upload of workdir and file mounts
 _OURS: Mapping[str, JobStatus] = {
     "SUBMITTED": JobStatus.PENDING,
     "WINDING_DOWN": JobStatus.RUNNING,

@@ -45,8 +45,7 @@ _NOT_DURABLE = (
 TASK_ID = "HOLDFAST_TASK_ID"
 """Variable with Holdfast's id of the job. SkyPilot creates a new one whenever its controller restarts."""
 JOB = "HOLDFAST_JOB"
-HOOK_S = 60
-"""Time limit of a hook, during which SkyPilot keeps the machine so that training can save."""
+HOOK_S = 60  # time limit of a hook, during which SkyPilot keeps the machine so that training can save
 
 _OWN_ID = f'export SKYPILOT_TASK_ID="${TASK_ID}"  # the same after every recovery\n'
 

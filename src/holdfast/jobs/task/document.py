@@ -13,8 +13,7 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.task.model import Task
 
 MAX_CHARS = 1 << 17
-MAX_VALUES = 20_000
-"""Limit for the values of a task file, with aliases expanded."""
+MAX_VALUES = 20_000  # limit for the values of a task file, with aliases expanded
 MAX_DEPTH = 32
 
 

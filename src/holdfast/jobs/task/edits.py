@@ -10,8 +10,7 @@ from typing import Any
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import TaskProblem, Value
 
-ALTERNATIVES = ("any_of", "ordered")
-"""Keys of `resources` with lists of alternative resources."""
+ALTERNATIVES = ("any_of", "ordered")  # keys of `resources` with lists of alternative resources
 _ALIASES = {"gpus": "accelerators"}
 """Other names of keys of resources. Source: skypilot 0.14.1, sky/resources.py."""
 

@@ -11,8 +11,7 @@ from holdfast.jobs.task.model import Task
 
 _PREFIX = "docker:"
 _NAME = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.A)
-_SERVER = "SKYPILOT_DOCKER_SERVER"
-"""Variable of SkyPilot with the registry that an image without one is from."""
+_SERVER = "SKYPILOT_DOCKER_SERVER"  # variable of SkyPilot with the registry that an image without one is from
 _REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/")
 
 

@@ -235,8 +235,7 @@ JOB_RECOVERY: Mapping[str, Shape] = {
 }
 """Keys of `resources.job_recovery`."""
 
-ACCELERATORS = optional(Either((TEXT, MapOf(optional(NUMBER)), ListOf(TEXT))))
-"""Accelerators in any form."""
+ACCELERATORS = optional(Either((TEXT, MapOf(optional(NUMBER)), ListOf(TEXT))))  # accelerators in any form
 _SINGLE: dict[str, Shape] = {
     "cloud": optional(TEXT),
     "region": optional(TEXT),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-SKY_WORKDIR = "sky_workdir"
-"""Name of the folder in the user's home."""
+SKY_WORKDIR = "sky_workdir"  # name of the folder in the user's home
 _PATH = re.compile(r"(?<![\w/.~-])(?:~|\$HOME|\$\{HOME\})/sky_workdir(?![\w.-]|/+\.\.)")
 _TARGET = re.compile(r"~/+sky_workdir(?:/+(.*))?")
 _PLAIN = re.compile(r"[\w/.@%+=-]+")

@@ -16,8 +16,7 @@ GROUPS = {
     "failed": frozenset({JobStatus.FAILED, JobStatus.FAILED_SETUP, JobStatus.FAILED_CONTROLLER}),
 }
 """Names for several statuses."""
-DEFAULT = ("ended", "recovering")
-"""Statuses that are sent unless others are chosen."""
+DEFAULT = ("ended", "recovering")  # statuses that are sent unless others are chosen
 _MAX_TARGETS = 16
 _MAX_CHARACTERS = 8192
 

@@ -18,8 +18,7 @@ from holdfast.errors import InvalidInput
 
 SETTLE_NS = 20_000_000
 """Time after which a further write is sure to change a file's mtime, which ticks every 10 ms."""
-UNSETTLED = -1
-"""`changed_ns` of a file that was read too soon after a write. It matches nothing."""
+UNSETTLED = -1  # `changed_ns` of a file that was read too soon after a write. It matches nothing.
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 

@@ -24,8 +24,7 @@ from holdfast.system.units import plural
 
 _log = get_logger("jobs.writeback")
 
-ASIDE = "set-aside"
-"""Folder for local files that newer ones of the bucket replaced. Nothing deletes them."""
+ASIDE = "set-aside"  # folder for local files that newer ones of the bucket replaced. Nothing deletes them.
 
 
 def reconcile(

@@ -14,8 +14,9 @@ import pytest
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
 from holdfast.jobs.folder import JobFolder, job_folder
+from holdfast.jobs.journal import append_value
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.record_files import JobSpec, StoredState, Submission, append_state
+from holdfast.jobs.record_files import JobSpec, StoredState, Submission
 from holdfast.jobs.records import Records
 from holdfast.jobs.registry import find_engine, get_engine
 from holdfast.jobs.state_machine import JobState, RestartPolicy
@@ -233,7 +234,7 @@ def test_a_journal_without_its_newest_attempt_is_not_believed(tmp_path: Path) ->
     records = Records(tmp_path)
     submit(records)
     folder = job_folder(tmp_path, 1)
-    append_state(folder, StoredState(2.0, JobState(JobStatus.RUNNING, 1, True)))
+    append_value(folder.states, StoredState(2.0, JobState(JobStatus.RUNNING, 1, True)))
     records.ask(1, "preempt", 0.0)
     folder.attempt(4).mkdir(parents=True)
     found = records.get(1)

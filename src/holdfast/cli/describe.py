@@ -129,11 +129,15 @@ def _notifications(found: JobDescription) -> str:
 def _print_attempts(found: JobDescription) -> None:
     if not found.attempts:
         return
+
+    def took(one: JobAttempt) -> str | None:
+        return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
+
     print("\nattempts:")
     columns = [
         Column("#", lambda one: one.number, "right"),
         Column("STARTED", lambda one: format_time(one.started_unix_s)),
-        Column("TOOK", _took, "right"),
+        Column("TOOK", took, "right"),
         Column("LOST", lambda one: format_span(one.lost_s) if one.lost_s else None, "right"),
         Column("STEP", lambda one: one.step, "right"),
         Column("EXIT", lambda one: _exits(one, found.job.num_nodes)),
@@ -144,21 +148,7 @@ def _print_attempts(found: JobDescription) -> None:
     print_table(columns, found.attempts)
 
 
-def _took(one: JobAttempt) -> str | None:
-    return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
-
-
 def _exits(one: JobAttempt, num_nodes: int) -> str:
-    """Return the exit statuses of the nodes, by rank: a number, a signal, or `lost`."""
     if one.ended_unix_s is None and not one.outcomes:
         return "-"
-    shown: list[str] = []
-    for rank in range(num_nodes):
-        outcome = one.outcomes.get(rank)
-        if outcome is None or outcome.is_lost:
-            shown.append("lost" if one.ended_unix_s is not None else "-")
-        elif outcome.killed_by is not None:
-            shown.append(f"signal {outcome.killed_by}")
-        else:
-            shown.append(str(outcome.code))
-    return " ".join(shown)
+    return " ".join(one.exit_of(rank) or "-" for rank in range(num_nodes))

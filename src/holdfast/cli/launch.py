@@ -18,8 +18,9 @@ from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.jobs.engine import Engine, Job, UnsupportedKey
+from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.edits import is_variable_name
@@ -29,7 +30,7 @@ from holdfast.system.documents import decode_text
 from holdfast.system.units import plural
 
 
-def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
+def show_plan(file: TaskFile, engine: RecordedEngine, args: argparse.Namespace) -> None:
     """Print the plan of each task, and the keys with another meaning."""
     if args.json:
         plans = [_plan(task, engine) for task in file.tasks]
@@ -45,7 +46,7 @@ def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
     print("nothing was started")
 
 
-def _plan(task: Task, engine: Engine) -> dict[str, Any]:
+def _plan(task: Task, engine: RecordedEngine) -> dict[str, Any]:
     from holdfast.jobs.task.document import to_yaml
 
     return {
@@ -59,7 +60,7 @@ def _plan(task: Task, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _print_plan(task: Task, engine: Engine) -> None:
+def _print_plan(task: Task, engine: RecordedEngine) -> None:
     print_table((Column("WHAT", itemgetter(0)), Column("HOW", itemgetter(1), "text")), _rows(task, engine))
     _print_effects(engine.unsupported_keys(task), engine)
     for note in task.notes:
@@ -68,7 +69,7 @@ def _print_plan(task: Task, engine: Engine) -> None:
         print(f"    {line}" if number else f"\nsubmitted to {engine.name}:\n    {line}")
 
 
-def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
+def write_rendered(file: TaskFile, engine: RecordedEngine, output: str) -> None:
     """Write the submission to a file, and the rest of the plan to stderr."""
     task = file.tasks[0]  # an engine that submits to another system runs no pipelines
     lines = engine.render(task)[1:]  # without the command line
@@ -87,7 +88,7 @@ def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
     print(f"{output} was written, and nothing was started")
 
 
-def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
+def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
     yield "workdir", _format_workdir(task)
@@ -124,7 +125,7 @@ def _format_workdir(task: Task) -> str:
     return f"copied from {task.workdir}" if task.workdir else "empty"
 
 
-def _print_effects(unsupported: list[UnsupportedKey], engine: Engine) -> None:
+def _print_effects(unsupported: list[UnsupportedKey], engine: RecordedEngine) -> None:
     if unsupported:
         print(f"\nkeys with another meaning on {engine.name}:")
         columns = (
@@ -215,7 +216,7 @@ def _show_jobs(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> Non
     print(f"to see its output: holdfast logs {job.id} -f")
 
 
-def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
+def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
         print(f"job {job.id} ({job.name}); Ctrl-C does not stop it", file=sys.stderr)
     try:

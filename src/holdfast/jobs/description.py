@@ -12,7 +12,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir, state_path
-from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
+from holdfast.jobs.history import Change, Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
 from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
@@ -62,17 +62,17 @@ class JobDescription:
 
 def describe_job(job: Job) -> JobDescription:
     """Return the description of a job."""
-    folder = _folder(job)
+    folder = job_folder(state_dir(), job.id)
     changes = read_changes(folder)
     attempts = tuple(list_attempts(changes))
     ranks = range(job.num_nodes)
     lines = {rank: last_lines(folder.log(rank), _NUM_LINES) for rank in ranks}
     return JobDescription(
         job=job,
-        durations=durations_of(job),
+        durations=durations_of(job, changes),
         attempts=attempts,
         lost_s=sum(one.lost_s for one in attempts),
-        checkpoints=checkpoints_of(job),
+        checkpoints=recorded_homes(folder),
         last_lines={rank: texts for rank, texts in lines.items() if texts},
         folder=str(folder.path),
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
@@ -94,35 +94,23 @@ def recorded_checks(
     return found
 
 
-def checkpoints_of(job: Job) -> dict[str, int]:
-    """Return the newest step that training has reported, by home.
-
-    Paths of homes are those outside of the job.
-    """
-    return recorded_homes(_folder(job))
-
-
 def recorded_homes(folder: JobFolder) -> dict[str, int]:
     """Return the newest reported step of each home, named as outside of the job."""
     links = read_links(folder)
     return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 
 
-def durations_of(job: Job) -> Durations:
+def durations_of(
+    job: Job, changes: Sequence[Change] | None = None, now_unix_s: float | None = None
+) -> Durations:
     """Return the durations of a job. Without a history, all time since its start counts as running."""
-    now_s = time.time()
-    changes = read_changes(_folder(job))
-    found = measure(
-        changes, submitted_unix_s=job.submitted_unix_s, ended_unix_s=job.ended_unix_s, now_unix_s=now_s
-    )
+    changes = read_changes(job_folder(state_dir(), job.id)) if changes is None else changes
+    now_s = time.time() if now_unix_s is None else now_unix_s
+    until_s = now_s if job.ended_unix_s is None else job.ended_unix_s
+    found = measure(changes, submitted_unix_s=job.submitted_unix_s, until_unix_s=until_s)
     if changes or job.started_unix_s is None:
         return found
-    until_s = now_s if job.ended_unix_s is None else job.ended_unix_s
     return Durations(found.total_s, max(0.0, until_s - job.started_unix_s), 0.0)
-
-
-def _folder(job: Job) -> JobFolder:
-    return job_folder(state_dir(), job.id)
 
 
 def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.jobs import journal
@@ -59,6 +59,13 @@ class JobAttempt:
     step: int | None
     lost_s: float
 
+    def exit_of(self, rank: int) -> str:
+        """Return the exit status of a node: a number, a signal, `lost`, or nothing yet."""
+        outcome = self.outcomes.get(rank)
+        if outcome is None or outcome.is_lost:
+            return "" if self.ended_unix_s is None else "lost"
+        return f"signal {outcome.killed_by}" if outcome.killed_by is not None else str(outcome.code)
+
 
 @dataclass(frozen=True, slots=True)
 class Durations:
@@ -111,22 +118,17 @@ def list_attempts(changes: Sequence[Change]) -> list[JobAttempt]:
     return [_attempt(number, of_one) for number, of_one in sorted(by_number.items())]
 
 
-def measure(
-    changes: Iterable[Change], *, submitted_unix_s: float, ended_unix_s: float | None, now_unix_s: float
-) -> Durations:
+def measure(changes: Sequence[Change], *, submitted_unix_s: float, until_unix_s: float) -> Durations:
     """Return the durations that changes make up; pure."""
-    until_s = now_unix_s if ended_unix_s is None else ended_unix_s
     running_s = down_s = 0.0
-    before: Change | None = None
-    for change in [*changes, None]:
-        if before is not None:
-            passed_s = max(0.0, (until_s if change is None else change.unix_s) - before.unix_s)
-            if before.status in _RUNS:
-                running_s += passed_s
-            elif before.status is JobStatus.RECOVERING:
-                down_s += passed_s
-        before = change
-    return Durations(max(0.0, until_s - submitted_unix_s), running_s, down_s)
+    ends = [*(change.unix_s for change in changes[1:]), until_unix_s]
+    for change, end_s in zip(changes, ends, strict=False):
+        passed_s = max(0.0, end_s - change.unix_s)
+        if change.status in _RUNS:
+            running_s += passed_s
+        elif change.status is JobStatus.RECOVERING:
+            down_s += passed_s
+    return Durations(max(0.0, until_unix_s - submitted_unix_s), running_s, down_s)
 
 
 def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:

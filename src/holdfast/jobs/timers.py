@@ -91,22 +91,19 @@ class Timers:
         """Return a copy with actions scheduled."""
         due = self
         for order in orders:
-            due = due._with(order, now_unix_s)
+            match order:
+                case StartAttempt(attempt):
+                    due = Timers(start=attempt)  # actions for the previous attempt are obsolete
+                case SendNotice(lead_s, source):
+                    until_s = now_unix_s + lead_s
+                    due = dataclasses.replace(due, notice_until_unix_s=until_s, notice_source=source)
+                case KillAttempt(after_s, with_keepers):
+                    at_s = now_unix_s + after_s
+                    if due.kill_unix_s is None or at_s < due.kill_unix_s:  # the earliest deadline counts
+                        due = dataclasses.replace(due, kill_unix_s=at_s, kill_keepers=with_keepers)
+                case Backoff(seconds):
+                    due = Timers(wake_unix_s=now_unix_s + seconds)
         return due
-
-    def _with(self, order: Action, now_unix_s: float) -> Timers:
-        if isinstance(order, StartAttempt):
-            return Timers(start=order.attempt)  # actions for the previous attempt are obsolete
-        if isinstance(order, SendNotice):
-            until = now_unix_s + order.lead_s
-            return dataclasses.replace(self, notice_until_unix_s=until, notice_source=order.source)
-        if isinstance(order, KillAttempt):
-            at_unix_s = now_unix_s + order.after_s
-            if self.kill_unix_s is not None and self.kill_unix_s <= at_unix_s:
-                return self  # an earlier deadline is set
-            return dataclasses.replace(self, kill_unix_s=at_unix_s, kill_keepers=order.with_keepers)
-        assert isinstance(order, Backoff)
-        return Timers(wake_unix_s=now_unix_s + order.seconds)
 
     def next_unix_s(self) -> float | None:
         """Return the next deadline, or None."""

@@ -184,9 +184,11 @@ def test_failures_are_in_the_log_and_the_description(
 def test_a_server_that_fails_is_asked_again(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "_FIRST_PAUSE_S", 0.0)
     receiver.answers = [503, 429]
-    assert notifications._post(receiver.url, b'{"status": "x"}') == ("", 3)
+    plan = notifications.NotificationPlan(1, "n", "local", "id", (receiver.url,), frozenset())
+    assert notifications._send(plan, receiver.url, {"status": "x"}) == ("", 3)
     receiver.answers = [500] * 9
-    assert notifications._post(receiver.url, b'{"status": "x"}') == ("the server answered with status 500", 4)
+    failed = ("the server answered with status 500", 4)
+    assert notifications._send(plan, receiver.url, {"status": "x"}) == failed
     assert len(receiver.bodies) == 7
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
 from holdfast.errors import RetryLater
 from holdfast.jobs.sky.commands import parse_queue
-from holdfast.jobs.sky.engine import managed_name, render_document, unsupported_keys
+from holdfast.jobs.sky.engine import SkyEngine, managed_name, render_document
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.parser import Overrides, parse_task
@@ -133,7 +134,7 @@ def test_names_are_valid_for_skypilot(name: str, expected: str) -> None:
 
 
 def test_added_keys_are_reported_and_that_a_cache_is_not_durable() -> None:
-    told = {found_key.key: found_key for found_key in unsupported_keys(task(TASK))}
+    told = {found_key.key: found_key for found_key in SkyEngine(Path()).unsupported_keys(task(TASK))}
     assert "75" in told["resources.job_recovery"].what
     assert "hook" in told["config.hooks"].what
     assert "transfers: 1" in told["file_mounts./cached"].what

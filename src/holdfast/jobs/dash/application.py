@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
-from holdfast.jobs.dash.job_board import JobBoard, job_page
+from holdfast.jobs.dash.job_board import MAX_HOMES, JobBoard, job_page
 from holdfast.jobs.dash.messages import (
     REPORT_POLICY,
     AccessKeys,
@@ -23,13 +23,13 @@ from holdfast.jobs.dash.messages import (
 )
 from holdfast.jobs.dash.output_feed import output_page
 from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
-from holdfast.jobs.description import checkpoints_of
+from holdfast.jobs.description import recorded_homes
 from holdfast.jobs.engine import Job
+from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.watch.report.page import chart_library
 
 _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
 _HOME = r"homes/(?P<home>[0-9a-f]{16})"
-_MAX_HOMES = 100  # homes of a job that the page lists
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -80,15 +80,13 @@ class Application:
                 return PageResponse(304, b"", "", tag=response.tag) if is_known else response
         return text_response(404, "Not found.")
 
-    # -- what the page asks for ------------------------------------------------------------------------------
-
     def _list(self, request: PageRequest) -> PageResponse:
         homes = [RunPlace(place).as_json() for place in self._homes]
         listing = {**self._board.listing().as_json(), "homes": homes}
         return json_response(listing)
 
     def _job(self, request: PageRequest, job: str) -> PageResponse:
-        return json_response(self._board.read(int(job), "page", _page))
+        return json_response(self._board.read(int(job), "page", job_page))
 
     def _output(self, request: PageRequest, job: str) -> PageResponse:
         cursor, node = request.query.get("after", ""), request.query.get("node", "")
@@ -111,16 +109,8 @@ class Application:
         return find_place(homes, wanted)
 
 
-def _page(job: Job) -> dict[str, Any]:
-    page = job_page(job)
-    del page["checkpoints"]  # the same homes, with secrets of their URLs
-    homes = [{**RunPlace(place).as_json(), "step": step} for place, step in _homes_of(job).items()]
-    return {**page, "homes": homes}
-
-
-def _homes_of(job: Job) -> dict[str, int]:
-    """Return the newest reported step of each home of a job, at most `_MAX_HOMES`."""
-    return dict(list(checkpoints_of(job).items())[:_MAX_HOMES])
+def _homes_of(job: Job) -> list[str]:
+    return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
 
 
 def _translated(respond: Callable[..., PageResponse], request: PageRequest, **parts: str) -> PageResponse:

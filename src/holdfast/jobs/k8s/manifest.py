@@ -50,38 +50,41 @@ _MAX_WORD_BYTES = 128 * 1024 - 1  # longest argument or variable that Linux acce
 _RETRIED = 143  # exit status for which a PyTorchJob restarts a pod, as for any other from 128 on
 
 
-def job(task: Task) -> Object:
-    """Return the Job of a task with one node."""
-    pod = _pod(task, "training", ["localhost"], {"value": "0"})
-    pod["spec"]["restartPolicy"] = "Never"
-    return _object(task, "Job", pod)
+def make_object(task: Task, kind: str) -> Object:
+    """Return the object that runs a task.
 
-
-def job_set(task: Task) -> Object:
-    """Return the JobSet of a task with several nodes, which are restarted together; see `job`."""
-    name = object_name(task)
-    addresses = [f"{name}-node-0-{rank}.{name}" for rank in range(_num_nodes(task))]
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    pod = _pod(task, "training", addresses, _value_from("fieldRef", fieldPath=index))
-    pod["spec"]["restartPolicy"] = "Never"
-    return _object(task, "JobSet", pod)
-
-
-def pytorch_job(task: Task) -> Object:
-    """Return the PyTorchJob of a task; see `job`.
-
-    The training operator does not count failures apart from preemptions, so pods restart `run` in place after
-    errors. The script of a pod derives its rank.
+    Args:
+        kind: Job for one node; JobSet for several nodes, which are restarted together; or PyTorchJob. The
+            training operator does not count failures apart from preemptions, so pods of a PyTorchJob restart
+            `run` in place after errors. Their scripts derive their rank.
     """
-    name = object_name(task)
-    addresses = [f"{name}-master-0", *(f"{name}-worker-{rank}" for rank in range(_num_nodes(task) - 1))]
-    # Istio's sidecar would intercept the connections of the training, and keep the pod running after it.
-    annotations = {"sidecar.istio.io/inject": "false"}
-    restarts = _whole(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
-    rule = {"status": _RETRIED, "in_place": restarts}
-    return _object(
-        task, "PyTorchJob", _pod(task, "pytorch", addresses, None, annotations=annotations, **rule)
-    )
+    name, num_nodes = object_name(task), _at_most(task, "num_nodes", task.num_nodes, 5000, " nodes")
+    max_restarts = _at_most(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
+    queue = value_at(task.document, QUEUE)
+    if queue is not None and not (isinstance(queue, str) and is_subdomain(queue) and len(queue) <= 63):
+        raise invalid(task, QUEUE, f"expected the name of a LocalQueue, found {str(queue)[:100]!r}.")
+    if kind == "Job":
+        pod = _pod(task, "training", ["localhost"], {"value": "0"})
+    elif kind == "JobSet":
+        addresses = [f"{name}-node-0-{rank}.{name}" for rank in range(num_nodes)]
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        pod = _pod(task, "training", addresses, _value_from("fieldRef", fieldPath=index))
+    else:
+        addresses = [f"{name}-master-0", *(f"{name}-worker-{rank}" for rank in range(num_nodes - 1))]
+        pod = _pod(task, "pytorch", addresses, None, status=_RETRIED, in_place=max_restarts)
+    if kind != "PyTorchJob":  # whose replicas have one
+        pod["spec"]["restartPolicy"] = "Never"
+    values = {
+        "name": name,
+        "object labels": labels(task) | ({"kueue.x-k8s.io/queue-name": queue} if queue is not None else {}),
+        "max restarts": max_restarts,
+        "preempted": PREEMPTED_STATUS,
+        "num nodes": num_nodes,
+        "num workers": num_nodes - 1,
+        "pod": pod,
+    }
+    values["workers"] = _template("workers", values) if num_nodes > 1 else None
+    return _template(kind, values)
 
 
 def secret_name(task: Task) -> str:
@@ -123,34 +126,16 @@ def _fill(node: Any, values: Mapping[str, Any]) -> Any:
     return values[node[1:-1]] if is_value else node
 
 
-def _object(task: Task, kind: str, pod: Object) -> Object:
-    queue = value_at(task.document, QUEUE)
-    if queue is not None and not (isinstance(queue, str) and is_subdomain(queue) and len(queue) <= 63):
-        raise invalid(task, QUEUE, f"expected the name of a LocalQueue, found {str(queue)[:100]!r}.")
-    values = {
-        "name": object_name(task),
-        "object labels": labels(task) | ({"kueue.x-k8s.io/queue-name": queue} if queue is not None else {}),
-        "max restarts": _whole(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1),
-        "preempted": PREEMPTED_STATUS,
-        "num nodes": task.num_nodes,
-        "num workers": task.num_nodes - 1,
-        "pod": pod,
-    }
-    values["workers"] = _template("workers", values) if task.num_nodes > 1 else None
-    return _template(kind, values)
-
-
 def _pod(
     task: Task,
     container: str,
     addresses: list[str],
     rank: Mapping[str, Any] | None,
     *,
-    annotations: Mapping[str, str] | None = None,
     status: int = PREEMPTED_STATUS,
     in_place: int = 0,
 ) -> Object:
-    """Return the template of a task's pods.
+    """Return the template of a task's pods; see `pod_arguments`.
 
     Args:
         addresses: those of all nodes, by rank.
@@ -159,10 +144,12 @@ def _pod(
     _check_files(task)
     time_s = grace_s(task)
     volumes = _volumes(task)
+    chosen = set(pod_config(task).get("spec", {}))
     arguments = pod_arguments(task, status=status, in_place=in_place, grace_s=time_s)
     values = {
         "labels": labels(task),
-        "annotations": annotations,
+        # Istio's sidecar would intercept the connections of the training, and keep the pod running after it.
+        "annotations": {"sidecar.istio.io/inject": "false"} if rank is None else None,
         "grace s": time_s,
         "container": container,
         "image": _image(task),
@@ -175,35 +162,27 @@ def _pod(
         "workdir": None if task.repository is None else _WORKDIR,
         "ref": task.repository and escape(task.repository.ref or ""),
         "resources": requirements(task) or None,
-        **_placement(task),
+        "affinity": None if chosen & {"affinity", "nodeSelector"} else affinity(task) or None,
+        "priority class": _priority_class(task),
     }
     values["clone"] = None if task.repository is None else _template("clone", values)
     found = _template("pod", values)
     _check_sizes(task, found["spec"]["containers"][0])
-    return merge_pod_config(task, found)
+    return merge_pod_config(task, found, pod_config(task))
 
 
-def _placement(task: Task) -> dict[str, Any]:
-    """Return the values that choose nodes and their order."""
-    asked = pod_config(task).get("spec", {})
-    is_chosen = "affinity" in asked or "nodeSelector" in asked
+def _priority_class(task: Task) -> str | None:
     found = (task.document.get("resources") or {}).get("priority_class")
     if found is not None and not is_subdomain(str(found)):
         what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
         raise invalid(task, "resources.priority_class", what)
-    return {
-        "affinity": None if is_chosen else affinity(task) or None,
-        "priority class": None if found is None else str(found),
-    }
+    return None if found is None else str(found)
 
 
 def _environment(
     task: Task, addresses: list[str], rank: Mapping[str, Any] | None, grace_s: int
 ) -> list[dict[str, Any]]:
-    """Return the variables of the task, SkyPilot's and Holdfast's.
-
-    Holdfast's override those of the task. A variable may refer to those before it.
-    """
+    """Return the variables of the task, SkyPilot's and Holdfast's. Each may refer to those before it."""
     _, num_gpus = gpu_choice(task)
     # The same after every restart. Two namespaces may have jobs of one name.
     task_id = f"{reference(_NAMESPACE)}-{object_name(task)}"
@@ -250,7 +229,6 @@ def _value_from(kind: str, **place: str) -> dict[str, Any]:
 
 
 def _repository_url(task: Task) -> str:
-    """Return the URL of the repository, with references to secrets."""
     marked = {name: f"\0{name}\0" for name in task.secrets}  # no value contains this character
     url = str(fill_in(task.document["workdir"]["url"], {**task.envs, **marked}))
     return re.sub("\0(.*?)\0", lambda found: reference(found[1]), escape(url))
@@ -297,7 +275,6 @@ def _image(task: Task) -> str:
 
 def _check_files(task: Task) -> None:
     """Refuse folders, files and buckets."""
-    _num_nodes(task)
     if task.workdir is not None:
         what = (
             "a folder of this machine cannot be uploaded to a cluster. Put the files into the image, or give "
@@ -312,11 +289,7 @@ def _check_files(task: Task) -> None:
         raise unsupported(task, f"file_mounts.{mount.target}", what)
 
 
-def _num_nodes(task: Task) -> int:
-    return _whole(task, "num_nodes", task.num_nodes, 5000, " nodes")
-
-
-def _whole(task: Task, key: str, value: int, limit: int, noun: str = "") -> int:
+def _at_most(task: Task, key: str, value: int, limit: int, noun: str = "") -> int:
     if value > limit:
         raise invalid(task, key, f"expected at most {limit}{noun}, found {value}.")
     return value

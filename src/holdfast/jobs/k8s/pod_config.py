@@ -23,6 +23,7 @@ _GRACE_S = 120  # default time between SIGTERM and the end of a pod. A cloud may
 _MAX_GRACE_S = 2**31 - 1
 _IDENTITY = {"volumeMounts": "mountPath", "tolerations": "", "imagePullSecrets": "name"}
 """Member that identifies an item of a list, if it is not `name`. Empty: items are never merged."""
+_KINDS = {dict: "map", list: "list"}
 _OURS = ("restartPolicy", "hostname", "subdomain")
 
 
@@ -49,11 +50,6 @@ def grace_s(task: Task) -> int:
     return found
 
 
-def merge_pod_config(task: Task, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pod template with the user's settings."""
-    return _merge(task, template, pod_config(task), "")
-
-
 def _check_spec(task: Task, spec: Mapping[str, Any]) -> None:
     containers = spec.get("containers", [{}])
     if not isinstance(containers, list) or not all(isinstance(one, Mapping) for one in containers):
@@ -70,35 +66,29 @@ def _check_spec(task: Task, spec: Mapping[str, Any]) -> None:
         raise invalid(task, POD_CONFIG, f"Holdfast sets {found[0]} itself.")
 
 
-def _merge(task: Task, ours: Any, theirs: Any, where: str) -> Any:
+def merge_pod_config(task: Task, ours: Any, theirs: Any, where: str = "") -> Any:
+    """Return Holdfast's part of a pod template, merged with the user's part at the same place."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         merged = dict(ours)
         for key, value in theirs.items():
             path = f"{where}.{key}" if where else key
-            merged[key] = _merge(task, ours[key], value, path) if key in ours else value
+            merged[key] = merge_pod_config(task, ours[key], value, path) if key in ours else value
         return merged
     if where == "spec.containers":
         (training,) = ours
         settings = {key: value for one in theirs for key, value in one.items() if key != "name"}
-        return [_merge(task, training, settings, f"{where}[0]")]
+        return [merge_pod_config(task, training, settings, f"{where}[0]")]
     if isinstance(ours, list) and isinstance(theirs, list):
-        return _join(task, ours, theirs, where)
-    if isinstance(ours, (Mapping, list)) or isinstance(theirs, (Mapping, list)):
-        raise invalid(task, POD_CONFIG, f"expected a {_kind(ours)} as {where}, found a {_kind(theirs)}.")
+        identity = _IDENTITY.get(where.rpartition(".")[2], "name")
+        if not all(isinstance(one, Mapping) for one in [*ours, *theirs]):
+            return [*ours, *theirs]
+        # Of two items of the same name, the user's replaces Holdfast's.
+        names = {one.get(identity) for one in theirs if identity in one}
+        return [one for one in ours if one.get(identity) not in names or identity not in one] + theirs
+    expected, found = (_KINDS.get(type(one), "single value") for one in (ours, theirs))
+    if "map" in (expected, found) or "list" in (expected, found):
+        raise invalid(task, POD_CONFIG, f"expected a {expected} as {where}, found a {found}.")
     return theirs
-
-
-def _join(task: Task, ours: list[Any], theirs: list[Any], where: str) -> list[Any]:
-    """Return a list with all items of two. Of two items of the same name the user's replaces Holdfast's."""
-    identity = _IDENTITY.get(where.rpartition(".")[2], "name")
-    if not all(isinstance(one, Mapping) for one in [*ours, *theirs]):
-        return [*ours, *theirs]
-    names = {one.get(identity) for one in theirs if identity in one}
-    return [one for one in ours if one.get(identity) not in names or identity not in one] + theirs
-
-
-def _kind(value: Any) -> str:
-    return "map" if isinstance(value, Mapping) else "list" if isinstance(value, list) else "single value"
 
 
 def _is_plain(value: Any) -> bool:

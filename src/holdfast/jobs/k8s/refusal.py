@@ -24,22 +24,18 @@ _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0
 
 def invalid(task: Task, key: str, what: str) -> InvalidInput:
     """Return the error for an invalid value."""
-    return InvalidInput(f"{_place(task, key)}: {what} Nothing was started.")
+    return InvalidInput(f"{task.path}:{line_of(task, key)}: {key}: {what} Nothing was started.")
 
 
 def unsupported(task: Task, key: str, what: str) -> Unsupported:
     """Return the error for a key that Kubernetes cannot provide; see `invalid`."""
-    return Unsupported(f"{_place(task, key)}: {what} Nothing was started.")
+    return Unsupported(f"{task.path}:{line_of(task, key)}: {key}: {what} Nothing was started.")
 
 
 def line_of(task: Task, key: str) -> int:
     """Return the line of a key, or of the nearest key around it."""
     parts = key.split(".")
     return task.line_of(*(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
-
-
-def _place(task: Task, key: str) -> str:
-    return f"{task.path}:{line_of(task, key)}: {key}"
 
 
 def object_name(task: Task) -> str:
@@ -90,14 +86,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> Any:
+def _represent(dumper: yaml.SafeDumper, text: str) -> Any:
     is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
     is_block = "\n" in text and not _OTHER_BREAKS.search(text)
     style = "|" if is_block else None if is_plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent)
 
 
 def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:

@@ -28,10 +28,6 @@ def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
     return task.with_member("file_mounts", _filled(mounts, variables))
 
 
-def set_accelerators(task: Value, accelerators: str) -> Value:
-    """Return a task with other accelerators, in all alternatives of its resources. `none` means no GPU."""
-    return set_resource(task, "accelerators", None if accelerators.lower() == "none" else accelerators)
-
 
 def set_resource(task: Value, key: str, value: str | int | None) -> Value:
     """Return a task with another value of a key, in all alternatives of its resources."""
@@ -56,13 +52,15 @@ def unfold_accelerators(task: Value) -> Value:
 
 def alternatives(resources: Value) -> tuple[Value, ...]:
     """Return the alternatives of resources, or only the resources themselves."""
-    return tuple(item for key in ALTERNATIVES for item in resources.get(key).items) or (resources,)
+    return tuple(place for _, place in places(resources))[1:] or (resources,)
 
 
-def places(resources: Value) -> tuple[Value, ...]:
-    """Return the resources and their alternatives, if any."""
-    found = alternatives(resources)
-    return found if found == (resources,) else (resources, *found)
+def places(resources: Value) -> Iterator[tuple[str, Value]]:
+    """Yield the resources and their alternatives, with their paths."""
+    yield "resources", resources
+    for key in ALTERNATIVES:
+        for number, item in enumerate(resources.get(key).items):
+            yield f"resources.{key}[{number}]", item
 
 
 def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:

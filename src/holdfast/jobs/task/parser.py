@@ -21,7 +21,6 @@ from holdfast.jobs.task.edits import (
     parse_variables,
     places,
     replace_aliases,
-    set_accelerators,
     set_resource,
     unfold_accelerators,
 )
@@ -111,7 +110,10 @@ def _edited(root: Value, given: Overrides) -> Value:
         root = root if value is None else root.with_member(key, Value(0, value))
     if given.priority is not None:
         root = set_resource(root, "priority", given.priority)
-    return root if given.accelerators is None else set_accelerators(root, given.accelerators)
+    if given.accelerators is not None:
+        is_none = given.accelerators.lower() == "none"
+        root = set_resource(root, "accelerators", None if is_none else given.accelerators)
+    return root
 
 
 def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
@@ -131,27 +133,23 @@ def _only(file: TaskFile) -> Task:
     return file.tasks[0]
 
 
-# -- values ----------------------------------------------------------------------------------------------
-
-
 def _task(root: Value, name: str, job_name: str, given: Overrides) -> Task:
     envs = parse_variables(root.get("envs"), given.envs)
     secrets = parse_variables(root.get("secrets"), given.secrets)
     variables = {**envs, **secrets}
     resources = root.get("resources")
     workdir = fill_in(root.get("workdir").plain, variables)
-    repository = _repository(workdir, root, name) if isinstance(workdir, Mapping) else None
     return Task(
         name=job_name,
         run=str(root.get("run").plain),
         setup=str(root.get("setup").plain or ""),
         workdir=str(Path(workdir).expanduser().absolute()) if isinstance(workdir, str) else None,
-        repository=repository,
+        repository=_repository(workdir, root, name) if isinstance(workdir, Mapping) else None,
         num_nodes=root.get("num_nodes").plain or 1,
         accelerators=_accelerators(resources),
-        cpus=max((parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")), default=0.0),
-        memory_mib=max((memory_mib(one) or 0 for one in _plains(resources, "memory")), default=0),
-        priority=max(_plains(resources, "priority"), default=0),
+        cpus=max(parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")),
+        memory_mib=max(memory_mib(one) or 0 for one in _plains(resources, "memory")),
+        priority=max((one for one in _plains(resources, "priority") if one is not None), default=0),
         recovery=_recovery(resources),
         file_mounts=tuple(_mounts(root.get("file_mounts"), variables)),
         envs=envs,
@@ -176,23 +174,20 @@ def _repository(workdir: Mapping[str, Any], root: Value, name: str) -> Repositor
 
 def _plains(resources: Value, key: str) -> list[Any]:
     """Return the values of a key in all alternatives. One without its own has that of the resources."""
-    found = [(one if key in one.members else resources).get(key) for one in alternatives(resources)]
-    return [one.plain for one in found if one.plain is not None]
+    return [(one if key in one.members else resources).get(key).plain for one in alternatives(resources)]
 
 
 def _accelerators(resources: Value) -> Accelerators:
-    """Return the accelerators of all alternatives. One without its own has those of the resources."""
-    key = "accelerators"
-    places = [one if key in one.members else resources for one in alternatives(resources)]
-    read = [_read(place.get(key)) for place in places]
+    """Return the accelerators of all alternatives."""
+    read = [_read(plain) for plain in _plains(resources, "accelerators")]
     if len(read) == 1:
         return read[0]
     choices = tuple(dict.fromkeys(choice for one in read for choice in one.choices))
     return Accelerators(choices, is_ordered="ordered" in resources.members)
 
 
-def _read(accelerators: Value) -> Accelerators:
-    read = parse_accelerators(accelerators.plain)
+def _read(plain: Any) -> Accelerators:
+    read = parse_accelerators(plain)
     assert isinstance(read, Accelerators)
     return read
 
@@ -236,9 +231,9 @@ def _normalised(
 
 
 def _notes(resources: Value) -> Iterator[str]:
-    for place in places(resources):
+    for _, place in places(resources):
         asked = place.get("accelerators")
-        accelerators = _read(asked)
+        accelerators = _read(asked.plain)
         if not accelerators.is_folded:
             continue
         choices = ", ".join(f"{name}:{count:g}" for name, count in accelerators.choices)

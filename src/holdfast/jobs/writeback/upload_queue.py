@@ -113,10 +113,9 @@ class UploadQueue:
         overtake.
         """
         newest = next(reversed(self.entries.values()), None)
-        is_last = newest is not None and newest.name == name and newest.number != self.begun
-        if not is_last or newest.version is None or name in self.sent:
+        if newest is None or newest.name != name or newest.number == self.begun or newest.version is None:
             return None
-        if sum(entry.name == name for entry in self.entries.values()) > 1:
+        if name in self.sent or sum(entry.name == name for entry in self.entries.values()) > 1:
             return None
         self._drop(newest)
         return newest
@@ -231,9 +230,7 @@ class UploadQueue:
 
     def _drop(self, entry: Upload) -> None:
         self._set("entry", entry.number, None)
-        if (
-            self._newest_of[entry.name] == entry.number
-        ):  # the oldest entry is done first
+        if self._newest_of[entry.name] == entry.number:  # the oldest entry is done first
             del self._newest_of[entry.name]
 
     def _clear_problem(self, name: str) -> None:

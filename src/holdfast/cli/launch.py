@@ -18,7 +18,7 @@ from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.jobs.engine import Job, UnsupportedKey
+from holdfast.jobs.engine import Job
 from holdfast.jobs.output.block import OutputSelection
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.registry import get_engine
@@ -62,7 +62,14 @@ def _plan(task: Task, engine: RecordedEngine) -> dict[str, Any]:
 
 def _print_plan(task: Task, engine: RecordedEngine) -> None:
     print_table((Column("WHAT", itemgetter(0)), Column("HOW", itemgetter(1), "text")), _rows(task, engine))
-    _print_effects(engine.unsupported_keys(task), engine)
+    if unsupported := engine.unsupported_keys(task):
+        print(f"\nkeys with another meaning on {engine.name}:")
+        columns = (
+            Column("LINE", lambda one: one.line or None),
+            Column("KEY", lambda one: one.key, "name"),
+            Column("HERE", lambda one: one.what, "text"),
+        )
+        print_table(columns, unsupported)
     for note in task.notes:
         print(f"note: {note}")
     for number, line in enumerate(engine.render(task)):
@@ -93,7 +100,9 @@ def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     yield "nodes", str(task.num_nodes)
     yield "workdir", _format_workdir(task)
     if engine.is_here and task.image is None:
-        yield "python", _format_python(task)
+        path = task.envs.get("PATH")
+        found = shutil.which("python3", path=path) or shutil.which("python", path=path)
+        yield "python", f"{found}, the first on the PATH" if found else "none on the PATH"
     for mount in task.file_mounts:
         yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
     yield "setup", f"{plural(len(task.setup.splitlines()), 'line')}" if task.setup else "none"
@@ -111,29 +120,12 @@ def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
 
 
-def _format_python(task: Task) -> str:
-    path = task.envs.get("PATH")
-    found = shutil.which("python3", path=path) or shutil.which("python", path=path)
-    return f"{found}, the first on the PATH" if found else "none on the PATH"
-
-
 def _format_workdir(task: Task) -> str:
     if task.repository is not None:
         at = f" at {task.repository.ref}" if task.repository.ref else ""
         # As in the file: the task has the values of secrets in its place.
         return f"cloned from {task.document['workdir']['url']}{at}"
     return f"copied from {task.workdir}" if task.workdir else "empty"
-
-
-def _print_effects(unsupported: list[UnsupportedKey], engine: RecordedEngine) -> None:
-    if unsupported:
-        print(f"\nkeys with another meaning on {engine.name}:")
-        columns = (
-            Column("LINE", lambda one: one.line or None),
-            Column("KEY", lambda one: one.key, "name"),
-            Column("HERE", lambda one: one.what, "text"),
-        )
-        print_table(columns, unsupported)
 
 
 _EXAMPLES = """
@@ -202,18 +194,15 @@ def _show_jobs(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> Non
         rows = [job_row(job) for job in jobs]
         print_json(rows if file.is_pipeline else rows[0])
         return
+    which, how = f"job {job.id} ({job.name})", "runs in the background"
     if file.is_pipeline:
         names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
-        print(
-            f"pipeline {file.name} was submitted and runs in the background, one job after the other: {names}"
-        )
-        print(f"to see the output of the first: holdfast logs {job.id} -f")
-        return
-    if job.status is JobStatus.PENDING and job.reason:
-        print(f"job {job.id} ({job.name}) was submitted and starts in the background: it {job.reason}")
-    else:
-        print(f"job {job.id} ({job.name}) was submitted and runs in the background")
-    print(f"to see its output: holdfast logs {job.id} -f")
+        which, how = f"pipeline {file.name}", f"{how}, one job after the other: {names}"
+    elif job.status is JobStatus.PENDING and job.reason:
+        how = f"starts in the background: it {job.reason}"
+    print(f"{which} was submitted and {how}")
+    whose = "the output of the first" if file.is_pipeline else "its output"
+    print(f"to see {whose}: holdfast logs {job.id} -f")
 
 
 def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
@@ -270,18 +259,20 @@ def add_task(parser: CommandParser) -> None:
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:
     """Return the task of a command line, or the tasks of a pipeline."""
+    from holdfast.jobs.task.amounts import parse_accelerators
     from holdfast.jobs.task.parser import Overrides, command_task, load_tasks
 
-    overrides = Overrides(
-        args.name,
-        {**_file_variables(args.env_file), **_variables(args.env, "--env")},
-        _variables(args.secret, "--secret"),
-        _accelerators(args.gpus),
-        args.num_nodes,
-        _workdir(args.workdir),
-        args.priority,
-    )
-    words = args.command_line
+    gpus, workdir, words = args.gpus, args.workdir, args.command_line
+    if gpus is not None and isinstance(read := parse_accelerators(gpus), str):
+        raise InvalidInput(f"--gpus {gpus}: {read}. Nothing was started.")
+    if workdir is not None and not Path(workdir).expanduser().is_dir():
+        raise NotFound(
+            f"--workdir: the folder {workdir} does not exist. For a git repository, use `workdir: "
+            "{url: ..., ref: ...}` in a task file. Nothing was started."
+        )
+    envs = {**_file_variables(args.env_file), **_variables(args.env, "--env")}
+    secrets = _variables(args.secret, "--secret")
+    overrides = Overrides(args.name, envs, secrets, gpus, args.num_nodes, workdir, args.priority)
     if (args.task is None) == (not words) or args.args:
         raise InvalidInput(
             "Expected a task file, or -- and a command, as in `holdfast launch -- python train.py`. Nothing "
@@ -289,20 +280,15 @@ def read_tasks(args: argparse.Namespace) -> TaskFile:
         )
     if not words:
         return load_tasks(args.task, overrides)
-    _check_folder(args.workdir)
-    # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
-    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
-    return TaskFile(task.name, (task,), task.path)
-
-
-def _check_folder(workdir: str | None) -> None:
-    """Check that a command does not copy the user's whole home by mistake."""
     here = Path.cwd()
-    if workdir is None and (here == Path.home() or here.parent == here):
+    if workdir is None and (here == Path.home() or here.parent == here):  # copied by mistake
         raise InvalidInput(
             f"A command runs in a copy of the current folder, which is {here}. Change to the folder of the "
             "training, or give --workdir FOLDER. Nothing was started."
         )
+    # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
+    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
+    return TaskFile(task.name, (task,), task.path)
 
 
 def _file_variables(path: str | None) -> dict[str, str]:
@@ -335,26 +321,8 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
     return found
 
 
-def _accelerators(text: str | None) -> str | None:
-    from holdfast.jobs.task.amounts import parse_accelerators
-
-    if text is not None and isinstance(read := parse_accelerators(text), str):
-        raise InvalidInput(f"--gpus {text}: {read}. Nothing was started.")
-    return text
-
-
 def _priority(text: str) -> int:
-    """Return the value of `--priority`."""
     number = int(text)
     if abs(number) > MAX_PRIORITY:
         raise ValueError
     return number
-
-
-def _workdir(folder: str | None) -> str | None:
-    if folder is not None and not Path(folder).expanduser().is_dir():
-        raise NotFound(
-            f"--workdir: the folder {folder} does not exist. For a git repository, use `workdir: {{url: ..., "
-            "ref: ...}` in a task file. Nothing was started."
-        )
-    return folder

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,10 +193,10 @@ class RecordedEngine(ABC):
         ranks = range(num_nodes) if node is None else (node,)
         folder = job_folder(self._state, number)
         is_timed = what.is_timed or len(ranks) > 1
-        readers: dict[int | None, LogReader] = {None: LogReader(folder.changed)} if what.with_changes else {}
-        readers |= {rank: LogReader(folder.log(rank), tail=what.tail, is_timed=is_timed) for rank in ranks}
+        readers = [LogReader(folder.changed)] if what.with_changes else []
+        readers += [LogReader(folder.log(rank), rank, tail=what.tail, is_timed=is_timed) for rank in ranks]
         with contextlib.ExitStack() as stack:
-            for reader in readers.values():
+            for reader in readers:
                 stack.callback(reader.close)
             if not what.follow:
                 yield from interleaved(readers, is_end=True)
@@ -206,7 +206,7 @@ class RecordedEngine(ABC):
             yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(
-        self, number: int, readers: Mapping[int | None, LogReader], watch: FolderWatch, *, with_progress: bool
+        self, number: int, readers: Sequence[LogReader], watch: FolderWatch, *, with_progress: bool
     ) -> Iterator[OutputBlock]:
         """Yield output until the job has ended. Its status is queried at most a few times a second."""
         shown = b""
@@ -220,10 +220,10 @@ class RecordedEngine(ABC):
             if is_end:
                 return
             if with_progress and len(readers) == 1:
-                ((node, reader),) = readers.items()
+                (reader,) = readers
                 if reader.progress and reader.progress != shown:
                     shown = reader.progress
-                    yield OutputBlock(node, shown, time.time(), is_progress=True)
+                    yield OutputBlock(reader.node, shown, time.time(), is_progress=True)
             watch.wait(self.poll_s if time.monotonic() >= next_query_s else _QUERY_S)
 
     def _records(self) -> Records:

@@ -88,21 +88,15 @@ class LogTimes:
         index = bisect_left(self._sizes, end)
         return self._unix_s[index] if index < len(self._sizes) else default
 
-    def cuts(self, begin: int, end: int) -> list[int]:
-        """Return the recorded sizes between two offsets, and `end`."""
+    def split(self, data: bytes, begin: int, default: float) -> Iterator[tuple[bytes, float]]:
+        """Yield whole lines in parts, each written within a second, with their times; see `at`."""
+        end, done = begin + len(data), 0
         low, high = bisect_left(self._sizes, begin + 1), bisect_left(self._sizes, end)
-        return [*self._sizes[low:high], end]
-
-
-def split(data: bytes, begin: int, times: LogTimes, default: float) -> Iterator[tuple[bytes, float]]:
-    """Yield whole lines in parts, each written within a second, with their times."""
-    done = 0
-    for before, cut in pairwise([begin, *times.cuts(begin, begin + len(data))]):
-        is_last = cut == begin + len(data)
-        to = len(data) if is_last else data.rfind(b"\n", 0, cut - begin) + 1
-        if to > done and cut > before:
-            yield data[done:to], times.at(begin + to, default)
-            done = to
+        for before, cut in pairwise([begin, *self._sizes[low:high], end]):
+            to = len(data) if cut == end else data.rfind(b"\n", 0, cut - begin) + 1
+            if to > done and cut > before:
+                yield data[done:to], self.at(begin + to, default)
+                done = to
 
 
 LIMIT = "HOLDFAST_LOG_LIMIT"

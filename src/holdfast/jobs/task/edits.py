@@ -28,7 +28,6 @@ def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
     return task.with_member("file_mounts", _filled(mounts, variables))
 
 
-
 def set_resource(task: Value, key: str, value: str | int | None) -> Value:
     """Return a task with another value of a key, in all alternatives of its resources."""
     if task.get("resources").kind != "map":

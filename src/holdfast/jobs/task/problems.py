@@ -308,7 +308,6 @@ def _amount_problems(where: str, place: Value) -> Iterator[TaskProblem]:
         yield TaskProblem(priority.line, f"{where}.priority", what)
 
 
-
 def format_problems(problems: list[TaskProblem], name: str) -> str:
     """Return the message for the problems of a file, in the order of their lines."""
     ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))

@@ -54,13 +54,6 @@ class Controller(ABC):
 
     A subclass is the port to an engine's nodes: it starts, notifies and kills them, reports their events, and
     stores the state. Another controller can take over at any moment from what is stored.
-
-    Args:
-        task_id: the job's SKYPILOT_TASK_ID.
-        log: file with the messages of the controller and of the notifier. Default: that of the folder.
-        timers: deadlines on the job's clock.
-        step_before: newest checkpoint before the current attempt.
-        clock: the job's clock. Default: a new one.
     """
 
     def __init__(

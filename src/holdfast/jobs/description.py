@@ -114,10 +114,7 @@ def durations_of(
 
 
 def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
-    """Return the checks of all jobs that have trained a run, oldest first.
-
-    Jobs of other users and of other state folders are not known.
-    """
+    """Return the checks of all jobs of this user that have trained a run, oldest first."""
     try:
         records = Records(state_path()).all()
     except (HoldfastError, OSError):
@@ -153,11 +150,7 @@ def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
 
 
 def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
-    """Yield one line per node and check, those of a node behind its own line.
-
-    Args:
-        found: results by node.
-    """
+    """Yield one line per node and check, those of a node behind its own line."""
     for rank, checks in sorted(found.items()):
         failed = len(checks.failed)
         outcome = f"{plural(failed, 'check')} failed" if failed else "all checks passed"

@@ -96,12 +96,9 @@ def container_base(base: Mapping[str, str]) -> dict[str, str]:
 def run_environment(
     node: Node, base: Mapping[str, str], task: Mapping[str, str], *, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the environment of `run`.
+    """Return the environment of `run`. Holdfast's variables override the task's, and these those of `base`.
 
-    Args:
-        base: environment of the user who launched the job.
-        task: `envs` and `secrets` of the task. They override `base`, and Holdfast's variables override them.
-        gpus: GPUs given to this node. Empty leaves the choice to the job.
+    Without `gpus`, the choice of GPUs is left to the job.
     """
     ips = "\n".join(node.addresses)
     pipeline = node.pipeline or JobPipeline(node.job, (node.task_id,))

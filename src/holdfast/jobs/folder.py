@@ -80,11 +80,7 @@ class JobFolder:
         return self.path / "nodes" / str(rank) / "workdir"
 
     def venv(self, rank: int, machine: str = "") -> Path:
-        """Return the virtual environment of a node.
-
-        Args:
-            machine: name of the machine, if attempts may run on different ones.
-        """
+        """Return the virtual environment of a node, on a machine if attempts may run on different ones."""
         return self.path / "nodes" / str(rank) / (f"venv.{machine}" if machine else "venv")
 
     def set_up(self, rank: int) -> Path:

@@ -213,8 +213,7 @@ def _chances(events: Sequence[MachineEvent]) -> dict[str, float]:
 def stratified_tail(strata: Iterable[tuple[int, int, int, int]]) -> float:
     """Return the probability of at least as many losses on a machine as were seen.
 
-    Args:
-        strata: per stratum its attempts and losses on the machine, then those on the others.
+    A stratum has its attempts and losses on the machine, then those on the others.
     """
     chances = [1.0]  # by number of losses on the machine
     seen = 0

@@ -198,10 +198,9 @@ def _facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int 
 
 
 def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
-    """Record the present status of a job, and start its notifier.
+    """Record the present status of a job, and start its notifier, if it has targets.
 
-    Without targets, does nothing. Never raises for a disk that failed: the job continues, and the next call
-    tries again.
+    Never raises for a disk that failed: the job continues, and the next call tries again.
     """
     if not folder.notify_plan.exists():
         return
@@ -226,10 +225,7 @@ def wait_for_notifier(folder: JobFolder, *, limit_s: float) -> None:
 
 
 def serve(path: Path) -> None:
-    """Run the notifier of the job in a folder, with the notifier's inherited lock.
-
-    Blocks: while a target does not answer, at most some minutes for each notification.
-    """
+    """Run the notifier of the job in a folder, with the notifier's inherited lock."""
     folder, lock = JobFolder(path), locks.INHERITED_FD
     with suppress(FileNotFoundError):  # the job was removed
         if (plan := _read_plan(folder)) is not None:
@@ -286,9 +282,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, body: bytes) -> tuple[str, bool]:
-    """Send a POST, and return why it failed and whether it may succeed later. No reason: it was accepted.
+    """Send a POST, and return why it failed, without names of hosts, and whether it may succeed later.
 
-    The reason never contains the URL or its host. Only for a main thread: a signal limits the whole request.
+    Only for a main thread: a signal limits the whole request.
     """
     headers = {"Content-Type": "application/json", "User-Agent": "holdfast"}
     opener = urllib.request.build_opener(_NoRedirect)

@@ -109,7 +109,6 @@ def _name(number: int) -> str:
 
 
 def _hint(code: int) -> str:
-    """Return the meaning of a shell's exit code above 128."""
     if code == 128 + signal.SIGKILL:
         return " (killed by SIGKILL: usually out of memory)"
     return f" ({_name(code - 128)})" if 128 < code < 128 + 65 else ""

@@ -148,12 +148,9 @@ class RecordedEngine(ABC):
         """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds."""
 
     def forget(self, number: int, *, force: bool = False) -> None:
-        """Remove a job that has ended, with its files and output. Contents of buckets stay.
+        """Remove a job that has ended, with its files and output. Complete removals that were interrupted.
 
-        Completes removals that were interrupted.
-
-        Args:
-            force: remove the job even if this loses files that are not in a bucket.
+        With `force`, remove it even if this loses files that are not in a bucket.
         """
         records, folder = self._records(), job_folder(self._state, number)
         for left in records.folders_set_aside():

@@ -78,11 +78,7 @@ class JobRecord:
 
 
 class Records:
-    """Records of this user's jobs.
-
-    Each job's record is in its folder, and depends on no other file. A damaged one costs only itself, and no
-    process of a job.
-    """
+    """Records of this user's jobs, each in its own folder. A damaged one costs only itself."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -208,8 +204,7 @@ class Records:
     ) -> JobRecord:
         """Record a job's state and timers durably, and return the new record.
 
-        Also records the start of the first attempt, as `started_unix_s` or now. The journal's entries may
-        have been lost since the record was read: the new one depends on none.
+        Also records the start of the first attempt, as `started_unix_s` or now.
         """
         started = (started_unix_s or now_unix_s) if job_state.attempt else None
         after = dataclasses.replace(
@@ -296,10 +291,9 @@ def _shared(source: JobRecord | Submission | StoredState, kind: type) -> dict[st
 
 
 def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
-    """Return the state of a job whose journal does not have it.
+    """Return the state of a job whose journal does not have it; its newest attempt may be running.
 
-    The newest attempt may be running. A controller adopts its nodes, or finds how they ended. Restarts are
-    counted from the recorded outcomes. Requests to preempt count as applied, and to cancel as open.
+    Restarts are counted from the recorded outcomes. Requests to preempt count as applied.
     """
     attempt = folder.last_attempt()
     plan = _newest_plan(folder, submission, attempt)

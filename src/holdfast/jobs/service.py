@@ -112,10 +112,7 @@ def status() -> Service:
 
 
 def start() -> list[Job]:
-    """Start the controllers of all jobs that have not ended, and return these jobs.
-
-    Jobs on Slurm and SkyPilot are not among them: those systems restart them.
-    """
+    """Start the controllers of all local jobs that have not ended, and return these jobs."""
     if not state_path().is_dir():
         raise NotFound(
             f"The state folder {state_path()} does not exist. Nothing was started. If it is on a disk that "

@@ -328,12 +328,7 @@ def _recover(
 
 
 def pause_s(num_hurried: int, is_external: bool) -> float:
-    """Return the backoff before the next attempt, in seconds.
-
-    Args:
-        num_hurried: attempts in a row without a newer checkpoint.
-        is_external: the last attempt was preempted, so the first retry does not wait.
-    """
+    """Return the backoff before the next attempt. The first retry after a preemption does not wait."""
     num_failures = num_hurried - is_external
     return 0.0 if num_failures < 1 else backoff.doubled(num_failures, 1.0, MAX_WAIT_S)
 
@@ -346,8 +341,7 @@ def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
 def exit_status(state: JobState) -> int:
     """Return the exit status of a job: 0 unless it has ended without success, then that of its command.
 
-    That is the status of the first node that failed by itself, 128 and the signal for a shell that was
-    killed, and 1 if there is none, as for a cancelled job.
+    That is the status of the first node that failed by itself, 128 and the signal, or else 1.
     """
     if not state.status.is_final or state.status is JobStatus.SUCCEEDED:
         return 0

@@ -18,7 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Reading of a job's clock. Another controller continues from it.
+    """Reading of a job's clock, from which another controller continues.
 
     Source: clock_gettime(2), CLOCK_BOOTTIME; random(4), boot_id.
     """
@@ -42,10 +42,8 @@ def is_of_earlier_boot(reading: ClockReading | None) -> bool:
 class JobClock:
     """Clock that begins with Unix time, and then counts seconds.
 
-    Args:
-        last: newest reading in the job's record. In the same boot, the clock continues from it. After a
-            restart, it follows the machine's clock, but never goes back.
-        read: source of the machine's clock.
+    In the same boot, the clock continues from its last reading. After a restart, it follows the machine's
+    clock, but never goes back.
     """
 
     def __init__(

@@ -26,19 +26,12 @@ MAX_ENDED = 200  # jobs of the list that have ended. `holdfast queue --all` has 
 
 @dataclass(frozen=True, slots=True)
 class JobListing:
-    """All jobs at one moment.
+    """All jobs at one moment."""
 
-    Attributes:
-        jobs: those that have not ended first, newest first.
-        rows: rows of the list as JSON, at most `MAX_ENDED` of jobs that have ended.
-        problems: why some jobs are missing or out of date, a message for each reason.
-        is_old: they could not be read this time.
-    """
-
-    jobs: tuple[Job, ...] = ()
-    rows: tuple[dict[str, Any], ...] = ()
-    problems: tuple[str, ...] = ()
-    is_old: bool = False
+    jobs: tuple[Job, ...] = ()  # those that have not ended first, newest first
+    rows: tuple[dict[str, Any], ...] = ()  # as JSON, at most `MAX_ENDED` of jobs that have ended
+    problems: tuple[str, ...] = ()  # why some jobs are missing or out of date, a message for each reason
+    is_old: bool = False  # they could not be read this time
 
     def as_json(self) -> dict[str, Any]:
         """Return the list for the page."""

@@ -135,15 +135,9 @@ _NO_SCRIPTS = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-an
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
-    """Random keys of one server.
+    """Random keys of one server: of all paths, the printed URL, and the cookie that replaces its token."""
 
-    Attributes:
-        space: first part of all paths. The cookie is sent for it only, and not to servers of other users on
-            other ports, as browsers send cookies to all ports of a host.
-        token: part of the printed URL.
-        session: value of the cookie that a browser gets for the token.
-    """
-
+    # First part of all paths. Browsers send cookies to all ports of a host: this one only for these paths.
     space: str = field(default_factory=lambda: secrets.token_hex(16))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
@@ -180,10 +174,7 @@ def _is_equal(given: str, secret: str) -> bool:
 
 
 def _signed_in(keys: AccessKeys) -> PageResponse:
-    """Return the response that replaces the token by a cookie.
-
-    It is a page, not a redirect: browsers keep a strict cookie from a redirect that began at another site.
-    """
+    """Return the page that replaces the token by a cookie: browsers keep no strict cookie from a redirect."""
     cookie = f"{COOKIE}={keys.session}; Path=/{keys.space}/; HttpOnly; SameSite=Strict"
     return PageResponse(
         200,

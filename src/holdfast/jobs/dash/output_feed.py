@@ -28,10 +28,7 @@ _MAX_LINE_BYTES = 64 << 10
 def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
     """Return new lines of a job as JSON, with the cursor of the next request. Too many: only the newest.
 
-    Args:
-        job: the job.
-        cursor: that of the response before, or "" for the newest lines.
-        node: the only node to show, or "" for all.
+    An empty cursor stands for the newest lines, and an empty node for all nodes.
     """
     folder, ranks, offsets = job_folder(state_dir(), job.id), _ranks(job, node), _offsets(cursor)
     share = max(_MIN_BYTES, MAX_BYTES // max(1, len(ranks)))

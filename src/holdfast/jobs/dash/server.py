@@ -78,11 +78,7 @@ def has_desktop(env: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def opened(url: str) -> Iterator[None]:
-    """Open a browser at a URL, by way of a private file.
-
-    All users see the arguments of a browser, and the URL contains a token. The file is removed after the
-    block.
-    """
+    """Open a browser at a URL with a token, by way of a private file, as all users see its arguments."""
     with temporary_folder("dash") as folder:
         path = folder / "dash.html"
         address = html.escape(url, quote=True)

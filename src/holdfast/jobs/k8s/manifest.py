@@ -135,12 +135,7 @@ def _pod(
     status: int = PREEMPTED_STATUS,
     in_place: int = 0,
 ) -> Object:
-    """Return the template of a task's pods; see `pod_arguments`.
-
-    Args:
-        addresses: those of all nodes, by rank.
-        rank: source of a pod's rank. None: the script of the pod derives it.
-    """
+    """Return the template of a task's pods; see `pod_arguments`. Without `rank`, their script derives it."""
     _check_files(task)
     time_s = grace_s(task)
     volumes = _volumes(task)

@@ -108,10 +108,7 @@ _LABEL = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?", re.A)
 
 
 def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
-    """Return the models of GPU that a pod may have, and their number; ((), 0) for none.
-
-    Kubernetes cannot choose between numbers, so this includes the choices with the number of the first one.
-    """
+    """Return the models of GPU that a pod may have, and their number, which is that of the first choice."""
     choices = task.accelerators.choices
     if not choices:
         return (), 0
@@ -134,10 +131,7 @@ def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
 
 
 def requirements(task: Task) -> dict[str, Any]:
-    """Return the `resources` of the container.
-
-    CPUs and memory are requested and not limited: a limit would throttle or kill a training on an idle node.
-    """
+    """Return the `resources` of the container. Limits of CPUs or memory could throttle or kill a training."""
     asked = task.document.get("resources") or {}
     requests: dict[str, str] = {}
     cpus = parse_cpus(asked.get("cpus"))

@@ -45,11 +45,7 @@ def last_text(line: bytes) -> bytes:
 
 
 def with_prefix(data: bytes, prefix: bytes, *, is_line_start: bool) -> bytes:
-    """Return lines with a prefix for each.
-
-    Args:
-        is_line_start: the data begins a line, instead of continuing one.
-    """
+    """Return lines with a prefix for each; the data begins a line or continues one."""
     if not prefix or not data:
         return data
     ends_line = data.endswith(b"\n")

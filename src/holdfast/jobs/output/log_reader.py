@@ -60,11 +60,7 @@ class LogReader:
         return last_text(self._rest) if b"\r" in self._rest else b""
 
     def blocks(self, *, is_end: bool = False) -> Iterator[OutputBlock]:
-        """Yield new lines in blocks. A block without a line break at its end continues.
-
-        Args:
-            is_end: no more output follows, so yield an incomplete last line too.
-        """
+        """Yield new lines in blocks. A block without a line break at its end continues, unless `is_end`."""
         if (fd := self._open()) is None:
             return
         status = os.fstat(fd)

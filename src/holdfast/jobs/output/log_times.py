@@ -120,10 +120,7 @@ def limit_bytes(value: str) -> int | None:
 
 
 def hole(size: int, limit: int) -> tuple[int, int]:
-    """Return offset and length of the part that a too long log loses; pure.
-
-    The beginning stays, at most 64 MiB, and the last half of the limit.
-    """
+    """Return offset and length of the part that a too long log loses: not the beginning and the last half."""
     head = min(_MAX_HEAD_BYTES, limit // 4)
     begin = -(-head // _PAGE_BYTES) * _PAGE_BYTES
     end = (size - limit // 2) // _PAGE_BYTES * _PAGE_BYTES
@@ -131,10 +128,7 @@ def hole(size: int, limit: int) -> tuple[int, int]:
 
 
 def punch(fd: int, begin: int, num_bytes: int) -> None:
-    """Give a part of a file back to the file system. Its size and the offsets of the rest stay.
-
-    Writers that append to it, and readers, continue unaware.
-    """
+    """Give a part of a file back to the file system. Its writers, which append, and its readers continue."""
     arguments = (_PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(begin), ctypes.c_int64(num_bytes))
     if _libc.fallocate(fd, *arguments):
         number = ctypes.get_errno()
@@ -155,10 +149,7 @@ class LogSampler:
             self._write(f"{error} The limit is {DEFAULT}.")
 
     def poll(self) -> None:
-        """Record a changed size, and remove the middle of a log that is too long.
-
-        A failure is written to the log once: it must not end the job.
-        """
+        """Record a changed size, and remove the middle of a log that is too long."""
         status = os.fstat(self._fd)
         if status.st_size == self._size:
             return

@@ -53,10 +53,7 @@ def launch_words(name: str, path: str, secrets: Mapping[str, str]) -> list[str]:
 
 
 def launch(name: str, path: Path, secrets: Mapping[str, str]) -> str | None:
-    """Launch a job, and return its id, or None if SkyPilot has not printed it.
-
-    Blocks: until SkyPilot has uploaded files and started its controller, which takes minutes the first time.
-    """
+    """Launch a job in minutes, and return its id, or None if SkyPilot has not printed it."""
     output = _run(launch_words(name, str(path), secrets), secrets, timeout_s=_LAUNCH_S)
     found = _JOB_ID.search(output)
     return None if found is None else found[1]

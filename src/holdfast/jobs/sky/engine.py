@@ -185,10 +185,7 @@ class SkyEngine(RecordedEngine):
 
 
 def render_document(task: Task, task_id: str, job: str) -> str:
-    """Return the file for `sky jobs launch`: the user's, with additions to save after a preemption notice.
-
-    It has no values of secrets.
-    """
+    """Return the file for `sky jobs launch`: the user's, and additions to save after a notice. No secrets."""
     document: dict[str, Any] = copy.deepcopy(dict(task.document))
     document["run"] = _OWN_ID + task.run
     if task.setup:

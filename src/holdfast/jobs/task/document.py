@@ -182,8 +182,5 @@ _Dumper.add_representer(
 
 
 def to_yaml(task: Task) -> str:
-    """Return the normalized file, with variables filled in and accelerators in a plain form.
-
-    Secrets have no values, as `sky` receives these with `--secret NAME`.
-    """
+    """Return the normalized file, without values of secrets: `sky` receives these with `--secret NAME`."""
     return yaml.dump(dict(task.document), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -33,10 +33,7 @@ def docker_image(task: Task) -> str | None:
 
 
 def qualified(image: str) -> str:
-    """Return the name of an image with its registry, which is Docker's by default.
-
-    Source: the reference of `docker pull`.
-    """
+    """Return the name of an image with its registry, by default that of `docker pull`."""
     if _REGISTRY.match(image):
         return image
     return f"docker.io/{image}" if "/" in image else f"docker.io/library/{image}"

@@ -62,11 +62,7 @@ def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile
 
 
 def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> TaskFile:
-    """Parse the tasks of a file; see `load_tasks`.
-
-    Args:
-        name: name of the file, for messages. A relative `workdir` is resolved against the current directory.
-    """
+    """Parse the tasks of a file; see `load_tasks`. Its name is for messages."""
     given = overrides or Overrides()
     header, tasks = _split_documents(parse_documents(text, name), name)
     if len(tasks) > 1:

@@ -24,27 +24,16 @@ DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Valid values in one place of a task file; by default, all values.
+    """Valid values in one place of a task file; by default, all values."""
 
-    Attributes:
-        kind: "scalar", "list" or "map" of YAML, or "any".
-        name: description of the valid values, to follow the word "expected".
-        types: types of a scalar.
-        allowed: if given, the only words, in upper or lower case.
-        least: least number.
-        inner: shape of each item of a list, or of each value of a map with keys that users choose.
-        shapes: shapes of the values of a map with a fixed set of keys.
-        either: several shapes, of which a value must have one.
-    """
-
-    kind: str = "any"
-    name: str = "anything"
-    types: tuple[type, ...] = ()
-    allowed: Collection[str] = ()
+    kind: str = "any"  # or scalar, list, map
+    name: str = "anything"  # description of the valid values, to follow the word "expected"
+    types: tuple[type, ...] = ()  # of a scalar
+    allowed: Collection[str] = ()  # if given: only these, in upper or lower case
     least: float | None = None
-    inner: Shape | None = None
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    either: tuple[Shape, ...] = ()
+    inner: Shape | None = None  # of each item of a list, or each value of a map with keys that users choose
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of a map with a fixed set of keys, by key
+    either: tuple[Shape, ...] = ()  # shapes of which a value must have one
 
     def is_near(self, value: Value) -> bool:
         """Return True if a value has the right kind or type."""
@@ -253,11 +242,7 @@ TASK = keys(
 
 
 def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[TaskProblem]:
-    """Yield the problems of a task whose aliases are replaced.
-
-    Args:
-        envs, secrets: variables of the command line, which the task may lack.
-    """
+    """Yield the problems of a task whose aliases are replaced; the command line may add variables."""
     # SkyPilot too replaces variables first. Values of secrets stay out of messages.
     is_map = root.kind == "map"
     filled = fill_in_mounts(root, parse_variables(root.get("envs"), envs)) if is_map else root

@@ -35,10 +35,7 @@ def is_plain(path: str) -> bool:
 
 
 def path_in_workdir(target: str) -> str | None:
-    """Return the path of a mount's target relative to the workdir, or None.
-
-    "" is the workdir itself. None is a target elsewhere.
-    """
+    """Return the path of a mount's target relative to the workdir, "" for the workdir itself, or None."""
     found = _TARGET.fullmatch(target)
     if found is None or ".." in (found[1] or "").split("/"):
         return None

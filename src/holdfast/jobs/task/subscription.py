@@ -23,24 +23,14 @@ _MAX_CHARACTERS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """Targets of notifications, and the statuses to send.
+    """Targets of notifications, and the statuses to send."""
 
-    Attributes:
-        targets: shell commands and http or https URLs. They may contain secrets.
-        statuses: the statuses.
-    """
-
-    targets: tuple[str, ...] = field(default=(), repr=False)
+    targets: tuple[str, ...] = field(default=(), repr=False)  # shell commands and URLs, with secrets
     statuses: frozenset[JobStatus] = frozenset()
 
 
 def subscribe(targets: Sequence[str] | None, statuses: Sequence[str] | None) -> Subscription:
-    """Return the subscription of a launch.
-
-    Args:
-        targets: commands and URLs, or a single one. None: those of the environment, one per line.
-        statuses: names of statuses and groups. None: those of the environment, or else the default.
-    """
+    """Return the subscription of a launch. None stands for the variables of the environment, or a default."""
     is_chosen = targets is not None
     chosen = os.environ.get(NOTIFY, "").splitlines() if targets is None else _listed(targets)
     found = tuple(target.strip() for target in chosen if target.strip() or is_chosen)

@@ -64,10 +64,7 @@ class Download:
             )
 
     def is_same(self, entry: ObjectInfo, sent: Sent) -> bool:
-        """Return True if an object has not changed since the last sync.
-
-        Large objects are compared by size, small ones by digest.
-        """
+        """Return True if an object has the size and, unless it is large, the digest of the last sync."""
         if entry.num_bytes != sent.fingerprint.num_bytes:
             return False
         if entry.num_bytes > _COMPARED_BYTES:
@@ -81,8 +78,7 @@ class Download:
     ) -> Iterator[tuple[str, Sent]]:
         """Download objects, several at once, and yield their names and states.
 
-        Args:
-            replaced: files that may be replaced if they have not changed. Other existing files are kept.
+        Of existing files, only those in `replaced` that have not changed are replaced.
         """
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
             jobs = [

@@ -24,13 +24,10 @@ _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """State of a file by size, time and inode. Compare with `matches`.
-
-    `changed_ns` is the time of the last write, or `UNSETTLED` if another write could have the same time.
-    """
+    """State of a file by size, time and inode. Compare with `matches`."""
 
     num_bytes: int
-    changed_ns: int
+    changed_ns: int  # time of the last write, or `UNSETTLED` if another write could have the same time
     inode: int
 
     @classmethod
@@ -46,21 +43,17 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """Regular file of the directory.
-
-    `status_changed_ns` is the ctime, by which files are sorted whose closing was not observed.
-    """
+    """Regular file of the directory."""
 
     name: str
     fingerprint: Fingerprint
-    status_changed_ns: int
+    status_changed_ns: int  # ctime, by which files are sorted whose closing was not observed
     is_settled: bool
 
     def order(self, touched: Container[int]) -> tuple[int, int, str]:
         """Return a sort key: the last change, with data before a marker written in the same clock tick.
 
-        Args:
-            touched: inodes whose links Holdfast has changed. For these, the last write counts.
+        Of inodes whose links Holdfast has touched, the last write counts.
         """
         is_touched = self.fingerprint.inode in touched
         changed_ns = self.fingerprint.changed_ns if is_touched else self.status_changed_ns
@@ -73,11 +66,10 @@ def is_settled(info: os.stat_result, now_ns: int) -> bool:
 
 
 def is_being_written(fd: int) -> bool:
-    """Return True if a process on this host may write the file.
+    """Return True if a process on this host may write the file, in any container.
 
-    Takes a read lease for a moment, which the kernel refuses in exactly that case. This includes writers of
-    other users and containers. Where leases are unavailable (other users' files, some file systems), a file
-    that changed within the last two seconds counts as being written.
+    Takes a read lease for a moment, which the kernel refuses in exactly that case. Where leases are
+    unavailable, a file that changed within the last two seconds counts as being written.
     """
     try:
         # Breaking a lease sends SIGIO, which ends a process. SIGURG is ignored by default.

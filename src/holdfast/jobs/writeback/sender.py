@@ -235,11 +235,7 @@ def _blocks(
 
 
 def truncation_reason(fd: int, name: str) -> str:
-    """Return why a file is incomplete. Empty if its format does not show it.
-
-    Recognizes zip archives, which `torch.save` and `numpy.savez` write with the directory last, and
-    safetensors files, whose header contains their length.
-    """
+    """Return why a zip archive or safetensors file is incomplete, as its bytes show; otherwise ""."""
     num_bytes, suffix = os.fstat(fd).st_size, PurePosixPath(name).suffix
     if not num_bytes:
         return "it is empty" if suffix in _NEVER_EMPTY else ""

@@ -29,15 +29,12 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Change to upload: a version, or None for a removal.
-
-    `source` is a name that had the same bytes when this entry was made, so that the bucket can copy them.
-    """
+    """Change to upload."""
 
     number: int
     name: str
-    version: Version | None
-    source: str = ""
+    version: Version | None  # None: a removal
+    source: str = ""  # name that had the same bytes when this was added, so that the bucket can copy them
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import select
-import signal
 import time
 from collections import Counter, deque
 from contextlib import suppress
@@ -341,10 +340,7 @@ class Uploader:
         return self._lost_versions[name] <= _MAX_LOST_VERSIONS
 
     def _check_again(self) -> None:
-        """Check again files that were open, or written so recently that a later version may have their time.
-
-        The closing of an open file is an event too, with some exceptions.
-        """
+        """Check files again that were open, or so new that a later version may have the same time."""
         if _take_due(self._lost_open):
             self._remove_deferred()
         for times in (self._open, self._recheck):
@@ -411,9 +407,3 @@ def _lock(folder: Path) -> int:
             raise Conflict(f"{folder.parent} already has an uploader.")
         time.sleep(0.01)
     return fd
-
-
-def ignore_signals() -> None:
-    """Ignore signals that are meant for the job."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)

@@ -24,8 +24,8 @@ _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.
 class KeptVersions:
     """Kept versions of one directory's files, each under the number of its upload.
 
-    A small file is copied. A larger one is cloned if the file system can do so, and hard-linked otherwise. A
-    hard link survives deletion and replacement of the file, but not a write in place.
+    A small file is copied. A larger one is cloned or, if the file system cannot do so, hard-linked: such a
+    version survives deletion and replacement of the file, but not a write in place.
     """
 
     def __init__(self, directory: Path, copy_bytes: int) -> None:
@@ -39,14 +39,10 @@ class KeptVersions:
         return self._directory / name if form == PATH else self._folder / str(number)
 
     def capture(self, number: int, name: str, fd: int, is_closed_again: Callable[[], bool]) -> Version | None:
-        """Keep a file as it was when it was closed.
+        """Keep a file as it was when it was closed, under the number of the future upload.
 
-        Args:
-            number: number of the future upload.
-            is_closed_again: returns True if the file has been closed again. Called after the file was read.
-
-        Returns:
-            None if the file is being written or was closed again: a later event covers that.
+        Return None if the file is being written or, by `is_closed_again` after it was read, was closed again:
+        a later event covers that.
         """
         if is_being_written(fd):
             return None
@@ -74,9 +70,7 @@ class KeptVersions:
     def sweep(self, needed: set[int]) -> set[int]:
         """Delete versions whose upload is not in the journal, left by a kill.
 
-        Returns:
-            The inodes of files whose links changed here, or shortly before the kill. Their ctime does not
-            show whether their contents changed.
+        Return the inodes of files whose links changed: their ctime does not show whether their contents did.
         """
         touched = set()
         for path in self._folder.iterdir():

@@ -74,26 +74,20 @@ class Job:
     def of(cls, record: JobRecord, *, step: int | None = None, job_state: JobState | None = None) -> Job:
         """Return the job of a record. `job_state` overrides the recorded state."""
         job_state = job_state or record.job_state
+        same = ("id", "name", "engine", "task_id", "engine_job_id", "gpus")
+        times = ("submitted_unix_s", "started_unix_s", "ended_unix_s")
         return cls(
-            id=record.id,
-            name=record.name,
-            engine=record.engine,
-            task_id=record.task_id,
+            **{name: getattr(record, name) for name in (*same, *times)},
             status=job_state.status,
             attempt=job_state.attempt,
             recoveries=job_state.recoveries,
             restarts_after_errors=job_state.num_errors,
             num_nodes=record.spec.num_nodes,
-            submitted_unix_s=record.submitted_unix_s,
-            started_unix_s=record.started_unix_s,
-            ended_unix_s=record.ended_unix_s,
             step=step,
             reason=job_state.reason,
-            engine_job_id=record.engine_job_id,
             exit_status=exit_status(job_state),
             after=record.spec.after,
             priority=record.spec.priority,
-            gpus=record.gpus,
         )
 
 

@@ -43,17 +43,20 @@ class Application:
 
     def __init__(self, keys: AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)
-        self._files = _read_page_files()
+        files = [one for one in (resources.files("holdfast.jobs.dash") / "assets").iterdir() if one.is_file()]
+        self._files = {
+            one.name: PageResponse(200, one.read_bytes(), _KINDS[Path(one.name).suffix]) for one in files
+        }
         self._board, self._runs = JobBoard(), RunView()
         table: dict[str, Callable[..., PageResponse]] = {
             r"api/jobs": self._list,
-            _JOB: self._job,
+            _JOB: lambda _, job: json_response(self._board.read(int(job), "page", job_page)),
             rf"{_JOB}/output": self._output,
             rf"{_JOB}/{_HOME}/curves": self._curves,
             rf"{_JOB}/{_HOME}/report": self._report,
             rf"api/{_HOME}/curves": self._curves,
             rf"api/{_HOME}/report": self._report,
-            r"charts\.js": self._charts,
+            r"charts\.js": lambda _: PageResponse(200, chart_library().encode(), _KINDS[".js"]),
         }
         self._routes = [(re.compile(path, re.ASCII), respond) for path, respond in table.items()]
 
@@ -75,18 +78,24 @@ class Application:
             return file
         for pattern, respond in self._routes:
             if found := pattern.fullmatch(path):
-                response = _translated(respond, request, **found.groupdict())
+                try:
+                    response = respond(request, **found.groupdict())
+                except HoldfastError as error:
+                    status = (
+                        404
+                        if isinstance(error, NotFound)
+                        else 400
+                        if isinstance(error, InvalidInput)
+                        else 503
+                    )
+                    return error_response(status, str(error))
                 is_known = response.tag and response.tag == request.known_tag  # the browser has this version
                 return PageResponse(304, b"", "", tag=response.tag) if is_known else response
         return text_response(404, "Not found.")
 
     def _list(self, request: PageRequest) -> PageResponse:
         homes = [RunPlace(place).as_json() for place in self._homes]
-        listing = {**self._board.listing().as_json(), "homes": homes}
-        return json_response(listing)
-
-    def _job(self, request: PageRequest, job: str) -> PageResponse:
-        return json_response(self._board.read(int(job), "page", job_page))
+        return json_response({**self._board.listing().as_json(), "homes": homes})
 
     def _output(self, request: PageRequest, job: str) -> PageResponse:
         cursor, node = request.query.get("after", ""), request.query.get("node", "")
@@ -99,10 +108,7 @@ class Application:
 
     def _report(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
         page = self._runs.report(self._place(home, job))
-        return PageResponse(200, page.encode(), "text/html; charset=utf-8", policy=REPORT_POLICY)
-
-    def _charts(self, request: PageRequest) -> PageResponse:
-        return PageResponse(200, chart_library().encode(), "text/javascript; charset=utf-8")
+        return PageResponse(200, page.encode(), _KINDS[".html"], policy=REPORT_POLICY)
 
     def _place(self, wanted: str, job: str) -> RunPlace:
         homes = self._board.read(int(job), "homes", _homes_of) if job else self._homes
@@ -111,19 +117,3 @@ class Application:
 
 def _homes_of(job: Job) -> list[str]:
     return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
-
-
-def _translated(respond: Callable[..., PageResponse], request: PageRequest, **parts: str) -> PageResponse:
-    """Return the response, or that of the error."""
-    try:
-        return respond(request, **parts)
-    except HoldfastError as error:
-        status = 404 if isinstance(error, NotFound) else 400 if isinstance(error, InvalidInput) else 503
-        return error_response(status, str(error))
-
-
-def _read_page_files() -> dict[str, PageResponse]:
-    """Return the files of the page by name."""
-    folder = resources.files("holdfast.jobs.dash") / "assets"
-    files = [one for one in folder.iterdir() if one.is_file()]
-    return {one.name: PageResponse(200, one.read_bytes(), _KINDS[Path(one.name).suffix]) for one in files}

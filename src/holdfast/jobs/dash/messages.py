@@ -38,6 +38,7 @@ def parse_request(environ: Mapping[str, Any]) -> PageRequest:
         query = dict(parse_qsl(fields, keep_blank_values=True, max_num_fields=_MAX_FIELDS))
     except ValueError:  # too many
         query = {}
+    cookies = (one.strip().partition("=") for one in environ.get("HTTP_COOKIE", "").split(";"))
     return PageRequest(
         method=environ["REQUEST_METHOD"],
         path=environ.get("PATH_INFO", "").encode("latin-1").decode("utf-8", "replace"),
@@ -45,14 +46,9 @@ def parse_request(environ: Mapping[str, Any]) -> PageRequest:
         host=environ.get("HTTP_HOST", ""),
         origin=environ.get("HTTP_ORIGIN", ""),
         fetch_site=environ.get("HTTP_SEC_FETCH_SITE", ""),
-        session=_cookie(environ.get("HTTP_COOKIE", "")),
+        session=next((value for name, _, value in cookies if name == COOKIE), ""),
         known_tag=environ.get("HTTP_IF_NONE_MATCH", ""),
     )
-
-
-def _cookie(header: str) -> str:
-    pairs = (one.strip().partition("=") for one in header.split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 PAGE_POLICY = (
@@ -121,8 +117,6 @@ def _encoded(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-# -- access ----------------------------------------------------------------------------------------------
-
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 _OWN_PAGE = ("", "none", "same-origin")
 _NO_TOKEN = "Open the URL that `holdfast dash` has printed. It ends with a token, which is missing here."
@@ -176,10 +170,5 @@ def _is_equal(given: str, secret: str) -> bool:
 def _signed_in(keys: AccessKeys) -> PageResponse:
     """Return the page that replaces the token by a cookie: browsers keep no strict cookie from a redirect."""
     cookie = f"{COOKIE}={keys.session}; Path=/{keys.space}/; HttpOnly; SameSite=Strict"
-    return PageResponse(
-        200,
-        _SIGN_IN.encode(),
-        "text/html; charset=utf-8",
-        policy=_NO_SCRIPTS,
-        headers=(("Set-Cookie", cookie),),
-    )
+    content, headers = _SIGN_IN.encode(), (("Set-Cookie", cookie),)
+    return PageResponse(200, content, "text/html; charset=utf-8", policy=_NO_SCRIPTS, headers=headers)

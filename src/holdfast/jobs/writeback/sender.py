@@ -6,7 +6,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -40,7 +40,7 @@ class _Changed(Exception):
 
 
 class Sender:
-    """Thread that uploads the entries of a queue."""
+    """Thread that uploads the entries of a queue, from its creation on."""
 
     def __init__(
         self, store: Store, queue: JournaledQueue, versions: KeptVersions, config: UploaderConfig
@@ -54,9 +54,6 @@ class Sender:
         self.error: BaseException | None = None
         """Failure that ended the thread, if any."""
         self._thread = threading.Thread(target=self._run, name="holdfast-sender", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -193,17 +190,30 @@ class Sender:
     def _upload(self, entry: Upload, fd: int) -> str:
         """Upload the bytes and return their digest."""
         hashed, before = xxhash.xxh3_128(), os.fstat(fd)
+        size = before.st_size
 
         def check() -> None:
-            """Check that the file has not changed. Called before the last part is sent."""
+            """Check that the file has not changed, before the last part is sent."""
             if entry.version is None or entry.version.form == COPY:
                 return
-            after = os.fstat(fd)
-            if Fingerprint.of(after) != Fingerprint.of(before) or is_being_written(fd):
+            if Fingerprint.of(os.fstat(fd)) != Fingerprint.of(before) or is_being_written(fd):
                 raise _Changed
 
-        blocks = _blocks(fd, before.st_size, hashed.update, check)
-        self._store.put_parts(entry.name, blocks, before.st_size)
+        def blocks() -> Iterator[memoryview]:
+            room, at = memoryview(bytearray(min(_BLOCK_BYTES, max(size, 1)))), 0
+            while at < size:
+                got = os.preadv(fd, [room[: size - at]], at)
+                if not got:
+                    raise _Changed
+                at += got
+                hashed.update(room[:got])
+                if at == size:
+                    check()
+                yield room[:got]
+            if not size:
+                check()
+
+        self._store.put_parts(entry.name, blocks(), size)
         return hashed.hexdigest()
 
 
@@ -213,25 +223,6 @@ def _is_same(entry: Upload, fingerprint: Fingerprint, sent: Sent | None) -> bool
         return False
     digest = entry.version.digest
     return sent.fingerprint.matches(fingerprint) or (bool(digest) and digest == sent.digest)
-
-
-def _blocks(
-    fd: int, num_bytes: int, seen: Callable[[memoryview], None], check: Callable[[], None]
-) -> Iterator[memoryview]:
-    """Yield the bytes of a file in blocks of one buffer. Calls `check` after the last block was read."""
-    room = memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
-    at = 0
-    while at < num_bytes:
-        got = os.preadv(fd, [room[: min(len(room), num_bytes - at)]], at)
-        if not got:
-            raise _Changed
-        at += got
-        seen(room[:got])
-        if at == num_bytes:
-            check()
-        yield room[:got]
-    if not num_bytes:
-        check()
 
 
 def truncation_reason(fd: int, name: str) -> str:

@@ -86,7 +86,6 @@ class Uploader:
         self._watch.add_tree()
         self._scan_all()
         self._sender = Sender(store, self._queue, self._versions, self._config)
-        self._sender.start()
         self._journal.set(state=ALIVE)
 
     def finish(self) -> None:

@@ -48,7 +48,9 @@ class KeptVersions:
             return None
         info = os.fstat(fd)
         if info.st_size > self._copy_bytes and self._can_clone:
-            info = _settled(fd)  # a clone cannot be compared with the file cheaply, unlike a copy
+            # Any later write must change the file's time: a clone cannot be compared with it, unlike a copy.
+            while not is_settled(info := os.fstat(fd), time.time_ns()):
+                time.sleep(SETTLE_NS / 4e9)
         if info.st_size <= self._copy_bytes:
             version = self._copy(number, fd)
         else:
@@ -79,10 +81,6 @@ class KeptVersions:
                 path.unlink(missing_ok=True)
         return touched
 
-    def is_kept(self, number: int) -> bool:
-        """Return True if a version of this number is kept."""
-        return (self._folder / str(number)).exists()
-
     def exclusive_bytes(self, number: int) -> int:
         """Return the disk space used only by this upload, whose file was replaced or deleted."""
         with suppress(FileNotFoundError):
@@ -92,6 +90,7 @@ class KeptVersions:
 
     def _copy(self, number: int, fd: int) -> Version:
         now_ns, info = time.time_ns(), os.fstat(fd)
+        fingerprint = Fingerprint.of(info, now_ns=now_ns)
         data = bytearray(info.st_size)
         got, view = 0, memoryview(data)
         while got < len(data) and (more := os.preadv(fd, [view[got:]], got)):
@@ -104,16 +103,15 @@ class KeptVersions:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self.drop(number)
-            return Version(PATH, Fingerprint.of(info, now_ns=now_ns))
-        return Version(COPY, Fingerprint.of(info, now_ns=now_ns), digest(data))
+            return Version(PATH, fingerprint)
+        return Version(COPY, fingerprint, digest(data))
 
     def _clone(self, number: int, fd: int) -> Version | None:
         if not self._can_clone:
             return None
         now_ns, info = time.time_ns(), os.fstat(fd)
-        copy = os.open(
-            self._folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        copy = os.open(self._folder / str(number), flags, 0o600)
         try:
             fcntl.ioctl(copy, _CLONE, fd)
         except OSError as error:
@@ -142,10 +140,3 @@ class KeptVersions:
             return Version(HARD_LINK, Fingerprint.of(os.fstat(held), now_ns=now_ns))
         finally:
             os.close(held)
-
-
-def _settled(fd: int) -> os.stat_result:
-    """Return a file's state, once any later write is sure to change its time."""
-    while not is_settled(info := os.fstat(fd), time.time_ns()):
-        time.sleep(SETTLE_NS / 4e9)
-    return info

@@ -63,18 +63,9 @@ def test_a_forwarded_port_has_another_number(client: Client, host: str) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        None,
-        "",
-        "evil.example",
-        f"evil.example:{PORT}",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example:80",
-        "127.0.0.1:80@evil.example",
-        "127.0.0.1:",
-        "127.0.0.1:x",
-        "127.0.0.1:80\n",
-        "127.0.0.2",
-        "0.0.0.0",
+        *(None, "", "evil.example", f"evil.example:{PORT}", "127.0.0.1.evil.example"),
+        *("localhost.evil.example:80", "127.0.0.1:80@evil.example", "127.0.0.1:", "127.0.0.1:x"),
+        *("127.0.0.1:80\n", "127.0.0.2", "0.0.0.0"),
     ],
 )
 def test_a_name_that_points_here_is_refused(client: Client, host: str | None) -> None:
@@ -131,29 +122,18 @@ def test_every_response_has_the_headers_of_a_strict_page(client: Client, path: s
 
 
 TRAVERSALS = [
-    "../secret",
-    "../../etc/passwd",
-    "..%2fsecret",
-    "/etc/passwd",
-    "assets/page.css",
-    "./page.css",
-    "page.css/",
-    "page.css\0",
-    "Page.css",
-    "\\..\\secret",
-    "api/jobs/../../secret",
-    "api/jobs/1/homes/../../../../etc/passwd/curves",
-    "api/homes//etc/curves",
-    "api/homes/0000000000000000/curves",
-    "api/homes/0000000000000000/report",
-    "api/jobs/0x1",
-    "api/jobs/-1",
-    "api/jobs/1 ",
-    "api/jobs/1\n",
-    "api/jobs/٣",
-    "api/jobs/99999999999999999999",
-    "__init__.py",
-    "application.py",
+    *("../secret", "../../etc/passwd", "..%2fsecret", "/etc/passwd", "assets/page.css", "./page.css"),
+    *(
+        "page.css/",
+        "page.css\0",
+        "Page.css",
+        "\\..\\secret",
+        "api/jobs/../../secret",
+        "api/homes//etc/curves",
+    ),
+    *(f"api/homes/0000000000000000/{one}" for one in ("curves", "report")),
+    *(f"api/jobs/{one}" for one in ("0x1", "-1", "1 ", "1\n", "٣", "99999999999999999999")),
+    *("api/jobs/1/homes/../../../../etc/passwd/curves", "__init__.py", "application.py"),
 ]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
+from dash.conftest import WAITS, finish
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
 from holdfast.jobs import description, folder, interface
@@ -19,14 +20,7 @@ from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 from making import make_home
 
-WAITS = "until [ -e go ]; do sleep 0.02; done"
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
-
-
-def finish(jobs: JobHarness, job: interface.Job) -> interface.Job:
-    """Let a waiting job end."""
-    (jobs.files(job).workdir(0) / "go").touch()
-    return jobs.wait(job)
 
 
 def test_active_jobs_come_first_with_durations_that_grow_in_the_browser(

@@ -68,6 +68,10 @@ class Scenario:
             self.actions = list(actions)
         return self.job_state.status
 
+    def begin(self, *events: JobEvent) -> JobStatus:
+        """Run the first attempt up to its commands, and apply events."""
+        return self.begin(*events)
+
     def run(
         self, *outcomes: Outcome, has_advanced: bool | None = None, cause: FailureCause | None = None
     ) -> JobStatus:
@@ -94,10 +98,7 @@ def test_a_job_that_finishes_goes_through_its_statuses() -> None:
 
 def test_a_completed_job_winds_down_until_its_files_are_uploaded() -> None:
     scenario = Scenario()
-    assert (
-        scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DONE), Uploading(1, "3 files"))
-        is JobStatus.WINDING_DOWN
-    )
+    assert scenario.begin(NodeExited(1, 0, DONE), Uploading(1, "3 files")) is JobStatus.WINDING_DOWN
     assert scenario.job_state.reason == "3 files"
     assert (
         scenario.apply(NoticeReceived(30.0), NodesRunning(1), Uploading(1, "2 files"))
@@ -110,24 +111,14 @@ def test_a_completed_job_winds_down_until_its_files_are_uploaded() -> None:
 
 def test_only_a_completed_job_winds_down() -> None:
     scenario = Scenario()
-    assert (
-        scenario.apply(
-            ControllerStarted(), NodesRunning(1), NodeExited(1, 0, PREEMPTED), Uploading(1, "3 files")
-        )
-        is JobStatus.RUNNING
-    )
+    assert scenario.begin(NodeExited(1, 0, PREEMPTED), Uploading(1, "3 files")) is JobStatus.RUNNING
     cancelled = Scenario()
     assert (
-        cancelled.apply(
-            ControllerStarted(), NodesRunning(1), CancelRequested(), NodeExited(1, 0, DONE), Uploading(1, "x")
-        )
-        is JobStatus.CANCELLING
+        cancelled.begin(CancelRequested(), NodeExited(1, 0, DONE), Uploading(1, "x")) is JobStatus.CANCELLING
     )
     assert cancelled.apply(AttemptExited(1, None)) is JobStatus.CANCELLED
     late = Scenario()
-    late.apply(
-        ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DONE), Uploading(1, "x"), CancelRequested()
-    )
+    late.begin(NodeExited(1, 0, DONE), Uploading(1, "x"), CancelRequested())
     assert late.apply(AttemptExited(1, None)) is JobStatus.CANCELLED
 
 
@@ -146,7 +137,7 @@ def test_work_whose_files_are_lost_with_their_machine_is_repeated() -> None:
 
 def test_the_reason_of_a_restart_names_lost_files() -> None:
     scenario = Scenario(RestartPolicy(max_restarts=1))
-    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, LOST))
+    scenario.begin(NodeExited(1, 0, LOST))
     assert scenario.apply(AttemptExited(1, None, "3 files in /scratch")) is JobStatus.RECOVERING
     assert scenario.job_state.reason == "node 0 was lost; 3 files in /scratch"
     scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, FAILED))
@@ -154,14 +145,58 @@ def test_the_reason_of_a_restart_names_lost_files() -> None:
     assert scenario.job_state.reason == "node 0 failed in run with status 1; 4 files"
 
 
-@pytest.mark.parametrize("outcome", [LOST, KILLED, PREEMPTED])
-def test_a_preemption_never_counts_as_an_error(outcome: Outcome) -> None:
-    scenario = Scenario()
-    for _ in range(50):
-        assert scenario.run(outcome, has_advanced=True) is JobStatus.RECOVERING
-    assert scenario.job_state.num_errors == 0
-    assert scenario.run(DONE) is JobStatus.SUCCEEDED
-    assert scenario.job_state.recoveries == 50
+MANY = RestartPolicy(max_restarts=100)
+CHOSEN = RestartPolicy(free_codes=frozenset({33}))
+FREE = Outcome(Phase.RUN, code=33)
+SPENT = "node 0 failed in run with status 1"
+BARREN = "without a newer checkpoint"
+SAME = "3 attempts in a row failed in the same way"
+
+
+@pytest.mark.parametrize(
+    ("policy", "outcome", "has_advanced", "cause", "restarts", "num_errors", "last", "reason"),
+    [
+        # A preemption never counts as an error, and is no crash loop without progress either.
+        *((RestartPolicy(), one, True, None, 50, 0, DONE, "") for one in (LOST, KILLED, PREEMPTED)),
+        (RestartPolicy(), LOST, False, None, 10 * MAX_BARREN, 0, DONE, ""),
+        # Errors restart as often as allowed, and chosen exit codes without being counted.
+        *((RestartPolicy(max_restarts=n), FAILED, None, None, n, n, FAILED, SPENT) for n in (0, 1, 3)),
+        (CHOSEN, FREE, True, None, 20, 0, Outcome(Phase.RUN, code=34), "status 34"),
+        # A job without progress is stopped. Of errors, it must be known that there is none.
+        *((CHOSEN, FREE, advanced, None, MAX_BARREN - 1, 0, FREE, BARREN) for advanced in (False, None)),
+        (MANY, FAILED, False, None, MAX_BARREN - 1, MAX_BARREN - 1, FAILED, BARREN),
+        (MANY, FAILED, None, None, 100, 100, FAILED, "all 100 restarts after errors are used up"),
+        # One cause that repeats ends the job with it, unless there is progress or no limit.
+        *((MANY, FAILED, one, CAUSES[0], MAX_SAME - 1, MAX_SAME - 1, FAILED, SAME) for one in (False, None)),
+        (MANY, BAD_SETUP, None, CAUSES[0], MAX_SAME - 1, MAX_SAME - 1, BAD_SETUP, SAME),
+        (MANY, FAILED, True, CAUSES[0], 100, 100, FAILED, "all 100 restarts"),
+        (RestartPolicy(max_restarts=9, max_same=0), FAILED, None, CAUSES[0], 9, 9, FAILED, "all 9 restarts"),
+    ],
+)
+def test_a_job_is_restarted_a_number_of_times(
+    policy: RestartPolicy,
+    outcome: Outcome,
+    has_advanced: bool | None,
+    cause: FailureCause | None,
+    restarts: int,
+    num_errors: int,
+    last: Outcome,
+    reason: str,
+) -> None:
+    scenario = Scenario(policy)
+    for _ in range(restarts):
+        assert scenario.run(outcome, has_advanced=has_advanced, cause=cause) is JobStatus.RECOVERING
+    assert (scenario.job_state.recoveries + 1, scenario.job_state.num_errors) == (
+        max(restarts, 1),
+        num_errors,
+    )
+    failed = JobStatus.FAILED_SETUP if last is BAD_SETUP else JobStatus.FAILED
+    expected = JobStatus.SUCCEEDED if last is DONE else failed
+    assert scenario.run(last, has_advanced=has_advanced, cause=cause) is expected
+    assert reason in scenario.job_state.reason
+    assert exit_status(scenario.job_state) == (last.code if last is not DONE else 0)
+    if reason == SAME and last is FAILED:
+        assert "ValueError: a (node 0 failed in run with status 1)" in scenario.job_state.reason
 
 
 def test_a_lost_node_counts_even_if_the_others_failed_because_of_it_first() -> None:
@@ -173,7 +208,7 @@ def test_a_lost_node_counts_even_if_the_others_failed_because_of_it_first() -> N
 def test_a_notice_makes_any_end_a_preemption() -> None:
     """As with torchrun, which exits with 1 when it is stopped, however its workers exited."""
     scenario = Scenario()
-    scenario.apply(ControllerStarted(), NodesRunning(1), NoticeReceived(30.0))
+    scenario.begin(NoticeReceived(30.0))
     assert scenario.actions == [SendNotice(30.0, "holdfast preempt"), KillAttempt(30.0, with_keepers=True)]
     assert scenario.apply(NodeExited(1, 0, FAILED), AttemptExited(1, True)) is JobStatus.RECOVERING
     assert scenario.actions == [Backoff(0.0)]
@@ -183,24 +218,9 @@ def test_a_notice_makes_any_end_a_preemption() -> None:
 def test_a_completed_job_succeeds_even_after_a_notice() -> None:
     scenario = Scenario()
     assert (
-        scenario.apply(
-            ControllerStarted(),
-            NodesRunning(1),
-            NoticeReceived(30.0),
-            NodeExited(1, 0, DONE),
-            AttemptExited(1, True),
-        )
+        scenario.begin(NoticeReceived(30.0), NodeExited(1, 0, DONE), AttemptExited(1, True))
         is JobStatus.SUCCEEDED
     )
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1, 3])
-def test_errors_restart_as_often_as_allowed(max_restarts: int) -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=max_restarts))
-    for _ in range(max_restarts):
-        assert scenario.run(FAILED) is JobStatus.RECOVERING
-    assert scenario.run(FAILED) is JobStatus.FAILED
-    assert "node 0 failed in run with status 1" in scenario.job_state.reason
 
 
 def test_a_trainer_killed_alone_counts_as_an_error_with_its_likely_cause() -> None:
@@ -220,37 +240,6 @@ def test_a_failed_setup_has_its_own_status() -> None:
     assert scenario.run(DONE) is JobStatus.SUCCEEDED
 
 
-def test_chosen_exit_codes_restart_without_being_counted() -> None:
-    scenario = Scenario(RestartPolicy(free_codes=frozenset({33})))
-    for _ in range(20):
-        assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=True) is JobStatus.RECOVERING
-    assert scenario.job_state.num_errors == 0
-    assert scenario.run(Outcome(Phase.RUN, code=34), has_advanced=True) is JobStatus.FAILED
-
-
-@pytest.mark.parametrize("has_advanced", [False, None])
-def test_a_job_without_progress_is_stopped(has_advanced: bool | None) -> None:
-    scenario = Scenario(RestartPolicy(free_codes=frozenset({33})))
-    for _ in range(MAX_BARREN - 1):
-        assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=has_advanced) is JobStatus.RECOVERING
-    assert scenario.run(Outcome(Phase.RUN, code=33), has_advanced=has_advanced) is JobStatus.FAILED
-    assert "without a newer checkpoint" in scenario.job_state.reason
-
-
-def test_restarts_after_errors_are_stopped_too_if_checkpoints_do_not_advance() -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=100))
-    statuses = [scenario.run(FAILED, has_advanced=False) for _ in range(MAX_BARREN)]
-    assert statuses[-1] is JobStatus.FAILED
-    unknown = Scenario(RestartPolicy(max_restarts=100))
-    assert {unknown.run(FAILED, has_advanced=None) for _ in range(100)} == {JobStatus.RECOVERING}
-
-
-def test_preemptions_without_progress_are_not_a_crash_loop() -> None:
-    scenario = Scenario()
-    for _ in range(10 * MAX_BARREN):
-        assert scenario.run(LOST, has_advanced=False) is JobStatus.RECOVERING
-
-
 def test_backoff_doubles_up_to_a_minute_and_is_zero_after_the_first_loss() -> None:
     assert [pause_s(n, is_external=True) for n in range(4)] == [0.0, 0.0, 1.0, 2.0]
     assert [pause_s(n, is_external=False) for n in range(4)] == [0.0, 1.0, 2.0, 4.0]
@@ -259,7 +248,7 @@ def test_backoff_doubles_up_to_a_minute_and_is_zero_after_the_first_loss() -> No
 
 def test_one_failed_node_stops_the_others_after_a_moment() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=3))
-    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 1, FAILED))
+    scenario.begin(NodeExited(1, 1, FAILED))
     (kill,) = scenario.actions
     assert isinstance(kill, KillAttempt)
     assert 0 < kill.after_s < 30
@@ -270,13 +259,13 @@ def test_one_failed_node_stops_the_others_after_a_moment() -> None:
 
 def test_a_lost_node_stops_the_others_at_once() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
-    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 1, LOST))
+    scenario.begin(NodeExited(1, 1, LOST))
     assert scenario.actions == [KillAttempt(0.0)]
 
 
 def test_cancelling_leaves_time_to_save() -> None:
     scenario = Scenario()
-    assert scenario.apply(ControllerStarted(), NodesRunning(1), CancelRequested()) is JobStatus.CANCELLING
+    assert scenario.begin(CancelRequested()) is JobStatus.CANCELLING
     assert [type(order) for order in scenario.actions] == [SendNotice, KillAttempt]
     assert scenario.apply(NoticeReceived(1.0), CancelRequested()) is JobStatus.CANCELLING
     assert scenario.actions == []
@@ -285,12 +274,12 @@ def test_cancelling_leaves_time_to_save() -> None:
 
 def test_cancelling_does_not_wait_for_a_job_without_handlers() -> None:
     scenario = Scenario()
-    scenario.apply(ControllerStarted(), NodesRunning(1), CancelRequested(), NoticeDelivered(1, 1))
+    scenario.begin(CancelRequested(), NoticeDelivered(1, 1))
     assert scenario.actions == []
     scenario.apply(NoticeDelivered(1, 0))
     assert scenario.actions == [KillAttempt(0.0)]
     preempted = Scenario()
-    preempted.apply(ControllerStarted(), NodesRunning(1), NoticeReceived(30.0), NoticeDelivered(1, 0))
+    preempted.begin(NoticeReceived(30.0), NoticeDelivered(1, 0))
     assert preempted.actions == [], "a cloud gives the whole lead, whoever listens"
 
 
@@ -320,37 +309,6 @@ def test_a_failed_controller_kills_what_is_running() -> None:
     )
     assert scenario.actions == [KillAttempt(0.0)]
     assert scenario.job_state.reason == "disk on fire"
-
-
-@pytest.mark.parametrize("has_advanced", [False, None])
-def test_one_cause_that_repeats_ends_the_job_with_it(has_advanced: bool | None) -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=100))
-    for _ in range(MAX_SAME - 1):
-        assert scenario.run(FAILED, has_advanced=has_advanced, cause=CAUSES[0]) is JobStatus.RECOVERING
-    assert scenario.run(FAILED, has_advanced=has_advanced, cause=CAUSES[0]) is JobStatus.FAILED
-    assert scenario.job_state.reason.startswith("3 attempts in a row failed in the same way")
-    assert "ValueError: a (node 0 failed in run with status 1)" in scenario.job_state.reason
-    assert exit_status(scenario.job_state) == 1
-
-
-def test_a_cause_that_repeats_in_setup_has_its_own_status() -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=100))
-    statuses = [scenario.run(BAD_SETUP, cause=CAUSES[0]) for _ in range(MAX_SAME)]
-    assert statuses[-1] is JobStatus.FAILED_SETUP
-
-
-def test_a_cause_at_a_later_step_each_time_is_not_a_repetition() -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=100))
-    for _ in range(100):
-        assert scenario.run(FAILED, has_advanced=True, cause=CAUSES[0]) is JobStatus.RECOVERING
-
-
-def test_no_limit_lets_the_same_cause_use_all_restarts() -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=10, max_same=0))
-    for _ in range(10):
-        assert scenario.run(FAILED, cause=CAUSES[0]) is JobStatus.RECOVERING
-    assert scenario.run(FAILED, cause=CAUSES[0]) is JobStatus.FAILED
-    assert "all 10 restarts after errors are used up" in scenario.job_state.reason
 
 
 @given(st.lists(st.sampled_from([LOST, KILLED, PREEMPTED]), min_size=1, max_size=30), st.data())
@@ -419,7 +377,7 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
     second: Outcome, has_advanced: bool | None, status: JobStatus
 ) -> None:
     scenario = Scenario(RestartPolicy())
-    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, HUNG))
+    scenario.begin(NodeExited(1, 0, HUNG))
     assert scenario.apply(AttemptExited(1, True)) is JobStatus.RECOVERING
     assert scenario.job_state.num_errors == 0
     scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, second))
@@ -431,7 +389,7 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
 
 def test_a_training_that_diverged_is_not_restarted() -> None:
     scenario = Scenario(RestartPolicy(max_restarts=5, free_codes=frozenset({1})))
-    scenario.apply(ControllerStarted(), NodesRunning(1), NodeExited(1, 0, DIVERGED))
+    scenario.begin(NodeExited(1, 0, DIVERGED))
     assert scenario.apply(AttemptExited(1, True)) is JobStatus.FAILED
     assert scenario.job_state.reason == "node 0 diverged: loss is 9 at step 7"
     assert exit_status(scenario.job_state) == 1

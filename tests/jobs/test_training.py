@@ -64,6 +64,19 @@ def wait_for_steps(harness: JobHarness, job: Job, number: int, *, attempt: int |
     harness.wait_for(job, is_there, f"{number} steps")
 
 
+def check_recovery(harness: JobHarness, job: Job) -> Job:
+    """Check that a job succeeds in its second attempt, which was not counted as an error."""
+    ended = harness.wait(job)
+    found = (ended.status, ended.recoveries, ended.restarts_after_errors)
+    assert found == (JobStatus.SUCCEEDED, 1, 0), harness.describe(job)
+    return ended
+
+
+def check_steps(harness: JobHarness) -> None:
+    """Check that each step was done once."""
+    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1))
+
+
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """Return the digest after an uninterrupted training, by its number of steps."""
@@ -86,11 +99,8 @@ def test_a_preemption_with_notice_costs_no_step(
     job = harness.submit(command(harness.folder, *PAUSE))
     wait_for_steps(harness, job, 7)
     harness.engine.preempt(job.id, lead_s=600)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), harness.describe(
-        job
-    )
-    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    assert check_recovery(harness, job).step == TOTAL
+    check_steps(harness)
     assert {attempt for attempt, _ in steps(harness.folder)} == {1, 2}
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
@@ -150,8 +160,7 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
     harness.wait_for(job, lambda: (harness.engine.job(job.id).step or 0) >= 2 * EVERY, "two saves")
     saved = harness.engine.job(job.id).step or 0
     harness.kill_node(job, 0)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
+    check_recovery(harness, job)
     first = min(step for attempt, step in steps(harness.folder) if attempt == 2)
     assert first > saved, "what was durable is not done again"
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
@@ -167,11 +176,8 @@ def test_a_launcher_that_replaces_the_status_of_a_preemption_does_not_make_it_an
     for process in harness.of_job(job):
         if str(TRAINING).encode() in (Path("/proc") / str(process.pid) / "cmdline").read_bytes().split(b"\0"):
             os.kill(process.pid, signal.SIGTERM)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.describe(job)
-    )
-    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    check_recovery(harness, job)
+    check_steps(harness)
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
@@ -182,11 +188,8 @@ def test_two_nodes_train_together_and_survive_a_notice(harness: JobHarness) -> N
     job = harness.submit(torchrun(harness.folder, reserve_port(), *PAUSE), head="num_nodes: 2")
     wait_for_steps(harness, job, 7)
     harness.engine.preempt(job.id, lead_s=600)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.describe(job)
-    )
-    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    check_recovery(harness, job)
+    check_steps(harness)
 
 
 @pytest.mark.slow
@@ -197,10 +200,7 @@ def test_two_nodes_survive_the_loss_of_one(harness: JobHarness, node: int) -> No
     job = harness.submit(torchrun(harness.folder, reserve_port(), *PAUSE), head="num_nodes: 2")
     wait_for_steps(harness, job, 13)
     harness.kill_node(job, node)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.describe(job)
-    )
+    check_recovery(harness, job)
     assert steps(harness.folder)[-1] == (2, TOTAL)
 
 

@@ -47,47 +47,28 @@ def test_a_directory_with_an_uploader_stays(mounted: MountedDirectory) -> None:
     assert mounted.local() == {"data": b"1"}
 
 
-def _change(mounted: MountedDirectory) -> None:
-    mounted.write("data", b"after the uploader")
-
-
-def _add(mounted: MountedDirectory) -> None:
-    mounted.write("more", b"after the uploader")
-
-
-def _delete(mounted: MountedDirectory) -> None:
-    (mounted.directory / "data").unlink()
-
-
-def _link(mounted: MountedDirectory) -> None:
-    (mounted.directory / "link").symlink_to("data")
-
-
-def _leave_unfinished(mounted: MountedDirectory) -> None:
-    mounted.write("next.tmp", b"after the uploader")
-
-
-def _set_aside(mounted: MountedDirectory) -> None:
-    mounted.write(".holdfast-writeback/set-aside/20260101-000000/old", b"older")
-
-
-def _lose_journal(mounted: MountedDirectory) -> None:
+def lose_journal(mounted: MountedDirectory) -> None:
     for path in (mounted.directory / ".holdfast-writeback").glob("*journal*"):
         path.unlink()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [_change, _add, _delete, _link, _leave_unfinished, _set_aside, _lose_journal],
-    ids=lambda change: change.__name__.lstrip("_"),
-)
-def test_a_directory_with_anything_else_stays(
-    mounted: MountedDirectory, change: Callable[[MountedDirectory], None]
-) -> None:
+CHANGES: dict[str, Callable[[MountedDirectory], object]] = {
+    "change": lambda mounted: mounted.write("data", b"after the uploader"),
+    "add": lambda mounted: mounted.write("more", b"after the uploader"),
+    "delete": lambda mounted: (mounted.directory / "data").unlink(),
+    "link": lambda mounted: (mounted.directory / "link").symlink_to("data"),
+    "unfinished": lambda mounted: mounted.write("next.tmp", b"after the uploader"),
+    "set aside": lambda mounted: mounted.write(".holdfast-writeback/set-aside/2026-0/old", b"older"),
+    "journal": lose_journal,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_directory_with_anything_else_stays(mounted: MountedDirectory, change: str) -> None:
     mounted.write("data", b"1")
     mounted.drained()
     ended(mounted)
-    change(mounted)
+    CHANGES[change](mounted)
     before = mounted.local()
     assert not remove_uploaded(mounted.directory)
     assert mounted.local() == before
@@ -113,9 +94,8 @@ def test_a_download_above_the_limit_changes_nothing(make_directory: Callable[...
     for name, data in files.items():
         first.write(name, data)
     first.drained()
-    with pytest.raises(
-        InvalidInput, match=r"holds 1.2 kB that are not in .*its limit of 1.0 kB. Nothing was"
-    ):
+    said = r"holds 1.2 kB that are not in .*its limit of 1.0 kB. Nothing was"
+    with pytest.raises(InvalidInput, match=said):
         second.mount(fetch_bytes=1000)
     assert second.local() == {}
     second.mount(fetch_bytes=1200)

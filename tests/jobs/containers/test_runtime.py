@@ -85,10 +85,9 @@ def test_docker_that_runs_containers_as_another_user_is_refused(
 def test_a_name_that_is_not_one_of_an_image_is_refused(
     harness: JobHarness, stand_in: StandIn, image: str
 ) -> None:
+    head = f"resources: {{image_id: {('docker:' + image)!r}}}\n".replace("\\n", "\n\n")
     with pytest.raises(InvalidInput, match=r"resources\.image_id: expected docker:IMAGE"):
-        harness.submit(
-            "true", head=f"resources: {{image_id: {('docker:' + image)!r}}}\n".replace("\\n", "\n\n")
-        )
+        harness.submit("true", head=head)
     assert stand_in.calls("create") == []
 
 
@@ -161,9 +160,8 @@ def test_an_image_that_is_not_here_is_pulled_with_its_progress_in_the_log(
     job = harness.submit("true", head=HEAD)
     harness.wait(job)
     assert stand_in.calls("pull") == [["pull", "docker.io/an/image"]]
-    assert "pulling docker.io/an/image with podman\nTrying to pull docker.io/an/image...\n" in harness.log(
-        job
-    )
+    progress = "pulling docker.io/an/image with podman\nTrying to pull docker.io/an/image...\n"
+    assert progress in harness.log(job)
 
 
 @pytest.mark.slow
@@ -229,9 +227,8 @@ def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
     job = harness.submit("true", head=HEAD)
     assert harness.wait(job).status is JobStatus.SUCCEEDED
     harness.wait_for(job, lambda: not harness.roles(job, "warden"), "the warden's end")
-    assert "cannot remove the container yet: `podman rm` failed: Error: the storage is busy" in harness.log(
-        job
-    )
+    said = "cannot remove the container yet: `podman rm` failed: Error: the storage is busy"
+    assert said in harness.log(job)
     assert stand_in.containers()
     stand_in.will_not("rm")
     harness.engine.forget(job.id)

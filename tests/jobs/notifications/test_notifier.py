@@ -209,17 +209,7 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     certificate = tmp_path / "certificate.pem"
-    words = [
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "9",
-    ]
+    words = ["req", "-x509", "-nodes", "-days", "9", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(certificate)]
     subprocess.run(["openssl", *words, *names, *files], check=True, capture_output=True)

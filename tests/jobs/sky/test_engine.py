@@ -132,10 +132,8 @@ def test_a_job_that_skypilot_rejects_is_not_listed(sky: FakeSky) -> None:
 def test_output_has_no_colours(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
-    assert [line.text for line in engine.lines(number, OutputSelection(follow=True))] == [
-        "(gpt-1, pid=3) hello",
-        "bye",
-    ]
+    lines = [line.text for line in engine.lines(number, OutputSelection(follow=True))]
+    assert lines == ["(gpt-1, pid=3) hello", "bye"]
     assert sky.calls()[-1] == "jobs logs --follow 17"
 
 

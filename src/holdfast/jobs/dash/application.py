@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
-from holdfast.jobs.dash.job_board import MAX_HOMES, JobBoard, job_page
+from holdfast.jobs.dash.job_board import JobBoard, homes_of, job_page
 from holdfast.jobs.dash.messages import (
     REPORT_POLICY,
     AccessKeys,
@@ -23,9 +23,6 @@ from holdfast.jobs.dash.messages import (
 )
 from holdfast.jobs.dash.output_feed import output_page
 from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
-from holdfast.jobs.description import recorded_homes
-from holdfast.jobs.engine import Job
-from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.watch.report.page import chart_library
 
 _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
@@ -111,9 +108,5 @@ class Application:
         return PageResponse(200, page.encode(), _KINDS[".html"], policy=REPORT_POLICY)
 
     def _place(self, wanted: str, job: str) -> RunPlace:
-        homes = self._board.read(int(job), "homes", _homes_of) if job else self._homes
+        homes = self._board.read(int(job), "homes", homes_of) if job else self._homes
         return find_place(homes, wanted)
-
-
-def _homes_of(job: Job) -> list[str]:
-    return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]

@@ -8,7 +8,13 @@ from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater
 from holdfast.jobs.dash.run_view import RunPlace
-from holdfast.jobs.description import JobDescription, describe_checks, describe_job, durations_of
+from holdfast.jobs.description import (
+    JobDescription,
+    describe_checks,
+    describe_job,
+    durations_of,
+    recorded_homes,
+)
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import Change, JobAttempt, read_changes
@@ -115,6 +121,11 @@ def job_page(job: Job) -> dict[str, Any]:
         **{name: getattr(found, name) for name in ("lost_s", "folder", "workdirs", "logs")},
         "homes": [{**RunPlace(place).as_json(), "step": step} for place, step in homes],
     }
+
+
+def homes_of(job: Job) -> list[str]:
+    """Return the homes of which a job has reported steps, at most `MAX_HOMES`."""
+    return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
 
 
 def _row(job: Job) -> dict[str, Any]:

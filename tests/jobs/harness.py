@@ -66,8 +66,6 @@ class JobHarness:
         path = self.files(job).log(node)
         return path.read_text() if path.exists() else ""
 
-    # -- waiting ---------------------------------------------------------------------------------------------
-
     def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
         """Wait until `what()` returns something true. Woken by changes in the jobs' folders."""
         files = self.files(job)
@@ -103,8 +101,6 @@ class JobHarness:
         logs = [*files.logs.glob("*.log"), files.controller_log, files.changed]
         told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
         return f"{self.engine.job(job.id)}\n{told}"
-
-    # -- processes -------------------------------------------------------------------------------------------
 
     def of_job(self, job: Job) -> list[Process]:
         """Return the processes of the job's nodes, without agents."""

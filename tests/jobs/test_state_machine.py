@@ -360,9 +360,6 @@ def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
     assert scenario.job_state.reason.startswith("node 1 is not fit for the job: the next save does not fit")
 
 
-# -- every sequence --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("second", "has_advanced", "status"),
     [

@@ -53,9 +53,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(url)
         sys.stdout.flush()
-        print(
-            "Ctrl-C ends it. The URL is a key to your jobs: do not pass it on.", file=sys.stderr, flush=True
-        )
+        note = "Ctrl-C ends it. The URL is a key to your jobs: do not pass it on."
+        print(note, file=sys.stderr, flush=True)
         wants_browser = not args.no_browser and sys.stdout.isatty() and has_desktop(os.environ)
         with opened(url) if wants_browser else contextlib.nullcontext():
             server.run()

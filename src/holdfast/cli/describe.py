@@ -37,12 +37,8 @@ def print_checks(found: JobDescription) -> None:
         for line in describe_checks(of_nodes):
             hanging = " " * (len(line) - len(line.lstrip()) + 8)
             width = max(24, terminal_width() or _WIDTH)
-            text = printable(line)
-            print(
-                textwrap.fill(
-                    text, width, initial_indent=" " * 4, subsequent_indent=hanging, break_on_hyphens=False
-                )
-            )
+            indents = {"initial_indent": " " * 4, "subsequent_indent": hanging}
+            print(textwrap.fill(printable(line), width, **indents, break_on_hyphens=False))
 
 
 _EXAMPLES = """

@@ -24,8 +24,6 @@ from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import format_duration, parse_duration, plural
 
-# -- queue -----------------------------------------------------------------------------------------------
-
 _QUEUE_EXAMPLES = """
 holdfast queue
 holdfast queue --status failed --all
@@ -93,8 +91,6 @@ _JOB_COLUMNS = (  # of a job and its durations
     Column("WHY", lambda row: row[0].reason.partition("\n")[0], "text"),
 )
 
-# -- wait ------------------------------------------------------------------------------------------------
-
 _WAIT_EXAMPLES = """
 holdfast wait 3 && echo "it has succeeded"
 holdfast wait 3 4 sweep --timeout 2h
@@ -132,8 +128,6 @@ def wait(args: argparse.Namespace) -> int:
         print_json([job_row(job) for job in jobs])
     return status or next((job.exit_status for job in jobs if job.exit_status), 0)
 
-
-# -- cancel and preempt ----------------------------------------------------------------------------------
 
 _CANCEL_EXAMPLES = """
 holdfast cancel 3
@@ -198,8 +192,6 @@ def preempt(args: argparse.Namespace) -> int:
         print(f"job {found.id} ({found.name}) is preempted; its processes are killed in {when}")
     return 0
 
-
-# -- forget ----------------------------------------------------------------------------------------------
 
 _FORGET_EXAMPLES = """
 holdfast forget 3 4 sweep
@@ -274,8 +266,6 @@ def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[Holdfas
     return sorted(found.values(), key=lambda job: job.id), errors
 
 
-# -- nodes -----------------------------------------------------------------------------------------------
-
 _NODES_EXAMPLES = """
 holdfast nodes
 holdfast nodes --json | jq -r '.[] | select(.stands_out) | .name'
@@ -331,8 +321,6 @@ _NODE_COLUMNS = (
     ),
     Column("WHY", lambda one: "; ".join(one.reasons), "text"),
 )
-
-# -- service ---------------------------------------------------------------------------------------------
 
 _SERVICE_EXAMPLES = """
 holdfast service install

@@ -157,9 +157,8 @@ def add_launch(commands: Commands) -> None:
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
     )
     parser.add("--dry-run", "show the plan without starting anything")
-    parser.add(
-        "-o, --output FILE", "with --dry-run: write what would be submitted to FILE (- for standard output)"
-    )
+    text = "with --dry-run: write what would be submitted to FILE (- for standard output)"
+    parser.add("-o, --output FILE", text)
     parser.add("--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
     parser.add_json()
 
@@ -244,9 +243,8 @@ def add_task(parser: CommandParser) -> None:
         action="append",
         default=[],
     )
-    parser.add(
-        "--gpus NAME:N", "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
-    )
+    gpus = "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
+    parser.add("--gpus NAME:N", gpus)
     parser.add("--num-nodes N", "number of nodes", count)
     parser.add(
         "--priority N",

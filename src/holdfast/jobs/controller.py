@@ -42,8 +42,9 @@ _log = get_logger("jobs")
 
 LEAD_S = 30.0  # lead of a notice whose request has none
 _NUM_LAST_LINES = 10
-_FULL_BYTES = 64 << 10
-"""Free space of a disk that counts as full. Some file systems keep this little for themselves."""
+_FULL_BYTES = (
+    64 << 10
+)  # free space of a disk that counts as full, as some file systems keep it for themselves
 HEADLINE = "holdfast: "  # beginning of the first line of an attempt, which names its number
 _NUM_LINES = 200
 _SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recorded in the history
@@ -282,10 +283,10 @@ class Controller(ABC):
         if rank is None:
             return None
         lines = last_lines(self._folder.log(rank), _NUM_LINES)
-        of_starts = (
-            line.startswith(HEADLINE) and " attempt " in line and " starts" in line for line in lines
-        )
-        begin = max((number for number, is_start in enumerate(of_starts, 1) if is_start), default=0)
+        begin = 0  # of the newest attempt, without its first line
+        for number, line in enumerate(lines, 1):
+            if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:
+                begin = number
         return find_cause(outcomes, lines[begin:])
 
     def _newest_step(self) -> int | None:

@@ -11,8 +11,7 @@ from holdfast.errors import redact
 from holdfast.jobs.outcome import Outcome
 
 MAX_SAME = 3  # attempts in a row with the same cause, without a newer checkpoint, before the job fails
-SAME_FAILURES = "HOLDFAST_SAME_FAILURES"
-"""Variable of a job that replaces `MAX_SAME`: a number, or `any` for no limit."""
+SAME_FAILURES = "HOLDFAST_SAME_FAILURES"  # variable that replaces `MAX_SAME`: a number, or `any` for no limit
 NO_LIMIT = "any"
 _NUM_LINES = 20  # lines at the end of an attempt's output that are compared
 _MAX_SHOWN = 200

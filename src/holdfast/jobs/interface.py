@@ -275,6 +275,5 @@ def clear_node(name: str) -> None:
     try:
         add_events(state, [MachineEvent(time.time(), name)])
     except OSError as error:
-        raise RetryLater(
-            f"Cannot write the record of nodes in {state}: {error}. Nothing was changed."
-        ) from error
+        what = f"Cannot write the record of nodes in {state}: {error}"
+        raise RetryLater(f"{what}. Nothing was changed.") from error

@@ -56,16 +56,11 @@ class RecordedEngine(ABC):
         state: folder of all jobs. Default: that of this user.
     """
 
-    name: str
-    """Name of the engine, as in `--on`."""
-    can_notify = False
-    """True if the jobs of the engine send notifications."""
-    is_here = False
-    """True if jobs run on this machine, with the variables of the shell that launches them."""
-    no_pipelines: str = ""
-    """Why the engine does not run pipelines, and what to use instead. Empty if it does."""
-    poll_s = 5.0
-    """Interval for following a job, where the kernel reports no changes."""
+    name: str  # name of the engine, as in `--on`
+    can_notify = False  # true if the jobs of the engine send notifications
+    is_here = False  # true if jobs run on this machine, with the variables of the shell that launches them
+    no_pipelines: str = ""  # why the engine does not run pipelines, and what to use instead
+    poll_s = 5.0  # interval for following a job, where the kernel reports no changes
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state or state_dir()
@@ -243,8 +238,7 @@ class RecordedEngine(ABC):
 class NodeEngine(RecordedEngine):
     """Engine whose nodes run agents of Holdfast, which find all files of the job in its folder."""
 
-    script_prefix = ""
-    """Commands for the beginning of each script's first line."""
+    script_prefix = ""  # commands for the beginning of each script's first line
 
     @abstractmethod
     def _in_image(self, task: Task) -> Task:

@@ -42,14 +42,12 @@ _NO_RECORD = frozenset(
     {errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EPERM}
 )
 """Errors of a job's files that only a person can mend. They cost no other job."""
-_LAST = "last-number"
-"""File with the greatest number so far. If it is lost, the folders that exist still count."""
+_LAST = "last-number"  # file with the greatest number so far. Without it, the folders that exist count.
 _REMOVED = ".removing-"
 _MAX_DIGITS = 15
 _MAX_FOLDER = 10**12  # number from which on a folder is a stray one, which new numbers do not follow
 _MAX_WRITTEN = 10**14  # number from which on the file with the greatest number is damaged
-_HERE = "local"
-"""Engine whose states are recorded by a controller on this machine. Others have records of their own."""
+_HERE = "local"  # engine whose states are recorded by a controller on this machine; others have their own
 _REASON = "the record of this job was lost, and rebuilt from its folder"
 _CHANGE = re.compile(r"\S+ \S+ attempt \d+ ([A-Z_]+)(?: (.*))?")
 

@@ -31,8 +31,7 @@ _PATH = "PYTHONPATH"
 _MAX_NAME = 40
 _LIMIT_S = 60.0
 _RUNTIME = "XDG_RUNTIME_DIR"
-_MAX_CRON_BYTES = 999
-"""Longest command that all versions of cron run. Vixie's and Debian's cut off the rest silently."""
+_MAX_CRON_BYTES = 999  # longest command that all versions of cron run. Debian's cuts off the rest silently.
 _TARGET = "default.target"
 _STOP_S = 60  # time for the jobs at the end of the machine: the lead of their notice, and as much again
 
@@ -149,9 +148,8 @@ class BootCommand:
         The jobs stay in the unit after the command has ended. At the shutdown of the machine they get
         SIGTERM, which is a preemption notice. A job that is out of memory does not end the others.
         """
-        variables = "\n".join(
-            f"Environment={_quoted(f'{name}={value}')}" for name, value in self.environment.items()
-        )
+        pairs = (f"{name}={value}" for name, value in self.environment.items())
+        variables = "\n".join(f"Environment={_quoted(pair)}" for pair in pairs)
         words = " ".join(_quoted(word).replace("$", "$$") for word in self.words)
         state = str(self.state).replace("%", "%%")
         return f"""\
@@ -261,14 +259,12 @@ def _lingers(user: str) -> bool:
 def run_program(*words: str) -> program_runs.Ended:
     """Run a program, and return its result."""
     environment = {**os.environ, "LC_ALL": "C"}
-    runtime = Path(f"/run/user/{os.getuid()}")
+    line, runtime = " ".join(words), Path(f"/run/user/{os.getuid()}")
     if _RUNTIME not in environment and runtime.is_dir():  # unset by su and sudo
         environment[_RUNTIME] = str(runtime)
     try:
         return program_runs.run_program(words, timeout_s=_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise RetryLater(
-            f"`{' '.join(words)}` did not end within {_LIMIT_S:.0f} s, and was killed."
-        ) from error
+        raise RetryLater(f"`{line}` did not end within {_LIMIT_S:.0f} s, and was killed.") from error
     except OSError as error:
-        raise RetryLater(f"`{' '.join(words)}` could not be started: {error}.") from error
+        raise RetryLater(f"`{line}` could not be started: {error}.") from error

@@ -10,8 +10,7 @@ from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.status import JobStatus
 from holdfast.system import backoff
 
-MAX_BARREN = 5
-"""Attempts in a row that may exit by themselves without a newer checkpoint before the job fails."""
+MAX_BARREN = 5  # attempts in a row that may exit by themselves without a newer checkpoint
 MAX_WAIT_S = 60.0  # longest backoff between two attempts
 PEERS_S = 5.0  # time that other nodes have to exit after one has failed, so that they can log the error too
 GRACE_S = 30.0  # default time limit for a job's last save
@@ -285,9 +284,8 @@ def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy
         )
         return replace(state, status=failed, reason=reason), ()
     if state.num_errors >= policy.max_restarts:
-        spent = (
-            f"; all {policy.max_restarts} restarts after errors are used up" if policy.max_restarts else ""
-        )
+        num = policy.max_restarts
+        spent = f"; all {num} restarts after errors are used up" if num else ""
         return replace(state, status=failed, reason=why + spent), ()
     state = replace(state, num_errors=state.num_errors + 1)
     return _recover(state, why, event, policy, is_barren=event.has_advanced is not None)

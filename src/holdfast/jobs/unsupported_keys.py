@@ -28,8 +28,7 @@ UNUSED_KEYS: Mapping[str, str] = {
 }
 """Keys that have no use without a cloud, and why."""
 _CHOICES = ("cloud", "region", "zone", "instance_type", "local_disk", "accelerator_args", "any_of", "ordered")
-CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)
-"""Keys that choose a machine."""
+CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)  # keys that choose a machine
 IMAGE = "resources.image_id"
 _IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
 _CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"

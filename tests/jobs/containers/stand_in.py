@@ -63,8 +63,6 @@ class StandIn:
         """Kill the process of a container."""
         os.kill(self._pid(container), signal.SIGKILL)
 
-    # -- the program -----------------------------------------------------------------------------------------
-
     def serve(self, words: list[str]) -> None:
         """Run a command, print its output, and exit."""
         with (self.folder / "calls").open("a") as file:

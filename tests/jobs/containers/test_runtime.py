@@ -46,9 +46,6 @@ def failed_setup(harness: JobHarness, job: Job) -> str:
     return harness.log(job)
 
 
-# -- choice --------------------------------------------------------------------------------------------------
-
-
 def test_without_a_runtime_the_commands_run_on_the_machine_which_a_launch_notes(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,9 +86,6 @@ def test_a_name_that_is_not_one_of_an_image_is_refused(
     with pytest.raises(InvalidInput, match=r"resources\.image_id: expected docker:IMAGE"):
         harness.submit("true", head=head)
     assert stand_in.calls("create") == []
-
-
-# -- command lines -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,9 +173,6 @@ def test_gpus_are_passed_on_if_the_task_asks_for_some(
     for head in (HEAD, with_gpus):
         harness.wait(harness.submit("true", head=head))
     assert ["--device" in words for words in stand_in.calls("create")] == [False, True]
-
-
-# -- failures ------------------------------------------------------------------------------------------------
 
 
 def test_an_image_that_cannot_be_pulled_fails_the_setup_in_the_words_of_the_runtime(

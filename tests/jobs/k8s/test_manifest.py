@@ -318,9 +318,6 @@ def test_keys_with_another_meaning_are_reported() -> None:
     assert "without T4" in first[0]
 
 
-# -- text ----------------------------------------------------------------------------------------------------
-
-
 def expand(text: str, known: dict[str, str]) -> str:
     """Replace references as Kubernetes documents it: `$(NAME)` if NAME is known, and `$$` by `$`."""
     pattern = r"\$(?:\$|\(([^)]*)\))"
@@ -345,8 +342,6 @@ def test_text_that_readers_may_take_for_something_else_is_quoted(word: str) -> N
     """YAML 1.1 and 1.2 differ about these, and the server would refuse a number as a variable."""
     assert to_manifest({"a": word, word: "b"}, []) == f'a: "{word}"\n"{word}": b\n'
 
-
-# -- any task ------------------------------------------------------------------------------------------------
 
 words = st.text(max_size=12)
 names = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,8}", fullmatch=True)

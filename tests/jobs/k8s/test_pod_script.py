@@ -187,9 +187,6 @@ def test_errors_are_retried_in_place_where_the_operator_cannot_count_them(pod: P
     assert (status, output.count("once more\n")) == (9, 2)
 
 
-# -- workdir -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Callable[..., str]:
     """Return a function that calls git in a repository with a branch and a tag."""
@@ -229,9 +226,6 @@ def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(
     folder.mkdir()
     command = ["bash", "-c", script("clone.sh"), "holdfast", str(folder), "gone"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode != 0
-
-
-# -- shell ---------------------------------------------------------------------------------------------------
 
 
 def test_sky_workdir_leads_to_the_folder_where_commands_start(pod: Pod) -> None:

@@ -141,9 +141,6 @@ def test_a_large_log_is_read_with_flat_memory(tmp_path: Path, kind: str) -> None
     assert num_bytes == (99 if kind == "one progress bar" else 100_000_000)
 
 
-# -- the limit -------------------------------------------------------------------------------------------
-
-
 def test_a_long_log_keeps_its_beginning_and_end_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "node-0.log"
     limit = 4 << 20

@@ -216,9 +216,6 @@ def test_a_file_may_be_mounted_at_its_own_path() -> None:
     assert [one.is_in_place for one in task_of(text).file_mounts] == [True, True, False, False, False]
 
 
-# -- options of the command line -------------------------------------------------------------------------
-
-
 def overridden(text: str, **options: object) -> Task:
     return parse_task(text, "task.yaml", Overrides(**options))  # pyright: ignore[reportArgumentType]
 
@@ -247,9 +244,6 @@ def test_a_command_is_a_task() -> None:
     task = command_task("echo 'a: b' # \u00e9\U0001f600", Overrides(envs={"A": "1"}))
     assert (task.name, task.run, task.envs) == ("command", "echo 'a: b' # \u00e9\U0001f600", {"A": "1"})
     assert task.workdir == str(Path.cwd())
-
-
-# -- pipelines -------------------------------------------------------------------------------------------
 
 
 PIPELINE = "name: p\n---\nname: a\nrun: x\n---\nenvs: {N: }\nrun: y $N\n"

@@ -37,8 +37,7 @@ from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
 Object = dict[str, Any]  # object of Kubernetes
-QUEUE = "config.kubernetes.kueue.local_queue_name"
-"""Key of a task file for a queue of Kueue, which SkyPilot reads too."""
+QUEUE = "config.kubernetes.kueue.local_queue_name"  # a queue of Kueue, as SkyPilot reads it too
 _MAX_RESTARTS = "resources.job_recovery.max_restarts_on_errors"
 _WORKDIR = "/workdir"  # path of the clone of the task's repository
 _RESERVED = ("/", _WORKDIR, "/dev/shm", "/proc", "/sys", "/dev", "/tmp")

@@ -115,14 +115,11 @@ def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
     key = "resources.accelerators"
     name, count = choices[0]
     if _OTHER_VENDORS.match(name):
-        raise unsupported(
-            task, key, f"expected a model of NVIDIA GPU, found {name!r}. Only those are supported."
-        )
+        what = f"expected a model of NVIDIA GPU, found {name!r}. Only those are supported."
+        raise unsupported(task, key, what)
     if count != int(count) or not 1 <= count <= _MAX_GPUS:
-        what = (
-            f"expected a whole number of GPUs from 1 to {_MAX_GPUS}, found {count:g}: Kubernetes shares none."
-        )
-        raise invalid(task, key, what)
+        what = f"expected a whole number of GPUs from 1 to {_MAX_GPUS}, found {count:g}: "
+        raise invalid(task, key, f"{what}Kubernetes shares none.")
     models = tuple(model for model, number in choices if number == count and not _OTHER_VENDORS.match(model))
     too_long = [model for model in models if not _LABEL.fullmatch(model)]
     if too_long:

@@ -12,8 +12,7 @@ from typing_extensions import override
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.task.model import Task
 
-POD_CONFIG = "config.kubernetes.pod_config"
-"""Key of a task file for the user's own settings of pods, in SkyPilot's form."""
+POD_CONFIG = "config.kubernetes.pod_config"  # the user's own settings of pods, in SkyPilot's form
 _MAX_NAME = 40  # longest name of a job: pods and services append to it, and have at most 63 characters
 _LABEL_KEY = re.compile(
     r"(?:(?=.{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/)?(?=.{1,63}$)\w(?:[\w.-]*\w)?", re.A

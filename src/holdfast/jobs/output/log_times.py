@@ -52,10 +52,11 @@ def _first_sample(path: Path, begin: int) -> int:
         with path.open("rb") as file:
             fd = file.fileno()
             samples = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
-            index = bisect_right(
-                samples, begin, key=lambda at: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
-            )
-            return index * _SAMPLE.size
+
+            def size_at(at: int) -> int:
+                return _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
+
+            return bisect_right(samples, begin, key=size_at) * _SAMPLE.size
     except FileNotFoundError:
         return 0
 
@@ -99,8 +100,7 @@ class LogTimes:
                 done = to
 
 
-LIMIT = "HOLDFAST_LOG_LIMIT"
-"""Variable of the job with the most bytes of output per node that are kept, or `none`."""
+LIMIT = "HOLDFAST_LOG_LIMIT"  # variable of the job with the bytes of output per node that are kept, or `none`
 DEFAULT = "1GiB"
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of fallocate(2)
 _PAGE_BYTES = 4096

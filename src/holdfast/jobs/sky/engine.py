@@ -163,9 +163,8 @@ class SkyEngine(RecordedEngine):
         if self._record(number).engine_job_id is None:
             self.job(number)  # records it
         if (engine_job_id := self._record(number).engine_job_id) is None:
-            raise Conflict(
-                f"SkyPilot has not assigned an id to job {number} yet. Try again when it has started."
-            )
+            what = f"SkyPilot has not assigned an id to job {number} yet"
+            raise Conflict(f"{what}. Try again when it has started.")
         return engine_job_id
 
     @override

@@ -11,8 +11,7 @@ from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import TaskProblem, Value
 
 ALTERNATIVES = ("any_of", "ordered")  # keys of `resources` with lists of alternative resources
-_ALIASES = {"gpus": "accelerators"}
-"""Other names of keys of resources. Source: skypilot 0.14.1, sky/resources.py."""
+_ALIASES = {"gpus": "accelerators"}  # of keys of resources. Source: skypilot 0.14.1, sky/resources.py
 
 
 def replace_aliases(task: Value) -> Value:

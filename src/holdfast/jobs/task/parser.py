@@ -29,8 +29,7 @@ from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.system.documents import decode_text
 
-_HEADERS = ({"name"}, {"name", "execution"})
-"""Keys of a header. With others too, the first document is a task."""
+_HEADERS = ({"name"}, {"name", "execution"})  # keys of a header. With others too, it is a task.
 MAX_TASKS = 100
 
 
@@ -211,14 +210,12 @@ def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
         yield FileMount(where, source, mode, bucket=filled.get("name"), line=line, spec=filled)
 
 
-def _normalised(
-    root: Value, name: str, envs: Mapping[str, str], secrets: Mapping[str, str]
-) -> dict[str, Any]:
+def _normalised(root: Value, name: str, envs: dict[str, str], secrets: dict[str, str]) -> dict[str, Any]:
     """Return the document for other engines: the user's file without forms that only Holdfast supports."""
     kept = {str(key): value for key, value in root.plain.items() if value is not None}
     document = {"name": name, **{key: value for key, value in kept.items() if key != "name"}}
     if envs:
-        document["envs"] = dict(envs)
+        document["envs"] = envs
     if secrets:
         document["secrets"] = dict.fromkeys(secrets)  # values are never written; `sky` takes --secret
     if "resources" in root.members:

@@ -14,8 +14,7 @@ from holdfast.jobs.task.document import TaskProblem, Value
 from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts, parse_variables, places, variable_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 
-MAX_PRIORITY = 1000
-"""Greatest priority, and the least one without its sign. Source: skypilot, sky/skylet/constants.py."""
+MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
 _MAX_LISTED = 10
 MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
 STORES = ("S3", "GCS", "AZURE", "R2", "IBM", "OCI", "NEBIUS", "COREWEAVE", "VASTDATA", "HF", "VOLUME")

@@ -39,9 +39,8 @@ def subscribe(targets: Sequence[str] | None, statuses: Sequence[str] | None) -> 
         if why := _problem(target):
             raise InvalidInput(f"{source}, number {number}: {why}. Nothing was started.")
     if len(found) > _MAX_TARGETS:
-        raise InvalidInput(
-            f"{source}: expected at most {_MAX_TARGETS}, found {len(found)}. Nothing was started."
-        )
+        what = f"expected at most {_MAX_TARGETS}, found {len(found)}"
+        raise InvalidInput(f"{source}: {what}. Nothing was started.")
     if not found and statuses is not None:
         raise InvalidInput(f"--notify-on needs --notify, or the variable {NOTIFY}. Nothing was started.")
     if not found:

@@ -38,9 +38,8 @@ class UploaderConfig:
         if owner and not _OWNER.fullmatch(owner):
             raise InvalidInput(f"owner may only contain letters, digits, '.', '_' and '-', got {owner!r}.")
         if bool(owner) != (attempt > 0):
-            raise InvalidInput(
-                f"Give both owner and attempt (from 1), or neither; got {owner!r} and {attempt}."
-            )
+            found = f"{owner!r} and {attempt}"
+            raise InvalidInput(f"Give both owner and attempt (from 1), or neither; got {found}.")
         if self.copy_bytes < 0 or self.kept_bytes < 0:
             raise InvalidInput("copy_bytes and kept_bytes must not be negative.")
 

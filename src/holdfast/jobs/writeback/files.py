@@ -12,13 +12,14 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
 
-SETTLE_NS = 20_000_000
-"""Time after which a further write is sure to change a file's mtime, which ticks every 10 ms."""
+SETTLE_NS = 20_000_000  # after it, a further write is sure to change the mtime, which ticks every 10 ms
 UNSETTLED = -1  # `changed_ns` of a file that was read too soon after a write. It matches nothing.
+NameTest: TypeAlias = "Callable[[str], bool]"
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
@@ -100,9 +101,7 @@ def is_open_now(path: Path) -> bool:
         os.close(fd)
 
 
-def walk(
-    root: Path, is_excluded: Callable[[str], bool], below: str = ""
-) -> Iterator[tuple[str, os.stat_result]]:
+def walk(root: Path, is_excluded: NameTest, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """Yield the name and state of everything below `root` except directories."""
     pending = [below]
     while pending:
@@ -122,9 +121,7 @@ def walk(
                         yield name, one.stat(follow_symlinks=False)
 
 
-def scan(
-    root: Path, is_excluded: Callable[[str], bool], below: str = ""
-) -> tuple[list[ScannedFile], dict[str, str]]:
+def scan(root: Path, is_excluded: NameTest, below: str = "") -> tuple[list[ScannedFile], dict[str, str]]:
     """Return the regular files below `root`, and why each other entry cannot be uploaded."""
     found, others = [], {}
     for name, info in walk(root, is_excluded, below):
@@ -150,7 +147,6 @@ def type_problem(mode: int) -> str:
     if stat.S_ISREG(mode):
         return ""
     if stat.S_ISLNK(mode):
-        return (
-            "it is a symbolic link, which object stores do not support; write the target's name into a file"
-        )
+        what = "it is a symbolic link, which object stores do not support"
+        return f"{what}; write the target's name into a file"
     return "it is neither a file nor a directory"

@@ -77,9 +77,8 @@ class Journal:
         """Check that the database has no views or triggers, which could run for any time."""
         kinds = {row[0] for row in self._base.execute("SELECT DISTINCT type FROM sqlite_master")}
         if kinds - {"table", "index"}:
-            raise Corrupt(
-                f"{self._path} is not a journal: it holds a {', a '.join(sorted(map(str, kinds)))}."
-            )
+            found = ", a ".join(sorted(map(str, kinds)))
+            raise Corrupt(f"{self._path} is not a journal: it holds a {found}.")
 
     def close(self) -> None:
         """Close the database."""

@@ -111,8 +111,6 @@ class Sender:
         self._queue.do(lambda order: order.skip(entry, kind, why))
         self._versions.drop(entry.number)
 
-    # -- one entry -------------------------------------------------------------------------------------------
-
     def _do(self, entry: Upload) -> None:
         if entry.version is None:
             self._store.delete(entry.name)
@@ -169,9 +167,8 @@ class Sender:
                 self._skip(entry, SKIPPED, why)
                 return False
             if waited_s > 1:
-                self._queue.set_problem(
-                    f"{entry.name} was opened for writing again; files closed later wait for it"
-                )
+                what = "was opened for writing again; files closed later wait for it"
+                self._queue.set_problem(f"{entry.name} {what}")
             if self._stopping.wait(_LOOK_S):
                 raise _Changed
         return True

@@ -9,6 +9,7 @@ import select
 import time
 from collections import Counter, deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
@@ -136,8 +137,6 @@ class Uploader:
         if not (self._folder / LOCK).exists():
             raise RetryLater(f"{self._folder} was deleted, including the journal. Nothing more is uploaded.")
 
-    # -- ending ----------------------------------------------------------------------------------------------
-
     def _is_done(self) -> bool | None:
         """Return True if everything is uploaded and nothing needs the uploader, None to continue."""
         if not (self._is_finishing or self._is_abandoned()):
@@ -177,8 +176,6 @@ class Uploader:
             return fd
         os.close(fd)
         return None
-
-    # -- events ----------------------------------------------------------------------------------------------
 
     def _read_events(self) -> None:
         """Append new events to the pending ones."""
@@ -264,8 +261,6 @@ class Uploader:
             problem = UploadProblem(REJECTED, why, Fingerprint.of((self._root / name).lstat()))
             self._queue.do(lambda order: (order.remove(name), order.add_problem(name, problem)))
 
-    # -- versions --------------------------------------------------------------------------------------------
-
     def _capture(self, name: str, *, source: str = "", is_second_scan: bool = False) -> None:
         """Keep the version of a file that was just closed, and queue it."""
         if name_problem(name) or self._is_closed_again(name):
@@ -285,9 +280,8 @@ class Uploader:
                 self._remove(name)
                 return
             number = self._queue.order.next_number()
-            version = self._versions.capture(
-                number, name, fd, lambda: self._is_closed_again(name, reads_events=True)
-            )
+            is_closed_again = partial(self._is_closed_again, name, reads_events=True)
+            version = self._versions.capture(number, name, fd, is_closed_again)
         finally:
             os.close(fd)
         if version is not None:

@@ -252,7 +252,6 @@ _FORGOTTEN_COLUMNS = (
 
 
 def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[HoldfastError]]:
-    """Return the chosen jobs, oldest first, and the errors of those that do not exist."""
     named, errors = sorted_out(each(find, args.jobs))
     found = {job.id: job for jobs in named for job in jobs}
     if args.ended_before is None and not args.all_ended:

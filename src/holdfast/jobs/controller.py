@@ -42,9 +42,7 @@ _log = get_logger("jobs")
 
 LEAD_S = 30.0  # lead of a notice whose request has none
 _NUM_LAST_LINES = 10
-_FULL_BYTES = (
-    64 << 10
-)  # free space of a disk that counts as full, as some file systems keep it for themselves
+_FULL_BYTES = 64 << 10  # free space of a disk that counts as full, as some file systems keep that much
 HEADLINE = "holdfast: "  # beginning of the first line of an attempt, which names its number
 _NUM_LINES = 200
 _SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recorded in the history
@@ -277,7 +275,6 @@ class Controller(ABC):
         return (self.state, self._timers) != before
 
     def _cause(self) -> FailureCause | None:
-        """Return the cause of the failed attempt, from its output."""
         outcomes = self.state.outcomes
         rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
         if rank is None:

@@ -167,7 +167,6 @@ def _result(check: Check) -> str:
 
 
 def _numbers(check: Check) -> str:
-    """Return the numbers that a check has measured, for people."""
     values = defaultdict(float, check.values)
 
     def size(name: str) -> str:

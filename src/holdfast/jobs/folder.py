@@ -50,6 +50,7 @@ class JobFolder:
         self.wakeup = path / "wakeup"  # FIFO that wakes the controller
         self.changed = path / "changed"  # log of status changes, for followers
         self.history = path / "history.jsonl"  # the same changes with all details
+        self.shell_start = path / "shell-start.sh"  # that the scripts source first
         self.environment = path / "environment.json"  # of the user who launched the job, with secrets
         self.without_secrets = path / "without-secrets"  # exists once those files were removed
         self.notify_plan = path / "notify.json"  # targets of notifications, with secrets
@@ -65,11 +66,6 @@ class JobFolder:
     def script(self, name: str, rank: int) -> Path:
         """Return the path of the script `setup` or `run` of a node."""
         return self.path / "nodes" / str(rank) / f"{name}.sh"
-
-    @property
-    def shell_start(self) -> Path:
-        """Path of a file that the scripts source first."""
-        return self.path / "shell-start.sh"
 
     def log(self, rank: int) -> Path:
         """Return the path of a node's output of all attempts."""

@@ -191,7 +191,6 @@ def wait_each(*which: int | str, timeout: Duration | None = None) -> Iterator[Jo
 
 
 def _awaited(which: Sequence[int | str]) -> tuple[list[Job], list[HoldfastError]]:
-    """Return the jobs to wait for, and the errors of those that do not exist."""
     found, errors = sorted_out(each(find, which))
     active = ([one for one in jobs if not one.status.is_final] or jobs[-1:] for jobs in found)
     return list({one.id: one for jobs in active for one in jobs}.values()), errors

@@ -117,16 +117,10 @@ def write_plan(folder: JobFolder, subscription: Subscription, submission: Submis
     """Write the targets of a job, readable only by its owner. Without targets, write nothing."""
     if not subscription.targets:
         return
-    plan = NotificationPlan(
-        job=submission.number,
-        name=submission.name,
-        engine=submission.engine,
-        task_id=submission.task_id,
-        targets=subscription.targets,
-        statuses=subscription.statuses,
-        environment={name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON},
-        directory=str(Path.cwd()),
-    )
+    job = (submission.number, submission.name, submission.engine, submission.task_id)
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    targets = (subscription.targets, subscription.statuses)
+    plan = NotificationPlan(*job, *targets, environment, directory=str(Path.cwd()))
     journal.write_document(folder.notify_plan, plan)
 
 
@@ -136,7 +130,6 @@ def read_deliveries(folder: JobFolder) -> list[Delivery]:
 
 
 def _read_plan(folder: JobFolder) -> NotificationPlan | None:
-    """Return the targets of a job, or None if they were removed or never chosen."""
     return journal.read_document(folder.notify_plan, NotificationPlan, max_bytes=_MAX_BYTES)
 
 
@@ -183,7 +176,6 @@ def _outstanding(folder: JobFolder) -> list[tuple[Notification, dict[str, str]]]
 
 
 def _facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int | float | None]:
-    """Return the JSON members of a notification."""
     reason = f": {one.reason}" if one.reason else ""
     failed = f"; {plural(one.failed_saves, 'save')} failed" if one.failed_saves else ""
     host = socket.gethostname()

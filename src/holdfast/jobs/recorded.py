@@ -230,7 +230,6 @@ class RecordedEngine(ABC):
         announce(folder, job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
-        """Return the newest step that a job has reported, or None."""
         progress = read_progress(job_folder(self._state, record.id).progress)
         return max(progress.values(), default=None)
 
@@ -245,7 +244,6 @@ class NodeEngine(RecordedEngine):
         """Return a task whose commands run in its container image, if possible, or else the task as it is."""
 
     def _grace_s(self, task: Task) -> float:
-        """Return the time limit for a last save."""
         return GRACE_S
 
     def _spec(self, task: Task, after: int | None) -> JobSpec:
@@ -306,7 +304,6 @@ class NodeEngine(RecordedEngine):
         return self._current([records.get(one.number) for one in submissions])
 
     def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
-        """Return the submissions to record, one per task."""
         now_s = time.time()
         found: list[Submission] = []
         for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
@@ -381,7 +378,6 @@ def _remove_containers(folder: JobFolder, number: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder that was set aside."""
     if mounted := fuse.mounted_below(folder):
         raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
     try:

@@ -229,7 +229,6 @@ def _unit_paths(name: str) -> tuple[Path, Path]:
 
 
 def _has_manager() -> bool:
-    """Return True if a systemd manager of this user is running."""
     is_there = shutil.which("systemctl") is not None
     return is_there and run_program("systemctl", "--user", "show-environment").status == 0
 

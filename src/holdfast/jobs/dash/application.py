@@ -63,7 +63,7 @@ class Application:
         """Answer one request."""
         request = parse_request(environ)
         response = self.respond(request)
-        start_response(response.status_line, response.all_headers())
+        start_response(*response.head())
         return [] if request.method == "HEAD" else [response.content]
 
     def respond(self, request: PageRequest) -> PageResponse:

@@ -82,17 +82,13 @@ class PageResponse:
     headers: tuple[tuple[str, str], ...] = ()
     tag: str = ""  # ETag
 
-    @property
-    def status_line(self) -> str:
-        """Status with its reason."""
-        return f"{self.status} {HTTPStatus(self.status).phrase}"
-
-    def all_headers(self) -> list[tuple[str, str]]:
-        """Return all headers."""
+    def head(self) -> tuple[str, list[tuple[str, str]]]:
+        """Return the status with its reason, and all headers."""
         own = [("ETag", self.tag)] if self.tag else []
         if self.status != 304:
             own += [("Content-Type", self.kind), ("Content-Length", str(len(self.content)))]
-        return [*own, *self.headers, ("Content-Security-Policy", self.policy), *_HEADERS]
+        headers = [*own, *self.headers, ("Content-Security-Policy", self.policy), *_HEADERS]
+        return f"{self.status} {HTTPStatus(self.status).phrase}", headers
 
 
 def text_response(status: int, text: str) -> PageResponse:

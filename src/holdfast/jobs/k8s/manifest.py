@@ -111,7 +111,6 @@ def script(name: str) -> str:
 
 
 def _template(name: str, values: Mapping[str, Any]) -> Any:
-    """Return a template of `objects.yaml` with its values."""
     return _fill(yaml.safe_load(script("objects.yaml"))[name], values)
 
 
@@ -243,7 +242,6 @@ def _volumes(task: Task) -> list[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _claim(task: Task, path: str, value: Any) -> str:
-    """Return the name of the claim of an entry."""
     key = f"volumes.{path}"
     is_plain = path.startswith("/") and posixpath.normpath(path) == path and not set(path) & set(":\0\n")
     if not is_plain or path in _RESERVED:
@@ -268,7 +266,6 @@ def _image(task: Task) -> str:
 
 
 def _check_files(task: Task) -> None:
-    """Refuse folders, files and buckets."""
     if task.workdir is not None:
         what = (
             "a folder of this machine cannot be uploaded to a cluster. Put the files into the image, or give "

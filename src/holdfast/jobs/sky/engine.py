@@ -115,7 +115,6 @@ class SkyEngine(RecordedEngine):
         return [Job.of(self._now(record, managed, trouble)) for record in records]
 
     def _now(self, record: JobRecord, managed: list[ManagedJob], trouble: str) -> JobRecord:
-        """Return a record with SkyPilot's state of the job, which is also saved."""
         if record.job_state.status.is_final:
             return record
         name = managed_name(record.name, str(record.id))

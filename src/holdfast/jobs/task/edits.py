@@ -16,7 +16,16 @@ _ALIASES = {"gpus": "accelerators"}  # of keys of resources. Source: skypilot 0.
 
 def replace_aliases(task: Value) -> Value:
     """Return a task whose `resources` have no aliases. One beside its own name stays, as a mistake."""
-    return _with_resources(task, _without_aliases)
+
+    def replaced(place: Value) -> Value:
+        for alias, name in _ALIASES.items():
+            if alias in place.members and name not in place.members:
+                line, member = place.key_lines[alias], place.members[alias]
+                place = place.without_member(alias).with_member(name, member)
+                place = dataclasses.replace(place, key_lines={**place.key_lines, name: line})
+        return place
+
+    return _with_resources(task, replaced)
 
 
 def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
@@ -73,15 +82,6 @@ def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:
             items = tuple(change(item) if item.kind == "map" else item for item in member.items)
             resources = resources.with_member(key, member.with_items(items))
     return task.with_member("resources", resources)
-
-
-def _without_aliases(resources: Value) -> Value:
-    for alias, name in _ALIASES.items():
-        if alias in resources.members and name not in resources.members:
-            line, member = resources.key_lines[alias], resources.members[alias]
-            resources = resources.without_member(alias).with_member(name, member)
-            resources = dataclasses.replace(resources, key_lines={**resources.key_lines, name: line})
-    return resources
 
 
 def _filled(value: Value, variables: Mapping[str, str]) -> Value:

@@ -173,7 +173,6 @@ def _plains(resources: Value, key: str) -> list[Any]:
 
 
 def _accelerators(resources: Value) -> Accelerators:
-    """Return the accelerators of all alternatives."""
     read = [_read(plain) for plain in _plains(resources, "accelerators")]
     if len(read) == 1:
         return read[0]

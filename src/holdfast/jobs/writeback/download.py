@@ -130,7 +130,6 @@ class Download:
         return True
 
     def _download(self, entry: ObjectInfo, temp: Path) -> str:
-        """Write an object to a file and return its digest."""
         hashed = xxhash.xxh3_128()
         room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
         with temp.open("wb") as file:

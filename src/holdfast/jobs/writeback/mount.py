@@ -211,7 +211,6 @@ def _join(root: Path, url: str, timeout_s: float | None) -> bool:
 
 
 def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> None:
-    """Start an uploader, and wait until it is ready or has failed."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", buffering=0) as replies:
         try:

@@ -185,7 +185,6 @@ class Sender:
         return None
 
     def _upload(self, entry: Upload, fd: int) -> str:
-        """Upload the bytes and return their digest."""
         hashed, before = xxhash.xxh3_128(), os.fstat(fd)
         size = before.st_size
 
@@ -215,7 +214,6 @@ class Sender:
 
 
 def _is_same(entry: Upload, fingerprint: Fingerprint, sent: Sent | None) -> bool:
-    """Return True if the uploaded bytes are those of the entry."""
     if sent is None or entry.version is None:
         return False
     digest = entry.version.digest

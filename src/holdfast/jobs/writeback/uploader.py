@@ -120,7 +120,6 @@ class Uploader:
                 return is_drained
 
     def _wait(self) -> None:
-        """Wait for an event or a due check."""
         due_s = min(self._recheck.values(), default=float("inf")) - time.monotonic()
         poll = select.poll()
         poll.register(self._watch.fileno(), select.POLLIN)
@@ -178,7 +177,6 @@ class Uploader:
         return None
 
     def _read_events(self) -> None:
-        """Append new events to the pending ones."""
         for event in self._watch.read():
             self._pending.append(event)
             if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
@@ -391,7 +389,6 @@ def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:
 
 
 def _lock(folder: Path) -> int:
-    """Acquire the lock of the living uploader."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + _LOCK_LIMIT_S
     while not try_flock(fd):  # a process that checks for an uploader also holds it for a moment

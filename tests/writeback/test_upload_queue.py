@@ -207,21 +207,6 @@ def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():
     assert queue.writes == []
 
 
-def test_an_upload_in_progress_is_not_withdrawn():
-    queue = UploadQueue()
-    queue.put("tmp", version(1))
-    queue.begun = queue.last
-    assert queue.withdraw("tmp") is None
-
-
-def test_an_upload_is_not_withdrawn_if_a_file_was_closed_after_it():
-    """The marker may refer to the old name of the renamed file."""
-    queue = UploadQueue()
-    queue.put("data", version(1))
-    queue.put("marker", version(2))
-    assert queue.withdraw("data") is None
-
-
 def test_a_problem_lasts_until_the_file_changes():
     queue = UploadQueue()
     queue.put("torn.pt", version(1))

@@ -122,46 +122,6 @@ def test_the_manifest_fits_the_published_schemas(name: str, engine: ManifestEngi
     assert "enviroment" in str(problems(found))
 
 
-def test_one_node_needs_no_custom_resource_and_restarts_preempted_pods_without_counting() -> None:
-    found = document("resources: {job_recovery: {max_restarts_on_errors: 4}}")
-    spec = found["spec"]
-    policies = found["apiVersion"], spec["backoffLimit"], spec["podReplacementPolicy"]
-    assert policies == ("batch/v1", 4, "Failed")
-    exits, evictions = spec["podFailurePolicy"]["rules"]
-    assert (exits["action"], exits["onExitCodes"]["values"]) == ("Ignore", [75])
-    assert exits["onExitCodes"]["containerName"] == container(found)["name"]
-    assert (evictions["action"], evictions["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
-    assert pod(found)["spec"]["restartPolicy"] == "Never"
-    assert variables(found)["SKYPILOT_NODE_IPS"] == "localhost"
-
-
-def test_several_nodes_are_restarted_together_and_only_errors_count() -> None:
-    found = document("name: gpt\nnum_nodes: 3\nresources: {job_recovery: {max_restarts_on_errors: 4}}")
-    spec = found["spec"]
-    (rule,) = spec["failurePolicy"]["rules"]
-    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert spec["failurePolicy"]["maxRestarts"] == 4
-    inner = spec["replicatedJobs"][0]["template"]["spec"]
-    assert (inner["completions"], inner["parallelism"], inner["backoffLimit"]) == (3, 3, 0)
-    assert {one["action"] for one in inner["podFailurePolicy"]["rules"]} == {"FailJob"}
-    # The names that JobSet gives to pods: JobSet, replicated job, index of the job, index of the pod.
-    names = variables(found)["SKYPILOT_NODE_IPS"].split("\n")
-    assert names == [f"gpt-{spec['replicatedJobs'][0]['name']}-0-{rank}.gpt" for rank in range(3)]
-    assert spec["network"]["subdomain"] == "gpt"
-    assert "job-completion-index" in str(variables(found)["SKYPILOT_NODE_RANK"])
-
-
-def test_a_pytorch_job_has_a_master_and_workers() -> None:
-    replicas = document("name: gpt\nnum_nodes: 3", KubeflowEngine)["spec"]["pytorchReplicaSpecs"]
-    assert {name: one["replicas"] for name, one in replicas.items()} == {"Master": 1, "Worker": 2}
-    assert replicas["Master"]["template"] == replicas["Worker"]["template"]
-    (one,) = replicas["Master"]["template"]["spec"]["containers"]
-    assert one["name"] == "pytorch"
-    assert "143" in one["args"]
-    assert set(document("name: gpt", KubeflowEngine)["spec"]["pytorchReplicaSpecs"]) == {"Master"}
-
-
 def test_secrets_are_references_wherever_the_task_uses_them() -> None:
     workdir = "workdir: {url: 'https://me:${TOKEN}@host/$(x)${A}'}"
     text = f"name: gpt\nsecrets: {{TOKEN: null}}\n{workdir}\nenvs: {{A: '$(y)'}}"

@@ -75,17 +75,10 @@ class Pod:
             "HOLDFAST_PREEMPTION": f"none,file:{self.folder}/notice",
             "RANK": "3",
         }
-        self._started.append(
-            subprocess.Popen(
-                ["bash", "-c", script("pod.sh"), *words],
-                cwd=self.folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
+        command = ["bash", "-c", script("pod.sh"), *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options = {"cwd": self.folder, "env": environment, "start_new_session": True}
+        self._started.append(subprocess.Popen(command, **pipes, **options))
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + LIMIT_S

@@ -41,9 +41,8 @@ def named(standings: list[NodeStanding]) -> list[str]:
 @pytest.mark.parametrize(("num_nodes", "num_jobs"), [(1, 400), (4, 120)])
 def test_a_machine_that_loses_most_attempts_stands_out(num_nodes: int, num_jobs: int) -> None:
     chances = {f"n{number}": 0.02 for number in range(20)} | {"n7": 0.7}
-    accused = [
-        named(judge(run_jobs(seed, chances, num_jobs=num_jobs, num_nodes=num_nodes))) for seed in range(10)
-    ]
+    runs = [run_jobs(seed, chances, num_jobs=num_jobs, num_nodes=num_nodes) for seed in range(10)]
+    accused = [named(judge(events)) for events in runs]
     assert all("n7" in names for names in accused)
     assert sum(len(names) - 1 for names in accused) == 0
 
@@ -52,10 +51,8 @@ def test_a_machine_that_loses_most_attempts_stands_out(num_nodes: int, num_jobs:
 def test_equal_machines_are_hardly_ever_accused(num_nodes: int, chance: float) -> None:
     """In 100 records the rule allows one accusation on average; many machines share the chance."""
     chances = {f"n{number}": chance for number in range(20)}
-    accused = sum(
-        bool(named(judge(run_jobs(seed, chances, num_jobs=30, num_nodes=num_nodes)))) for seed in range(100)
-    )
-    assert accused <= 3
+    runs = [run_jobs(seed, chances, num_jobs=30, num_nodes=num_nodes) for seed in range(100)]
+    assert sum(bool(named(judge(events))) for events in runs) <= 3
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.booleans()), max_size=40))
@@ -92,14 +89,11 @@ def test_a_wrong_result_needs_no_comparison() -> None:
     assert one.wrong_results == 1
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)).map(
-            lambda row: (max(row[0], row[1]), min(row[:2]), max(row[2], row[3]), min(row[2:]))
-        ),
-        max_size=4,
-    )
-)
+few = st.integers(0, 6)
+pairs = st.tuples(few, few).map(lambda pair: (max(pair), min(pair)))
+
+
+@given(st.lists(st.tuples(pairs, pairs).map(lambda row: (*row[0], *row[1])), max_size=4))
 def test_the_probability_is_that_of_drawing_the_losses(strata: list[tuple[int, int, int, int]]) -> None:
     """Compared with drawing: each stratum's losses are given to random attempts of it."""
     draw = random.Random(1)

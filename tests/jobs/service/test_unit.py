@@ -22,13 +22,9 @@ def verify(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test.service").write_text(text)
     runtime = folder / "runtime"
     runtime.mkdir(mode=0o700, exist_ok=True)
-    return subprocess.run(
-        ["systemd-analyze", "--user", "verify", str(folder / "test.service")],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["systemd-analyze", "--user", "verify", str(folder / "test.service")]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "HOME": str(folder)}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
 
 @needs_systemd

@@ -70,7 +70,7 @@ class Scenario:
 
     def begin(self, *events: JobEvent) -> JobStatus:
         """Run the first attempt up to its commands, and apply events."""
-        return self.begin(*events)
+        return self.apply(ControllerStarted(), NodesRunning(1), *events)
 
     def run(
         self, *outcomes: Outcome, has_advanced: bool | None = None, cause: FailureCause | None = None

@@ -90,17 +90,9 @@ def add_change(
         saved_unix_s = folder.progress.stat().st_mtime if step is not None else None
     except FileNotFoundError:
         saved_unix_s = None
-    change = Change(
-        unix_s=time.time(),
-        status=job_state.status,
-        attempt=job_state.attempt,
-        is_active=job_state.is_active,
-        reason=job_state.reason,
-        outcomes=job_state.outcomes,
-        machines=machines,
-        step=step,
-        saved_unix_s=saved_unix_s,
-    )
+    same = ("status", "attempt", "is_active", "reason", "outcomes")
+    of_state = {name: getattr(job_state, name) for name in same}
+    change = Change(time.time(), **of_state, machines=machines, step=step, saved_unix_s=saved_unix_s)
     journal.append_value(folder.history, change, is_durable=False)
 
 
@@ -139,15 +131,12 @@ def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:
     lost_s = 0.0
     if running is not None and ended is not None and ended.status is not JobStatus.SUCCEEDED:
         lost_s = max(0.0, ended.unix_s - max(running.unix_s, ended.saved_unix_s or 0.0))
+    same = ("status", "reason", "outcomes", "machines", "step")
     return JobAttempt(
         number=number,
         started_unix_s=first.unix_s,
         running_unix_s=None if running is None else running.unix_s,
         ended_unix_s=None if ended is None else ended.unix_s,
-        status=last.status,
-        reason=last.reason,
-        outcomes=last.outcomes,
-        machines=last.machines,
-        step=last.step,
+        **{name: getattr(last, name) for name in same},
         lost_s=lost_s,
     )

@@ -29,8 +29,14 @@ from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
-from holdfast.jobs.output.block import OutputBlock, OutputSelection, texts
-from holdfast.jobs.output.log_reader import FolderWatch, LogReader, interleaved
+from holdfast.jobs.output.log_reader import (
+    FolderWatch,
+    LogReader,
+    OutputBlock,
+    OutputSelection,
+    interleaved,
+    texts,
+)
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy

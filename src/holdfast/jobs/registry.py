@@ -18,8 +18,7 @@ _CLASSES = (
     "holdfast.jobs.k8s.engine:K8sEngine",
     "holdfast.jobs.k8s.engine:KubeflowEngine",
 )
-ENGINES = dict(zip(ENGINE_NAMES, _CLASSES, strict=True))
-"""Names of engines, as in `--on`, with their classes, which are imported when they are used."""
+ENGINES = dict(zip(ENGINE_NAMES, _CLASSES, strict=True))  # by name, as in `--on`; imported when used
 
 
 def get_engine(name: str = "local") -> RecordedEngine:

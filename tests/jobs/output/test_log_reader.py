@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.output import log_times
-from holdfast.jobs.output.block import last_texts, with_prefix
-from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines
+from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines, last_texts, with_prefix
 from holdfast.jobs.output.log_times import LogSampler, LogTimes, add_sample, times_path
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"

@@ -96,21 +96,12 @@ def text_response(status: int, text: str) -> PageResponse:
     return PageResponse(status, f"{text}\n".encode(), "text/plain; charset=utf-8")
 
 
-def error_response(status: int, message: str) -> PageResponse:
-    """Return a response with a message for the page."""
-    return PageResponse(status, _encoded({"error": message}), "application/json")
-
-
-def json_response(value: Any) -> PageResponse:
-    """Return a response with a value, and the tag of this version."""
-    content = _encoded(value)
-    tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
-    return PageResponse(200, content, "application/json", tag=tag)
-
-
-def _encoded(value: Any) -> bytes:
+def json_response(value: Any, status: int = 200) -> PageResponse:
+    """Return a response with a value and, unless it is an error, the tag of this version."""
     # ASCII: texts may have halves of surrogate pairs, which UTF-8 cannot encode.
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    content = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"' if status == 200 else ""
+    return PageResponse(status, content, "application/json", tag=tag)
 
 
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)

@@ -11,8 +11,7 @@ from typing import Any
 from holdfast.errors import InvalidInput, NotFound, printable
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.output.block import texts
-from holdfast.jobs.output.log_reader import LogReader, interleaved
+from holdfast.jobs.output.log_reader import LogReader, interleaved, texts
 from holdfast.system.units import plural
 
 MAX_BYTES = 256 << 10  # output in one response, of all nodes together

@@ -13,21 +13,13 @@ import yaml
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file, conda_start
-from holdfast.jobs.k8s.pod_config import (
-    affinity,
-    gpu_choice,
-    grace_s,
-    merge_pod_config,
-    pod_config,
-    requirements,
-)
+from holdfast.jobs.k8s import pod_config as pods
 from holdfast.jobs.k8s.refusal import (
     escape,
     invalid,
     is_subdomain,
     labels,
     object_name,
-    reference,
     unsupported,
 )
 from holdfast.jobs.task.edits import fill_in
@@ -135,9 +127,9 @@ def _pod(
 ) -> Object:
     """Return the template of a task's pods; see `pod_arguments`. Without `rank`, their script derives it."""
     _check_files(task)
-    time_s = grace_s(task)
+    time_s = pods.grace_s(task)
     volumes = _volumes(task)
-    chosen = set(pod_config(task).get("spec", {}))
+    chosen = set(pods.pod_config(task).get("spec", {}))
     arguments = pod_arguments(task, status=status, in_place=in_place, grace_s=time_s)
     values = {
         "labels": labels(task),
@@ -154,14 +146,14 @@ def _pod(
         "volumes": [{"name": name, **source} for name, _, source in volumes],
         "workdir": None if task.repository is None else _WORKDIR,
         "ref": task.repository and escape(task.repository.ref or ""),
-        "resources": requirements(task) or None,
-        "affinity": None if chosen & {"affinity", "nodeSelector"} else affinity(task) or None,
+        "resources": pods.requirements(task) or None,
+        "affinity": None if chosen & {"affinity", "nodeSelector"} else pods.affinity(task) or None,
         "priority class": _priority_class(task),
     }
     values["clone"] = None if task.repository is None else _template("clone", values)
     found = _template("pod", values)
     _check_sizes(task, found["spec"]["containers"][0])
-    return merge_pod_config(task, found, pod_config(task))
+    return pods.merge_pod_config(task, found, pods.pod_config(task))
 
 
 def _priority_class(task: Task) -> str | None:
@@ -176,9 +168,9 @@ def _environment(
     task: Task, addresses: list[str], rank: Mapping[str, Any] | None, grace_s: int
 ) -> list[dict[str, Any]]:
     """Return the variables of the task, SkyPilot's and Holdfast's. Each may refer to those before it."""
-    _, num_gpus = gpu_choice(task)
+    _, num_gpus = pods.gpu_choice(task)
     # The same after every restart. Two namespaces may have jobs of one name.
-    task_id = f"{reference(_NAMESPACE)}-{object_name(task)}"
+    task_id = f"$({_NAMESPACE})-{object_name(task)}"
     first = {
         _NAMESPACE: _value_from("fieldRef", fieldPath="metadata.namespace"),
         TAG: _value_from("fieldRef", fieldPath="metadata.name"),
@@ -224,7 +216,7 @@ def _value_from(kind: str, **place: str) -> dict[str, Any]:
 def _repository_url(task: Task) -> str:
     marked = {name: f"\0{name}\0" for name in task.secrets}  # no value contains this character
     url = str(fill_in(task.document["workdir"]["url"], {**task.envs, **marked}))
-    return re.sub("\0(.*?)\0", lambda found: reference(found[1]), escape(url))
+    return re.sub("\0(.*?)\0", r"$(\1)", escape(url))  # Kubernetes puts in the value of a variable
 
 
 def _volumes(task: Task) -> list[tuple[str, str, Mapping[str, Any]]]:

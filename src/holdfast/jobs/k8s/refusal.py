@@ -104,8 +104,3 @@ def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:
 def escape(text: str) -> str:
     """Return text that Kubernetes turns back into `text`: it replaces `$(NAME)`, and `$$` by `$`."""
     return _REPLACED.sub("$$", text)
-
-
-def reference(name: str) -> str:
-    """Return text that Kubernetes replaces by the value of an environment variable."""
-    return f"$({name})"

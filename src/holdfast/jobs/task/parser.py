@@ -253,18 +253,8 @@ def _split_documents(documents: list[Value], name: str) -> tuple[str | None, lis
     found = [document for document in documents if document.plain is not None]
     if not found:
         raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")
-    _check_execution(found[0], name)
-    title = None
-    if set(found[0].members) in _HEADERS and len(found) > 1:
-        title = found.pop(0).members["name"].plain
-    if len(found) > MAX_TASKS:
-        raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(found)}.")
-    return None if title is None else str(title), found
-
-
-def _check_execution(first: Value, name: str) -> None:
-    execution = first.get("execution").plain
-    where = f"{name}:{first.key_lines.get('execution')}: execution"
+    execution = found[0].get("execution").plain
+    where = f"{name}:{found[0].key_lines.get('execution')}: execution"
     if execution == "parallel":
         raise Unsupported(
             f"{where}: parallel makes a job group, whose tasks run at the same time. Launch each of them "
@@ -272,3 +262,9 @@ def _check_execution(first: Value, name: str) -> None:
         )
     if execution not in ("serial", None):
         raise InvalidInput(f"{where}: expected serial, found {execution!r}. Nothing was started.")
+    title = None
+    if set(found[0].members) in _HEADERS and len(found) > 1:
+        title = found.pop(0).members["name"].plain
+    if len(found) > MAX_TASKS:
+        raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(found)}.")
+    return None if title is None else str(title), found

@@ -52,10 +52,6 @@ class TreeWatch:
         """Return the descriptor, which is readable when events are pending."""
         return self._fd
 
-    def close(self) -> None:
-        """Stop watching."""
-        os.close(self._fd)
-
     def add_tree(self, name: str = "") -> None:
         """Watch a directory and everything below it. Renews the names of directories already watched."""
         pending = [name]

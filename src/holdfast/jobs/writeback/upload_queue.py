@@ -79,10 +79,6 @@ class UploadQueue:
         self._newest_of = {entry.name: number for number, entry in self.entries.items()}
         self.begun = next(iter(self.entries), 0)  # it may have been started before the queue was loaded
 
-    def next_number(self) -> int:
-        """Return the number of the next entry to be added."""
-        return self.last + 1
-
     def first(self) -> Upload | None:
         """Return the oldest entry, or None."""
         return next(iter(self.entries.values()), None)

@@ -14,17 +14,8 @@ from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
-from holdfast.jobs.writeback import inotify
+from holdfast.jobs.writeback import files, inotify
 from holdfast.jobs.writeback.config import UploaderConfig
-from holdfast.jobs.writeback.files import (
-    UNSETTLED,
-    Fingerprint,
-    is_open_now,
-    name_problem,
-    open_file,
-    scan,
-    type_problem,
-)
 from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
 from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
@@ -146,8 +137,8 @@ class Uploader:
         waited_s = now_s - self._closing_since_s
         if self._queue.order.entries:
             return False if waited_s > self._config.give_up_s else None
-        found, _ = scan(self._root, self._config.is_excluded)
-        is_open = any(is_open_now(self._root / one.name) for one in found)
+        found, _ = files.scan(self._root, self._config.is_excluded)
+        is_open = any(files.is_open_now(self._root / one.name) for one in found)
         if is_open and not self._is_finishing and waited_s < self._config.linger_s:
             return None
         has_work = self._recheck or (self._deferred and not self._lost_open)
@@ -232,7 +223,7 @@ class Uploader:
         """Handle a new file. It will be closed later, except for a hard link."""
         with suppress(FileNotFoundError, NotADirectoryError):
             info = (self._root / name).lstat()
-            if type_problem(info.st_mode):
+            if files.type_problem(info.st_mode):
                 self._remove(name)  # the file that it replaces; `status_of` reports the new one
             elif info.st_nlink > 1:
                 self._capture(name)
@@ -256,15 +247,15 @@ class Uploader:
 
     def _add_problem(self, name: str, why: str) -> None:
         with suppress(FileNotFoundError):
-            problem = UploadProblem(REJECTED, why, Fingerprint.of((self._root / name).lstat()))
+            problem = UploadProblem(REJECTED, why, files.Fingerprint.of((self._root / name).lstat()))
             self._queue.do(lambda order: (order.remove(name), order.add_problem(name, problem)))
 
     def _capture(self, name: str, *, source: str = "", is_second_scan: bool = False) -> None:
         """Keep the version of a file that was just closed, and queue it."""
-        if name_problem(name) or self._is_closed_again(name):
+        if files.name_problem(name) or self._is_closed_again(name):
             return
         try:
-            fd = open_file(self._root / name)
+            fd = files.open_file(self._root / name)
         except (FileNotFoundError, NotADirectoryError):
             return  # it was moved or deleted, which is another event
         except OSError as error:
@@ -274,10 +265,10 @@ class Uploader:
                 self._add_problem(name, f"it cannot be read: {error.strerror}")
             return
         try:
-            if type_problem(os.fstat(fd).st_mode):
+            if files.type_problem(os.fstat(fd).st_mode):
                 self._remove(name)
                 return
-            number = self._queue.order.next_number()
+            number = self._queue.order.last + 1
             is_closed_again = partial(self._is_closed_again, name, reads_events=True)
             version = self._versions.capture(number, name, fd, is_closed_again)
         finally:
@@ -306,7 +297,7 @@ class Uploader:
 
     def _enqueue(self, name: str, version: Version, source: str, *, is_second_scan: bool) -> None:
         with self._queue.changed:
-            number = self._queue.order.next_number()
+            number = self._queue.order.last + 1
             if (
                 is_second_scan
                 and version.digest
@@ -316,7 +307,7 @@ class Uploader:
             else:
                 self._queue.do(lambda order: order.put(name, version, source=source))
         failpoint("writeback.noted")
-        if version.fingerprint.changed_ns == UNSETTLED and version.form == COPY:
+        if version.fingerprint.changed_ns == files.UNSETTLED and version.form == COPY:
             self._recheck[name] = time.monotonic() + _RECHECK_S
         else:
             self._recheck.pop(name, None)
@@ -342,7 +333,7 @@ class Uploader:
         """Queue all files that differ from the queue's newest version, oldest change first."""
         if not below:
             self._watch.add_tree()
-        found, others = scan(self._root, self._config.is_excluded, below)
+        found, others = files.scan(self._root, self._config.is_excluded, below)
         inside = f"{below}/" if below else ""
         with self._queue.changed:
             known = {one.name: self._queue.order.fingerprint(one.name) for one in found}

@@ -109,17 +109,13 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
         yield "cost", f"{recoveries}: {down} down, and {lost} of work since the newest checkpoints"
     yield "folder", found.folder
     if found.notifications:
-        yield "notifications", _notifications(found)
+        failed = [one for one in found.notifications if one.error]
+        texts = [f"{one.status.value} not sent to {one.target} ({one.error})" for one in failed]
+        yield "notifications", "; ".join([f"{len(found.notifications) - len(failed)} sent", *texts])
     for rank, path in enumerate(found.workdirs):
         yield "workdir" if job.num_nodes == 1 else f"workdir {rank}", path
     for rank, path in enumerate(found.logs):
         yield "log" if job.num_nodes == 1 else f"log {rank}", path
-
-
-def _notifications(found: JobDescription) -> str:
-    failed = [one for one in found.notifications if one.error]
-    texts = [f"{one.status.value} not sent to {one.target} ({one.error})" for one in failed]
-    return "; ".join([f"{len(found.notifications) - len(failed)} sent", *texts])
 
 
 def _print_attempts(found: JobDescription) -> None:

@@ -98,7 +98,12 @@ def write_rendered(file: TaskFile, engine: RecordedEngine, output: str) -> None:
 def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
-    yield "workdir", _format_workdir(task)
+    if task.repository is not None:
+        at = f" at {task.repository.ref}" if task.repository.ref else ""
+        # As in the file: the task has the values of secrets in its place.
+        yield "workdir", f"cloned from {task.document['workdir']['url']}{at}"
+    else:
+        yield "workdir", f"copied from {task.workdir}" if task.workdir else "empty"
     if engine.is_here and task.image is None:
         path = task.envs.get("PATH")
         found = shutil.which("python3", path=path) or shutil.which("python", path=path)
@@ -118,14 +123,6 @@ def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     free = f" and exit status {codes}" if codes else ""
     errors = f"{plural(task.recovery.max_restarts, 'restart')} after other errors"
     yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
-
-
-def _format_workdir(task: Task) -> str:
-    if task.repository is not None:
-        at = f" at {task.repository.ref}" if task.repository.ref else ""
-        # As in the file: the task has the values of secrets in its place.
-        return f"cloned from {task.document['workdir']['url']}{at}"
-    return f"copied from {task.workdir}" if task.workdir else "empty"
 
 
 _EXAMPLES = """
@@ -308,9 +305,8 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not is_variable_name(name):
-            raise InvalidInput(
-                f"{option} {word:.100}: expected NAME=VALUE with the name of a variable, found {name!r:.100}."
-            )
+            what = f"expected NAME=VALUE with the name of a variable, found {name!r:.100}"
+            raise InvalidInput(f"{option} {word:.100}: {what}.")
         if not equals:
             if name not in os.environ:
                 raise InvalidInput(f"{option} {name}: expected {name}=VALUE, or a variable that is set here.")

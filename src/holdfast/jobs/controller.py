@@ -52,7 +52,7 @@ class Controller(ABC):
     """Controller of one job, whichever engine runs its nodes.
 
     A subclass is the port to an engine's nodes: it starts, notifies and kills them, reports their events, and
-    stores the state. Another controller can take over at any moment from what is stored.
+    stores the state. Another controller can take over at any moment from that.
     """
 
     def __init__(

@@ -100,9 +100,7 @@ def recorded_homes(folder: JobFolder) -> dict[str, int]:
     return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 
 
-def durations_of(
-    job: Job, changes: Sequence[Change] | None = None, now_unix_s: float | None = None
-) -> Durations:
+def durations_of(job: Job, changes: list[Change] | None = None, now_unix_s: float | None = None) -> Durations:
     """Return the durations of a job. Without a history, all time since its start counts as running."""
     changes = read_changes(job_folder(state_dir(), job.id)) if changes is None else changes
     now_s = time.time() if now_unix_s is None else now_unix_s
@@ -158,12 +156,8 @@ def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
         waited = f"{checks.took_s:.2f} s, of which the job waited {checks.added_s:.2f} s"
         yield f"node {rank} ({checks.machine}): {outcome} in {waited}{refused}"
         for one in checks.checks:
-            yield f"  {one.name} {one.where}: {_result(one)}"
-
-
-def _result(check: Check) -> str:
-    numbers = _numbers(check) if check.values else ""
-    return "; ".join(filter(None, (check.trouble, numbers))) or "passed"
+            parts = filter(None, (one.trouble, _numbers(one) if one.values else ""))
+            yield f"  {one.name} {one.where}: {'; '.join(parts) or 'passed'}"
 
 
 def _numbers(check: Check) -> str:

@@ -101,6 +101,7 @@ def run_environment(
     Without `gpus`, the choice of GPUs is left to the job.
     """
     ips = "\n".join(node.addresses)
+    cluster = {"cluster_name": node.name, "cloud": node.cloud, "region": None, "zone": None}
     pipeline = node.pipeline or JobPipeline(node.job, (node.task_id,))
     ours = {
         "SKYPILOT_TASK_ID": node.task_id,
@@ -113,9 +114,7 @@ def run_environment(
         "SKYPILOT_NUM_NODES": str(len(node.addresses)),
         "SKYPILOT_NUM_GPUS_PER_NODE": str(node.num_gpus),
         "SKYPILOT_USER": node.user,
-        "SKYPILOT_CLUSTER_INFO": json.dumps(
-            {"cluster_name": node.name, "cloud": node.cloud, "region": None, "zone": None}
-        ),
+        "SKYPILOT_CLUSTER_INFO": json.dumps(cluster),
         "HOLDFAST_JOB": str(node.job),
         "HOLDFAST_ATTEMPT": str(node.attempt),
         TAG: tag(node.task_id, node.attempt, node.rank),

@@ -82,9 +82,7 @@ class Durations:
     down_s: float
 
 
-def add_change(
-    folder: JobFolder, job_state: JobState, *, machines: tuple[str, ...] = (), step: int | None = None
-) -> None:
+def add_change(folder: JobFolder, job_state: JobState, machines: tuple[str, ...], step: int | None) -> None:
     """Append a change to the history of a job."""
     try:
         saved_unix_s = folder.progress.stat().st_mtime if step is not None else None

@@ -23,13 +23,10 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a node: its shell exited, its shell was killed, or the node was lost.
-
-    A lost node has neither `code` nor `killed_by`.
-    """
+    """Outcome of a node: its shell exited, its shell was killed, or the node was lost."""
 
     phase: Phase
-    code: int | None = None  # exit code of the shell
+    code: int | None = None  # exit code of the shell. A lost node has neither this nor `killed_by`.
     killed_by: int | None = None  # signal that killed the shell
     hung: str = ""  # place at which the training hung before it was ended
     diverged: str = ""  # why the training has ended after too many rollbacks

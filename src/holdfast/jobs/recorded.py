@@ -93,10 +93,8 @@ class RecordedEngine(ABC):
     def check_file(self, file: TaskFile) -> None:
         """Check that the engine can run all tasks of a file; see `check`."""
         if file.is_pipeline and self.no_pipelines:
-            num_tasks = len(file.tasks)
-            raise Unsupported(
-                f"{file.path}: a pipeline of {num_tasks} tasks: {self.no_pipelines} Nothing was started."
-            )
+            what = f"a pipeline of {len(file.tasks)} tasks: {self.no_pipelines}"
+            raise Unsupported(f"{file.path}: {what} Nothing was started.")
         for task in file.tasks:
             self.check(task)
 

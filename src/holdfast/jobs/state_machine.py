@@ -172,10 +172,7 @@ Transition = tuple[JobState, tuple[Action, ...]]
 def advance(  # noqa: C901 - a case for each event
     state: JobState, event: JobEvent, policy: RestartPolicy
 ) -> Transition:
-    """Return the state after an event, and the actions to take.
-
-    Events of earlier attempts, and any event of a job that has ended, change nothing.
-    """
+    """Return the state after an event, and the actions to take. Those of earlier attempts change nothing."""
     status = state.status
     if status.is_final:
         return state, ()

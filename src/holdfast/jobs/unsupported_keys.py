@@ -52,9 +52,7 @@ def find_on_machines(
 ) -> list[UnsupportedKey]:
     """Return the keys that an engine which runs the commands itself ignores or changes, in file order.
 
-    Args:
-        further: keys of this engine only.
-        bucket: text for the folder that replaces a bucket without a URL.
+    `further` are keys of this engine only, and `bucket` is a text for the folder in place of a bucket.
     """
     found = [one for one in find_unsupported_keys(task, table) if task.image is None or one.key != IMAGE]
     found += further

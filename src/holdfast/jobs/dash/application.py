@@ -48,9 +48,7 @@ class Application:
         }
         self._routes = [(re.compile(path, re.ASCII), respond) for path, respond in table.items()]
 
-    def __call__(
-        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], object]
-    ) -> Iterable[bytes]:
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
         """Answer one request."""
         request = messages.parse_request(environ)
         response = self.respond(request)

@@ -54,10 +54,7 @@ class JobListing:
 
 
 class JobBoard:
-    """Board of all jobs. The longer reading takes, the less often they are read.
-
-    A state folder that does not answer delays requests for its jobs for at most 3 s, and no others.
-    """
+    """Board of all jobs. The longer reading takes, the less often they are read."""
 
     def __init__(self) -> None:
         self._readings = KeptReadings[JobListing](least_age_s=_MIN_AGE_S, rest=_REST)
@@ -105,9 +102,8 @@ class JobBoard:
         num_active = sum(not job.status.is_final for job in jobs)
         shown = jobs[: num_active + MAX_ENDED]
         rows = [self._ended.get((job.id, job.task_id)) or _row(job) for job in shown]
-        self._ended = {
-            (job.id, job.task_id): row for job, row in zip(shown, rows, strict=True) if job.status.is_final
-        }
+        pairs = zip(shown, rows, strict=True)
+        self._ended = {(job.id, job.task_id): row for job, row in pairs if job.status.is_final}
         return tuple(rows)
 
 

@@ -29,7 +29,11 @@ def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
 
     An empty cursor stands for the newest lines, and an empty node for all nodes.
     """
-    folder, ranks, offsets = job_folder(state_dir(), job.id), _ranks(job, node), _offsets(cursor)
+    if not _CURSOR.fullmatch(cursor):
+        raise InvalidInput("The cursor of an earlier response was expected.")
+    pairs = (one.split(":") for one in cursor.split(",") if one)
+    offsets = {int(rank): int(offset) for rank, offset in pairs}
+    folder, ranks = job_folder(state_dir(), job.id), _ranks(job, node)
     share = max(_MIN_BYTES, MAX_BYTES // max(1, len(ranks)))
     skipped_bytes = 0
     readers: list[LogReader] = []
@@ -73,13 +77,6 @@ def _ranks(job: Job, node: str) -> range:
     if int(node) >= job.num_nodes:
         raise NotFound(f"Job {job.id} has {plural(job.num_nodes, 'node')}, counted from 0.")
     return range(int(node), int(node) + 1)
-
-
-def _offsets(cursor: str) -> dict[int, int]:
-    if not _CURSOR.fullmatch(cursor):
-        raise InvalidInput("The cursor of an earlier response was expected.")
-    pairs = (one.split(":") for one in cursor.split(",") if one)
-    return {int(rank): int(offset) for rank, offset in pairs}
 
 
 def _bounds(path: Path, offset: int, max_bytes: int) -> tuple[int, int, int]:

@@ -66,9 +66,7 @@ def opened(url: str) -> Iterator[None]:
     """Open a browser at a URL with a token, by way of a private file, as all users see its arguments."""
     with temporary_folder("dash") as folder:
         path = folder / "dash.html"
-        address = html.escape(url, quote=True)
-        path.write_text(
-            f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={address}">\n', encoding="utf-8"
-        )
+        to = f'<meta http-equiv="refresh" content="0;url={html.escape(url, quote=True)}">'
+        path.write_text(f"<!DOCTYPE html>{to}\n", encoding="utf-8")
         webbrowser.open(path.as_uri())
         yield

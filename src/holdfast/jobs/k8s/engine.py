@@ -90,9 +90,8 @@ class ManifestEngine(RecordedEngine):
 
     @override
     def cancel(self, number: int) -> Job:
-        raise Unsupported(
-            f"Job {self.job(number).id} is one of Kubernetes. To end or preempt pods, use `kubectl delete`."
-        )
+        which = f"Job {self.job(number).id} is one of Kubernetes"
+        raise Unsupported(f"{which}. To end or preempt pods, use `kubectl delete`.")
 
     @override
     def preempt(self, number: int, *, lead_s: float) -> Job:

@@ -29,6 +29,7 @@ from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
 Object = dict[str, Any]  # object of Kubernetes
+Volume = tuple[str, str, Mapping[str, Any]]  # name, path and source
 QUEUE = "config.kubernetes.kueue.local_queue_name"  # a queue of Kueue, as SkyPilot reads it too
 _MAX_RESTARTS = "resources.job_recovery.max_restarts_on_errors"
 _WORKDIR = "/workdir"  # path of the clone of the task's repository
@@ -219,12 +220,10 @@ def _repository_url(task: Task) -> str:
     return re.sub("\0(.*?)\0", r"$(\1)", escape(url))  # Kubernetes puts in the value of a variable
 
 
-def _volumes(task: Task) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return name, path and source of the volumes: shared memory, the workdir, and claims that exist."""
+def _volumes(task: Task) -> list[Volume]:
+    """Return the volumes: shared memory, the workdir, and claims that exist."""
     # The default of 64 MiB is too small for the workers of a DataLoader.
-    found: list[tuple[str, str, Mapping[str, Any]]] = [
-        ("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
-    ]
+    found: list[Volume] = [("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})]
     if task.repository is not None:
         found.append(("workdir", _WORKDIR, {"emptyDir": {}}))
     for number, (path, value) in enumerate((task.document.get("volumes") or {}).items()):

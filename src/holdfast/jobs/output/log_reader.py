@@ -80,15 +80,10 @@ def format_second(unix_s: float | None) -> str:
 
 
 class LogReader:
-    """Reader of one log.
+    """Reader of one log, which may not exist yet.
 
-    Args:
-        path: the log. It may not exist yet.
-        node: the node that writes it. None: it has changes of the job's status.
-        tail: number of lines at the end to begin with. Default: all lines.
-        is_timed: separate lines that were written at different times.
-        begin: offset of the first byte to read, without `tail`.
-        end: offset to stop at, even if the log is longer.
+    It begins with the last `tail` lines, or at the offset `begin`, and stops at `end`. With `is_timed`, lines
+    of different times are in different blocks. Without a node, they are changes of the job's status.
     """
 
     def __init__(

@@ -90,13 +90,11 @@ def _plain(line: bytes) -> str:
     return _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip("\r")
 
 
-def _run(
-    words: list[str], environment: Mapping[str, str] | None = None, *, timeout_s: float = _SHORT_S
-) -> str:
+def _run(words: list[str], secrets: Mapping[str, str] | None = None, timeout_s: float = _SHORT_S) -> str:
     command = [program(), *words]
     command_line = f"sky {' '.join(words)}"
     try:
-        done = run_program(command, timeout_s=timeout_s, env=_environment(environment))
+        done = run_program(command, timeout_s=timeout_s, env=_environment(secrets))
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"`{command_line}` did not finish within {timeout_s:.0f} s.") from error
     if done.status:

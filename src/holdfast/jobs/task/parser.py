@@ -52,9 +52,8 @@ def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile
     try:
         text = decode_text(path.read_bytes(), str(path))
     except FileNotFoundError as error:
-        raise NotFound(
-            f"The task file {path} does not exist. Give the path of a SkyPilot task file (YAML)."
-        ) from error
+        what = f"The task file {path} does not exist"
+        raise NotFound(f"{what}. Give the path of a SkyPilot task file (YAML).") from error
     except OSError as error:
         raise InvalidInput(f"Cannot read the task file {path}: {error}.") from error
     return parse_tasks(text, str(path), overrides)

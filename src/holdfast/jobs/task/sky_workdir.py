@@ -13,12 +13,9 @@ _BLANK = re.compile(r"[\s\"'();|&<>]")
 
 
 def replace_sky_workdir(text: str, workdir: str) -> str:
-    """Return commands or a value with a path in the place of ~/sky_workdir and $HOME/sky_workdir.
+    """Return commands or a value with a plain path in the place of ~/sky_workdir and $HOME/sky_workdir.
 
     A path after `HOST:` stays, as it is one of another machine.
-
-    Args:
-        workdir: absolute path that means the same inside and outside of quotes; see `is_plain`.
     """
 
     def replaced(found: re.Match[str]) -> str:

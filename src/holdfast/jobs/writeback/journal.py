@@ -67,9 +67,8 @@ class Journal:
                 self._base.execute("PRAGMA synchronous=NORMAL")
                 self._base.executescript(_TABLES)
         if self.get("version", VERSION) != VERSION:
-            raise Corrupt(
-                f"{self._path} has an unknown version. Nothing was changed. Use the Holdfast that created it."
-            )
+            what = f"{self._path} has an unknown version"
+            raise Corrupt(f"{what}. Nothing was changed. Use the Holdfast that created it.")
         if not is_reader:
             self.set(version=VERSION)
 
@@ -109,9 +108,8 @@ class Journal:
         with self._translate_errors(), self._transaction():
             entries = {row[0]: _entry(row) for row in self._rows("entry")}
             sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in self._rows("sent")}
-            problems = {
-                row[0]: UploadProblem(row[4], row[5], Fingerprint(*row[1:4])) for row in self._rows("problem")
-            }
+            rows = self._rows("problem")
+            problems = {row[0]: UploadProblem(*row[4:6], Fingerprint(*row[1:4])) for row in rows}
             last = self._base.execute("SELECT value FROM fact WHERE key = 'last'").fetchone()
         _check_rows(self._path, entries, sent, problems)
         number = decode(str(last[0]), str(self._path)) if last else 0

@@ -340,7 +340,9 @@ class Uploader:
             gone = [name for name in self._queue.order.newest_first() if name not in known]
         changed = [one for one in found if known[one.name] != one.fingerprint]
         for one in sorted(changed, key=lambda one: one.order(self._touched)):
-            self._capture(one.name, source=_earlier_name(one.name, renamed))
+            is_renamed = renamed is not None and one.name.startswith(f"{renamed[1]}/")
+            source = renamed[0] + one.name.removeprefix(renamed[1]) if renamed and is_renamed else ""
+            self._capture(one.name, source=source)
         for name in gone:
             if name.startswith(inside) and (name in others or not (self._root / name).is_file()):
                 self._remove(name)
@@ -370,13 +372,6 @@ def _take_due(times: dict[str, float]) -> list[str]:
     for name in due:
         del times[name]
     return due
-
-
-def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:
-    """Return the former name of a file in a renamed directory."""
-    if renamed is None or not name.startswith(f"{renamed[1]}/"):
-        return ""
-    return renamed[0] + name[len(renamed[1]) :]
 
 
 def _lock(folder: Path) -> int:

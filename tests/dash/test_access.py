@@ -11,6 +11,7 @@ import pytest
 from dash.client import PORT, Client
 from holdfast.jobs.dash.messages import COOKIE, AccessKeys
 
+Connect = Callable[..., Client]
 REFUSED = "It ends with a token, which is missing here."
 
 
@@ -19,9 +20,8 @@ def test_the_token_is_exchanged_for_a_cookie_of_this_server(client: Client) -> N
     assert url == f"http://127.0.0.1:{PORT}/{client.keys.space}/?token={client.keys.token}"
     answer = client.get_raw(f"/{client.keys.space}/", QUERY_STRING=f"token={client.keys.token}")
     assert answer.status == 200
-    assert answer.headers["Set-Cookie"] == (
-        f"{COOKIE}={client.keys.session}; Path=/{client.keys.space}/; HttpOnly; SameSite=Strict"
-    )
+    place = f"Path=/{client.keys.space}/; HttpOnly; SameSite=Strict"
+    assert answer.headers["Set-Cookie"] == f"{COOKIE}={client.keys.session}; {place}"
     assert 'http-equiv="refresh" content="0;url=./"' in answer.text
     assert client.keys.token not in answer.text
     assert "script" not in answer.text
@@ -96,9 +96,8 @@ def test_another_page_cannot_request_with_the_cookie(client: Client) -> None:
         assert client.get("", HTTP_SEC_FETCH_SITE=relation).status == 403
     for relation in ("same-origin", "none"):
         assert client.get("api/jobs", HTTP_SEC_FETCH_SITE=relation).status == 200
-    link = client.get_raw(
-        f"/{client.keys.space}/", QUERY_STRING=f"token={client.keys.token}", HTTP_SEC_FETCH_SITE="cross-site"
-    )
+    token = f"token={client.keys.token}"
+    link = client.get_raw(f"/{client.keys.space}/", QUERY_STRING=token, HTTP_SEC_FETCH_SITE="cross-site")
     assert link.status == 200, "the URL may be a link in another page"
 
 
@@ -138,9 +137,7 @@ TRAVERSALS = [
 
 
 @pytest.mark.parametrize("path", TRAVERSALS)
-def test_nothing_but_the_listed_files_and_jobs_is_served(
-    connect: Callable[..., Client], tmp_path: Path, path: str
-) -> None:
+def test_nothing_but_the_listed_files_and_jobs_is_served(connect: Connect, tmp_path: Path, path: str) -> None:
     (tmp_path / "secret").write_text("the secret")
     client = connect(str(tmp_path / "run"))
     for one in (path, path.replace("/", "%2f")):

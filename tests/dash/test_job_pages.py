@@ -23,9 +23,7 @@ from making import make_home
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 
 
-def test_active_jobs_come_first_with_durations_that_grow_in_the_browser(
-    jobs: JobHarness, client: Client
-) -> None:
+def test_active_jobs_come_first_with_durations_that_grow_in_the_browser(jobs: JobHarness, client: Client):
     assert client.get("api/jobs").json == {"jobs": [], "left_out": 0, "problems": [], "homes": []}
     running = jobs.submit(WAITS, head="name: long")
     ended = jobs.wait(jobs.submit("exit 3", head="name: short"))

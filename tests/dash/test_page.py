@@ -128,13 +128,11 @@ def test_a_training_is_seen_live_from_its_launch_to_its_end(story: Story, tmp_pa
     story.show(job)
     page.wait("return document.querySelector('.lines').innerText.includes('trained')")
     assert "begins" in page.text(".lines")
-    page.wait(
-        "return document.querySelector('.note')?.innerText !== '' && document.querySelector('[data-drawn]')"
-    )
+    is_drawn = "document.querySelector('[data-drawn]')"
+    page.wait(f"return document.querySelector('.note')?.innerText !== '' && {is_drawn}")
     assert page.text("figcaption") == "loss, step by step"
-    lines = page.run(
-        "return [...document.querySelectorAll('.drawing path')].map((one) => one.getAttribute('d'))"
-    )
+    paths = "[...document.querySelectorAll('.drawing path')]"
+    lines = page.run(f"return {paths}.map((one) => one.getAttribute('d'))")
     assert any(line.count("L") >= 20 for line in lines if line), "a line through the steps"
     assert str(home) in page.text("h2.place")
     with story.jobs.files(job).log(0).open("a") as log:
@@ -267,9 +265,7 @@ def test_many_jobs_are_filtered(story: Story) -> None:
     assert page.text(".note") == "No job matches."
 
 
-def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(
-    jobs: JobHarness, tmp_path: Path
-) -> None:
+def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(jobs: JobHarness, tmp_path: Path):
     home = tmp_path / "a run"
     train = f"{sys.executable} {TRAINING} '{home}' 10 --every 5"
     jobs.wait(jobs.submit(train))

@@ -25,9 +25,8 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 
 LIMIT_S = 600.0
-needs_namespaces = pytest.mark.skipif(
-    why_unavailable() is not None, reason=f"this kernel has no mount namespaces: {why_unavailable()}"
-)
+_WHY = why_unavailable()
+needs_namespaces = pytest.mark.skipif(_WHY is not None, reason=f"this kernel has no mount namespaces: {_WHY}")
 
 
 def with_word(found: list[Process], word: str) -> list[Process]:
@@ -150,9 +149,8 @@ class JobHarness:
         attempt = self.engine.job(job.id).attempt
         pid = int(self.files(job).node(attempt, rank).pid.read_text().split()[0])
         table = processes.snapshot()
-        processes.kill(
-            [process for process in [table.get(pid), *processes.descendants(pid, table)] if process]
-        )
+        found = [table.get(pid), *processes.descendants(pid, table)]
+        processes.kill([process for process in found if process])
 
     def leave(self) -> None:
         """Kill what is left, and check that ended jobs left nothing."""

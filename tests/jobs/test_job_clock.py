@@ -173,9 +173,7 @@ class LoneController(Controller):
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_notice_has_its_time_whatever_the_clock_does(
-    tmp_path: Path, jump_s: float, is_replaced: bool
-) -> None:
+def test_a_notice_has_its_time_whatever_the_clock_does(tmp_path: Path, jump_s: float, is_replaced: bool):
     machine = MachineClock()
     controller = LoneController(tmp_path, machine)
     controller.turn(NoticeReceived(30.0))
@@ -193,9 +191,7 @@ def test_a_notice_has_its_time_whatever_the_clock_does(
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
-def test_the_backoff_between_attempts_is_as_long_whatever_the_clock_does(
-    tmp_path: Path, jump_s: float
-) -> None:
+def test_the_backoff_between_attempts_is_as_long_whatever_the_clock_does(tmp_path: Path, jump_s: float):
     machine = MachineClock()
     controller = LoneController(tmp_path, machine)
     exits = (NodeExited(1, 0, Outcome(Phase.RUN, code=75)), AttemptExited(1, None))

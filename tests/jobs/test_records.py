@@ -52,9 +52,7 @@ def test_records_are_read_back_as_written(tmp_path: Path) -> None:
     assert (found.started_unix_s, found.ended_unix_s) == (2.0, None)
 
 
-def test_jobs_of_all_engines_share_one_sequence_of_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_of_all_engines_share_one_sequence_of_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     records = Records(tmp_path)
     for engine in ("slurm", "local", "sky"):

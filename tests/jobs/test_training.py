@@ -21,6 +21,7 @@ from jobs.harness import JobHarness
 from nursery import shared
 from servers import reserve_port
 
+Digest = Callable[[int], str]
 TRAINING = Path(__file__).parent / "training.py"
 SPIKING = Path(__file__).parents[1] / "checkpointer" / "spiking.py"
 TOTAL = 60
@@ -30,19 +31,15 @@ PAUSE = ("--pause-at", "40")
 RESTARTS = "resources: {job_recovery: {max_restarts_on_errors: 1000}}"
 
 
-def command(folder: Path, *options: str, total: int = TOTAL) -> str:
-    words = [sys.executable, str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY), *options]
-    return " ".join(words)
+def command(folder: Path, *options: str, total: int = TOTAL, launcher: str = sys.executable) -> str:
+    return f"{launcher} {TRAINING} {folder}/home {total} --every {EVERY} {' '.join(options)}"
 
 
-def torchrun(folder: Path, port: int, *options: str, total: int = TOTAL) -> str:
-    words = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "$SKYPILOT_NUM_NODES"),
-        *("--node_rank", "$SKYPILOT_NODE_RANK", "--nproc_per_node", "1", "--master_port", str(port)),
-        *("--master_addr", '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'),
-        *(str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY), *options),
-    ]
-    return " ".join(words)
+def torchrun(folder: Path, port: int, *options: str) -> str:
+    nodes = "--nnodes $SKYPILOT_NUM_NODES --node_rank $SKYPILOT_NODE_RANK --nproc_per_node 1"
+    master = f'--master_port {port} --master_addr $(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
+    launcher = f"{sys.executable} -m torch.distributed.run {nodes} {master}"
+    return command(folder, *options, launcher=launcher)
 
 
 def steps(folder: Path) -> list[tuple[int, int]]:
@@ -78,7 +75,7 @@ def check_steps(harness: JobHarness) -> None:
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Digest:
     """Return the digest after an uninterrupted training, by its number of steps."""
     found: dict[int, str] = {}
 
@@ -93,9 +90,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], s
     return digest
 
 
-def test_a_preemption_with_notice_costs_no_step(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
-) -> None:
+def test_a_preemption_with_notice_costs_no_step(harness: JobHarness, uninterrupted: Digest) -> None:
     job = harness.submit(command(harness.folder, *PAUSE))
     wait_for_steps(harness, job, 7)
     harness.engine.preempt(job.id, lead_s=600)
@@ -106,9 +101,7 @@ def test_a_preemption_with_notice_costs_no_step(
 
 
 @pytest.mark.slow
-def test_a_training_that_hangs_starts_again_by_itself(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
-) -> None:
+def test_a_training_that_hangs_starts_again_by_itself(harness: JobHarness, uninterrupted: Digest) -> None:
     job = harness.submit(command(harness.folder, "--hang-at", "12"))
     assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
@@ -154,7 +147,7 @@ def test_two_nodes_start_again_after_one_has_hung(harness: JobHarness) -> None:
 
 @pytest.mark.essential
 def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
+    harness: JobHarness, uninterrupted: Digest
 ) -> None:
     job = harness.submit(command(harness.folder, *PAUSE))
     harness.wait_for(job, lambda: (harness.engine.job(job.id).step or 0) >= 2 * EVERY, "two saves")
@@ -168,7 +161,7 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
 
 @pytest.mark.slow
 def test_a_launcher_that_replaces_the_status_of_a_preemption_does_not_make_it_an_error(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
+    harness: JobHarness, uninterrupted: Digest
 ) -> None:
     """As torchrun does, which exits with 1. The notice comes from outside of the job."""
     job = harness.submit(f"{command(harness.folder, *PAUSE)} || exit 1")
@@ -205,9 +198,7 @@ def test_two_nodes_survive_the_loss_of_one(harness: JobHarness, node: int) -> No
 
 
 @pytest.mark.slow
-def test_chaos(
-    harness: JobHarness, uninterrupted: Callable[[int], str], request: pytest.FixtureRequest
-) -> None:
+def test_chaos(harness: JobHarness, uninterrupted: Digest, request: pytest.FixtureRequest) -> None:
     """Random kills of trainer, keeper, controller and node do not change the result."""
     chance = random.Random(20261121)
     num_kills = int(os.environ.get("CHAOS_KILLS", "100"))

@@ -12,6 +12,8 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.writeback import remove_uploaded
 from writeback.harness import MountedDirectory
 
+MakeDirectory = Callable[..., MountedDirectory]
+
 
 def ended(mounted: MountedDirectory) -> None:
     """Have the uploader exit, and wait for that."""
@@ -21,9 +23,7 @@ def ended(mounted: MountedDirectory) -> None:
     mounted.wait_until_gone()
 
 
-def test_a_directory_that_is_uploaded_is_removed_and_its_bucket_is_not(
-    make_directory: Callable[..., MountedDirectory],
-) -> None:
+def test_a_directory_that_is_uploaded_is_removed_and_its_bucket_is_not(make_directory: MakeDirectory) -> None:
     mounted = make_directory()
     mounted.mount()
     files = {"data": b"1" * 5_000_000, "deep/marker": b"data", "empty": b""}
@@ -87,7 +87,7 @@ def test_a_removal_that_was_killed_is_completed(mounted: MountedDirectory) -> No
     assert mounted.bucket() == {"data": b"1"}
 
 
-def test_a_download_above_the_limit_changes_nothing(make_directory: Callable[..., MountedDirectory]) -> None:
+def test_a_download_above_the_limit_changes_nothing(make_directory: MakeDirectory) -> None:
     first, second = make_directory(), make_directory("second")
     first.mount()
     files = {"one": b"1" * 600, "two": b"2" * 600}

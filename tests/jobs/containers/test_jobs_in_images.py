@@ -145,9 +145,7 @@ def test_secrets_are_on_no_command_line(harness: JobHarness) -> None:
 @pytest.mark.parametrize(
     ("commands", "status"), [("exit 3", "status 3"), ("kill -9 $$", "SIGKILL")], ids=["exit", "kill"]
 )
-def test_the_end_of_the_commands_is_the_end_of_the_job(
-    harness: JobHarness, commands: str, status: str
-) -> None:
+def test_the_end_of_the_commands_is_the_end_of_the_job(harness: JobHarness, commands: str, status: str):
     job = harness.submit(commands, setup="true", head=HEAD)
     if "kill" in commands:  # as the loss of a node: the first restart is free
         harness.wait_for_output(job, "attempt 2")
@@ -218,9 +216,7 @@ def test_each_node_has_a_container_of_its_own(harness: JobHarness, runtime: Runt
 
 
 @pytest.mark.slow
-def test_a_killed_container_is_started_again_with_its_files(
-    harness: JobHarness, runtime: RuntimeUnderTest
-) -> None:
+def test_a_killed_container_is_started_again_with_its_files(harness: JobHarness, runtime: RuntimeUnderTest):
     job = start_installed(harness, f"[ $HOLDFAST_ATTEMPT = 2 ] || {{ {UNTIL_GO}; exit 75; }}")
     (container,) = runtime.containers(job)
     killed = runtime.pid(container)

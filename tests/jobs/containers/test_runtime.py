@@ -79,9 +79,7 @@ def test_docker_that_runs_containers_as_another_user_is_refused(
 
 
 @pytest.mark.parametrize("image", ["--privileged", "", "a b", "a;b", "a\nb", "$(id)", "-v/:/host"])
-def test_a_name_that_is_not_one_of_an_image_is_refused(
-    harness: JobHarness, stand_in: StandIn, image: str
-) -> None:
+def test_a_name_that_is_not_one_of_an_image_is_refused(harness: JobHarness, stand_in: StandIn, image: str):
     head = f"resources: {{image_id: {('docker:' + image)!r}}}\n".replace("\\n", "\n\n")
     with pytest.raises(InvalidInput, match=r"resources\.image_id: expected docker:IMAGE"):
         harness.submit("true", head=head)
@@ -210,9 +208,7 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends_at_once(
 
 @pytest.mark.slow
 @needs_namespaces
-def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
-    harness: JobHarness, stand_in: StandIn
-) -> None:
+def test_a_container_that_cannot_be_removed_is_removed_with_the_job(harness: JobHarness, stand_in: StandIn):
     stand_in.add_image("an/image", HOME="/srv/home")
     stand_in.will("rm", "Error: the storage is busy")
     job = harness.submit("true", head=HEAD)

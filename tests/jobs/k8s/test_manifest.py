@@ -238,9 +238,7 @@ config:
     ],
 )
 @pytest.mark.parametrize("engine", [K8sEngine(), KubeflowEngine()])
-def test_what_kubernetes_cannot_do_is_refused_with_its_line(
-    text: str, said: str, engine: ManifestEngine
-) -> None:
+def test_what_kubernetes_cannot_do_is_refused_with_its_line(text: str, said: str, engine: ManifestEngine):
     with pytest.raises((InvalidInput, Unsupported), match=said) as refused:
         engine.check(task(text))
     assert re.match(r"task\.yaml:\d+: ", str(refused.value))
@@ -303,6 +301,11 @@ def test_text_that_readers_may_take_for_something_else_is_quoted(word: str) -> N
     assert to_manifest({"a": word, word: "b"}, []) == f'a: "{word}"\n"{word}": b\n'
 
 
+def maybe(members: dict[str, Any]) -> Any:
+    """Return maps with any of some members."""
+    return st.fixed_dictionaries({}, optional=members)
+
+
 words = st.text(max_size=12)
 names = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,8}", fullmatch=True)
 claims = st.from_regex(r"[a-z][a-z0-9-]{0,5}[a-z0-9]", fullmatch=True)
@@ -319,22 +322,19 @@ resources = st.fixed_dictionaries(
         "labels": labels,
         "use_spot": st.booleans(),
         "priority_class": claims | words,
-        "job_recovery": st.fixed_dictionaries(
-            {},
-            optional={
+        "job_recovery": maybe(
+            {
                 "max_restarts_on_errors": st.integers(0, 2**33),
                 "recover_on_exit_codes": st.lists(st.integers(), max_size=3),
             },
         ),
     },
 )
-pods = st.fixed_dictionaries(
-    {},
-    optional={
-        "metadata": st.fixed_dictionaries({}, optional={"labels": st.dictionaries(names, names, max_size=2)}),
-        "spec": st.fixed_dictionaries(
-            {},
-            optional={
+pods = maybe(
+    {
+        "metadata": maybe({"labels": st.dictionaries(names, names, max_size=2)}),
+        "spec": maybe(
+            {
                 "terminationGracePeriodSeconds": st.integers(-1, 2**33),
                 "nodeSelector": st.dictionaries(names, names, max_size=2),
                 "tolerations": st.lists(st.fixed_dictionaries({"key": names}), max_size=2),
@@ -356,9 +356,7 @@ tasks = st.fixed_dictionaries(
             st.sampled_from(["/a", "/b/c", "/tmp", "d", "/e/"]) | words, claims | words, max_size=2
         ),
         "workdir": st.fixed_dictionaries({"url": words.filter(bool)}, optional={"ref": words}),
-        "config": st.fixed_dictionaries(
-            {"kubernetes": st.fixed_dictionaries({}, optional={"pod_config": pods})}
-        ),
+        "config": st.fixed_dictionaries({"kubernetes": maybe({"pod_config": pods})}),
     },
 )
 

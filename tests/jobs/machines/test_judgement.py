@@ -66,21 +66,24 @@ def test_few_losses_accuse_nobody(rows: list[tuple[str, str, bool]]) -> None:
         assert not (one.stands_out and (one.lost < MIN_LOST or one.chance > MAX_CHANCE))
 
 
-def test_one_job_that_kills_its_machine_each_time_does_not_accuse_it() -> None:
-    events = [event("n1", "greedy", attempt, is_lost=True) for attempt in range(1, 30)]
-    events += [event(f"n{number}", f"job-{number}") for number in range(2, 30)]
-    assert named(judge(events)) == []
+GREEDY = [event("n1", "greedy", attempt, is_lost=True) for attempt in range(1, 30)]
+OTHERS = [event(f"n{number}", f"job-{number}") for number in range(2, 30)]
+LONG = [
+    event(f"n{rank}", "long", attempt, is_lost=rank == 3) for attempt in range(1, 7) for rank in range(16)
+]
+ALONE = [event("here", f"job-{number}", is_lost=True) for number in range(50)]
 
 
-def test_one_long_job_of_many_nodes_finds_its_bad_one() -> None:
-    events = []
-    for attempt in range(1, 7):
-        events += [event(f"n{rank}", "long", attempt, is_lost=rank == 3) for rank in range(16)]
-    assert named(judge(events)) == ["n3"]
-
-
-def test_a_machine_alone_has_nothing_to_be_compared_with() -> None:
-    assert named(judge([event("here", f"job-{number}", is_lost=True) for number in range(50)])) == []
+@pytest.mark.parametrize(
+    ("events", "accused"),
+    [
+        pytest.param(GREEDY + OTHERS, [], id="one job that kills its machine each time does not accuse it"),
+        pytest.param(LONG, ["n3"], id="one long job of many nodes finds its bad one"),
+        pytest.param(ALONE, [], id="a machine alone has nothing to be compared with"),
+    ],
+)
+def test_losses_are_compared(events: list[MachineEvent], accused: list[str]) -> None:
+    assert named(judge(events)) == accused
 
 
 def test_a_wrong_result_needs_no_comparison() -> None:
@@ -110,9 +113,7 @@ def test_the_probability_is_that_of_drawing_the_losses(strata: list[tuple[int, i
 
 
 @given(st.integers(0, 12), st.integers(1, 12), st.integers(0, 12))
-def test_the_job_can_always_run_without_the_excluded_nodes(
-    num_bad: int, num_nodes: int, num_good: int
-) -> None:
+def test_the_job_can_always_run_without_the_excluded_nodes(num_bad: int, num_nodes: int, num_good: int):
     bad = [f"bad-{number}" for number in range(num_bad)]
     usable = bad + [f"good-{number}" for number in range(num_good)]
     standings = judge([event(name, "job", is_wrong=True) for name in bad])

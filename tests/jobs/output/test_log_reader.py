@@ -28,9 +28,7 @@ def read(path: Path, *, tail: int | None = None) -> bytes:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10), st.booleans())
-def test_lines_are_read_whole_in_whatever_chunks_they_are_written(
-    chunks: list[bytes], is_timed: bool
-) -> None:
+def test_lines_are_read_whole_in_whatever_chunks_they_are_written(chunks: list[bytes], is_timed: bool):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         reader = LogReader(path, is_timed=is_timed)

@@ -13,9 +13,8 @@ import pytest
 from holdfast.jobs.service import make_boot_command
 
 NAMES = ["plain", "a b", "50% %h", "$x \"q\" 'q'", "back\\slash\\", "ümläut"]
-needs_systemd = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
-)
+ANALYZE = shutil.which("systemd-analyze")
+needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
 
 
 def verify(folder: Path, text: str) -> subprocess.CompletedProcess[str]:

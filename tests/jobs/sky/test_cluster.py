@@ -60,9 +60,7 @@ def wait_for(engine: SkyEngine, job: Job, what: Callable[[], object], name: str)
         time.sleep(1)
 
 
-def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(
-    box: SkyBox, tmp_path: Path
-) -> None:
+def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(box: SkyBox, tmp_path: Path):
     places = {"source": ROOT / "src", "folder": tmp_path, "python": sys.executable, "training": TRAINING}
     text = TASK.format(**places, total=TOTAL)
     engine = SkyEngine()

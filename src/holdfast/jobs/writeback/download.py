@@ -29,8 +29,8 @@ _COMPARED_BYTES = 1 << 20  # up to this size, a local copy is compared with the 
 class Download:
     """Download of objects into a directory. Each file appears whole or not at all.
 
-    Unfinished files are in `folder`, on the same disk. `on_block` is called with the size of each block, in any
-    thread; an error of it ends the download.
+    Unfinished files are in `folder`, on the same disk. `on_block` is called with the size of each block, in
+    any thread; an error of it ends the download.
     """
 
     def __init__(

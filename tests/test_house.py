@@ -38,8 +38,8 @@ FLOORS = {
     "jobs": """
         environment folder journal outcome output status writeback
         | failure_cause node_spec task | state_machine | history timers | record_files
-        | records | engine node | machines notifications registry unsupported_keys
-        | controller description recorded | interface k8s local sky slurm
+        | records | engine node | machines notifications unsupported_keys
+        | controller description recorded | registry | interface k8s local sky slurm
         | __main__ dash service
     """,
 }

@@ -21,14 +21,8 @@ LIMIT_S = 120.0
 _POLL_S = 0.05
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _ARGUMENTS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
 
 
@@ -68,13 +62,8 @@ class Page:
 
     def size(self, width: int, height: int) -> None:
         """Set the size of the page."""
-        self.cdp(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        size = {"width": width, "height": height}
+        self.cdp("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=width < 600)
 
     def scheme(self, value: str) -> None:
         """Set the reader's choice of colours: light or dark."""
@@ -134,9 +123,8 @@ def browsing(profile: Path) -> Iterator[Page]:
 
 def _call(method: str, url: str, body: Any = None) -> Any:
     data = None if method != "POST" else json.dumps(body or {}).encode()
-    request = urllib.request.Request(
-        url, data=data, method=method, headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=data, method=method, headers=headers)
     try:
         with _DIRECT.open(request, timeout=LIMIT_S) as response:
             return json.load(response)["value"]

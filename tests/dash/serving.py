@@ -15,9 +15,8 @@ def serving(state: Path, *words: str) -> Iterator[tuple[str, subprocess.Popen[st
     """Start the command for the block; yield its URL and its process."""
     command = [sys.executable, "-m", "holdfast.cli", "dash", "--no-browser", *words]
     env = os.environ | {"HOLDFAST_STATE": str(state)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env) as process:
         try:
             assert process.stdout is not None
             yield process.stdout.readline().strip(), process

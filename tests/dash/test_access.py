@@ -11,6 +11,7 @@ import pytest
 from dash.client import PORT, Client
 from holdfast.jobs.dash.messages import COOKIE, AccessKeys
 
+Connect = Callable[..., Client]
 REFUSED = "It ends with a token, which is missing here."
 
 
@@ -19,9 +20,8 @@ def test_the_token_is_exchanged_for_a_cookie_of_this_server(client: Client) -> N
     assert url == f"http://127.0.0.1:{PORT}/{client.keys.space}/?token={client.keys.token}"
     answer = client.get_raw(f"/{client.keys.space}/", QUERY_STRING=f"token={client.keys.token}")
     assert answer.status == 200
-    assert answer.headers["Set-Cookie"] == (
-        f"{COOKIE}={client.keys.session}; Path=/{client.keys.space}/; HttpOnly; SameSite=Strict"
-    )
+    place = f"Path=/{client.keys.space}/; HttpOnly; SameSite=Strict"
+    assert answer.headers["Set-Cookie"] == f"{COOKIE}={client.keys.session}; {place}"
     assert 'http-equiv="refresh" content="0;url=./"' in answer.text
     assert client.keys.token not in answer.text
     assert "script" not in answer.text
@@ -63,18 +63,9 @@ def test_a_forwarded_port_has_another_number(client: Client, host: str) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        None,
-        "",
-        "evil.example",
-        f"evil.example:{PORT}",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example:80",
-        "127.0.0.1:80@evil.example",
-        "127.0.0.1:",
-        "127.0.0.1:x",
-        "127.0.0.1:80\n",
-        "127.0.0.2",
-        "0.0.0.0",
+        *(None, "", "evil.example", f"evil.example:{PORT}", "127.0.0.1.evil.example"),
+        *("localhost.evil.example:80", "127.0.0.1:80@evil.example", "127.0.0.1:", "127.0.0.1:x"),
+        *("127.0.0.1:80\n", "127.0.0.2", "0.0.0.0"),
     ],
 )
 def test_a_name_that_points_here_is_refused(client: Client, host: str | None) -> None:
@@ -105,9 +96,8 @@ def test_another_page_cannot_request_with_the_cookie(client: Client) -> None:
         assert client.get("", HTTP_SEC_FETCH_SITE=relation).status == 403
     for relation in ("same-origin", "none"):
         assert client.get("api/jobs", HTTP_SEC_FETCH_SITE=relation).status == 200
-    link = client.get_raw(
-        f"/{client.keys.space}/", QUERY_STRING=f"token={client.keys.token}", HTTP_SEC_FETCH_SITE="cross-site"
-    )
+    token = f"token={client.keys.token}"
+    link = client.get_raw(f"/{client.keys.space}/", QUERY_STRING=token, HTTP_SEC_FETCH_SITE="cross-site")
     assert link.status == 200, "the URL may be a link in another page"
 
 
@@ -131,36 +121,23 @@ def test_every_response_has_the_headers_of_a_strict_page(client: Client, path: s
 
 
 TRAVERSALS = [
-    "../secret",
-    "../../etc/passwd",
-    "..%2fsecret",
-    "/etc/passwd",
-    "assets/page.css",
-    "./page.css",
-    "page.css/",
-    "page.css\0",
-    "Page.css",
-    "\\..\\secret",
-    "api/jobs/../../secret",
-    "api/jobs/1/homes/../../../../etc/passwd/curves",
-    "api/homes//etc/curves",
-    "api/homes/0000000000000000/curves",
-    "api/homes/0000000000000000/report",
-    "api/jobs/0x1",
-    "api/jobs/-1",
-    "api/jobs/1 ",
-    "api/jobs/1\n",
-    "api/jobs/٣",
-    "api/jobs/99999999999999999999",
-    "__init__.py",
-    "application.py",
+    *("../secret", "../../etc/passwd", "..%2fsecret", "/etc/passwd", "assets/page.css", "./page.css"),
+    *(
+        "page.css/",
+        "page.css\0",
+        "Page.css",
+        "\\..\\secret",
+        "api/jobs/../../secret",
+        "api/homes//etc/curves",
+    ),
+    *(f"api/homes/0000000000000000/{one}" for one in ("curves", "report")),
+    *(f"api/jobs/{one}" for one in ("0x1", "-1", "1 ", "1\n", "٣", "99999999999999999999")),
+    *("api/jobs/1/homes/../../../../etc/passwd/curves", "__init__.py", "application.py"),
 ]
 
 
 @pytest.mark.parametrize("path", TRAVERSALS)
-def test_nothing_but_the_listed_files_and_jobs_is_served(
-    connect: Callable[..., Client], tmp_path: Path, path: str
-) -> None:
+def test_nothing_but_the_listed_files_and_jobs_is_served(connect: Connect, tmp_path: Path, path: str) -> None:
     (tmp_path / "secret").write_text("the secret")
     client = connect(str(tmp_path / "run"))
     for one in (path, path.replace("/", "%2f")):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
+from dash.conftest import WAITS, finish
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
 from holdfast.jobs import description, folder, interface
@@ -19,19 +20,10 @@ from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 from making import make_home
 
-WAITS = "until [ -e go ]; do sleep 0.02; done"
 HOSTILE = "<script>alert(1)</script>\"'&<img src=x onerror=alert(2)>"
 
 
-def finish(jobs: JobHarness, job: interface.Job) -> interface.Job:
-    """Let a waiting job end."""
-    (jobs.files(job).workdir(0) / "go").touch()
-    return jobs.wait(job)
-
-
-def test_active_jobs_come_first_with_durations_that_grow_in_the_browser(
-    jobs: JobHarness, client: Client
-) -> None:
+def test_active_jobs_come_first_with_durations_that_grow_in_the_browser(jobs: JobHarness, client: Client):
     assert client.get("api/jobs").json == {"jobs": [], "left_out": 0, "problems": [], "homes": []}
     running = jobs.submit(WAITS, head="name: long")
     ended = jobs.wait(jobs.submit("exit 3", head="name: short"))

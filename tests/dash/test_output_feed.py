@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 
 from dash.client import Client
+from dash.conftest import WAITS, finish
 from holdfast.jobs.dash.output_feed import MAX_BYTES, MAX_CHARS, MAX_LINES, plain_text
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
-
-WAITS = "until [ -e go ]; do sleep 0.02; done"
 
 
 def texts(found: dict) -> list[str]:
@@ -21,12 +21,13 @@ def texts(found: dict) -> list[str]:
 
 
 @pytest.fixture
-def job(jobs: JobHarness) -> Job:
+def job(jobs: JobHarness) -> Iterator[Job]:
     """A running job, whose log grows when the test writes to it."""
     job = jobs.submit(f"echo begins; {WAITS}")
     jobs.wait(job, JobStatus.RUNNING)
     jobs.wait_for_output(job, "begins")
-    return job
+    yield job
+    finish(jobs, job)
 
 
 def test_a_growing_log_is_followed_to_its_end(jobs: JobHarness, client: Client, job: Job) -> None:
@@ -48,8 +49,7 @@ def test_a_growing_log_is_followed_to_its_end(jobs: JobHarness, client: Client, 
         log.write(b"\r100%\nunfinished")
         fourth = client.get(path, query=f"after={third['cursor']}").json
         assert (texts(fourth), fourth["progress"]) == (["100%"], [])
-    (jobs.files(job).workdir(0) / "go").touch()
-    jobs.wait(job)
+    finish(jobs, job)
     last = client.get(path, query=f"after={fourth['cursor']}").json
     assert texts(last)[0].startswith("unfinished")
     assert last["is_end"]
@@ -75,8 +75,6 @@ def test_a_long_log_is_read_from_its_end(jobs: JobHarness, client: Client, job: 
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 40 * MAX_BYTES
-    (jobs.files(job).workdir(0) / "go").touch()
-    jobs.wait(job)
 
 
 def test_one_endless_line_is_shown_in_parts(jobs: JobHarness, client: Client, job: Job) -> None:
@@ -85,16 +83,12 @@ def test_one_endless_line_is_shown_in_parts(jobs: JobHarness, client: Client, jo
     assert all(line["text"].startswith("xxx") for line in found["lines"])
     assert all(len(line["text"]) < MAX_CHARS + 100 for line in found["lines"])
     assert found["skipped_bytes"] == 3 * MAX_BYTES
-    (jobs.files(job).workdir(0) / "go").touch()
-    jobs.wait(job)
 
 
 def test_an_emptied_log_is_read_from_its_start(jobs: JobHarness, client: Client, job: Job) -> None:
     cursor = client.get(f"api/jobs/{job.id}/output").json["cursor"]
     jobs.files(job).log(0).write_bytes(b"anew\n")
     assert texts(client.get(f"api/jobs/{job.id}/output", query=f"after={cursor}").json) == ["anew"]
-    (jobs.files(job).workdir(0) / "go").touch()
-    jobs.wait(job)
 
 
 def test_nodes_are_labelled_in_the_order_of_their_times(jobs: JobHarness, client: Client) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dash.conftest import WAITS, finish
 from dash.driver import Page, browsing, missing_browser
 from dash.serving import serving
 from holdfast.jobs.dash import job_board
@@ -27,7 +28,6 @@ pytestmark = [
 
 TRAINING = Path(__file__).parent.parent / "jobs" / "training.py"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-WAITS = "until [ -e go ]; do sleep 0.02; done"
 # The least contrast of a text's colour and its background, by the formula of WCAG 2.
 CONTRAST = """
 const linear = (part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
@@ -99,16 +99,11 @@ class Story:
         done = subprocess.run(words, check=True, capture_output=True, text=True)
         return self.jobs.engine.job(json.loads(done.stdout)["id"])
 
-    def release(self, job: Job) -> None:
-        """Let a job that waits for a file end."""
-        (self.jobs.files(job).workdir(0) / "go").touch()
-
     def show(self, job: Job) -> None:
         """Show the page of a job, as a click on its link does."""
         self.page.run("location.hash = arguments[0]", f"#/jobs/{job.id}")
-        self.page.wait(
-            "return document.querySelector('h1')?.innerText.startsWith(arguments[0])", f"{job.id}: "
-        )
+        is_shown = "return document.querySelector('h1')?.innerText.startsWith(arguments[0])"
+        self.page.wait(is_shown, f"{job.id}: ")
 
 
 @pytest.fixture
@@ -133,19 +128,17 @@ def test_a_training_is_seen_live_from_its_launch_to_its_end(story: Story, tmp_pa
     story.show(job)
     page.wait("return document.querySelector('.lines').innerText.includes('trained')")
     assert "begins" in page.text(".lines")
-    page.wait(
-        "return document.querySelector('.note')?.innerText !== '' && document.querySelector('[data-drawn]')"
-    )
+    is_drawn = "document.querySelector('[data-drawn]')"
+    page.wait(f"return document.querySelector('.note')?.innerText !== '' && {is_drawn}")
     assert page.text("figcaption") == "loss, step by step"
-    lines = page.run(
-        "return [...document.querySelectorAll('.drawing path')].map((one) => one.getAttribute('d'))"
-    )
+    paths = "[...document.querySelectorAll('.drawing path')]"
+    lines = page.run(f"return {paths}.map((one) => one.getAttribute('d'))")
     assert any(line.count("L") >= 20 for line in lines if line), "a line through the steps"
     assert str(home) in page.text("h2.place")
     with story.jobs.files(job).log(0).open("a") as log:
         log.write("a later line\n")
     page.wait("return document.querySelector('.lines').innerText.includes('a later line')")
-    story.release(job)
+    (story.jobs.files(job).workdir(0) / "go").touch()
     page.wait("return document.querySelector('.title .status').innerText === 'SUCCEEDED'")
     assert page.text("#news") == f"Job {job.id} is SUCCEEDED now."
     page.wait("return document.querySelector('.lines').dataset.complete === 'true'")
@@ -178,16 +171,11 @@ def test_texts_of_strangers_are_shown_as_text(story: Story) -> None:
     story.show(job)
     page.wait("return document.querySelector('.lines').innerText.includes(arguments[0])", HOSTILE)
     assert page.text("h1") == f"{job.id}: {HOSTILE}"
-    page.wait(
-        "return document.querySelector('.lead').innerText.includes(arguments[0])", HOSTILE
-    )  # the reason
+    reason = "return document.querySelector('.lead').innerText.includes(arguments[0])"
+    page.wait(reason, HOSTILE)
     assert page.text("h2.place") == f"/runs/{HOSTILE}"
-    assert (
-        page.run(
-            "return document.querySelectorAll('img').length + document.body.querySelectorAll('script').length"
-        )
-        == 0
-    )
+    for tag in ("img", "body script"):
+        assert page.run("return document.querySelectorAll(arguments[0]).length", tag) == 0
     assert "owned" not in page.run("return document.title").removeprefix(f"FAILED - {HOSTILE}")
     assert not [line for line in page.console() if "Security Policy" in line]
 
@@ -221,8 +209,7 @@ def test_a_long_output_keeps_the_page_small(story: Story) -> None:
     assert page.run(AT_END), "it follows"
     page.run("document.querySelector('.lines').scrollTop = 0")
     page.wait("return !document.getElementById('follow').checked")
-    story.release(job)
-    story.jobs.wait(job)
+    finish(story.jobs, job)
     page.wait("return document.querySelector('.lines').dataset.complete === 'true'")
     assert not page.run(AT_END), "scrolling up stops following"
 
@@ -251,11 +238,8 @@ def test_the_page_is_usable_on_a_phone_by_keyboard_and_by_a_screen_reader(
     ratio, element = page.run(CONTRAST)
     assert ratio >= 4.5, element
     nodes = page.cdp("Accessibility.getFullAXTree")["nodes"]
-    named = [
-        (node["role"]["value"], node.get("name", {}).get("value", ""))
-        for node in nodes
-        if not node["ignored"]
-    ]
+    heard = [node for node in nodes if not node["ignored"]]
+    named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in heard]
     assert {"main", "banner", "navigation", "log", "table", "status"} <= {role for role, _ in named}
     assert any(role in ("img", "image") and name.startswith("loss") for role, name in named)
     unnamed = [role for role, name in named if role in NAMED and not name]
@@ -264,10 +248,8 @@ def test_the_page_is_usable_on_a_phone_by_keyboard_and_by_a_screen_reader(
 
 def test_a_server_that_has_ended_is_reported(story: Story) -> None:
     story.stop()
-    story.page.wait(
-        "return document.getElementById('connection').innerText === arguments[0]",
-        "The server does not answer. The page asks again.",
-    )
+    said = "The server does not answer. The page asks again."
+    story.page.wait("return document.getElementById('connection').innerText === arguments[0]", said)
 
 
 def test_many_jobs_are_filtered(story: Story) -> None:
@@ -277,16 +259,13 @@ def test_many_jobs_are_filtered(story: Story) -> None:
     page = story.page
     page.wait("return document.querySelectorAll('tbody tr').length === 2")
     page.run(TYPE, "ALP")
-    assert page.run("return [...document.querySelectorAll('tbody .name')].map((one) => one.innerText)") == [
-        "alpha"
-    ]
+    names = page.run("return [...document.querySelectorAll('tbody .name')].map((one) => one.innerText)")
+    assert names == ["alpha"]
     page.run(TYPE, "nothing")
     assert page.text(".note") == "No job matches."
 
 
-def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(
-    jobs: JobHarness, tmp_path: Path
-) -> None:
+def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(jobs: JobHarness, tmp_path: Path):
     home = tmp_path / "a run"
     train = f"{sys.executable} {TRAINING} '{home}' 10 --every 5"
     jobs.wait(jobs.submit(train))

@@ -96,9 +96,7 @@ def test_a_browser_is_opened_on_a_desktop_only(env: dict[str, str], shown: bool)
     assert server.has_desktop(env) is shown
 
 
-def test_the_token_is_not_among_the_arguments_of_the_browser(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_token_is_not_among_the_arguments_of_the_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """All users of a machine see the arguments of all processes."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "files"))
     (tmp_path / "files").mkdir()

@@ -26,9 +26,8 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 
 LIMIT_S = 600.0
-needs_namespaces = pytest.mark.skipif(
-    why_unavailable() is not None, reason=f"this kernel has no mount namespaces: {why_unavailable()}"
-)
+_WHY = why_unavailable()
+needs_namespaces = pytest.mark.skipif(_WHY is not None, reason=f"this kernel has no mount namespaces: {_WHY}")
 
 
 def command_line(pid: int) -> list[bytes]:
@@ -76,8 +75,6 @@ class Harness:
         path = self.place(job).log(node)
         return path.read_text() if path.exists() else ""
 
-    # -- waiting ---------------------------------------------------------------------------------------------
-
     def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
         """Wait until `what()` returns something true. Woken by changes in the jobs' folders."""
         watch = FolderWatch(self.folder, self.place(job).path, self.place(job).logs)
@@ -113,8 +110,6 @@ class Harness:
         logs = [*files.logs.glob("*.log"), *files.path.glob("*.log"), files.changed]
         told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
         return f"{self.engine.job(job.id)}\n{told}"
-
-    # -- processes -------------------------------------------------------------------------------------------
 
     def of_job(self, job: Job) -> list[Process]:
         """Return the processes of the job's nodes, without agents."""
@@ -172,9 +167,8 @@ class JobHarness(Harness):
         attempt = self.engine.job(job.id).attempt
         pid = int(self.files(job).node(attempt, rank).pid.read_text().split()[0])
         table = processes.snapshot()
-        processes.kill(
-            [process for process in [table.get(pid), *processes.descendants(pid, table)] if process]
-        )
+        found = [table.get(pid), *processes.descendants(pid, table)]
+        processes.kill([process for process in found if process])
 
     def leave(self) -> None:
         """Kill what is left, and check that ended jobs left nothing."""

@@ -34,11 +34,11 @@ def test_attempts_have_their_times_reasons_and_losses() -> None:
 
 
 def test_durations_are_measured_by_status() -> None:
-    found = measure(CHANGES, submitted_unix_s=8.0, ended_unix_s=46.0, now_unix_s=99.0)
+    found = measure(CHANGES, submitted_unix_s=8.0, until_unix_s=46.0)
     assert (found.total_s, found.running_s, found.down_s) == (38.0, 28.0, 6.0)
-    found = measure(CHANGES[:2], submitted_unix_s=8.0, ended_unix_s=None, now_unix_s=22.0)
+    found = measure(CHANGES[:2], submitted_unix_s=8.0, until_unix_s=22.0)
     assert (found.total_s, found.running_s, found.down_s) == (14.0, 10.0, 0.0)
-    backwards = measure(CHANGES[:2], submitted_unix_s=8.0, ended_unix_s=None, now_unix_s=1.0)
+    backwards = measure(CHANGES[:2], submitted_unix_s=8.0, until_unix_s=1.0)
     assert (backwards.total_s, backwards.running_s) == (0.0, 0.0)
 
 

@@ -101,18 +101,13 @@ class LoneController(Controller):
     """Controller whose one node a test ends, on a machine with a clock that the test sets."""
 
     def __init__(self, folder: Path, machine: MachineClock, before: LoneController | None = None) -> None:
-        policy = RestartPolicy()
         self.machine = machine
+        state, timers = (before.state, before._timers) if before else (JobState(), None)
+        clock = JobClock(before.recorded if before else None, machine.read)
+        given = {"task_id": "lone", "timers": timers, "clock": clock}
+        super().__init__(JobFolder(folder), RestartPolicy(), state, **given)
         if before is None:
-            super().__init__(
-                JobFolder(folder), policy, JobState(), task_id="lone", clock=JobClock(read=machine.read)
-            )
             self._apply(ControllerStarted())
-        else:
-            clock = JobClock(before.recorded, machine.read)
-            super().__init__(
-                JobFolder(folder), policy, before.state, task_id="lone", timers=before._timers, clock=clock
-            )
         self.recorded = self._clock.read()
         self.is_killed = False
         self.notice_until_s: float | None = None
@@ -135,9 +130,7 @@ class LoneController(Controller):
         return False
 
     @override
-    def _save(
-        self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
-    ) -> None:
+    def _save(self, state: JobState, timers: Timers, **_: object) -> None:
         self.recorded = self._clock.read()
 
     @override
@@ -180,9 +173,7 @@ class LoneController(Controller):
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_a_notice_has_its_time_whatever_the_clock_does(
-    tmp_path: Path, jump_s: float, is_replaced: bool
-) -> None:
+def test_a_notice_has_its_time_whatever_the_clock_does(tmp_path: Path, jump_s: float, is_replaced: bool):
     machine = MachineClock()
     controller = LoneController(tmp_path, machine)
     controller.turn(NoticeReceived(30.0))
@@ -200,9 +191,7 @@ def test_a_notice_has_its_time_whatever_the_clock_does(
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])
-def test_the_backoff_between_attempts_is_as_long_whatever_the_clock_does(
-    tmp_path: Path, jump_s: float
-) -> None:
+def test_the_backoff_between_attempts_is_as_long_whatever_the_clock_does(tmp_path: Path, jump_s: float):
     machine = MachineClock()
     controller = LoneController(tmp_path, machine)
     exits = (NodeExited(1, 0, Outcome(Phase.RUN, code=75)), AttemptExited(1, None))

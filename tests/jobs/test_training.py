@@ -21,6 +21,7 @@ from jobs.harness import JobHarness
 from nursery import shared
 from servers import reserve_port
 
+Digest = Callable[[int], str]
 TRAINING = Path(__file__).parent / "training.py"
 SPIKING = Path(__file__).parents[1] / "checkpointer" / "spiking.py"
 TOTAL = 60
@@ -30,19 +31,15 @@ PAUSE = ("--pause-at", "40")
 RESTARTS = "resources: {job_recovery: {max_restarts_on_errors: 1000}}"
 
 
-def command(folder: Path, *options: str, total: int = TOTAL) -> str:
-    words = [sys.executable, str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY), *options]
-    return " ".join(words)
+def command(folder: Path, *options: str, total: int = TOTAL, launcher: str = sys.executable) -> str:
+    return f"{launcher} {TRAINING} {folder}/home {total} --every {EVERY} {' '.join(options)}"
 
 
-def torchrun(folder: Path, port: int, *options: str, total: int = TOTAL) -> str:
-    words = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "$SKYPILOT_NUM_NODES"),
-        *("--node_rank", "$SKYPILOT_NODE_RANK", "--nproc_per_node", "1", "--master_port", str(port)),
-        *("--master_addr", '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)'),
-        *(str(TRAINING), str(folder / "home"), str(total), "--every", str(EVERY), *options),
-    ]
-    return " ".join(words)
+def torchrun(folder: Path, port: int, *options: str) -> str:
+    nodes = "--nnodes $SKYPILOT_NUM_NODES --node_rank $SKYPILOT_NODE_RANK --nproc_per_node 1"
+    master = f'--master_port {port} --master_addr $(echo "$SKYPILOT_NODE_IPS" | head -n 1)'
+    launcher = f"{sys.executable} -m torch.distributed.run {nodes} {master}"
+    return command(folder, *options, launcher=launcher)
 
 
 def steps(folder: Path) -> list[tuple[int, int]]:
@@ -64,8 +61,21 @@ def wait_for_steps(harness: JobHarness, job: Job, number: int, *, attempt: int |
     harness.wait_for(job, is_there, f"{number} steps")
 
 
+def check_recovery(harness: JobHarness, job: Job) -> Job:
+    """Check that a job succeeds in its second attempt, which was not counted as an error."""
+    ended = harness.wait(job)
+    found = (ended.status, ended.recoveries, ended.restarts_after_errors)
+    assert found == (JobStatus.SUCCEEDED, 1, 0), harness.describe(job)
+    return ended
+
+
+def check_steps(harness: JobHarness) -> None:
+    """Check that each step was done once."""
+    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1))
+
+
 @pytest.fixture(scope="session")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Digest:
     """Return the digest after an uninterrupted training, by its number of steps."""
     found: dict[int, str] = {}
 
@@ -80,25 +90,18 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], s
     return digest
 
 
-def test_a_preemption_with_notice_costs_no_step(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
-) -> None:
+def test_a_preemption_with_notice_costs_no_step(harness: JobHarness, uninterrupted: Digest) -> None:
     job = harness.submit(command(harness.folder, *PAUSE))
     wait_for_steps(harness, job, 7)
     harness.engine.preempt(job.id, lead_s=600)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.step) == (JobStatus.SUCCEEDED, 1, TOTAL), harness.describe(
-        job
-    )
-    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    assert check_recovery(harness, job).step == TOTAL
+    check_steps(harness)
     assert {attempt for attempt, _ in steps(harness.folder)} == {1, 2}
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
 @pytest.mark.slow
-def test_a_training_that_hangs_starts_again_by_itself(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
-) -> None:
+def test_a_training_that_hangs_starts_again_by_itself(harness: JobHarness, uninterrupted: Digest) -> None:
     job = harness.submit(command(harness.folder, "--hang-at", "12"))
     assert harness.wait(job).status is JobStatus.SUCCEEDED, harness.describe(job)
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
@@ -144,14 +147,13 @@ def test_two_nodes_start_again_after_one_has_hung(harness: JobHarness) -> None:
 
 @pytest.mark.essential
 def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
+    harness: JobHarness, uninterrupted: Digest
 ) -> None:
     job = harness.submit(command(harness.folder, *PAUSE))
     harness.wait_for(job, lambda: (harness.engine.job(job.id).step or 0) >= 2 * EVERY, "two saves")
     saved = harness.engine.job(job.id).step or 0
     harness.kill_node(job, 0)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
+    check_recovery(harness, job)
     first = min(step for attempt, step in steps(harness.folder) if attempt == 2)
     assert first > saved, "what was durable is not done again"
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
@@ -159,7 +161,7 @@ def test_the_loss_of_a_node_costs_only_the_steps_after_the_last_save(
 
 @pytest.mark.slow
 def test_a_launcher_that_replaces_the_status_of_a_preemption_does_not_make_it_an_error(
-    harness: JobHarness, uninterrupted: Callable[[int], str]
+    harness: JobHarness, uninterrupted: Digest
 ) -> None:
     """As torchrun does, which exits with 1. The notice comes from outside of the job."""
     job = harness.submit(f"{command(harness.folder, *PAUSE)} || exit 1")
@@ -167,11 +169,8 @@ def test_a_launcher_that_replaces_the_status_of_a_preemption_does_not_make_it_an
     for process in harness.of_job(job):
         if str(TRAINING).encode() in (Path("/proc") / str(process.pid) / "cmdline").read_bytes().split(b"\0"):
             os.kill(process.pid, signal.SIGTERM)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.describe(job)
-    )
-    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    check_recovery(harness, job)
+    check_steps(harness)
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
@@ -182,11 +181,8 @@ def test_two_nodes_train_together_and_survive_a_notice(harness: JobHarness) -> N
     job = harness.submit(torchrun(harness.folder, reserve_port(), *PAUSE), head="num_nodes: 2")
     wait_for_steps(harness, job, 7)
     harness.engine.preempt(job.id, lead_s=600)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.describe(job)
-    )
-    assert [step for _, step in steps(harness.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
+    check_recovery(harness, job)
+    check_steps(harness)
 
 
 @pytest.mark.slow
@@ -197,17 +193,12 @@ def test_two_nodes_survive_the_loss_of_one(harness: JobHarness, node: int) -> No
     job = harness.submit(torchrun(harness.folder, reserve_port(), *PAUSE), head="num_nodes: 2")
     wait_for_steps(harness, job, 13)
     harness.kill_node(job, node)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0), (
-        harness.describe(job)
-    )
+    check_recovery(harness, job)
     assert steps(harness.folder)[-1] == (2, TOTAL)
 
 
 @pytest.mark.slow
-def test_chaos(
-    harness: JobHarness, uninterrupted: Callable[[int], str], request: pytest.FixtureRequest
-) -> None:
+def test_chaos(harness: JobHarness, uninterrupted: Digest, request: pytest.FixtureRequest) -> None:
     """Random kills of trainer, keeper, controller and node do not change the result."""
     chance = random.Random(20261121)
     num_kills = int(os.environ.get("CHAOS_KILLS", "100"))

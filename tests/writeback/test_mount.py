@@ -20,9 +20,6 @@ MakeDirectory = Callable[..., MountedDirectory]
 LARGE = 5 << 20  # larger than files that are copied when closed
 
 
-# -- uploads ---------------------------------------------------------------------------------------------
-
-
 def test_files_arrive_small_large_and_empty(mounted: MountedDirectory):
     mounted.write("small", "one")
     mounted.write("a/b/c/deep", "two")
@@ -128,9 +125,6 @@ def test_an_incomplete_archive_is_held_back_until_it_is_complete(mounted: Mounte
     assert mounted.bucket() == {"model.pt": whole, "marker": b"step 2"}
     mounted.write("model.pt", whole)
     assert mounted.drained() == mounted.local()
-
-
-# -- existing files --------------------------------------------------------------------------------------
 
 
 def test_mounting_downloads_what_the_bucket_holds(make_directory: MakeDirectory):
@@ -291,9 +285,6 @@ def test_mounts_of_the_same_attempt_or_other_owners_coexist(
     first.drained()
     assert second.drained() == {"rank-0": b"00", "rank-1": b"1"}
     assert not list(first.directory.rglob(".holdfast-writeback/set-aside/*/*"))
-
-
-# -- lifecycle of the uploader ---------------------------------------------------------------------------
 
 
 def test_the_uploader_exits_when_all_is_uploaded_and_no_handle_is_left(mounted: MountedDirectory):

@@ -12,6 +12,8 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.writeback import remove_uploaded
 from writeback.harness import MountedDirectory
 
+MakeDirectory = Callable[..., MountedDirectory]
+
 
 def ended(mounted: MountedDirectory) -> None:
     """Have the uploader exit, and wait for that."""
@@ -21,9 +23,7 @@ def ended(mounted: MountedDirectory) -> None:
     mounted.wait_until_gone()
 
 
-def test_a_directory_that_is_uploaded_is_removed_and_its_bucket_is_not(
-    make_directory: Callable[..., MountedDirectory],
-) -> None:
+def test_a_directory_that_is_uploaded_is_removed_and_its_bucket_is_not(make_directory: MakeDirectory) -> None:
     mounted = make_directory()
     mounted.mount()
     files = {"data": b"1" * 5_000_000, "deep/marker": b"data", "empty": b""}
@@ -47,47 +47,28 @@ def test_a_directory_with_an_uploader_stays(mounted: MountedDirectory) -> None:
     assert mounted.local() == {"data": b"1"}
 
 
-def _change(mounted: MountedDirectory) -> None:
-    mounted.write("data", b"after the uploader")
-
-
-def _add(mounted: MountedDirectory) -> None:
-    mounted.write("more", b"after the uploader")
-
-
-def _delete(mounted: MountedDirectory) -> None:
-    (mounted.directory / "data").unlink()
-
-
-def _link(mounted: MountedDirectory) -> None:
-    (mounted.directory / "link").symlink_to("data")
-
-
-def _leave_unfinished(mounted: MountedDirectory) -> None:
-    mounted.write("next.tmp", b"after the uploader")
-
-
-def _set_aside(mounted: MountedDirectory) -> None:
-    mounted.write(".holdfast-writeback/set-aside/20260101-000000/old", b"older")
-
-
-def _lose_journal(mounted: MountedDirectory) -> None:
+def lose_journal(mounted: MountedDirectory) -> None:
     for path in (mounted.directory / ".holdfast-writeback").glob("*journal*"):
         path.unlink()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [_change, _add, _delete, _link, _leave_unfinished, _set_aside, _lose_journal],
-    ids=lambda change: change.__name__.lstrip("_"),
-)
-def test_a_directory_with_anything_else_stays(
-    mounted: MountedDirectory, change: Callable[[MountedDirectory], None]
-) -> None:
+CHANGES: dict[str, Callable[[MountedDirectory], object]] = {
+    "change": lambda mounted: mounted.write("data", b"after the uploader"),
+    "add": lambda mounted: mounted.write("more", b"after the uploader"),
+    "delete": lambda mounted: (mounted.directory / "data").unlink(),
+    "link": lambda mounted: (mounted.directory / "link").symlink_to("data"),
+    "unfinished": lambda mounted: mounted.write("next.tmp", b"after the uploader"),
+    "set aside": lambda mounted: mounted.write(".holdfast-writeback/set-aside/2026-0/old", b"older"),
+    "journal": lose_journal,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_directory_with_anything_else_stays(mounted: MountedDirectory, change: str) -> None:
     mounted.write("data", b"1")
     mounted.drained()
     ended(mounted)
-    change(mounted)
+    CHANGES[change](mounted)
     before = mounted.local()
     assert not remove_uploaded(mounted.directory)
     assert mounted.local() == before
@@ -106,16 +87,15 @@ def test_a_removal_that_was_killed_is_completed(mounted: MountedDirectory) -> No
     assert mounted.bucket() == {"data": b"1"}
 
 
-def test_a_download_above_the_limit_changes_nothing(make_directory: Callable[..., MountedDirectory]) -> None:
+def test_a_download_above_the_limit_changes_nothing(make_directory: MakeDirectory) -> None:
     first, second = make_directory(), make_directory("second")
     first.mount()
     files = {"one": b"1" * 600, "two": b"2" * 600}
     for name, data in files.items():
         first.write(name, data)
     first.drained()
-    with pytest.raises(
-        InvalidInput, match=r"holds 1.2 kB that are not in .*its limit of 1.0 kB. Nothing was"
-    ):
+    said = r"holds 1.2 kB that are not in .*its limit of 1.0 kB. Nothing was"
+    with pytest.raises(InvalidInput, match=said):
         second.mount(fetch_bytes=1000)
     assert second.local() == {}
     second.mount(fetch_bytes=1200)

@@ -15,6 +15,7 @@ from holdfast.errors import RetryLater
 from holdfast.jobs.writeback import wait_until_settled
 from writeback.harness import MountedDirectory, wait_for
 
+MakeDirectory = Callable[..., MountedDirectory]
 LARGE = 5 << 20
 
 
@@ -118,9 +119,7 @@ def test_the_status_is_never_drained_too_early_while_a_program_writes(mounted: M
     assert mounted.bucket() == mounted.local()
 
 
-def test_the_status_is_available_as_json(
-    mounted: MountedDirectory, make_directory: Callable[..., MountedDirectory]
-):
+def test_the_status_is_available_as_json(mounted: MountedDirectory, make_directory: MakeDirectory):
     import json
 
     mounted.write("file", "x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,31 +28,24 @@ def reason_for(path: Path, data: bytes) -> str:
         os.close(fd)
 
 
-def torch_bytes() -> bytes:
+def written(write: Callable[[io.BytesIO], object]) -> bytes:
+    """Return the bytes that a function writes."""
     room = io.BytesIO()
-    torch.save({"weight": torch.arange(1000.0), "step": 7}, room)
+    write(room)
     return room.getvalue()
 
 
-def zip_bytes(comment: bytes) -> bytes:
-    room = io.BytesIO()
+def write_zip(room: io.BytesIO) -> None:
     with zipfile.ZipFile(room, "w") as archive:
         archive.writestr("a", b"x" * 1000)
-        archive.comment = comment
-    return room.getvalue()
-
-
-def npz_bytes() -> bytes:
-    room = io.BytesIO()
-    np.savez(room, weight=np.arange(1000.0))
-    return room.getvalue()
+        archive.comment = b"said PK\x05\x06 in its comment" * 100
 
 
 WHOLE = {
-    "model.pt": torch_bytes(),
+    "model.pt": written(lambda room: torch.save({"weight": torch.arange(1000.0), "step": 7}, room)),
     "model.safetensors": save({"weight": np.arange(1000.0)}),
-    "arrays.npz": npz_bytes(),
-    "commented.zip": zip_bytes(b"said PK\x05\x06 in its comment" * 100),
+    "arrays.npz": written(lambda room: np.savez(room, weight=np.arange(1000.0))),
+    "commented.zip": written(write_zip),
 }
 
 

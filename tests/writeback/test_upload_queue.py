@@ -21,7 +21,6 @@ from holdfast.jobs.writeback.upload_queue import (
     UploadProblem,
     UploadQueue,
     Version,
-    Writes,
 )
 
 NAMES = st.sampled_from(["data", "more", "marker", "last"])
@@ -50,14 +49,6 @@ class QueueMachine(RuleBasedStateMachine):
         self.bucket: dict[str, int] = {}
         self.begun: Upload | None = None
 
-    def write(self, writes: Writes) -> None:
-        """Apply writes as the journal does."""
-        for write in writes:
-            if write.value is None:
-                self.journal[write.table].pop(write.key, None)
-            else:
-                self.journal[write.table][write.key] = write.value
-
     def happened(self) -> None:
         self.past.append(dict(self.directory))
 
@@ -65,30 +56,29 @@ class QueueMachine(RuleBasedStateMachine):
     def close(self, name: str) -> None:
         self.clock += 1
         self.directory[name] = self.clock
-        self.write(self.queue.put(name, version(self.clock)))
+        self.queue.put(name, version(self.clock))
         self.happened()
 
     @rule(name=NAMES)
     def delete(self, name: str) -> None:
         if self.directory.pop(name, None) is not None:
             self.happened()
-        self.write(self.queue.remove(name))
+        self.queue.remove(name)
 
     @rule(old=NAMES, new=NAMES)
     def rename(self, old: str, new: str) -> None:
         if old == new or old not in self.directory:
             return
         value = self.directory[old]
-        withdrawn, writes = self.queue.withdraw(old)
-        self.write(writes)
+        withdrawn = self.queue.withdraw(old)
         if withdrawn is not None and withdrawn.name == old:
             self.past.pop()  # as if the file had been closed under its new name
         self.directory[new] = value
-        self.write(self.queue.put(new, version(value), source=old))
+        self.queue.put(new, version(value), source=old)
         if withdrawn is None or old in self.queue.names():
             self.happened()
         del self.directory[old]
-        self.write(self.queue.remove(old))
+        self.queue.remove(old)
         self.happened()
 
     @precondition(lambda self: self.begun is None and self.queue.first() is not None)
@@ -96,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.begun = self.queue.first()
         assert self.begun is not None
-        self.queue.begin(self.begun)
+        self.queue.begun = self.begun.number
 
     @precondition(lambda self: self.begun is not None)
     @rule()
@@ -105,10 +95,10 @@ class QueueMachine(RuleBasedStateMachine):
         assert entry is not None
         if entry.version is None:
             self.bucket.pop(entry.name, None)
-            self.write(self.queue.mark_removed(entry))
+            self.queue.mark_removed(entry)
         else:
             self.bucket[entry.name] = entry.version.fingerprint.num_bytes
-            self.write(self.queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest)))
+            self.queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
 
     @rule(is_done=st.booleans())
     def kill(self, is_done: bool) -> None:
@@ -119,6 +109,11 @@ class QueueMachine(RuleBasedStateMachine):
             else:
                 self.bucket[self.begun.name] = self.begun.version.fingerprint.num_bytes
         self.begun = None
+        for write in self.queue.writes:  # as the journal does
+            if write.value is None:
+                self.journal[write.table].pop(write.key, None)
+            else:
+                self.journal[write.table][write.key] = write.value
         entries = dict(sorted(self.journal["entry"].items()))
         lost, self.queue = (
             self.queue,
@@ -157,13 +152,11 @@ TestLife = QueueMachine.TestCase
 TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def send_all(queue: UploadQueue) -> Writes:
-    """Send all entries, and return the writes for the journal."""
-    writes: Writes = []
+def send_all(queue: UploadQueue) -> None:
+    """Send all entries."""
     while (entry := queue.first()) is not None:
         assert entry.version is not None
-        writes += queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
-    return writes
+        queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
 
 
 def test_a_file_written_again_with_the_same_bytes_keeps_its_place():
@@ -195,13 +188,12 @@ def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path:
     (tmp_path / FOLDER).mkdir()
     journal, queue = Journal(tmp_path), UploadQueue()
     for number, name in enumerate(("data", "latest", "marker")):
-        journal.write(queue.put(name, version(number)))
-    journal.write(send_all(queue))
-    confirmed = queue.confirm("data", replace(version(0), fingerprint=version(7).fingerprint))
-    assert confirmed
-    journal.write(confirmed)
-    journal.write(queue.put("latest", version(8)))
-    journal.write(send_all(queue))
+        queue.put(name, version(number))
+    send_all(queue)
+    assert queue.confirm("data", replace(version(0), fingerprint=version(7).fingerprint))
+    queue.put("latest", version(8))
+    send_all(queue)
+    journal.write(queue.writes)
     loaded = journal.load()
     journal.close()
     assert queue.newest_first() == ["latest", "marker", "data"]
@@ -210,24 +202,9 @@ def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path:
 
 
 def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():
-    assert UploadQueue().remove("unknown") == []
-
-
-def test_an_upload_in_progress_is_not_withdrawn():
     queue = UploadQueue()
-    queue.put("tmp", version(1))
-    entry = queue.first()
-    assert entry is not None
-    queue.begin(entry)
-    assert queue.withdraw("tmp") == (None, [])
-
-
-def test_an_upload_is_not_withdrawn_if_a_file_was_closed_after_it():
-    """The marker may refer to the old name of the renamed file."""
-    queue = UploadQueue()
-    queue.put("data", version(1))
-    queue.put("marker", version(2))
-    assert queue.withdraw("data") == (None, [])
+    queue.remove("unknown")
+    assert queue.writes == []
 
 
 def test_a_problem_lasts_until_the_file_changes():

@@ -39,23 +39,22 @@ def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
     from holdfast.jobs.dash.application import Application
     from holdfast.jobs.dash.messages import AccessKeys
-    from holdfast.jobs.dash.server import DashServer, has_desktop, opened
+    from holdfast.jobs.dash.server import has_desktop, listen, opened
 
     homes = [absolute_place(place) for place in args.homes]
     for place in homes:
         open_store(place)  # checks the URL
     keys = AccessKeys()
-    server = DashServer(Application(keys, homes), args.port)
-    url = keys.url(server.port)
+    server, port = listen(Application(keys, homes), args.port)
+    url = keys.url(port)
     try:
         if args.json:
-            print_json({"url": url, "port": server.port})
+            print_json({"url": url, "port": port})
         else:
             print(url)
         sys.stdout.flush()
-        print(
-            "Ctrl-C ends it. The URL is a key to your jobs: do not pass it on.", file=sys.stderr, flush=True
-        )
+        note = "Ctrl-C ends it. The URL is a key to your jobs: do not pass it on."
+        print(note, file=sys.stderr, flush=True)
         wants_browser = not args.no_browser and sys.stdout.isatty() and has_desktop(os.environ)
         with opened(url) if wants_browser else contextlib.nullcontext():
             server.run()

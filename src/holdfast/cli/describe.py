@@ -24,8 +24,7 @@ from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
 from holdfast.system.units import plural
 
-_WIDTH = 110
-"""Width of the lines where there is no terminal."""
+_WIDTH = 110  # width of the lines where there is no terminal
 
 
 def print_checks(found: JobDescription) -> None:
@@ -38,12 +37,8 @@ def print_checks(found: JobDescription) -> None:
         for line in describe_checks(of_nodes):
             hanging = " " * (len(line) - len(line.lstrip()) + 8)
             width = max(24, terminal_width() or _WIDTH)
-            text = printable(line)
-            print(
-                textwrap.fill(
-                    text, width, initial_indent=" " * 4, subsequent_indent=hanging, break_on_hyphens=False
-                )
-            )
+            indents = {"initial_indent": " " * 4, "subsequent_indent": hanging}
+            print(textwrap.fill(printable(line), width, **indents, break_on_hyphens=False))
 
 
 _EXAMPLES = """
@@ -114,27 +109,27 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
         yield "cost", f"{recoveries}: {down} down, and {lost} of work since the newest checkpoints"
     yield "folder", found.folder
     if found.notifications:
-        yield "notifications", _notifications(found)
+        failed = [one for one in found.notifications if one.error]
+        texts = [f"{one.status.value} not sent to {one.target} ({one.error})" for one in failed]
+        yield "notifications", "; ".join([f"{len(found.notifications) - len(failed)} sent", *texts])
     for rank, path in enumerate(found.workdirs):
         yield "workdir" if job.num_nodes == 1 else f"workdir {rank}", path
     for rank, path in enumerate(found.logs):
         yield "log" if job.num_nodes == 1 else f"log {rank}", path
 
 
-def _notifications(found: JobDescription) -> str:
-    failed = [one for one in found.notifications if one.error]
-    texts = [f"{one.status.value} not sent to {one.target} ({one.error})" for one in failed]
-    return "; ".join([f"{len(found.notifications) - len(failed)} sent", *texts])
-
-
 def _print_attempts(found: JobDescription) -> None:
     if not found.attempts:
         return
+
+    def took(one: JobAttempt) -> str | None:
+        return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
+
     print("\nattempts:")
     columns = [
         Column("#", lambda one: one.number, "right"),
         Column("STARTED", lambda one: format_time(one.started_unix_s)),
-        Column("TOOK", _took, "right"),
+        Column("TOOK", took, "right"),
         Column("LOST", lambda one: format_span(one.lost_s) if one.lost_s else None, "right"),
         Column("STEP", lambda one: one.step, "right"),
         Column("EXIT", lambda one: _exits(one, found.job.num_nodes)),
@@ -145,21 +140,7 @@ def _print_attempts(found: JobDescription) -> None:
     print_table(columns, found.attempts)
 
 
-def _took(one: JobAttempt) -> str | None:
-    return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
-
-
 def _exits(one: JobAttempt, num_nodes: int) -> str:
-    """Return the exit statuses of the nodes, by rank: a number, a signal, or `lost`."""
     if one.ended_unix_s is None and not one.outcomes:
         return "-"
-    shown: list[str] = []
-    for rank in range(num_nodes):
-        outcome = one.outcomes.get(rank)
-        if outcome is None or outcome.is_lost:
-            shown.append("lost" if one.ended_unix_s is not None else "-")
-        elif outcome.killed_by is not None:
-            shown.append(f"signal {outcome.killed_by}")
-        else:
-            shown.append(str(outcome.code))
-    return " ".join(shown)
+    return " ".join(one.exit_of(rank) or "-" for rank in range(num_nodes))

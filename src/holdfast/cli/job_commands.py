@@ -9,7 +9,7 @@ from dataclasses import asdict
 from operator import attrgetter
 
 from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
-from holdfast.cli.jobs import add_engine, add_which, format_span, job_row, print_errors
+from holdfast.cli.jobs import add_engine, add_which, format_span, job_row, print_errors, print_jobs
 from holdfast.cli.tables import Column, format_age, format_time, print_fields, print_json, print_table
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs import service as job_service
@@ -23,8 +23,6 @@ from holdfast.jobs.records import Records
 from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import format_duration, parse_duration, plural
-
-# -- queue -----------------------------------------------------------------------------------------------
 
 _QUEUE_EXAMPLES = """
 holdfast queue
@@ -93,8 +91,6 @@ _JOB_COLUMNS = (  # of a job and its durations
     Column("WHY", lambda row: row[0].reason.partition("\n")[0], "text"),
 )
 
-# -- wait ------------------------------------------------------------------------------------------------
-
 _WAIT_EXAMPLES = """
 holdfast wait 3 && echo "it has succeeded"
 holdfast wait 3 4 sweep --timeout 2h
@@ -133,8 +129,6 @@ def wait(args: argparse.Namespace) -> int:
     return status or next((job.exit_status for job in jobs if job.exit_status), 0)
 
 
-# -- cancel and preempt ----------------------------------------------------------------------------------
-
 _CANCEL_EXAMPLES = """
 holdfast cancel 3
 holdfast cancel 3 4 sweep
@@ -164,14 +158,11 @@ def cancel(args: argparse.Namespace) -> int:
     if bool(args.jobs) == args.all:
         raise InvalidInput("Choose jobs by number or name, or all with --all. Nothing was cancelled.")
     found, errors = sorted_out(cancel_each(*args.jobs, every=args.all))
-    if args.json:
-        print_json([job_row(job) for job in found])
-    elif not found and not errors:
-        print("no jobs")
-    else:
-        for one in found:
-            verb = "was" if one.status.is_final else "is being"
-            print(f"job {one.id} ({one.name}) {verb} cancelled")
+
+    def shown(job: Job) -> str:
+        return f"{'was' if job.status.is_final else 'is being'} cancelled"
+
+    print_jobs(found, shown, is_json=args.json, nothing="" if errors else "no jobs")
     return print_errors(errors)
 
 
@@ -186,7 +177,12 @@ def add_preempt(commands: Commands) -> None:
 
 def preempt(args: argparse.Namespace) -> int:
     """Send the notice. The processes are killed in the background."""
-    lead_s = _lead_seconds(args.lead)
+    try:
+        lead_s = float(args.lead)
+    except ValueError:
+        lead_s = parse_duration(args.lead, "--lead")
+    if not 0 <= lead_s < float("inf"):
+        raise InvalidInput(f"--lead must be a duration such as 30s, or 0, got {args.lead!r}.")
     found = job(args.job)
     preempted = get_engine(found.engine).preempt(found.id, lead_s=lead_s)
     if args.json:
@@ -197,25 +193,12 @@ def preempt(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lead_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return parse_duration(text, "--lead")
-    if not 0 <= seconds < float("inf"):
-        raise InvalidInput(f"--lead must be a duration such as 30s, or 0, got {text!r}.")
-    return seconds
-
-
-# -- forget ----------------------------------------------------------------------------------------------
-
 _FORGET_EXAMPLES = """
 holdfast forget 3 4 sweep
 holdfast forget --ended-before 30d
 holdfast forget --all-ended --yes
 """
-_KEPT = 1
-"""Exit status if a job was not removed."""
+_KEPT = 1  # exit status if a job was not removed
 
 
 def add_forget(commands: Commands) -> None:
@@ -238,14 +221,19 @@ def forget(args: argparse.Namespace) -> int:
     jobs, errors = _chosen_to_forget(args)
     if jobs and not args.dry_run:
         check_can_agree(args, "Nothing was removed.")
-    if not args.json:
-        if jobs:
-            print_table(_FORGOTTEN_COLUMNS, jobs)
-        else:
-            print("no jobs")
-    forgotten, kept = [], {}
+    if not args.json and jobs:
+        print_table(_FORGOTTEN_COLUMNS, jobs)
+    elif not args.json:
+        print("no jobs")
+    forgotten: list[int] = []
+    kept: dict[int, HoldfastError] = {}
     if jobs and not args.dry_run and (args.yes or agrees("remove these jobs?")):
-        forgotten, kept = _forget_each(jobs, force=args.force)
+        for one in jobs:
+            try:
+                get_engine(one.engine).forget(one.id, force=args.force)
+                forgotten.append(one.id)
+            except HoldfastError as error:
+                kept[one.id] = error
     if args.json:
         reasons = [{"id": number, "why": str(why)} for number, why in kept.items()]
         print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": reasons})
@@ -264,7 +252,6 @@ _FORGOTTEN_COLUMNS = (
 
 
 def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[HoldfastError]]:
-    """Return the chosen jobs, oldest first, and the errors of those that do not exist."""
     named, errors = sorted_out(each(find, args.jobs))
     found = {job.id: job for jobs in named for job in jobs}
     if args.ended_before is None and not args.all_ended:
@@ -277,19 +264,6 @@ def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[Holdfas
             found[one.id] = one
     return sorted(found.values(), key=lambda job: job.id), errors
 
-
-def _forget_each(jobs: list[Job], *, force: bool) -> tuple[list[int], dict[int, HoldfastError]]:
-    """Remove jobs. Return the numbers of the removed ones, and the errors of the others."""
-    kept: dict[int, HoldfastError] = {}
-    for one in jobs:
-        try:
-            get_engine(one.engine).forget(one.id, force=force)
-        except HoldfastError as error:
-            kept[one.id] = error
-    return [job.id for job in jobs if job.id not in kept], kept
-
-
-# -- nodes -----------------------------------------------------------------------------------------------
 
 _NODES_EXAMPLES = """
 holdfast nodes
@@ -314,19 +288,18 @@ def add_nodes(commands: Commands) -> None:
 
 def nodes(args: argparse.Namespace) -> int:
     """List the nodes, or clear some."""
-    results = zip(args.clear, each(clear_node, args.clear), strict=True)
-    failed = {name: one for name, one in results if one is not None}
+    results = list(each(clear_node, args.clear))
     found = node_standings()
     if args.json:
         print_json([asdict(one) for one in found])
     elif args.clear:
-        cleared = [name for name in args.clear if name not in failed]
+        cleared = [name for name, error in zip(args.clear, results, strict=True) if error is None]
         print(f"cleared: {', '.join(cleared) or 'no node'}")
     elif found:
         print_table(_NODE_COLUMNS, found)
     else:
         print("no attempts in the last 30 days")
-    return print_errors(failed.values())
+    return print_errors(one for one in results if one is not None)
 
 
 def _chance(one: NodeStanding) -> str | None:
@@ -348,15 +321,13 @@ _NODE_COLUMNS = (
     Column("WHY", lambda one: "; ".join(one.reasons), "text"),
 )
 
-# -- service ---------------------------------------------------------------------------------------------
-
 _SERVICE_EXAMPLES = """
 holdfast service install
 holdfast service status --json
 HOLDFAST_STATE=/data/jobs holdfast service uninstall
 """
-_NOT_INSTALLED = 1
-"""Exit status of `status` without a service."""
+_ACTIONS = ("install", "uninstall", "status", "start")
+_NOT_INSTALLED = 1  # exit status of `status` without a service
 
 
 def add_service(commands: Commands) -> None:
@@ -371,59 +342,40 @@ def add_service(commands: Commands) -> None:
         "  start      start the controllers of all jobs that have not ended, as the service does"
     )
     parser = CommandParser(commands, "service", service, _SERVICE_EXAMPLES, details)
-    parser.add("action ACTION", ", ".join(_ACTIONS), choices=tuple(_ACTIONS))
+    parser.add("action ACTION", ", ".join(_ACTIONS), choices=_ACTIONS)
     parser.add_json()
 
 
 def service(args: argparse.Namespace) -> int:
     """Run an action."""
-    return _ACTIONS[args.action](args)
-
-
-def _install(args: argparse.Namespace) -> int:
-    found = job_service.install()
-    if args.json:
-        print_json(asdict(found))
+    if args.action == "start":
+        return _start(args)
+    if args.action == "uninstall":
+        existed = job_service.uninstall()
+        if args.json:
+            print_json({"removed": existed})
+        else:
+            print("removed; the jobs continue" if existed else "it was not installed, so nothing was removed")
         return 0
-    print(f"installed: systemd continues the jobs in {found.state} when this machine starts")
-    print(f"to see it: holdfast service status ({found.unit})")
-    _print_problems(found)
-    return 0
-
-
-def _uninstall(args: argparse.Namespace) -> int:
-    existed = job_service.uninstall()
-    if args.json:
-        print_json({"removed": existed})
-    else:
-        print("removed; the jobs continue" if existed else "it was not installed, so nothing was removed")
-    return 0
-
-
-def _status(args: argparse.Namespace) -> int:
-    found = job_service.status()
+    is_status = args.action == "status"
+    found = job_service.status() if is_status else job_service.install()
     if args.json:
         print_json(asdict(found))
-    else:
+    elif is_status:
         print_fields(_service_fields(found), width=12)
-        _print_problems(found)
-    return 0 if found.unit else _NOT_INSTALLED
+    else:
+        print(f"installed: systemd continues the jobs in {found.state} when this machine starts")
+        print(f"to see it: holdfast service status ({found.unit})")
+    for problem in found.problems if not args.json else ():
+        print(f"holdfast: {problem}", file=sys.stderr)
+    return 0 if found.unit or not is_status else _NOT_INSTALLED
 
 
 def _start(args: argparse.Namespace) -> int:
     jobs = job_service.start()
     _print_unreadable()
-    if args.json:
-        print_json([job_row(job) for job in jobs])
-    elif not jobs:
-        print("no jobs to continue")
-    else:
-        for one in jobs:
-            print(f"job {one.id} ({one.name}) is {one.status.value}")
+    print_jobs(jobs, lambda job: f"is {job.status.value}", is_json=args.json, nothing="no jobs to continue")
     return 0
-
-
-_ACTIONS = {"install": _install, "uninstall": _uninstall, "status": _status, "start": _start}
 
 
 def _service_fields(found: job_service.Service) -> list[tuple[str, str]]:
@@ -436,8 +388,3 @@ def _service_fields(found: job_service.Service) -> list[tuple[str, str]]:
         ("runs", found.command),
         ("for cron", found.cron_line or "too long for cron"),
     ]
-
-
-def _print_problems(found: job_service.Service) -> None:
-    for problem in found.problems:
-        print(f"holdfast: {problem}", file=sys.stderr)

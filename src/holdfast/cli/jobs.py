@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli import TROUBLE
 from holdfast.cli.commands import CommandParser
+from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
@@ -29,6 +30,17 @@ def add_which(parser: CommandParser) -> None:
 def job_row(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object, with its durations."""
     return {**asdict(job), "status": job.status.value, **asdict(durations_of(job))}
+
+
+def print_jobs(jobs: list[Job], text: Callable[[Job], str], *, is_json: bool, nothing: str) -> None:
+    """Print a line for each job, with a text after its name, or all of them as JSON."""
+    if is_json:
+        print_json([job_row(job) for job in jobs])
+    elif nothing and not jobs:
+        print(nothing)
+    else:
+        for job in jobs:
+            print(f"job {job.id} ({job.name}) {text(job)}")
 
 
 def print_errors(errors: Iterable[HoldfastError]) -> int:

@@ -18,8 +18,9 @@ from holdfast.cli.jobs import add_engine, job_row
 from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
-from holdfast.jobs.engine import Engine, Job, UnsupportedKey
-from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.engine import Job
+from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.edits import is_variable_name
@@ -29,7 +30,7 @@ from holdfast.system.documents import decode_text
 from holdfast.system.units import plural
 
 
-def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
+def show_plan(file: TaskFile, engine: RecordedEngine, args: argparse.Namespace) -> None:
     """Print the plan of each task, and the keys with another meaning."""
     if args.json:
         plans = [_plan(task, engine) for task in file.tasks]
@@ -45,7 +46,7 @@ def show_plan(file: TaskFile, engine: Engine, args: argparse.Namespace) -> None:
     print("nothing was started")
 
 
-def _plan(task: Task, engine: Engine) -> dict[str, Any]:
+def _plan(task: Task, engine: RecordedEngine) -> dict[str, Any]:
     from holdfast.jobs.task.document import to_yaml
 
     return {
@@ -59,16 +60,23 @@ def _plan(task: Task, engine: Engine) -> dict[str, Any]:
     }
 
 
-def _print_plan(task: Task, engine: Engine) -> None:
+def _print_plan(task: Task, engine: RecordedEngine) -> None:
     print_table((Column("WHAT", itemgetter(0)), Column("HOW", itemgetter(1), "text")), _rows(task, engine))
-    _print_effects(engine.unsupported_keys(task), engine)
+    if unsupported := engine.unsupported_keys(task):
+        print(f"\nkeys with another meaning on {engine.name}:")
+        columns = (
+            Column("LINE", lambda one: one.line or None),
+            Column("KEY", lambda one: one.key, "name"),
+            Column("HERE", lambda one: one.what, "text"),
+        )
+        print_table(columns, unsupported)
     for note in task.notes:
         print(f"note: {note}")
     for number, line in enumerate(engine.render(task)):
         print(f"    {line}" if number else f"\nsubmitted to {engine.name}:\n    {line}")
 
 
-def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
+def write_rendered(file: TaskFile, engine: RecordedEngine, output: str) -> None:
     """Write the submission to a file, and the rest of the plan to stderr."""
     task = file.tasks[0]  # an engine that submits to another system runs no pipelines
     lines = engine.render(task)[1:]  # without the command line
@@ -87,12 +95,19 @@ def write_rendered(file: TaskFile, engine: Engine, output: str) -> None:
     print(f"{output} was written, and nothing was started")
 
 
-def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
+def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     yield "job", f"{task.name}, on {engine.name}"
     yield "nodes", str(task.num_nodes)
-    yield "workdir", _format_workdir(task)
+    if task.repository is not None:
+        at = f" at {task.repository.ref}" if task.repository.ref else ""
+        # As in the file: the task has the values of secrets in its place.
+        yield "workdir", f"cloned from {task.document['workdir']['url']}{at}"
+    else:
+        yield "workdir", f"copied from {task.workdir}" if task.workdir else "empty"
     if engine.is_here and task.image is None:
-        yield "python", _format_python(task)
+        path = task.envs.get("PATH")
+        found = shutil.which("python3", path=path) or shutil.which("python", path=path)
+        yield "python", f"{found}, the first on the PATH" if found else "none on the PATH"
     for mount in task.file_mounts:
         yield "mount", f"{mount.target}: {mount.mode.value} of {mount.source or mount.bucket}"
     yield "setup", f"{plural(len(task.setup.splitlines()), 'line')}" if task.setup else "none"
@@ -108,31 +123,6 @@ def _rows(task: Task, engine: Engine) -> Iterable[tuple[str, str]]:
     free = f" and exit status {codes}" if codes else ""
     errors = f"{plural(task.recovery.max_restarts, 'restart')} after other errors"
     yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
-
-
-def _format_python(task: Task) -> str:
-    path = task.envs.get("PATH")
-    found = shutil.which("python3", path=path) or shutil.which("python", path=path)
-    return f"{found}, the first on the PATH" if found else "none on the PATH"
-
-
-def _format_workdir(task: Task) -> str:
-    if task.repository is not None:
-        at = f" at {task.repository.ref}" if task.repository.ref else ""
-        # As in the file: the task has the values of secrets in its place.
-        return f"cloned from {task.document['workdir']['url']}{at}"
-    return f"copied from {task.workdir}" if task.workdir else "empty"
-
-
-def _print_effects(unsupported: list[UnsupportedKey], engine: Engine) -> None:
-    if unsupported:
-        print(f"\nkeys with another meaning on {engine.name}:")
-        columns = (
-            Column("LINE", lambda one: one.line or None),
-            Column("KEY", lambda one: one.key, "name"),
-            Column("HERE", lambda one: one.what, "text"),
-        )
-        print_table(columns, unsupported)
 
 
 _EXAMPLES = """
@@ -164,9 +154,8 @@ def add_launch(commands: Commands) -> None:
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
     )
     parser.add("--dry-run", "show the plan without starting anything")
-    parser.add(
-        "-o, --output FILE", "with --dry-run: write what would be submitted to FILE (- for standard output)"
-    )
+    text = "with --dry-run: write what would be submitted to FILE (- for standard output)"
+    parser.add("-o, --output FILE", text)
     parser.add("--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
     parser.add_json()
 
@@ -201,21 +190,18 @@ def _show_jobs(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> Non
         rows = [job_row(job) for job in jobs]
         print_json(rows if file.is_pipeline else rows[0])
         return
+    which, how = f"job {job.id} ({job.name})", "runs in the background"
     if file.is_pipeline:
         names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
-        print(
-            f"pipeline {file.name} was submitted and runs in the background, one job after the other: {names}"
-        )
-        print(f"to see the output of the first: holdfast logs {job.id} -f")
-        return
-    if job.status is JobStatus.PENDING and job.reason:
-        print(f"job {job.id} ({job.name}) was submitted and starts in the background: it {job.reason}")
-    else:
-        print(f"job {job.id} ({job.name}) was submitted and runs in the background")
-    print(f"to see its output: holdfast logs {job.id} -f")
+        which, how = f"pipeline {file.name}", f"{how}, one job after the other: {names}"
+    elif job.status is JobStatus.PENDING and job.reason:
+        how = f"starts in the background: it {job.reason}"
+    print(f"{which} was submitted and {how}")
+    whose = "the output of the first" if file.is_pipeline else "its output"
+    print(f"to see {whose}: holdfast logs {job.id} -f")
 
 
-def _attach(engine: Engine, job: Job, args: argparse.Namespace) -> int:
+def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
     if not args.json:
         print(f"job {job.id} ({job.name}); Ctrl-C does not stop it", file=sys.stderr)
     try:
@@ -254,9 +240,8 @@ def add_task(parser: CommandParser) -> None:
         action="append",
         default=[],
     )
-    parser.add(
-        "--gpus NAME:N", "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
-    )
+    gpus = "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
+    parser.add("--gpus NAME:N", gpus)
     parser.add("--num-nodes N", "number of nodes", count)
     parser.add(
         "--priority N",
@@ -269,18 +254,20 @@ def add_task(parser: CommandParser) -> None:
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:
     """Return the task of a command line, or the tasks of a pipeline."""
+    from holdfast.jobs.task.amounts import parse_accelerators
     from holdfast.jobs.task.parser import Overrides, command_task, load_tasks
 
-    overrides = Overrides(
-        args.name,
-        {**_file_variables(args.env_file), **_variables(args.env, "--env")},
-        _variables(args.secret, "--secret"),
-        _accelerators(args.gpus),
-        args.num_nodes,
-        _workdir(args.workdir),
-        args.priority,
-    )
-    words = args.command_line
+    gpus, workdir, words = args.gpus, args.workdir, args.command_line
+    if gpus is not None and isinstance(read := parse_accelerators(gpus), str):
+        raise InvalidInput(f"--gpus {gpus}: {read}. Nothing was started.")
+    if workdir is not None and not Path(workdir).expanduser().is_dir():
+        raise NotFound(
+            f"--workdir: the folder {workdir} does not exist. For a git repository, use `workdir: "
+            "{url: ..., ref: ...}` in a task file. Nothing was started."
+        )
+    envs = {**_file_variables(args.env_file), **_variables(args.env, "--env")}
+    secrets = _variables(args.secret, "--secret")
+    overrides = Overrides(args.name, envs, secrets, gpus, args.num_nodes, workdir, args.priority)
     if (args.task is None) == (not words) or args.args:
         raise InvalidInput(
             "Expected a task file, or -- and a command, as in `holdfast launch -- python train.py`. Nothing "
@@ -288,20 +275,15 @@ def read_tasks(args: argparse.Namespace) -> TaskFile:
         )
     if not words:
         return load_tasks(args.task, overrides)
-    _check_folder(args.workdir)
-    # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
-    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
-    return TaskFile(task.name, (task,), task.path)
-
-
-def _check_folder(workdir: str | None) -> None:
-    """Check that a command does not copy the user's whole home by mistake."""
     here = Path.cwd()
-    if workdir is None and (here == Path.home() or here.parent == here):
+    if workdir is None and (here == Path.home() or here.parent == here):  # copied by mistake
         raise InvalidInput(
             f"A command runs in a copy of the current folder, which is {here}. Change to the folder of the "
             "training, or give --workdir FOLDER. Nothing was started."
         )
+    # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
+    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
+    return TaskFile(task.name, (task,), task.path)
 
 
 def _file_variables(path: str | None) -> dict[str, str]:
@@ -323,9 +305,8 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not is_variable_name(name):
-            raise InvalidInput(
-                f"{option} {word:.100}: expected NAME=VALUE with the name of a variable, found {name!r:.100}."
-            )
+            what = f"expected NAME=VALUE with the name of a variable, found {name!r:.100}"
+            raise InvalidInput(f"{option} {word:.100}: {what}.")
         if not equals:
             if name not in os.environ:
                 raise InvalidInput(f"{option} {name}: expected {name}=VALUE, or a variable that is set here.")
@@ -334,26 +315,8 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
     return found
 
 
-def _accelerators(text: str | None) -> str | None:
-    from holdfast.jobs.task.amounts import parse_accelerators
-
-    if text is not None and isinstance(read := parse_accelerators(text), str):
-        raise InvalidInput(f"--gpus {text}: {read}. Nothing was started.")
-    return text
-
-
 def _priority(text: str) -> int:
-    """Return the value of `--priority`."""
     number = int(text)
     if abs(number) > MAX_PRIORITY:
         raise ValueError
     return number
-
-
-def _workdir(folder: str | None) -> str | None:
-    if folder is not None and not Path(folder).expanduser().is_dir():
-        raise NotFound(
-            f"--workdir: the folder {folder} does not exist. For a git repository, use `workdir: {{url: ..., "
-            "ref: ...}` in a task file. Nothing was started."
-        )
-    return folder

@@ -11,7 +11,7 @@ from holdfast.cli.commands import CommandParser, Commands, step_number
 from holdfast.cli.jobs import add_which
 from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
-from holdfast.jobs.output.block import OutputBlock, OutputSelection, format_second, texts, with_prefix
+from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection, format_second, texts, with_prefix
 from holdfast.jobs.registry import get_engine
 
 _ERASE = b"\r\x1b[K"

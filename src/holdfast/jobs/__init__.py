@@ -28,21 +28,6 @@ if TYPE_CHECKING:
     from holdfast.jobs.notifications import Delivery
     from holdfast.jobs.status import JobStatus
 
-_PLACES = {
-    "description": ("JobDescription",),
-    "engine": ("Job", "Line"),
-    "history": ("Durations", "JobAttempt"),
-    "interface": (
-        *("cancel", "clear_node", "describe", "find", "forget", "job"),
-        *("launch", "logs", "nodes", "preempt", "queue", "wait"),
-    ),
-    "machines": ("NodeStanding",),
-    "node.checks.result": ("Check", "NodeChecks"),
-    "notifications": ("Delivery",),
-    "status": ("JobStatus",),
-}
-"""Public names by the file that defines them."""
-
 __all__ = [
     "Check",
     "Delivery",
@@ -69,9 +54,13 @@ __all__ = [
 ]
 
 
+_PLACES = ("status", "engine", "history", "node.checks.result", "machines", "notifications", "description")
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: agents and controllers need only their own modules."""
-    for place, names in _PLACES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"holdfast.jobs.{place}"), name)
+    for place in (*_PLACES, "interface") if name in __all__ else ():
+        module = importlib.import_module(f"holdfast.jobs.{place}")
+        if name in vars(module):
+            return vars(module)[name]
     raise AttributeError(f"module 'holdfast.jobs' has no attribute {name!r}")

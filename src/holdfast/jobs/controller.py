@@ -42,8 +42,7 @@ _log = get_logger("jobs")
 
 LEAD_S = 30.0  # lead of a notice whose request has none
 _NUM_LAST_LINES = 10
-_FULL_BYTES = 64 << 10
-"""Free space of a disk that counts as full. Some file systems keep this little for themselves."""
+_FULL_BYTES = 64 << 10  # free space of a disk that counts as full, as some file systems keep that much
 HEADLINE = "holdfast: "  # beginning of the first line of an attempt, which names its number
 _NUM_LINES = 200
 _SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recorded in the history
@@ -53,14 +52,7 @@ class Controller(ABC):
     """Controller of one job, whichever engine runs its nodes.
 
     A subclass is the port to an engine's nodes: it starts, notifies and kills them, reports their events, and
-    stores the state. Another controller can take over at any moment from what is stored.
-
-    Args:
-        task_id: the job's SKYPILOT_TASK_ID.
-        log: file with the messages of the controller and of the notifier. Default: that of the folder.
-        timers: deadlines on the job's clock.
-        step_before: newest checkpoint before the current attempt.
-        clock: the job's clock. Default: a new one.
+    stores the state. Another controller can take over at any moment from that.
     """
 
     def __init__(
@@ -91,7 +83,8 @@ class Controller(ABC):
 
     def serve(self) -> None:
         """Run the job until it ends, or another controller must continue."""
-        self._announce()  # another controller may have been killed before it did so
+        # Another controller may have been killed before it did so.
+        announce(self._folder, self.state, log=self._own_log)
         self._begin()
         while not (self.has_ended or self._is_leaving()):
             self._act()
@@ -99,11 +92,7 @@ class Controller(ABC):
                 self._wait()
 
     def serve_or_give_up(self, *passed: type[HoldfastError]) -> None:
-        """Run the job until then, or end it because of an error of the controller.
-
-        Args:
-            passed: errors that are passed on instead.
-        """
+        """Run the job until then, or end it because of an error of the controller. Pass some errors on."""
         try:
             self.serve()
         except passed:
@@ -113,8 +102,6 @@ class Controller(ABC):
             self._abandon()
             why = error if isinstance(error, HoldfastError) else repr(error)
             self._apply(ControllerFailed(f"{why} (see {self._own_log})"))
-
-    # -- port to the engine ----------------------------------------------------------------------------------
 
     @abstractmethod
     def _begin(self) -> None:
@@ -185,29 +172,27 @@ class Controller(ABC):
         """Return which files of a job that has just ended are not uploaded."""
         return ""
 
-    # -- shared frame ----------------------------------------------------------------------------------------
-
     def _apply(self, event: JobEvent, answered: JobRequest | None = None) -> None:
         """Apply an event. The new state is stored before any action is taken."""
-        before = self.state
+        before, timers_before = self.state, self._timers
         state, actions = advance(before, event, self._policy)
         if isinstance(event, AttemptExited) and before.is_active and not state.is_active:
             self._record_machines(before)
         state = self._with_details(state)
-        timers = self._timers.schedule(actions, self._clock.unix_s())
+        timers = timers_before.schedule(actions, self._clock.unix_s())
         if state.attempt != before.attempt:
             self._step_before = self._newest_step()
         is_change = _SHOWN(state) != _SHOWN(before)
         if is_change:
             self._log_change(state)  # first, so that a reader of the status also finds its change
-        if (state, timers) != (before, self._timers) or answered is not None:
+        if (state, timers) != (before, timers_before) or answered is not None:
             self._save(state, timers, now_unix_s=time.time(), answered=answered)
-        if timers.notice_until_unix_s != self._timers.notice_until_unix_s:
+        if timers.notice_until_unix_s != timers_before.notice_until_unix_s:
             self._is_notified = timers.notice_until_unix_s is None
         self.state, self._timers = state, timers
         if is_change:
             failpoint("jobs.recorded")
-            self._announce()
+            announce(self._folder, state, log=self._own_log)
         if state.attempt != before.attempt:
             self._is_started = False
             self._prepare_attempt()
@@ -215,12 +200,11 @@ class Controller(ABC):
     def _record_machines(self, ended: JobState) -> None:
         """Remember how the attempt has ended on each of its machines."""
         machines = self._node_machines()
-        paths = {rank: self._folder.node(ended.attempt, rank).checks for rank in range(len(machines))}
-        checks = {rank: found for rank, path in paths.items() if (found := read_checks(path)) is not None}
+        found = [read_checks(self._folder.node(ended.attempt, rank).checks) for rank in range(len(machines))]
         events = attempt_events(
             machines,
             ended.outcomes,
-            checks,
+            {rank: checks for rank, checks in enumerate(found) if checks is not None},
             job=self._task_id,
             attempt=ended.attempt,
             unix_s=time.time(),
@@ -231,10 +215,6 @@ class Controller(ABC):
             add_events(self._folder.path.parents[1], events)
         except OSError as error:  # the job continues without the memory of its machines
             _log.warning("cannot record the attempt in the list of nodes: %s", error)
-
-    def _announce(self) -> None:
-        """Have the present status sent to the user's commands and webhooks, by another process."""
-        announce(self._folder, self.state, log=self._own_log)
 
     def _with_details(self, state: JobState) -> JobState:
         """Return the state with details of the job's end, if it has just ended."""
@@ -269,16 +249,15 @@ class Controller(ABC):
         if not self._is_started:
             self._start_nodes()
             self._is_started = True
-        timers = self._timers
-        if not self._is_notified and timers.notice_until_unix_s is not None:
+        if not self._is_notified and self._timers.notice_until_unix_s is not None:
             self._is_notified = True
             # For the programs of the job, which compare it with the machine's clock.
-            until_unix_s = self._clock.machine_unix_s(timers.notice_until_unix_s)
-            if (event := self._notify_nodes(timers.notice_source, until_unix_s)) is not None:
+            until_unix_s = self._clock.machine_unix_s(self._timers.notice_until_unix_s)
+            if (event := self._notify_nodes(self._timers.notice_source, until_unix_s)) is not None:
                 self._apply(event)
-        timers = self._timers
-        if timers.kill_unix_s is not None and self._clock.unix_s() >= timers.kill_unix_s:
-            self._kill_nodes(timers.kill_unix_s, with_keepers=timers.kill_keepers)
+        kill_unix_s = self._timers.kill_unix_s
+        if kill_unix_s is not None and self._clock.unix_s() >= kill_unix_s:
+            self._kill_nodes(kill_unix_s, with_keepers=self._timers.kill_keepers)
 
     def _check(self) -> bool:
         """Apply all that has happened. Return True if that changed the state or timers."""
@@ -296,20 +275,24 @@ class Controller(ABC):
         return (self.state, self._timers) != before
 
     def _cause(self) -> FailureCause | None:
-        """Return the cause of the failed attempt, from its output."""
         outcomes = self.state.outcomes
         rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
-        return None if rank is None else find_cause(outcomes, attempt_lines(self._folder.log(rank)))
+        if rank is None:
+            return None
+        lines = last_lines(self._folder.log(rank), _NUM_LINES)
+        begin = 0  # of the newest attempt, without its first line
+        for number, line in enumerate(lines, 1):
+            if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:
+                begin = number
+        return find_cause(outcomes, lines[begin:])
 
     def _newest_step(self) -> int | None:
         return max(read_progress(self._folder.progress).values(), default=None)
 
     def _has_advanced(self) -> bool | None:
         """Return True if the attempt made a newer checkpoint; None if the job never reported one."""
-        step = self._newest_step()
-        if step is None:
-            return None
-        return self._step_before is None or step > self._step_before
+        step, before = self._newest_step(), self._step_before
+        return None if step is None else before is None or step > before
 
 
 def event_of(request: JobRequest) -> JobEvent:
@@ -317,14 +300,3 @@ def event_of(request: JobRequest) -> JobEvent:
     if request.kind == "cancel":
         return CancelRequested()
     return NoticeReceived(LEAD_S if request.lead_s is None else request.lead_s)
-
-
-def attempt_lines(log: Path) -> list[str]:
-    """Return the last lines of the newest attempt in a log, without its first one."""
-    lines = last_lines(log, _NUM_LINES)
-    starts = [
-        number
-        for number, line in enumerate(lines, start=1)
-        if line.startswith(HEADLINE) and " attempt " in line and " starts" in line
-    ]
-    return lines[starts[-1] if starts else 0 :]

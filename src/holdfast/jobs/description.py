@@ -12,7 +12,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir, state_path
-from holdfast.jobs.history import Durations, JobAttempt, list_attempts, measure, read_changes
+from holdfast.jobs.history import Change, Durations, JobAttempt, list_attempts, measure, read_changes
 from holdfast.jobs.node.checks.disk import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
 from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
@@ -62,17 +62,17 @@ class JobDescription:
 
 def describe_job(job: Job) -> JobDescription:
     """Return the description of a job."""
-    folder = _folder(job)
+    folder = job_folder(state_dir(), job.id)
     changes = read_changes(folder)
     attempts = tuple(list_attempts(changes))
     ranks = range(job.num_nodes)
     lines = {rank: last_lines(folder.log(rank), _NUM_LINES) for rank in ranks}
     return JobDescription(
         job=job,
-        durations=durations_of(job),
+        durations=durations_of(job, changes),
         attempts=attempts,
         lost_s=sum(one.lost_s for one in attempts),
-        checkpoints=checkpoints_of(job),
+        checkpoints=recorded_homes(folder),
         last_lines={rank: texts for rank, texts in lines.items() if texts},
         folder=str(folder.path),
         workdirs=[str(path) for path in map(folder.workdir, ranks) if path.exists()],
@@ -94,42 +94,25 @@ def recorded_checks(
     return found
 
 
-def checkpoints_of(job: Job) -> dict[str, int]:
-    """Return the newest step that training has reported, by home.
-
-    Paths of homes are those outside of the job.
-    """
-    return recorded_homes(_folder(job))
-
-
 def recorded_homes(folder: JobFolder) -> dict[str, int]:
     """Return the newest reported step of each home, named as outside of the job."""
     links = read_links(folder)
     return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 
 
-def durations_of(job: Job) -> Durations:
+def durations_of(job: Job, changes: list[Change] | None = None, now_unix_s: float | None = None) -> Durations:
     """Return the durations of a job. Without a history, all time since its start counts as running."""
-    now_s = time.time()
-    changes = read_changes(_folder(job))
-    found = measure(
-        changes, submitted_unix_s=job.submitted_unix_s, ended_unix_s=job.ended_unix_s, now_unix_s=now_s
-    )
+    changes = read_changes(job_folder(state_dir(), job.id)) if changes is None else changes
+    now_s = time.time() if now_unix_s is None else now_unix_s
+    until_s = now_s if job.ended_unix_s is None else job.ended_unix_s
+    found = measure(changes, submitted_unix_s=job.submitted_unix_s, until_unix_s=until_s)
     if changes or job.started_unix_s is None:
         return found
-    until_s = now_s if job.ended_unix_s is None else job.ended_unix_s
     return Durations(found.total_s, max(0.0, until_s - job.started_unix_s), 0.0)
 
 
-def _folder(job: Job) -> JobFolder:
-    return job_folder(state_dir(), job.id)
-
-
 def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
-    """Return the checks of all jobs that have trained a run, oldest first.
-
-    Jobs of other users and of other state folders are not known.
-    """
+    """Return the checks of all jobs of this user that have trained a run, oldest first."""
     try:
         records = Records(state_path()).all()
     except (HoldfastError, OSError):
@@ -165,11 +148,7 @@ def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
 
 
 def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
-    """Yield one line per node and check, those of a node behind its own line.
-
-    Args:
-        found: results by node.
-    """
+    """Yield one line per node and check, those of a node behind its own line."""
     for rank, checks in sorted(found.items()):
         failed = len(checks.failed)
         outcome = f"{plural(failed, 'check')} failed" if failed else "all checks passed"
@@ -177,16 +156,11 @@ def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
         waited = f"{checks.took_s:.2f} s, of which the job waited {checks.added_s:.2f} s"
         yield f"node {rank} ({checks.machine}): {outcome} in {waited}{refused}"
         for one in checks.checks:
-            yield f"  {one.name} {one.where}: {_result(one)}"
-
-
-def _result(check: Check) -> str:
-    numbers = _numbers(check) if check.values else ""
-    return "; ".join(filter(None, (check.trouble, numbers))) or "passed"
+            parts = filter(None, (one.trouble, _numbers(one) if one.values else ""))
+            yield f"  {one.name} {one.where}: {'; '.join(parts) or 'passed'}"
 
 
 def _numbers(check: Check) -> str:
-    """Return the numbers that a check has measured, for people."""
     values = defaultdict(float, check.values)
 
     def size(name: str) -> str:

@@ -81,39 +81,27 @@ def tag(task_id: str, attempt: int | None = None, rank: int | None = None) -> st
 
 
 def create_task_id(name: str, job: int, now_unix_s: float, task: int = 0) -> str:
-    """Return a task id in the format of SkyPilot's managed jobs.
-
-    Args:
-        job: number of the job, or of the first one of a pipeline.
-    """
+    """Return a task id in the format of SkyPilot's managed jobs; `job` is the first one of a pipeline."""
     moment = datetime.datetime.fromtimestamp(now_unix_s, datetime.timezone.utc)
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
     return f"sky-managed-{moment:%Y-%m-%d-%H-%M-%S-%f}_{plain}_{job}-{task}"
 
 
 def container_base(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a user that the containers of a job have too.
-
-    The others, such as PATH, describe programs and folders of this machine.
-    """
-    return {
-        name: value
-        for name, value in base.items()
-        if name.startswith("HOLDFAST_") or name.lower() in _PROXIES
-    }
+    """Return the variables of a user that the containers of a job have too. Others are of this machine."""
+    names = (name for name in base if name.startswith("HOLDFAST_") or name.lower() in _PROXIES)
+    return {name: base[name] for name in names}
 
 
 def run_environment(
     node: Node, base: Mapping[str, str], task: Mapping[str, str], *, gpus: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the environment of `run`.
+    """Return the environment of `run`. Holdfast's variables override the task's, and these those of `base`.
 
-    Args:
-        base: environment of the user who launched the job.
-        task: `envs` and `secrets` of the task. They override `base`, and Holdfast's variables override them.
-        gpus: GPUs given to this node. Empty leaves the choice to the job.
+    Without `gpus`, the choice of GPUs is left to the job.
     """
     ips = "\n".join(node.addresses)
+    cluster = {"cluster_name": node.name, "cloud": node.cloud, "region": None, "zone": None}
     pipeline = node.pipeline or JobPipeline(node.job, (node.task_id,))
     ours = {
         "SKYPILOT_TASK_ID": node.task_id,
@@ -126,9 +114,7 @@ def run_environment(
         "SKYPILOT_NUM_NODES": str(len(node.addresses)),
         "SKYPILOT_NUM_GPUS_PER_NODE": str(node.num_gpus),
         "SKYPILOT_USER": node.user,
-        "SKYPILOT_CLUSTER_INFO": json.dumps(
-            {"cluster_name": node.name, "cloud": node.cloud, "region": None, "zone": None}
-        ),
+        "SKYPILOT_CLUSTER_INFO": json.dumps(cluster),
         "HOLDFAST_JOB": str(node.job),
         "HOLDFAST_ATTEMPT": str(node.attempt),
         TAG: tag(node.task_id, node.attempt, node.rank),
@@ -163,17 +149,12 @@ def add_notice_file(before: str, path: str) -> str:
 
 
 def conda_start(*scripts: str) -> str:
-    """Return commands that a shell runs before a job's own.
+    """Return commands that a shell runs before a job's own scripts. They load conda's functions.
 
-    They load conda's functions. Where conda is not installed, `conda activate` ends the shell with 127,
-    unless the job has installed conda by then.
-
-    Args:
-        scripts: all commands of the job. Only if they contain `conda activate` is a missing `conda` replaced.
+    If the scripts contain `conda activate`, and conda is not installed by then, the shell ends with 127.
 
     Source: skypilot 0.14.1, sky/skylet/log_lib.py: commands run after conda's hook, whose functions are
-        exported. SkyPilot also runs ~/.bashrc, of a machine that it has set up itself. A job here has the
-        environment of the shell that launched it, which has run that file already.
+        exported. SkyPilot also runs ~/.bashrc, which the shell that launches a job here has run already.
     """
     guard = _GUARD if activates_conda(*scripts) else ""
     return f"{_HOOK}if ! holdfast_load_conda; then :\n{guard}fi\n"

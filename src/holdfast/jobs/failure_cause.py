@@ -11,8 +11,7 @@ from holdfast.errors import redact
 from holdfast.jobs.outcome import Outcome
 
 MAX_SAME = 3  # attempts in a row with the same cause, without a newer checkpoint, before the job fails
-SAME_FAILURES = "HOLDFAST_SAME_FAILURES"
-"""Variable of a job that replaces `MAX_SAME`: a number, or `any` for no limit."""
+SAME_FAILURES = "HOLDFAST_SAME_FAILURES"  # variable that replaces `MAX_SAME`: a number, or `any` for no limit
 NO_LIMIT = "any"
 _NUM_LINES = 20  # lines at the end of an attempt's output that are compared
 _MAX_SHOWN = 200
@@ -21,8 +20,8 @@ _MAX_SAME_DIGITS = 6
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
 _PROGRESS = re.compile(r"\d%\||\dit/s|\ds/it")
 _PREFIX = re.compile(r"^(\[\w+\]:?\s|\(\w+[^)]{0,60}pid=\d+[^)]{0,60}\)\s)+")
-_PATH = re.compile(r"(?:~|\.{0,2})(?:/[^\s/:\"'(),;\[\]]+)*/([^\s/:\"'(),;\[\]]+)")
 _VARYING = (
+    (re.compile(r"(?:~|\.{0,2})(?:/[^\s/:\"'(),;\[\]]+)*/([^\s/:\"'(),;\[\]]+)"), r"PATH/\1"),
     (re.compile(r"\b\d{4}-\d\d-\d\d\b|\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?\b"), "TIME"),
     (
         re.compile(r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\b"),
@@ -58,12 +57,7 @@ class FailureCause:
 
 
 def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> FailureCause | None:
-    """Return the cause of an attempt that failed by itself. None: its output does not show one.
-
-    Args:
-        outcomes: outcomes of its nodes, by rank.
-        lines: output of the first node that failed, in this attempt.
-    """
+    """Return the cause of a failed attempt from the output of its first failed node; None without one."""
     own = [one for _, one in sorted(outcomes.items()) if not one.is_success and not one.is_stopped]
     bare = [_PREFIX.sub("", _ESCAPES.sub("", line).rstrip()) for line in lines]  # without the name of a rank
     texts = [text for text in bare if text and not _PROGRESS.search(text)]
@@ -71,7 +65,9 @@ def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> Failure
         return None
     named = [text for text in texts[-_NUM_LINES:] if _ERROR.search(text)]
     ends = [f"{one.phase.value} {one.code} {one.killed_by}" for one in own]
-    compared = [_without_varying(text) for text in texts[-_NUM_LINES:]]
+    compared = texts[-_NUM_LINES:]
+    for pattern, word in _VARYING:
+        compared = [pattern.sub(word, text) for text in compared]
     return FailureCause(
         what=redact((named or texts)[-1].strip())[:_MAX_SHOWN],
         key=_digest(ends, [_NUMBER.sub("#", text) for text in compared]),
@@ -80,14 +76,10 @@ def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> Failure
 
 
 def is_same(before: FailureCause | None, now: FailureCause | None, *, at_same_step: bool) -> bool:
-    """Return True if two attempts failed with the same cause.
-
-    Args:
-        at_same_step: no checkpoint was made between them. Otherwise that is not known, and only errors with
-            equal numbers count as the same: a training may print its step.
-    """
+    """Return True if two attempts failed with the same cause."""
     if before is None or now is None or before.key != now.key:
         return False
+    # Training that made a checkpoint in between may print its step: then numbers must be equal too.
     return at_same_step or before.exact == now.exact
 
 
@@ -98,13 +90,6 @@ def max_same(environment: Mapping[str, str]) -> int:
         return 0
     is_number = wanted.isascii() and wanted.isdecimal() and len(wanted) <= _MAX_SAME_DIGITS
     return int(wanted) if is_number and int(wanted) > 0 else MAX_SAME
-
-
-def _without_varying(text: str) -> str:
-    text = _PATH.sub(r"PATH/\1", text)
-    for pattern, word in _VARYING:
-        text = pattern.sub(word, text)
-    return text
 
 
 def _digest(ends: Sequence[str], texts: Sequence[str]) -> str:

@@ -50,6 +50,7 @@ class JobFolder:
         self.wakeup = path / "wakeup"  # FIFO that wakes the controller
         self.changed = path / "changed"  # log of status changes, for followers
         self.history = path / "history.jsonl"  # the same changes with all details
+        self.shell_start = path / "shell-start.sh"  # that the scripts source first
         self.environment = path / "environment.json"  # of the user who launched the job, with secrets
         self.without_secrets = path / "without-secrets"  # exists once those files were removed
         self.notify_plan = path / "notify.json"  # targets of notifications, with secrets
@@ -66,11 +67,6 @@ class JobFolder:
         """Return the path of the script `setup` or `run` of a node."""
         return self.path / "nodes" / str(rank) / f"{name}.sh"
 
-    @property
-    def shell_start(self) -> Path:
-        """Path of a file that the scripts source first."""
-        return self.path / "shell-start.sh"
-
     def log(self, rank: int) -> Path:
         """Return the path of a node's output of all attempts."""
         return self.logs / f"node-{rank}.log"
@@ -80,11 +76,7 @@ class JobFolder:
         return self.path / "nodes" / str(rank) / "workdir"
 
     def venv(self, rank: int, machine: str = "") -> Path:
-        """Return the virtual environment of a node.
-
-        Args:
-            machine: name of the machine, if attempts may run on different ones.
-        """
+        """Return the virtual environment of a node, on a machine if attempts may run on different ones."""
         return self.path / "nodes" / str(rank) / (f"venv.{machine}" if machine else "venv")
 
     def set_up(self, rank: int) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.jobs import journal
@@ -59,6 +59,13 @@ class JobAttempt:
     step: int | None
     lost_s: float
 
+    def exit_of(self, rank: int) -> str:
+        """Return the exit status of a node: a number, a signal, `lost`, or nothing yet."""
+        outcome = self.outcomes.get(rank)
+        if outcome is None or outcome.is_lost:
+            return "" if self.ended_unix_s is None else "lost"
+        return f"signal {outcome.killed_by}" if outcome.killed_by is not None else str(outcome.code)
+
 
 @dataclass(frozen=True, slots=True)
 class Durations:
@@ -75,25 +82,15 @@ class Durations:
     down_s: float
 
 
-def add_change(
-    folder: JobFolder, job_state: JobState, *, machines: tuple[str, ...] = (), step: int | None = None
-) -> None:
+def add_change(folder: JobFolder, job_state: JobState, machines: tuple[str, ...], step: int | None) -> None:
     """Append a change to the history of a job."""
     try:
         saved_unix_s = folder.progress.stat().st_mtime if step is not None else None
     except FileNotFoundError:
         saved_unix_s = None
-    change = Change(
-        unix_s=time.time(),
-        status=job_state.status,
-        attempt=job_state.attempt,
-        is_active=job_state.is_active,
-        reason=job_state.reason,
-        outcomes=job_state.outcomes,
-        machines=machines,
-        step=step,
-        saved_unix_s=saved_unix_s,
-    )
+    same = ("status", "attempt", "is_active", "reason", "outcomes")
+    of_state = {name: getattr(job_state, name) for name in same}
+    change = Change(time.time(), **of_state, machines=machines, step=step, saved_unix_s=saved_unix_s)
     journal.append_value(folder.history, change, is_durable=False)
 
 
@@ -111,22 +108,17 @@ def list_attempts(changes: Sequence[Change]) -> list[JobAttempt]:
     return [_attempt(number, of_one) for number, of_one in sorted(by_number.items())]
 
 
-def measure(
-    changes: Iterable[Change], *, submitted_unix_s: float, ended_unix_s: float | None, now_unix_s: float
-) -> Durations:
+def measure(changes: Sequence[Change], *, submitted_unix_s: float, until_unix_s: float) -> Durations:
     """Return the durations that changes make up; pure."""
-    until_s = now_unix_s if ended_unix_s is None else ended_unix_s
     running_s = down_s = 0.0
-    before: Change | None = None
-    for change in [*changes, None]:
-        if before is not None:
-            passed_s = max(0.0, (until_s if change is None else change.unix_s) - before.unix_s)
-            if before.status in _RUNS:
-                running_s += passed_s
-            elif before.status is JobStatus.RECOVERING:
-                down_s += passed_s
-        before = change
-    return Durations(max(0.0, until_s - submitted_unix_s), running_s, down_s)
+    ends = [*(change.unix_s for change in changes[1:]), until_unix_s]
+    for change, end_s in zip(changes, ends, strict=False):
+        passed_s = max(0.0, end_s - change.unix_s)
+        if change.status in _RUNS:
+            running_s += passed_s
+        elif change.status is JobStatus.RECOVERING:
+            down_s += passed_s
+    return Durations(max(0.0, until_unix_s - submitted_unix_s), running_s, down_s)
 
 
 def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:
@@ -137,15 +129,12 @@ def _attempt(number: int, changes: Sequence[Change]) -> JobAttempt:
     lost_s = 0.0
     if running is not None and ended is not None and ended.status is not JobStatus.SUCCEEDED:
         lost_s = max(0.0, ended.unix_s - max(running.unix_s, ended.saved_unix_s or 0.0))
+    same = ("status", "reason", "outcomes", "machines", "step")
     return JobAttempt(
         number=number,
         started_unix_s=first.unix_s,
         running_unix_s=None if running is None else running.unix_s,
         ended_unix_s=None if ended is None else ended.unix_s,
-        status=last.status,
-        reason=last.reason,
-        outcomes=last.outcomes,
-        machines=last.machines,
-        step=last.step,
+        **{name: getattr(last, name) for name in same},
         lost_s=lost_s,
     )

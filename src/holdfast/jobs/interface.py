@@ -11,8 +11,7 @@ from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.machines import MachineEvent, NodeStanding, add_events, judge, read_events
-from holdfast.jobs.output.block import OutputSelection
-from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.output.log_reader import FolderWatch, OutputSelection
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural
@@ -191,7 +190,6 @@ def wait_each(*which: int | str, timeout: Duration | None = None) -> Iterator[Jo
 
 
 def _awaited(which: Sequence[int | str]) -> tuple[list[Job], list[HoldfastError]]:
-    """Return the jobs to wait for, and the errors of those that do not exist."""
     found, errors = sorted_out(each(find, which))
     active = ([one for one in jobs if not one.status.is_final] or jobs[-1:] for jobs in found)
     return list({one.id: one for jobs in active for one in jobs}.values()), errors
@@ -275,6 +273,5 @@ def clear_node(name: str) -> None:
     try:
         add_events(state, [MachineEvent(time.time(), name)])
     except OSError as error:
-        raise RetryLater(
-            f"Cannot write the record of nodes in {state}: {error}. Nothing was changed."
-        ) from error
+        what = f"Cannot write the record of nodes in {state}: {error}"
+        raise RetryLater(f"{what}. Nothing was changed.") from error

@@ -75,10 +75,7 @@ def append_value(path: Path, value: DataclassInstance, *, is_durable: bool = Tru
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Open or create a file for appending, and hold its lock in the block.
-
-    Blocks: while another process holds the lock, which takes one write.
-    """
+    """Open or create a file for appending, and hold its lock in the block."""
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -88,11 +85,7 @@ def locked(path: Path) -> Iterator[int]:
 
 
 def append(fd: int, line: str, *, is_durable: bool = True) -> None:
-    """Append a line to a locked file. A torn line before it stays apart.
-
-    Args:
-        is_durable: wait until it survives a power cut.
-    """
+    """Append a line to a locked file, by default durably. A torn line before it stays apart."""
     end = os.lseek(fd, 0, os.SEEK_END)
     is_torn = end > 0 and os.pread(fd, 1, end - 1) != b"\n"
     data = b"\n" * is_torn + line.encode() + b"\n"
@@ -105,11 +98,7 @@ def append(fd: int, line: str, *, is_durable: bool = True) -> None:
 
 
 def lines(path: Path, *, tail_bytes: int | None = None) -> list[bytes]:
-    """Return the complete lines of a file, oldest first. A missing file counts as empty.
-
-    Args:
-        tail_bytes: read only about this much from the end.
-    """
+    """Return the complete lines of a file, or of about its last `tail_bytes`, oldest first; [] if missing."""
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)

@@ -29,18 +29,14 @@ from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.system.linux.files import write_atomic
 
-MAX_BYTES = 2 << 20
-"""Size at which older events are removed."""
+MAX_BYTES = 2 << 20  # size at which older events are removed
 KEPT_EVENTS = 4000
-REMEMBERED_S = 30 * 86400.0
-"""Time after which an event is forgotten."""
+REMEMBERED_S = 30 * 86400.0  # time after which an event is forgotten
 MAX_NAME = 255
 _MAX_WHY = 300
 _FILE, _LOCK = "nodes.jsonl", "nodes.lock"
-MIN_LOST = 3
-"""Attempts that a machine must have lost before it can stand out."""
-MAX_CHANCE = 0.01
-"""Greatest probability of its losses by chance for a machine that stands out."""
+MIN_LOST = 3  # attempts that a machine must have lost before it can stand out
+MAX_CHANCE = 0.01  # greatest probability of its losses by chance for a machine that stands out
 _NEWEST_REASONS = 3
 
 
@@ -57,15 +53,13 @@ class MachineEvent:
     failed: tuple[str, ...] = ()  # names of failed checks
     why: str = ""  # why it was lost, or which checks failed, for people
 
-    @property
-    def is_clear(self) -> bool:
-        """True if the user has cleared the machine."""
-        return not self.job
-
 
 def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
     """Append events to the record of a state folder."""
-    lines = [journal.encode(_shortened(one)) for one in events]
+    lines: list[str] = []
+    for one in events:
+        short = {"machine": one.machine[:MAX_NAME], "failed": one.failed[:16], "why": one.why[:_MAX_WHY]}
+        lines.append(journal.encode(dataclasses.replace(one, **short)))
     if not lines:
         return
     path = state / _FILE
@@ -79,25 +73,16 @@ def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
 
 
 def read_events(state: Path, *, now_unix_s: float | None = None) -> list[MachineEvent]:
-    """Return the events that are not forgotten, oldest first. Damaged lines are left out."""
+    """Return the events that are neither forgotten nor cleared, oldest first, without damaged lines."""
     oldest_s = (time.time() if now_unix_s is None else now_unix_s) - REMEMBERED_S
     try:
         found = journal.read_values(state / _FILE, MachineEvent, tail_bytes=2 * MAX_BYTES)
     except OSError:
         return []
     named = (event for event in found if 0 < len(event.machine) <= MAX_NAME)
-    return since_cleared([event for event in named if event.unix_s >= oldest_s])
-
-
-def since_cleared(events: list[MachineEvent]) -> list[MachineEvent]:
-    """Return the events of each machine after it was last cleared; pure."""
-    cleared = {event.machine: position for position, event in enumerate(events) if event.is_clear}
+    events = [event for event in named if event.unix_s >= oldest_s]
+    cleared = {event.machine: position for position, event in enumerate(events) if not event.job}
     return [event for position, event in enumerate(events) if position > cleared.get(event.machine, -1)]
-
-
-def _shortened(event: MachineEvent) -> MachineEvent:
-    short = {"machine": event.machine[:MAX_NAME], "failed": event.failed[:16], "why": event.why[:_MAX_WHY]}
-    return dataclasses.replace(event, **short)
 
 
 def attempt_events(
@@ -111,13 +96,10 @@ def attempt_events(
     is_preempted: bool,
     gone: frozenset[str] | None = None,
 ) -> list[MachineEvent]:
-    """Return one event per machine; pure.
+    """Return one event per machine; pure. Machines, outcomes and checks are by rank.
 
     Args:
-        machines: names of the machines, by rank.
-        outcomes: outcomes of the nodes, by rank. A node without one was lost.
-        checks: results of the checks, by rank.
-        job: task id of the job.
+        outcomes: a node without one was lost.
         is_preempted: the attempt was preempted or cancelled, so a lost node is nobody's fault.
         gone: machines that have failed, as the engine has found. If all nodes of several were lost at once,
             only these have lost the attempt: with their first one, all others end too.
@@ -142,15 +124,9 @@ def attempt_events(
             failed=tuple(sorted({one.name for one in failed})),
             why=why,
         )
-        found[machine] = _worse(found.get(machine), event)
+        of_both = (found.get(machine, event), event)  # the worse one of two nodes of a machine counts
+        found[machine] = max(of_both, key=lambda event: (event.is_wrong, event.is_lost, len(event.failed)))
     return list(found.values())
-
-
-def _worse(one: MachineEvent | None, other: MachineEvent) -> MachineEvent:
-    """Return the worse of two events of nodes on one machine, which counts once."""
-    if one is None:
-        return other
-    return max(one, other, key=lambda event: (event.is_wrong, event.is_lost, len(event.failed)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,41 +187,33 @@ def _standing(name: str, events: Sequence[MachineEvent], chance: float) -> NodeS
     )
 
 
-def _chances(events: Iterable[MachineEvent]) -> dict[str, float]:
+def _chances(events: Sequence[MachineEvent]) -> dict[str, float]:
     """Return the probability of each machine's losses by chance, corrected for the number of comparisons."""
-    cells: dict[str, dict[str, _Count]] = defaultdict(lambda: defaultdict(_Count))  # by machine and job
-    jobs: dict[str, _Count] = defaultdict(_Count)
-    for event in events:
-        for count in (cells[event.machine][event.job], jobs[event.job]):
-            count.runs += 1
-            count.lost += event.is_lost
-    num_pairs = sum(map(len, cells.values()))
-    num_lost = sum(one.lost > 0 for of_machine in cells.values() for one in of_machine.values())
+    runs = Counter((one.machine, one.job) for one in events)
+    losses = Counter((one.machine, one.job) for one in events if one.is_lost)
+    job_runs = Counter(one.job for one in events)
+    job_losses = Counter(one.job for one in events if one.is_lost)
+    pairs_of: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for pair in runs:
+        pairs_of[pair[0]].append(pair)
     found: dict[str, float] = {}
-    for machine, own in cells.items():
+    for machine, pairs in pairs_of.items():
         within = [
-            (one.runs, one.lost, jobs[job].runs - one.runs, jobs[job].lost - one.lost)
-            for job, one in own.items()
-            if one.runs < jobs[job].runs and jobs[job].lost
+            (runs[pair], losses[pair], job_runs[pair[1]] - runs[pair], job_losses[pair[1]] - losses[pair])
+            for pair in pairs
+            if runs[pair] < job_runs[pair[1]] and job_losses[pair[1]]
         ]
-        own_lost = sum(one.lost > 0 for one in own.values())
-        across = (len(own), own_lost, num_pairs - len(own), num_lost - own_lost)
+        own_lost = sum(pair in losses for pair in pairs)
+        across = (len(pairs), own_lost, len(runs) - len(pairs), len(losses) - own_lost)
         least = min(stratified_tail(within), stratified_tail([across])) if own_lost else 1.0
-        found[machine] = min(1.0, 2 * len(cells) * least)
+        found[machine] = min(1.0, 2 * len(pairs_of) * least)
     return found
-
-
-@dataclass(slots=True)
-class _Count:
-    runs: int = 0
-    lost: int = 0
 
 
 def stratified_tail(strata: Iterable[tuple[int, int, int, int]]) -> float:
     """Return the probability of at least as many losses on a machine as were seen.
 
-    Args:
-        strata: per stratum its attempts and losses on the machine, then those on the others.
+    A stratum has its attempts and losses on the machine, then those on the others.
     """
     chances = [1.0]  # by number of losses on the machine
     seen = 0

@@ -58,11 +58,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 20.0
 _POLL_S = 0.05
 _TIMEOUT_S, _TOTAL_S = 10.0, 20.0  # of a request: without an answer, and in all
 _MAX_ANSWER_BYTES = 64 << 10
-_AGAIN = frozenset({408, 425, 429})
-"""Statuses below 500 that may pass."""
+_AGAIN = frozenset({408, 425, 429})  # statuses below 500 that may pass
 _HOOK_LIMIT_S = 60.0
-
-# -- outbox ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +117,10 @@ def write_plan(folder: JobFolder, subscription: Subscription, submission: Submis
     """Write the targets of a job, readable only by its owner. Without targets, write nothing."""
     if not subscription.targets:
         return
-    plan = NotificationPlan(
-        job=submission.number,
-        name=submission.name,
-        engine=submission.engine,
-        task_id=submission.task_id,
-        targets=subscription.targets,
-        statuses=subscription.statuses,
-        environment={name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON},
-        directory=str(Path.cwd()),
-    )
+    job = (submission.number, submission.name, submission.engine, submission.task_id)
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
+    targets = (subscription.targets, subscription.statuses)
+    plan = NotificationPlan(*job, *targets, environment, directory=str(Path.cwd()))
     journal.write_document(folder.notify_plan, plan)
 
 
@@ -139,18 +130,14 @@ def read_deliveries(folder: JobFolder) -> list[Delivery]:
 
 
 def _read_plan(folder: JobFolder) -> NotificationPlan | None:
-    """Return the targets of a job, or None if they were removed or never chosen."""
     return journal.read_document(folder.notify_plan, NotificationPlan, max_bytes=_MAX_BYTES)
 
 
 def _add_notification(folder: JobFolder, job_state: JobState) -> None:
-    """Record the present status of a job, unless it is recorded or not wanted.
-
-    The end of a job is always recorded: then its targets are removed.
-    """
+    """Record the present status of a job, unless it is recorded or not wanted."""
     plan = _read_plan(folder)
     status = job_state.status
-    if plan is None or not (status in plan.statuses or status.is_final):
+    if plan is None or not (status in plan.statuses or status.is_final):  # the end removes the targets
         return
     # An attempt that recovers is that of the one before.
     attempt = job_state.attempt - (status is JobStatus.RECOVERING and job_state.is_active)
@@ -173,55 +160,39 @@ def _add_notification(folder: JobFolder, job_state: JobState) -> None:
         journal.append(fd, journal.encode(one))
 
 
-def _done(folder: JobFolder) -> set[tuple[str, str]]:
-    return {(one.notification, one.target) for one in read_deliveries(folder)}
-
-
-def _outstanding(folder: JobFolder) -> list[Notification]:
-    """Return the notifications that some target has not got, and that of the job's end."""
+def _outstanding(folder: JobFolder) -> list[tuple[Notification, dict[str, str]]]:
+    """Return the notifications with their missing targets by label, and that of the job's end in any case."""
     plan = _read_plan(folder)
     if plan is None:
         return []
-    done = _done(folder)
-    labels = [label(target, number) for number, target in enumerate(plan.targets)]
-    return [
-        one
-        for one in journal.read_values(folder.notifications, Notification)
-        if one.status.is_final or any((one.id, name) not in done for name in labels)
-    ]
+    targets = {label(target, number): target for number, target in enumerate(plan.targets)}
+    done = {(one.notification, one.target) for one in read_deliveries(folder)}
+    found: list[tuple[Notification, dict[str, str]]] = []
+    for one in journal.read_values(folder.notifications, Notification):
+        missing = {name: target for name, target in targets.items() if (one.id, name) not in done}
+        if missing or one.status.is_final:
+            found.append((one, missing))
+    return found
 
 
 def _facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int | float | None]:
-    """Return the JSON members of a notification."""
     reason = f": {one.reason}" if one.reason else ""
     failed = f"; {plural(one.failed_saves, 'save')} failed" if one.failed_saves else ""
     host = socket.gethostname()
+    same = ("reason", "attempt", "recoveries", "exit_status", "step", "failed_saves", "unix_s")
     return {
         "text": f"job {plan.job} ({printable(plan.name)}) on {host} is {one.status.value}{reason}{failed}",
-        "job": plan.job,
-        "name": plan.name,
-        "engine": plan.engine,
-        "task_id": plan.task_id,
+        **{name: getattr(plan, name) for name in ("job", "name", "engine", "task_id")},
         "host": host,
         "status": one.status.value,
-        "reason": one.reason,
-        "attempt": one.attempt,
-        "recoveries": one.recoveries,
-        "exit_status": one.exit_status,
-        "step": one.step,
-        "failed_saves": one.failed_saves,
-        "unix_s": one.unix_s,
+        **{name: getattr(one, name) for name in same},
     }
 
 
-# -- notifier --------------------------------------------------------------------------------------------
-
-
 def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
-    """Record the present status of a job, and start its notifier.
+    """Record the present status of a job, and start its notifier, if it has targets.
 
-    Without targets, does nothing. Never raises for a disk that failed: the job continues, and the next call
-    tries again.
+    Never raises for a disk that failed: the job continues, and the next call tries again.
     """
     if not folder.notify_plan.exists():
         return
@@ -246,10 +217,7 @@ def wait_for_notifier(folder: JobFolder, *, limit_s: float) -> None:
 
 
 def serve(path: Path) -> None:
-    """Run the notifier of the job in a folder, with the notifier's inherited lock.
-
-    Blocks: while a target does not answer, at most some minutes for each notification.
-    """
+    """Run the notifier of the job in a folder, with the notifier's inherited lock."""
     folder, lock = JobFolder(path), locks.INHERITED_FD
     with suppress(FileNotFoundError):  # the job was removed
         if (plan := _read_plan(folder)) is not None:
@@ -268,48 +236,33 @@ def _send_all(folder: JobFolder) -> None:
     """Send all that is outstanding. After the end of the job, remove its targets."""
     plan = _read_plan(folder)
     while plan is not None and (todo := _outstanding(folder)):
-        for one in todo:
-            _send(folder, plan, one)
+        for one, missing in todo:
+            for name, target in missing.items() if one.is_wanted else ():
+                error, num_tries = _send(plan, target, _facts_of(plan, one))
+                failpoint("jobs.notified")
+                delivery = Delivery(one.id, one.status, name, error, num_tries, time.time())
+                journal.append_value(folder.deliveries, delivery)
+                if error:
+                    _log.warning("the notification %s was not sent to %s: %s", one.status.value, name, error)
             if one.status.is_final:
                 folder.notify_plan.unlink(missing_ok=True)
                 return
 
 
-def _send(folder: JobFolder, plan: NotificationPlan, one: Notification) -> None:
-    """Send a notification to all targets that have not got it."""
-    if not one.is_wanted:
-        return
-    done = _done(folder)
-    facts = _facts_of(plan, one)
-    for number, target in enumerate(plan.targets):
-        name = label(target, number)
-        if (one.id, name) in done:
-            continue
-        if is_webhook(target):
-            error, num_tries = _post(target, json.dumps(facts).encode())
-        else:
-            given = json.dumps(facts).encode() + b"\n"
-            shown = {name: "" if facts[key] is None else str(facts[key]) for key, name in _VARIABLES.items()}
-            environment = {**plan.environment, **shown}
-            error, num_tries = run_hook(target, given, environment=environment, directory=plan.directory), 1
-        failpoint("jobs.notified")
-        delivery = Delivery(one.id, one.status, name, error, num_tries, time.time())
-        journal.append_value(folder.deliveries, delivery)
-        if error:
-            _log.warning("the notification %s was not sent to %s: %s", one.status.value, name, error)
-
-
-# -- targets ---------------------------------------------------------------------------------------------
-
-
-def _post(url: str, body: bytes) -> tuple[str, int]:
-    """Send a POST with retries, and return why it failed and the number of tries."""
-    for num_tries in range(1, _MAX_TRIES + 1):
-        error, may_pass = post(url, body)
+def _send(plan: NotificationPlan, target: str, facts: Mapping[str, object]) -> tuple[str, int]:
+    """Send facts to a target. Return why that failed, and the number of tries."""
+    given = json.dumps(facts).encode()
+    if not is_webhook(target):
+        shown = {name: "" if facts[key] is None else str(facts[key]) for key, name in _VARIABLES.items()}
+        environment = {**plan.environment, **shown}
+        return run_hook(target, given + b"\n", environment=environment, directory=plan.directory), 1
+    num_tries = 1
+    while True:
+        error, may_pass = post(target, given)
         if not (error and may_pass) or num_tries == _MAX_TRIES:
             return error, num_tries
         time.sleep(doubled(num_tries, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
-    raise AssertionError
+        num_tries += 1
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -321,10 +274,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, body: bytes) -> tuple[str, bool]:
-    """Send a POST, and return why it failed and whether it may succeed later. No reason: it was accepted.
+    """Send a POST, and return why it failed, without names of hosts, and whether it may succeed later.
 
-    The reason never contains the URL or its host. The proxies of the environment are used. Only for a main
-    thread, as the limit of the whole request is a signal.
+    Only for a main thread: a signal limits the whole request.
     """
     headers = {"Content-Type": "application/json", "User-Agent": "holdfast"}
     opener = urllib.request.build_opener(_NoRedirect)

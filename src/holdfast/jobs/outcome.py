@@ -23,13 +23,10 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a node: its shell exited, its shell was killed, or the node was lost.
-
-    A lost node has neither `code` nor `killed_by`.
-    """
+    """Outcome of a node: its shell exited, its shell was killed, or the node was lost."""
 
     phase: Phase
-    code: int | None = None  # exit code of the shell
+    code: int | None = None  # exit code of the shell. A lost node has neither this nor `killed_by`.
     killed_by: int | None = None  # signal that killed the shell
     hung: str = ""  # place at which the training hung before it was ended
     diverged: str = ""  # why the training has ended after too many rollbacks
@@ -109,7 +106,6 @@ def _name(number: int) -> str:
 
 
 def _hint(code: int) -> str:
-    """Return the meaning of a shell's exit code above 128."""
     if code == 128 + signal.SIGKILL:
         return " (killed by SIGKILL: usually out of memory)"
     return f" ({_name(code - 128)})" if 128 < code < 128 + 65 else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,11 +82,6 @@ class JobRequest:
     lead_s: float | None
 
 
-def first_state(spec: JobSpec) -> JobState:
-    """Return the state of a job that has just been submitted."""
-    return JobState(reason=f"waits for job {spec.after}" if spec.after is not None else "")
-
-
 def write_submission(folder: JobFolder, submission: Submission) -> None:
     """Write what was submitted, twice. Files that are intact are left as they are."""
     text = journal.encode(submission)
@@ -104,7 +98,7 @@ def read_submission(folder: JobFolder) -> Submission | None:
             with open_regular(path) as file:
                 text = file.read(MAX_BYTES + 1)  # the decoder refuses more
             _check_version(path, text)
-            return _check_submission(path, decode_dataclass(Submission, text, str(path), any_text=True))
+            return _checked(path, decode_dataclass(Submission, text, str(path), any_text=True))
         except FileNotFoundError:
             continue
         except Corrupt as error:
@@ -130,7 +124,7 @@ def _check_version(path: Path, text: bytes) -> None:
         )
 
 
-def _check_submission(path: Path, submission: Submission) -> Submission:
+def _checked(path: Path, submission: Submission) -> Submission:
     """Return a submission that belongs to its folder. A copied folder would be a second job of its number."""
     if str(submission.number) != path.parent.name:
         raise Corrupt(f"{path} is of job {submission.number}.")
@@ -138,16 +132,9 @@ def _check_submission(path: Path, submission: Submission) -> Submission:
         refuse(str(path), "engine", f"one of {', '.join(ENGINE_NAMES)}", submission.engine)
     if not 1 <= submission.spec.num_nodes <= _MAX_NODES:
         refuse(str(path), "num_nodes", f"an integer from 1 to {_MAX_NODES}", submission.spec.num_nodes)
-    if not 0 <= submission.submitted_unix_s <= _MAX_UNIX_S:
-        refuse(
-            str(path), "submitted_unix_s", f"seconds from 0 to {_MAX_UNIX_S:.0f}", submission.submitted_unix_s
-        )
+    if not 0 <= (time_s := submission.submitted_unix_s) <= _MAX_UNIX_S:
+        refuse(str(path), "submitted_unix_s", f"seconds from 0 to {_MAX_UNIX_S:.0f}", time_s)
     return submission
-
-
-def append_state(folder: JobFolder, state: StoredState) -> None:
-    """Append a state to the journal durably."""
-    journal.append_value(folder.states, state)
 
 
 def newest_state(folder: JobFolder) -> StoredState | None:
@@ -156,11 +143,6 @@ def newest_state(folder: JobFolder) -> StoredState | None:
         with contextlib.suppress(Corrupt):  # torn by a kill, or damaged: its neighbours are read
             return decode_dataclass(StoredState, line, str(folder.states), any_text=True)
     return None
-
-
-def add_request(folder: JobFolder, kind: str, lead_s: float | None) -> None:
-    """Append a request durably."""
-    journal.append_value(folder.requests, JobRequest(uuid.uuid4().hex, kind, lead_s))
 
 
 def read_requests(folder: JobFolder) -> list[JobRequest]:

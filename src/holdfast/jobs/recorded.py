@@ -1,4 +1,4 @@
-"""Shared part of all engines: jobs in this user's records, and output in the jobs' folders."""
+"""Interface and shared part of all engines: jobs in this user's records, and output in the jobs' folders."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import getpass
 import os
 import shutil
 import time
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater
-from holdfast.jobs.engine import Engine, Job
+from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
+from holdfast.jobs.engine import Job, Line, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id, tag
 from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
@@ -28,15 +29,25 @@ from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
-from holdfast.jobs.output.block import OutputBlock, OutputSelection
-from holdfast.jobs.output.log_reader import FolderWatch, LogReader, interleaved
+from holdfast.jobs.output.log_reader import (
+    FolderWatch,
+    LogReader,
+    OutputBlock,
+    OutputSelection,
+    interleaved,
+    texts,
+)
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
 from holdfast.jobs.task.model import Task, TaskFile
-from holdfast.system.environment import read_progress
+from holdfast.jobs.task.subscription import subscribe
+from holdfast.system.environment import NOTIFY, read_progress
 from holdfast.system.linux import locks
+from holdfast.system.log import get_logger
 from holdfast.system.units import plural
+
+_log = get_logger("jobs")
 
 _QUERY_S = 0.2  # pause between two queries of a followed job's status
 _LOCK_LIMIT_S = 10.0
@@ -44,35 +55,133 @@ _POLL_S = 0.02
 _CONTAINERS_LIMIT_S = 60.0
 
 
-class RecordedEngine(Engine):
-    """Engine whose jobs are in this user's records.
+class RecordedEngine(ABC):
+    """Place that runs jobs, which are in this user's records, and whose output is in the jobs' folders.
 
     Args:
         state: folder of all jobs. Default: that of this user.
     """
 
+    name: str  # name of the engine, as in `--on`
+    can_notify = False  # true if the jobs of the engine send notifications
+    is_here = False  # true if jobs run on this machine, with the variables of the shell that launches them
+    no_pipelines: str = ""  # why the engine does not run pipelines, and what to use instead
+    poll_s = 5.0  # interval for following a job, where the kernel reports no changes
+
     def __init__(self, state: Path | None = None) -> None:
         self._state = state or state_dir()
+
+    @abstractmethod
+    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
+        """Return the keys of a task that this engine ignores or interprets differently."""
+
+    def render(self, task: Task) -> list[str]:
+        """Return the lines that this engine would submit to another system, if any."""
+        return []
+
+    @abstractmethod
+    def check(self, task: Task) -> None:
+        """Check that the engine can run a task, without changing or sending anything."""
+
+    @abstractmethod
+    def submit(self, task: Task) -> Job:
+        """Submit a task. From then on the job is independent of the calling process.
+
+        Blocks: while the workdir is copied.
+        """
+
+    def check_file(self, file: TaskFile) -> None:
+        """Check that the engine can run all tasks of a file; see `check`."""
+        if file.is_pipeline and self.no_pipelines:
+            what = f"a pipeline of {len(file.tasks)} tasks: {self.no_pipelines}"
+            raise Unsupported(f"{file.path}: {what} Nothing was started.")
+        for task in file.tasks:
+            self.check(task)
+
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        """Submit the tasks of a file; see `submit`. Each starts once the one before has succeeded."""
+        self.check_file(file)
+        return [self.submit(task) for task in file.tasks]
+
+    def subscribed(
+        self, file: TaskFile, targets: Sequence[str] | None, statuses: Sequence[str] | None
+    ) -> TaskFile:
+        """Return the tasks with the subscription of their launch; see `subscribe`."""
+        subscription = subscribe(targets, statuses)
+        if not subscription.targets:
+            return file
+        if not self.can_notify and targets is None:
+            _log.warning("jobs on %s do not send notifications: %s is ignored", self.name, NOTIFY)
+            return file
+        if not self.can_notify:
+            raise Unsupported(
+                f"--notify: jobs on {self.name} do not send notifications, as no controller of Holdfast runs "
+                "there. Use --on local or slurm, or have the task itself send a message. Nothing was started."
+            )
+        tasks = tuple(replace(task, subscription=subscription) for task in file.tasks)
+        return replace(file, tasks=tasks)
 
     @abstractmethod
     def _current(self, records: list[JobRecord]) -> list[Job]:
         """Return the current jobs of some records."""
 
-    @override
     def jobs(self) -> list[Job]:
+        """Return all jobs of this engine, newest last. Restarts missing controllers."""
         return self._current(self._records().all(self.name))
 
-    @override
     def job(self, number: int) -> Job:
+        """Return a job."""
         (found,) = self._current([self._record(number)])
         return found
 
-    @override
-    def forget(self, number: int, *, force: bool = False) -> None:
-        _remove_job(self._records(), self._state, number, force=force)
+    @abstractmethod
+    def cancel(self, number: int) -> Job:
+        """Cancel a job: send a notice, so that it can save, and kill it after the grace period."""
 
-    @override
+    def cancel_all(self, numbers: Sequence[int]) -> list[Job | HoldfastError]:
+        """Cancel all jobs that can be, and return each, or the error of `cancel`."""
+        return list(each(self.cancel, numbers))
+
+    @abstractmethod
+    def preempt(self, number: int, *, lead_s: float) -> Job:
+        """Simulate a preemption: send a notice, and kill all processes after `lead_s` seconds."""
+
+    def forget(self, number: int, *, force: bool = False) -> None:
+        """Remove a job that has ended, with its files and output. Complete removals that were interrupted.
+
+        With `force`, remove it even if this loses files that are not in a bucket.
+        """
+        records, folder = self._records(), job_folder(self._state, number)
+        for left in records.folders_set_aside():
+            _remove_folder(left)
+        record = records.get(number)
+        # A job that has only just ended releases its lock in a moment.
+        give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.job_state.status.is_final else 0.0)
+        while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
+            time.sleep(_POLL_S)
+        try:
+            _check_removable(records, record, has_lock=lock is not None)
+            if not force and (summary := upload_status(folder).summary):
+                raise Conflict(
+                    f"Job {number} was not removed: {summary}. `holdfast drain` waits for uploads. "
+                    "With --force these files are lost."
+                )
+            _remove_containers(folder, number)
+            # Before anything is removed: below a mount are the bucket's files.
+            fuse.unmount_below(folder.path)
+            remove_links(folder)
+            _remove_folder(records.set_aside(number))
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def lines(self, number: int, what: OutputSelection) -> Iterator[Line]:
+        """Yield the lines of the output with their times. Very long lines come in parts."""
+        for block in self.output(number, replace(what, is_timed=True)):
+            yield from (Line(block.node, text, block.unix_s) for text in texts(block))
+
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
+        """Yield output. The blocks of several nodes are in the order of their times."""
         num_nodes, node = self._record(number).spec.num_nodes, what.node
         if node is not None and node >= num_nodes:
             nodes = plural(num_nodes, "node")
@@ -80,10 +189,10 @@ class RecordedEngine(Engine):
         ranks = range(num_nodes) if node is None else (node,)
         folder = job_folder(self._state, number)
         is_timed = what.is_timed or len(ranks) > 1
-        readers: dict[int | None, LogReader] = {None: LogReader(folder.changed)} if what.with_changes else {}
-        readers |= {rank: LogReader(folder.log(rank), tail=what.tail, is_timed=is_timed) for rank in ranks}
+        readers = [LogReader(folder.changed)] if what.with_changes else []
+        readers += [LogReader(folder.log(rank), rank, tail=what.tail, is_timed=is_timed) for rank in ranks]
         with contextlib.ExitStack() as stack:
-            for reader in readers.values():
+            for reader in readers:
                 stack.callback(reader.close)
             if not what.follow:
                 yield from interleaved(readers, is_end=True)
@@ -93,7 +202,7 @@ class RecordedEngine(Engine):
             yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(
-        self, number: int, readers: Mapping[int | None, LogReader], watch: FolderWatch, *, with_progress: bool
+        self, number: int, readers: Sequence[LogReader], watch: FolderWatch, *, with_progress: bool
     ) -> Iterator[OutputBlock]:
         """Yield output until the job has ended. Its status is queried at most a few times a second."""
         shown = b""
@@ -107,10 +216,10 @@ class RecordedEngine(Engine):
             if is_end:
                 return
             if with_progress and len(readers) == 1:
-                ((node, reader),) = readers.items()
+                (reader,) = readers
                 if reader.progress and reader.progress != shown:
                     shown = reader.progress
-                    yield OutputBlock(node, shown, time.time(), is_progress=True)
+                    yield OutputBlock(reader.node, shown, time.time(), is_progress=True)
             watch.wait(self.poll_s if time.monotonic() >= next_query_s else _QUERY_S)
 
     def _records(self) -> Records:
@@ -125,7 +234,6 @@ class RecordedEngine(Engine):
         announce(folder, job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
-        """Return the newest step that a job has reported, or None."""
         progress = read_progress(job_folder(self._state, record.id).progress)
         return max(progress.values(), default=None)
 
@@ -133,15 +241,13 @@ class RecordedEngine(Engine):
 class NodeEngine(RecordedEngine):
     """Engine whose nodes run agents of Holdfast, which find all files of the job in its folder."""
 
-    script_prefix = ""
-    """Commands for the beginning of each script's first line."""
+    script_prefix = ""  # commands for the beginning of each script's first line
 
     @abstractmethod
     def _in_image(self, task: Task) -> Task:
         """Return a task whose commands run in its container image, if possible, or else the task as it is."""
 
     def _grace_s(self, task: Task) -> float:
-        """Return the time limit for a last save."""
         return GRACE_S
 
     def _spec(self, task: Task, after: int | None) -> JobSpec:
@@ -202,7 +308,6 @@ class NodeEngine(RecordedEngine):
         return self._current([records.get(one.number) for one in submissions])
 
     def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
-        """Return the submissions to record, one per task."""
         now_s = time.time()
         found: list[Submission] = []
         for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
@@ -242,38 +347,6 @@ def no_process(job: Job) -> Conflict:
     return Conflict(f"Job {job.id} is {job.status.value} and has no process to preempt. Nothing was changed.")
 
 
-def _remove_job(records: Records, state: Path, number: int, *, force: bool) -> None:
-    """Remove a job. First completes removals that were interrupted."""
-    for left in records.folders_set_aside():
-        _remove_folder(left)
-    record = records.get(number)
-    folder = job_folder(state, number)
-    lock = _lock(folder, record)
-    try:
-        _check_removable(records, record, has_lock=lock is not None)
-        if not force and (summary := upload_status(folder).summary):
-            raise Conflict(
-                f"Job {number} was not removed: {summary}. `holdfast drain` waits for uploads. "
-                "With --force these files are lost."
-            )
-        _remove_containers(folder, number)
-        # Before anything is removed: below a mount are the bucket's files.
-        fuse.unmount_below(folder.path)
-        remove_links(folder)
-        _remove_folder(records.set_aside(number))
-    finally:
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(folder: JobFolder, record: JobRecord) -> int | None:
-    """Acquire the controller's lock. Waits if the job has only just ended."""
-    give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.job_state.status.is_final else 0.0)
-    while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
-        time.sleep(_POLL_S)
-    return lock
-
-
 def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> None:
     """Check that a job has ended, that none of its processes is running, and that no other job needs it."""
     if not record.job_state.status.is_final or not has_lock:
@@ -309,7 +382,6 @@ def _remove_containers(folder: JobFolder, number: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder that was set aside."""
     if mounted := fuse.mounted_below(folder):
         raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
     try:

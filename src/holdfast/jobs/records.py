@@ -14,22 +14,21 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
+from holdfast.jobs.journal import append_value
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.record_files import (
     JobRequest,
     JobSpec,
     StoredState,
     Submission,
-    add_request,
-    append_state,
-    first_state,
     newest_state,
     read_requests,
     read_submission,
@@ -43,14 +42,12 @@ _NO_RECORD = frozenset(
     {errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EPERM}
 )
 """Errors of a job's files that only a person can mend. They cost no other job."""
-_LAST = "last-number"
-"""File with the greatest number so far. If it is lost, the folders that exist still count."""
+_LAST = "last-number"  # file with the greatest number so far. Without it, the folders that exist count.
 _REMOVED = ".removing-"
 _MAX_DIGITS = 15
 _MAX_FOLDER = 10**12  # number from which on a folder is a stray one, which new numbers do not follow
 _MAX_WRITTEN = 10**14  # number from which on the file with the greatest number is damaged
-_HERE = "local"
-"""Engine whose states are recorded by a controller on this machine. Others have records of their own."""
+_HERE = "local"  # engine whose states are recorded by a controller on this machine; others have their own
 _REASON = "the record of this job was lost, and rebuilt from its folder"
 _CHANGE = re.compile(r"\S+ \S+ attempt \d+ ([A-Z_]+)(?: (.*))?")
 
@@ -79,11 +76,7 @@ class JobRecord:
 
 
 class Records:
-    """Records of this user's jobs.
-
-    Each job's record is in its folder, and depends on no other file. A damaged one costs only itself, and no
-    process of a job.
-    """
+    """Records of this user's jobs, each in its own folder. A damaged one costs only itself."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -110,22 +103,23 @@ class Records:
     def _last_number(self, fd: int) -> int:
         text = os.pread(fd, 64, 0).decode("ascii", "replace").strip()
         written = int(text) if _is_number(text) and int(text) < _MAX_WRITTEN else 0
-        folders = (*self.numbers(), *_numbers(path.name.removeprefix(_REMOVED) for path in self._set_aside()))
-        return max(written, *(number for number in folders if number < _MAX_FOLDER), 0)
+        removed = [int(path.name.removeprefix(_REMOVED)) for path in self.folders_set_aside()]
+        return max(written, *(number for number in self.numbers() + removed if number < _MAX_FOLDER), 0)
 
     def numbers(self) -> list[int]:
         """Return the numbers of all folders of jobs, in order."""
         try:
-            return _numbers(entry.name for entry in os.scandir(self._jobs))
+            return sorted(int(entry.name) for entry in os.scandir(self._jobs) if _is_number(entry.name))
         except FileNotFoundError:
             return []
 
     def complete(self, submission: Submission) -> None:
         """Record a job, which makes it visible."""
-        folder = self._folder(submission.number)
+        folder, after = self._folder(submission.number), submission.spec.after
+        first = JobState(reason=f"waits for job {after}" if after is not None else "")
         with self._translate_errors():
             write_submission(folder, submission)
-            append_state(folder, StoredState(submission.submitted_unix_s, first_state(submission.spec)))
+            append_value(folder.states, StoredState(submission.submitted_unix_s, first))
 
     def complete_all(self, submissions: Sequence[Submission]) -> None:
         """Record the jobs of a pipeline. Until the first job is visible, none of the others starts."""
@@ -145,7 +139,7 @@ class Records:
         with self._translate_errors():
             before = self._stored(self._submission(number))
             state = dataclasses.replace(before, unix_s=time.time(), engine_job_id=engine_job_id)
-            append_state(self._folder(number), state)
+            append_value(self._folder(number).states, state)
 
     def set_aside(self, number: int) -> Path:
         """Rename the folder of a job, so that it can be removed. Its number is never used again."""
@@ -157,11 +151,8 @@ class Records:
     def folders_set_aside(self) -> list[Path]:
         """Return the folders of jobs that are not completely removed yet."""
         with self._translate_errors():
-            return self._set_aside()
-
-    def _set_aside(self) -> list[Path]:
-        paths = self._jobs.glob(f"{_REMOVED}*")
-        return sorted(path for path in paths if _is_number(path.name.removeprefix(_REMOVED)))
+            paths = self._jobs.glob(f"{_REMOVED}*")
+            return sorted(path for path in paths if _is_number(path.name.removeprefix(_REMOVED)))
 
     def get(self, number: int) -> JobRecord:
         """Return a job's record."""
@@ -211,8 +202,7 @@ class Records:
     ) -> JobRecord:
         """Record a job's state and timers durably, and return the new record.
 
-        Also records the start of the first attempt, as `started_unix_s` or now. The journal's entries may
-        have been lost since the record was read: the new one depends on none.
+        Also records the start of the first attempt, as `started_unix_s` or now.
         """
         started = (started_unix_s or now_unix_s) if job_state.attempt else None
         after = dataclasses.replace(
@@ -225,7 +215,7 @@ class Records:
         )
         with self._translate_errors():
             write_submission(self._folder(record.id), _submission(record))
-            append_state(self._folder(record.id), _stored(after, now_unix_s))
+            append_value(self._folder(record.id).states, _stored(after, now_unix_s))
         return after
 
     def repair(self, record: JobRecord) -> None:
@@ -235,25 +225,23 @@ class Records:
             write_submission(folder, submission)
             found = newest_state(folder)
             if found is None or _record(submission, found) != record:
-                append_state(folder, _stored(record, time.time()))
+                append_value(folder.states, _stored(record, time.time()))
 
     def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
         """Add a request to a job's controller."""
         with self._translate_errors():
-            add_request(self._folder(number), kind, lead_s)
+            append_value(self._folder(number).requests, JobRequest(uuid.uuid4().hex, kind, lead_s))
 
     def requests(self, record: JobRecord) -> list[JobRequest]:
         """Return the open requests to a job."""
         with self._translate_errors():
-            found = read_requests(self._folder(record.id))
-        return [one for one in found if one.id not in record.answered]
+            return [one for one in read_requests(self._folder(record.id)) if one.id not in record.answered]
 
     def _folder(self, number: int) -> JobFolder:
         return job_folder(self._state, number)
 
     def _submission(self, number: int) -> Submission:
-        found = read_submission(self._folder(number))
-        if found is None:
+        if (found := read_submission(self._folder(number))) is None:
             raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
         return found
 
@@ -282,10 +270,6 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) <= _MAX_DIGITS
 
 
-def _numbers(names: Iterable[str]) -> list[int]:
-    return sorted(int(name) for name in names if _is_number(name))
-
-
 def _submission(record: JobRecord) -> Submission:
     return Submission(number=record.id, **_shared(record, Submission))
 
@@ -300,17 +284,14 @@ def _record(submission: Submission, state: StoredState) -> JobRecord:
 
 def _shared(source: JobRecord | Submission | StoredState, kind: type) -> dict[str, Any]:
     """Return the fields of a value that another kind has too."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {
-        field.name: getattr(source, field.name) for field in dataclasses.fields(source) if field.name in names
-    }
+    own, other = ({field.name for field in dataclasses.fields(one)} for one in (source, kind))
+    return {name: getattr(source, name) for name in own & other}
 
 
 def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
-    """Return the state of a job whose journal does not have it.
+    """Return the state of a job whose journal does not have it; its newest attempt may be running.
 
-    The newest attempt may be running. A controller adopts its nodes, or finds how they ended. Restarts are
-    counted from the recorded outcomes. Requests to preempt count as applied, and to cancel as open.
+    Restarts are counted from the recorded outcomes. Requests to preempt count as applied.
     """
     attempt = folder.last_attempt()
     plan = _newest_plan(folder, submission, attempt)
@@ -321,8 +302,12 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     job_state = JobState()
     ended_s: float | None = None
     if attempt:
+        ranks = range(submission.policy.num_nodes)
+        status = JobStatus.STARTING if attempt == 1 else JobStatus.RECOVERING
+        if all(folder.node(attempt, rank).running.exists() for rank in ranks):
+            status = JobStatus.RUNNING
         job_state = JobState(
-            status=_status(folder, submission, attempt),
+            status=status,
             attempt=attempt,
             is_active=True,
             recoveries=attempt - 1,
@@ -342,13 +327,6 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
         gpus=() if plan is None else plan.gpus,
         port=None if plan is None else plan.port,
     )
-
-
-def _status(folder: JobFolder, submission: Submission, attempt: int) -> JobStatus:
-    """Return the status of a job that may be running, by its newest attempt."""
-    if all(folder.node(attempt, rank).running.exists() for rank in range(submission.policy.num_nodes)):
-        return JobStatus.RUNNING
-    return JobStatus.STARTING if attempt == 1 else JobStatus.RECOVERING
 
 
 def _num_errors(folder: JobFolder, submission: Submission, attempt: int) -> int:

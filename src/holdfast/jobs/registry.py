@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib import import_module
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.engine import Engine, Job
+from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import state_dir
 from holdfast.jobs.record_files import ENGINE_NAMES
+from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import Records
 
 _CLASSES = (
@@ -17,11 +18,10 @@ _CLASSES = (
     "holdfast.jobs.k8s.engine:K8sEngine",
     "holdfast.jobs.k8s.engine:KubeflowEngine",
 )
-ENGINES = dict(zip(ENGINE_NAMES, _CLASSES, strict=True))
-"""Names of engines, as in `--on`, with their classes, which are imported when they are used."""
+ENGINES = dict(zip(ENGINE_NAMES, _CLASSES, strict=True))  # by name, as in `--on`; imported when used
 
 
-def get_engine(name: str = "local") -> Engine:
+def get_engine(name: str = "local") -> RecordedEngine:
     """Return the engine with a name."""
     if name not in ENGINES:
         raise InvalidInput(f"Unknown engine {name!r}. Expected one of: {', '.join(ENGINES)}.")
@@ -29,7 +29,7 @@ def get_engine(name: str = "local") -> Engine:
     return getattr(import_module(module), kind)()
 
 
-def find_engine(number: int) -> Engine:
+def find_engine(number: int) -> RecordedEngine:
     """Return the engine of a job."""
     return get_engine(Records(state_dir()).get(number).engine)
 

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +31,9 @@ _PATH = "PYTHONPATH"
 _MAX_NAME = 40
 _LIMIT_S = 60.0
 _RUNTIME = "XDG_RUNTIME_DIR"
-_MAX_CRON_BYTES = 999
-"""Longest command that all versions of cron run. Vixie's and Debian's cut off the rest silently."""
+_MAX_CRON_BYTES = 999  # longest command that all versions of cron run. Debian's cuts off the rest silently.
 _TARGET = "default.target"
-_STOP_S = 60
-"""Time for the jobs at the end of the machine: the lead of their notice, and as much again."""
+_STOP_S = 60  # time for the jobs at the end of the machine: the lead of their notice, and as much again
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +52,27 @@ class Service:
 def install() -> Service:
     """Install the service of the state folder. A second time changes nothing."""
     boot = make_boot_command(state_dir())
-    if not _is_current(boot):
+    if not boot.is_installed():
         if not _has_manager():
             raise Unsupported(
                 "The service cannot be installed on this machine: no systemd manager of this user is "
                 "running. Nothing was changed. Log in as this user in a session of systemd, and repeat the "
-                f"command. {_other_way(boot)}"
+                f"command. {boot.other_way()}"
             )
-        _install_unit(boot)
-    if not _lingers() and shutil.which("loginctl"):
-        run_program("loginctl", "--no-ask-password", "enable-linger", _user_name())
+        path, _ = _unit_paths(boot.name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomic(path, boot.unit_text())
+        for words in (("daemon-reload",), ("enable", path.name)):
+            done = run_program("systemctl", "--user", *words)
+            if done.status != 0:
+                _remove_unit(boot.name)
+                raise Unsupported(
+                    f"`systemctl --user {' '.join(words)}` failed for {path}: {done.message}. Nothing was "
+                    f"installed. {boot.other_way()}"
+                )
+    user = pwd.getpwuid(os.getuid()).pw_name
+    if not _lingers(user) and shutil.which("loginctl"):
+        run_program("loginctl", "--no-ask-password", "enable-linger", user)
     return status()
 
 
@@ -76,48 +84,40 @@ def uninstall() -> bool:
 def status() -> Service:
     """Return the service of the state folder."""
     boot = make_boot_command(state_dir())
-    is_installed = _is_enabled(boot.name)
+    path, link = _unit_paths(boot.name)
+    is_enabled = path.exists() and link.is_symlink()
+    problems: list[str] = []
+    user = pwd.getpwuid(os.getuid()).pw_name
+    if is_enabled and not _lingers(user):
+        problems.append(
+            f"systemd starts it only when {user} logs in, and ends its jobs when {user} logs out. To "
+            f"start it with the machine, run: sudo loginctl enable-linger {user}"
+        )
+    if is_enabled and not boot.is_installed():
+        problems.append(
+            f"it was installed for another Python or Holdfast than this one ({sys.executable}). To use this "
+            "one, run: holdfast service install"
+        )
     records = Records(boot.state).all(LocalEngine.name)
     return Service(
         name=boot.name,
         state=str(boot.state),
-        unit=str(_unit_path(boot.name)) if is_installed else None,
+        unit=str(path) if is_enabled else None,
         command=boot.shell_text(),
         cron_line=boot.cron_line(),
         starts=tuple(record.id for record in records if not record.job_state.status.is_final),
-        problems=tuple(_problems(boot)) if is_installed else (),
+        problems=tuple(problems),
     )
 
 
 def start() -> list[Job]:
-    """Start the controllers of all jobs that have not ended, and return these jobs.
-
-    Jobs on Slurm and SkyPilot are not among them: those systems restart them.
-    """
+    """Start the controllers of all local jobs that have not ended, and return these jobs."""
     if not state_path().is_dir():
         raise NotFound(
             f"The state folder {state_path()} does not exist. Nothing was started. If it is on a disk that "
             f"is mounted later, run `{STATE}={shlex.quote(str(state_path()))} holdfast service start` then."
         )
     return [job for job in LocalEngine().jobs() if not job.status.is_final]
-
-
-def _problems(boot: BootCommand) -> Iterator[str]:
-    """Yield why an installed service may not start the jobs."""
-    if not _lingers():
-        user = _user_name()
-        yield (
-            f"systemd starts it only when {user} logs in, and ends its jobs when {user} logs out. To "
-            f"start it with the machine, run: sudo loginctl enable-linger {user}"
-        )
-    if not _is_current(boot):
-        yield (
-            f"it was installed for another Python or Holdfast than this one ({sys.executable}). To use this "
-            "one, run: holdfast service install"
-        )
-
-
-# -- the command -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,60 +142,17 @@ class BootCommand:
         text = f"{' '.join(words)} >>{log} 2>&1"
         return None if len(text.encode()) > _MAX_CRON_BYTES else f"@reboot {text}"
 
+    def unit_text(self) -> str:
+        """Return the text of its unit.
 
-def make_boot_command(state: Path) -> BootCommand:
-    """Return the command for a state folder, with this process's interpreter and package."""
-    words = tuple(command("holdfast.cli", "service", "start"))
-    environment = {STATE: str(state)}
-    if parts := [part for part in os.environ.get(_PATH, "").split(os.pathsep) if part]:
-        environment[_PATH] = os.pathsep.join(str(Path(part).absolute()) for part in parts)
-    for text in (*words, *environment.values()):
-        _check_text(text)
-    return BootCommand(service_name(state), state, environment, words)
-
-
-def service_name(state: Path) -> str:
-    """Return the name of a folder's service: a name of a file, without characters that need quotes."""
-    place = os.fsencode(state.resolve())
-    shown = re.sub(r"[^A-Za-z0-9_]+", "-", state.name).strip("-")[:_MAX_NAME]
-    return f"holdfast-{shown or 'jobs'}-{hashlib.sha256(place).hexdigest()[:8]}"
-
-
-def _check_text(text: str) -> None:
-    """Check that a text has neither control characters nor bytes that are not UTF-8."""
-    if any(one < " " or one == "\x7f" or "\ud800" <= one <= "\udfff" for one in text):
-        raise InvalidInput(
-            f"{text!r} has a line break, another control character or bytes that are not UTF-8, and cannot "
-            "be part of a service. Nothing was changed. Use a folder with another name."
-        )
-
-
-def _quoted_for_cron(text: str) -> str:
-    """Quote a text for the shell, in a way that cron does not change.
-
-    cron ends the command at a `%`, unless a backslash precedes it, and some versions leave that backslash for
-    the shell. Some take two backslashes for one. So neither is within the same quotes as its neighbours.
-    """
-    parts = re.split(r"([%\\])", text)
-    quoted = "".join("\\%" if part == "%" else shlex.quote(part) if part else "" for part in parts)
-    return quoted or "''"
-
-
-# -- the unit --------------------------------------------------------------------------------------------
-
-
-def unit_text(boot: BootCommand) -> str:
-    """Return the unit of a command.
-
-    The jobs stay in the unit after the command has ended. At the shutdown of the machine they get SIGTERM,
-    which is a preemption notice. A job that is out of memory does not end the others.
-    """
-    variables = "\n".join(
-        f"Environment={_quoted(f'{name}={value}')}" for name, value in boot.environment.items()
-    )
-    words = " ".join(_quoted(word).replace("$", "$$") for word in boot.words)
-    state = str(boot.state).replace("%", "%%")
-    return f"""\
+        The jobs stay in the unit after the command has ended. At the shutdown of the machine they get
+        SIGTERM, which is a preemption notice. A job that is out of memory does not end the others.
+        """
+        pairs = (f"{name}={value}" for name, value in self.environment.items())
+        variables = "\n".join(f"Environment={_quoted(pair)}" for pair in pairs)
+        words = " ".join(_quoted(word).replace("$", "$$") for word in self.words)
+        state = str(self.state).replace("%", "%%")
+        return f"""\
 # Written by `holdfast service install`. `holdfast service uninstall` removes it.
 [Unit]
 Description=Continue the jobs in {state} after a restart
@@ -213,6 +170,50 @@ ExecStart=/usr/bin/env {words}
 WantedBy={_TARGET}
 """
 
+    def is_installed(self) -> bool:
+        """Return True if the unit of exactly this command is installed."""
+        path, link = _unit_paths(self.name)
+        return path.exists() and link.is_symlink() and path.read_text() == self.unit_text()
+
+    def other_way(self) -> str:
+        """Return how to run it after each start of the machine without systemd."""
+        line = self.cron_line()
+        by_cron = f"add this line with `crontab -e`: {line}" if line else "use another program"
+        return f"Or have `{self.shell_text()}` run as this user after each start of the machine: {by_cron}"
+
+
+def make_boot_command(state: Path) -> BootCommand:
+    """Return the command for a state folder, with this process's interpreter and package."""
+    words = tuple(command("holdfast.cli", "service", "start"))
+    environment = {STATE: str(state)}
+    if parts := [part for part in os.environ.get(_PATH, "").split(os.pathsep) if part]:
+        environment[_PATH] = os.pathsep.join(str(Path(part).absolute()) for part in parts)
+    for text in (*words, *environment.values()):
+        if any(one < " " or one == "\x7f" or "\ud800" <= one <= "\udfff" for one in text):
+            raise InvalidInput(
+                f"{text!r} has a line break, another control character or bytes that are not UTF-8, and "
+                "cannot be part of a service. Nothing was changed. Use a folder with another name."
+            )
+    return BootCommand(service_name(state), state, environment, words)
+
+
+def service_name(state: Path) -> str:
+    """Return the name of a folder's service: a name of a file, without characters that need quotes."""
+    place = os.fsencode(state.resolve())
+    shown = re.sub(r"[^A-Za-z0-9_]+", "-", state.name).strip("-")[:_MAX_NAME]
+    return f"holdfast-{shown or 'jobs'}-{hashlib.sha256(place).hexdigest()[:8]}"
+
+
+def _quoted_for_cron(text: str) -> str:
+    """Quote a text for the shell, in a way that cron does not change.
+
+    cron ends the command at a `%`, unless a backslash precedes it, and some versions leave that backslash for
+    the shell. Some take two backslashes for one. So neither is within the same quotes as its neighbours.
+    """
+    parts = re.split(r"([%\\])", text)
+    quoted = "".join("\\%" if part == "%" else shlex.quote(part) if part else "" for part in parts)
+    return quoted or "''"
+
 
 def _quoted(text: str) -> str:
     """Quote a text for a unit. A backslash escapes there, and a percent sign begins a specifier."""
@@ -220,53 +221,21 @@ def _quoted(text: str) -> str:
     return f'"{escaped}"'
 
 
-def _unit_path(name: str) -> Path:
-    """Return the path of a service's unit."""
+def _unit_paths(name: str) -> tuple[Path, Path]:
+    """Return the path of a service's unit, and that of the link that enables it."""
     configuration = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(configuration).expanduser().absolute() / "systemd" / "user" / f"{name}.service"
-
-
-def _other_way(boot: BootCommand) -> str:
-    """Return how to run a command after each start of the machine without systemd."""
-    line = boot.cron_line()
-    by_cron = f"add this line with `crontab -e`: {line}" if line else "use another program"
-    return f"Or have `{boot.shell_text()}` run as this user after each start of the machine: {by_cron}"
+    path = Path(configuration).expanduser().absolute() / "systemd" / "user" / f"{name}.service"
+    return path, path.parent / f"{_TARGET}.wants" / path.name
 
 
 def _has_manager() -> bool:
-    """Return True if a systemd manager of this user is running."""
     is_there = shutil.which("systemctl") is not None
     return is_there and run_program("systemctl", "--user", "show-environment").status == 0
 
 
-def _is_enabled(name: str) -> bool:
-    """Return True if a service's unit exists, and the manager starts it."""
-    return _unit_path(name).exists() and _link(name).is_symlink()
-
-
-def _is_current(boot: BootCommand) -> bool:
-    """Return True if the unit of exactly this command is installed."""
-    return _is_enabled(boot.name) and _unit_path(boot.name).read_text() == unit_text(boot)
-
-
-def _install_unit(boot: BootCommand) -> None:
-    """Write the unit of a command, and enable it. If the manager refuses it, nothing is left of it."""
-    path = _unit_path(boot.name)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomic(path, unit_text(boot))
-    for words in (("daemon-reload",), ("enable", path.name)):
-        done = run_program("systemctl", "--user", *words)
-        if done.status != 0:
-            _remove_unit(boot.name)
-            raise Unsupported(
-                f"`systemctl --user {' '.join(words)}` failed for {path}: {done.message}. Nothing was "
-                f"installed. {_other_way(boot)}"
-            )
-
-
 def _remove_unit(name: str) -> bool:
     """Remove a service's unit, also without a manager. Return True if it existed. Its jobs continue."""
-    path, link = _unit_path(name), _link(name)
+    path, link = _unit_paths(name)
     existed = path.exists() or link.is_symlink()
     link.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
@@ -278,34 +247,23 @@ def _remove_unit(name: str) -> bool:
     return existed
 
 
-def _link(name: str) -> Path:
-    path = _unit_path(name)
-    return path.parent / f"{_TARGET}.wants" / path.name
-
-
-def _user_name() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name
-
-
-def _lingers() -> bool:
-    """Return True if this user's manager starts with the machine."""
+def _lingers(user: str) -> bool:
+    """Return True if the manager of a user starts with the machine."""
     if shutil.which("loginctl") is None:
         return False
-    done = run_program("loginctl", "show-user", _user_name(), "--property=Linger", "--value")
+    done = run_program("loginctl", "show-user", user, "--property=Linger", "--value")
     return done.status == 0 and done.out.strip() == b"yes"
 
 
 def run_program(*words: str) -> program_runs.Ended:
     """Run a program, and return its result."""
     environment = {**os.environ, "LC_ALL": "C"}
-    runtime = Path(f"/run/user/{os.getuid()}")
+    line, runtime = " ".join(words), Path(f"/run/user/{os.getuid()}")
     if _RUNTIME not in environment and runtime.is_dir():  # unset by su and sudo
         environment[_RUNTIME] = str(runtime)
     try:
         return program_runs.run_program(words, timeout_s=_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise RetryLater(
-            f"`{' '.join(words)}` did not end within {_LIMIT_S:.0f} s, and was killed."
-        ) from error
+        raise RetryLater(f"`{line}` did not end within {_LIMIT_S:.0f} s, and was killed.") from error
     except OSError as error:
-        raise RetryLater(f"`{' '.join(words)}` could not be started: {error}.") from error
+        raise RetryLater(f"`{line}` could not be started: {error}.") from error

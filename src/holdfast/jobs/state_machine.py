@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.status import JobStatus
 from holdfast.system import backoff
 
-MAX_BARREN = 5
-"""Attempts in a row that may exit by themselves without a newer checkpoint before the job fails."""
+MAX_BARREN = 5  # attempts in a row that may exit by themselves without a newer checkpoint
 MAX_WAIT_S = 60.0  # longest backoff between two attempts
 PEERS_S = 5.0  # time that other nodes have to exit after one has failed, so that they can log the error too
 GRACE_S = 30.0  # default time limit for a job's last save
@@ -50,50 +47,52 @@ class JobState:
     reason: str = ""  # why the job has its status, for people
 
 
-# -- events ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """Event of a job."""
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerStarted:
+class AttemptEvent(JobEvent):
+    """Event of an attempt, without an effect in later attempts."""
+
+    attempt: int
+
+
+class ControllerStarted(JobEvent):
     """A controller has started."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodesRunning:
+class NodesRunning(AttemptEvent):
     """Every node has started `run`."""
 
-    attempt: int
-
 
 @dataclass(frozen=True, slots=True)
-class NodeExited:
+class NodeExited(AttemptEvent):
     """The commands of a node have exited, or the node was lost."""
 
-    attempt: int
     node: int
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class Uploading:
+class Uploading(AttemptEvent):
     """All nodes have exited, but some of their files are not uploaded yet."""
 
-    attempt: int
     what: str  # missing files, for people
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptExited:
+class AttemptExited(AttemptEvent):
     """No process of the attempt is left."""
 
-    attempt: int
     has_advanced: bool | None  # True if there is a newer checkpoint; None if steps were never reported
     lost_uploads: str = ""  # files that are not in their buckets, on machines that are given back; for people
     cause: FailureCause | None = None  # of the job's own error, if its output shows one
 
 
 @dataclass(frozen=True, slots=True)
-class NoticeReceived:
+class NoticeReceived(JobEvent):
     """The machine will be reclaimed."""
 
     lead_s: float
@@ -101,61 +100,39 @@ class NoticeReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class NoticeDelivered:
+class NoticeDelivered(AttemptEvent):
     """The notice was sent to all nodes."""
 
-    attempt: int
     num_listening: int  # processes with a handler for it
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(JobEvent):
     """A user has cancelled the job."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackoffElapsed:
+class BackoffElapsed(JobEvent):
     """The backoff before the next attempt is over."""
 
 
 @dataclass(frozen=True, slots=True)
-class StartDelayed:
+class StartDelayed(JobEvent):
     """The job does not fit beside those that are running, or others come first."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class PredecessorFailed:
+class PredecessorFailed(JobEvent):
     """The task before this one in a pipeline has ended without success."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerFailed:
+class ControllerFailed(JobEvent):
     """The controller cannot continue."""
 
     why: str
-
-
-JobEvent = (
-    ControllerStarted
-    | NodesRunning
-    | NodeExited
-    | Uploading
-    | AttemptExited
-    | NoticeReceived
-    | NoticeDelivered
-    | CancelRequested
-    | BackoffElapsed
-    | StartDelayed
-    | PredecessorFailed
-    | ControllerFailed
-)
-
-
-# -- orders ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,35 +169,56 @@ Action = StartAttempt | SendNotice | KillAttempt | Backoff
 Transition = tuple[JobState, tuple[Action, ...]]
 
 
-# -- the machine -----------------------------------------------------------------------------------------
-
-
-def advance(state: JobState, event: JobEvent, policy: RestartPolicy) -> Transition:
-    """Return the state after an event, and the actions to take.
-
-    Events of earlier attempts, and any event of a job that has ended, change nothing.
-    """
-    if state.status.is_final or _is_stale(state, event):
+def advance(  # noqa: C901 - a case for each event
+    state: JobState, event: JobEvent, policy: RestartPolicy
+) -> Transition:
+    """Return the state after an event, and the actions to take. Those of earlier attempts change nothing."""
+    status = state.status
+    if status.is_final:
         return state, ()
-    return _HANDLERS[type(event)](state, event, policy)
-
-
-def _is_stale(state: JobState, event: JobEvent) -> bool:
-    """Return True for an event of an earlier attempt."""
-    return isinstance(event, (NodesRunning, NodeExited, Uploading, AttemptExited, NoticeDelivered)) and (
-        event.attempt != state.attempt or not state.is_active
-    )
-
-
-def _start(state: JobState, event: ControllerStarted | BackoffElapsed, policy: RestartPolicy) -> Transition:
-    awaited = JobStatus.PENDING if isinstance(event, ControllerStarted) else JobStatus.RECOVERING
-    if state.status is not awaited or state.is_active:
+    if isinstance(event, AttemptEvent) and (event.attempt != state.attempt or not state.is_active):
         return state, ()
+    match event:
+        case ControllerStarted() if status is JobStatus.PENDING and not state.is_active:
+            return _start(state)
+        case BackoffElapsed() if status is JobStatus.RECOVERING and not state.is_active:
+            return _start(state)
+        case StartDelayed(why) if status is JobStatus.PENDING:
+            return replace(state, reason=why), ()
+        case PredecessorFailed(why) if status is JobStatus.PENDING:
+            return replace(state, status=JobStatus.CANCELLED, reason=why), ()
+        case NodesRunning() if status in (JobStatus.STARTING, JobStatus.RECOVERING):
+            return replace(state, status=JobStatus.RUNNING, reason=""), ()
+        case NodeExited() if event.node not in state.outcomes:
+            return _node_exited(state, event, policy)
+        case Uploading(what=what) if status is not JobStatus.CANCELLING:
+            num_succeeded = sum(one.is_success for one in state.outcomes.values())
+            if num_succeeded == policy.num_nodes:
+                return replace(state, status=JobStatus.WINDING_DOWN, reason=what), ()
+        case AttemptExited():
+            return _attempt_exited(state, event, policy)
+        case NoticeReceived(lead_s, source) if state.is_active:
+            if status not in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
+                state = replace(state, is_noticed=True, reason=f"preemption notice ({source})")
+                return state, (SendNotice(lead_s, source), KillAttempt(lead_s, with_keepers=True))
+        case NoticeDelivered(num_listening=0) if status is JobStatus.CANCELLING:
+            return state, (KillAttempt(0.0),)  # no process of the cancelled job would save
+        case CancelRequested() if not state.is_active:
+            return replace(state, status=JobStatus.CANCELLED, reason="cancelled"), ()
+        case CancelRequested() if status is not JobStatus.CANCELLING:
+            state = replace(state, status=JobStatus.CANCELLING, reason="cancelled")
+            return state, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
+        case ControllerFailed(why):
+            actions = (KillAttempt(0.0),) if state.is_active else ()
+            return replace(state, status=JobStatus.FAILED_CONTROLLER, reason=why), actions
+    return state, ()
+
+
+def _start(state: JobState) -> Transition:
     number = state.attempt + 1
-    status = JobStatus.STARTING if number == 1 else JobStatus.RECOVERING
-    state = dataclasses.replace(
+    state = replace(
         state,
-        status=status,
+        status=JobStatus.STARTING if number == 1 else JobStatus.RECOVERING,
         attempt=number,
         is_active=True,
         is_noticed=False,
@@ -231,104 +229,47 @@ def _start(state: JobState, event: ControllerStarted | BackoffElapsed, policy: R
     return state, (StartAttempt(number),)
 
 
-def _wait_on(state: JobState, event: StartDelayed | PredecessorFailed, policy: RestartPolicy) -> Transition:
-    """Let a job that has not started wait on, or cancel it."""
-    if state.status is not JobStatus.PENDING:
-        return state, ()
-    status = JobStatus.CANCELLED if isinstance(event, PredecessorFailed) else JobStatus.PENDING
-    return dataclasses.replace(state, status=status, reason=event.why), ()
-
-
-def _nodes_run(state: JobState, event: NodesRunning, policy: RestartPolicy) -> Transition:
-    if state.status in (JobStatus.STARTING, JobStatus.RECOVERING):
-        return dataclasses.replace(state, status=JobStatus.RUNNING, reason=""), ()
-    return state, ()
-
-
 def _node_exited(state: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
-    if event.node in state.outcomes:
-        return state, ()
+    """Record the outcome, and give the other nodes some time after an end without success."""
     outcome = event.outcome
-    state = dataclasses.replace(state, outcomes={**state.outcomes, event.node: outcome})
+    state = replace(state, outcomes={**state.outcomes, event.node: outcome})
     if len(state.outcomes) == policy.num_nodes:
         return state, (KillAttempt(0.0),)
     if outcome.is_success or outcome.is_stopped:
         return state, ()
-    return state, (KillAttempt(_peers_s(state, outcome, policy)),)
-
-
-def _peers_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float:
-    """Return how long the other nodes may continue after one has exited."""
     if outcome.is_lost or outcome.unfit or outcome.killed_by is not None:
-        return 0.0  # the others wait for a node that never responds
-    if outcome.is_preempted or state.is_noticed or state.status is JobStatus.CANCELLING:
-        return policy.grace_s  # the others may be saving
-    return PEERS_S
-
-
-def _uploading(state: JobState, event: Uploading, policy: RestartPolicy) -> Transition:
-    succeeded = [one for one in state.outcomes.values() if one.is_success]
-    if state.status is JobStatus.CANCELLING or len(succeeded) < policy.num_nodes:
-        return state, ()
-    return dataclasses.replace(state, status=JobStatus.WINDING_DOWN, reason=event.what), ()
-
-
-def _notice(state: JobState, event: NoticeReceived, policy: RestartPolicy) -> Transition:
-    if not state.is_active or state.status in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
-        return state, ()
-    reason = f"preemption notice ({event.source})"
-    state = dataclasses.replace(state, is_noticed=True, reason=reason)
-    return state, (SendNotice(event.lead_s, event.source), KillAttempt(event.lead_s, with_keepers=True))
-
-
-def _cancel(state: JobState, event: CancelRequested, policy: RestartPolicy) -> Transition:
-    if state.status is JobStatus.CANCELLING:
-        return state, ()
-    if not state.is_active:
-        return dataclasses.replace(state, status=JobStatus.CANCELLED, reason="cancelled"), ()
-    state = dataclasses.replace(state, status=JobStatus.CANCELLING, reason="cancelled")
-    return state, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
-
-
-def _notice_delivered(state: JobState, event: NoticeDelivered, policy: RestartPolicy) -> Transition:
-    """Kill a cancelled job at once if none of its processes handles the notice."""
-    in_vain = state.status is JobStatus.CANCELLING and not event.num_listening
-    return state, (KillAttempt(0.0),) if in_vain else ()
-
-
-def _controller_failed(state: JobState, event: ControllerFailed, policy: RestartPolicy) -> Transition:
-    orders = (KillAttempt(0.0),) if state.is_active else ()
-    return dataclasses.replace(state, status=JobStatus.FAILED_CONTROLLER, reason=event.why), orders
-
-
-# -- what comes after an attempt -------------------------------------------------------------------------
+        time_s = 0.0  # the others wait for a node that never responds
+    elif outcome.is_preempted or state.is_noticed or state.status is JobStatus.CANCELLING:
+        time_s = policy.grace_s  # the others may be saving
+    else:
+        time_s = PEERS_S
+    return state, (KillAttempt(time_s),)
 
 
 def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy) -> Transition:
-    lost = event.lost_uploads
-    state = dataclasses.replace(state, is_active=False)
+    state = replace(state, is_active=False)
     if state.status is JobStatus.CANCELLING:
-        return dataclasses.replace(state, status=JobStatus.CANCELLED), ()
+        return replace(state, status=JobStatus.CANCELLED), ()
     outcomes = {node: state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
     if all(one.is_success for one in outcomes.values()):
-        if lost:  # the results of the work are not where they belong, so it is repeated
-            return _recover(state, lost, event, policy, is_barren=True, is_external=True)
-        return dataclasses.replace(state, status=JobStatus.SUCCEEDED, reason=""), ()
+        if event.lost_uploads:  # the results of the work are not where they belong, so it is repeated
+            return _recover(state, "", event, policy, is_barren=True, is_external=True)
+        return replace(state, status=JobStatus.SUCCEEDED, reason=""), ()
     own = own_ends(outcomes).values()
     summary = describe_outcomes(outcomes)
     last_hung, hung = state.hung, next((one.hung for one in own if one.is_hung), "")
-    state = dataclasses.replace(state, hung=hung)
+    state = replace(state, hung=hung)
     if hung and hung == last_hung and not event.has_advanced:
         reason = f"the training hung twice at the same place, without a newer checkpoint: {hung}"
-        return dataclasses.replace(state, status=JobStatus.FAILED, reason=reason), ()
+        return replace(state, status=JobStatus.FAILED, reason=reason), ()
     if any(one.diverged for one in own):  # a restart would resume in the same spike
-        return dataclasses.replace(state, status=JobStatus.FAILED, reason=summary), ()
+        return replace(state, status=JobStatus.FAILED, reason=summary), ()
     if state.is_noticed or any(one.is_lost for one in own):
-        why = _joined(state.reason if state.is_noticed else summary, lost)
+        why = state.reason if state.is_noticed else summary
         return _recover(state, why, event, policy, is_barren=False, is_external=True)
     if any(one.is_preempted or one.is_hung or one.unfit or one.code in policy.free_codes for one in own):
         # Nothing else limits these: a job that never reports its steps must not restart forever either.
-        return _recover(state, _joined(summary, lost), event, policy, is_barren=True)
+        return _recover(state, summary, event, policy, is_barren=True)
     why = f"{summary}: {event.cause.error}" if event.cause and event.cause.error else summary
     in_setup = any(one.phase is Phase.SETUP for one in own)
     failed = JobStatus.FAILED_SETUP if in_setup else JobStatus.FAILED
@@ -338,14 +279,13 @@ def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy
             f"{state.num_same} attempts in a row failed in the same way, without a newer checkpoint: "
             f"{state.cause.what} ({summary})"
         )
-        return dataclasses.replace(state, status=failed, reason=reason), ()
+        return replace(state, status=failed, reason=reason), ()
     if state.num_errors >= policy.max_restarts:
-        spent = (
-            f"; all {policy.max_restarts} restarts after errors are used up" if policy.max_restarts else ""
-        )
-        return dataclasses.replace(state, status=failed, reason=why + spent), ()
-    state = dataclasses.replace(state, num_errors=state.num_errors + 1)
-    return _recover(state, _joined(why, lost), event, policy, is_barren=event.has_advanced is not None)
+        num = policy.max_restarts
+        spent = f"; all {num} restarts after errors are used up" if num else ""
+        return replace(state, status=failed, reason=why + spent), ()
+    state = replace(state, num_errors=state.num_errors + 1)
+    return _recover(state, why, event, policy, is_barren=event.has_advanced is not None)
 
 
 def _with_cause(state: JobState, event: AttemptExited) -> JobState:
@@ -353,11 +293,7 @@ def _with_cause(state: JobState, event: AttemptExited) -> JobState:
     if event.has_advanced:
         return state
     same = is_same(state.cause, event.cause, at_same_step=event.has_advanced is False)
-    return dataclasses.replace(state, cause=event.cause, num_same=state.num_same + 1 if same else 1)
-
-
-def _joined(why: str, lost: str) -> str:
-    return "; ".join(filter(None, (why, lost)))
+    return replace(state, cause=event.cause, num_same=state.num_same + 1 if same else 1)
 
 
 def _recover(
@@ -369,45 +305,25 @@ def _recover(
     is_barren: bool,
     is_external: bool = False,
 ) -> Transition:
+    why = "; ".join(filter(None, (why, event.lost_uploads)))
     num_barren = num_hurried = 0
     if event.has_advanced:
-        state = dataclasses.replace(state, cause=None, num_same=0)
+        state = replace(state, cause=None, num_same=0)
     else:
         num_barren, num_hurried = state.num_barren + is_barren, state.num_hurried + 1
-    state = dataclasses.replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
+    state = replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
     if is_barren and num_barren >= policy.max_barren:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"
         )
-        return dataclasses.replace(state, status=JobStatus.FAILED, reason=reason), ()
+        return replace(state, status=JobStatus.FAILED, reason=reason), ()
     pause = Backoff(pause_s(num_hurried, is_external))
-    return dataclasses.replace(state, status=JobStatus.RECOVERING), (pause,)
-
-
-_HANDLERS: Mapping[type[JobEvent], Callable[[JobState, Any, RestartPolicy], Transition]] = {
-    ControllerStarted: _start,
-    BackoffElapsed: _start,
-    NodesRunning: _nodes_run,
-    NodeExited: _node_exited,
-    Uploading: _uploading,
-    AttemptExited: _attempt_exited,
-    NoticeReceived: _notice,
-    NoticeDelivered: _notice_delivered,
-    CancelRequested: _cancel,
-    StartDelayed: _wait_on,
-    PredecessorFailed: _wait_on,
-    ControllerFailed: _controller_failed,
-}
+    return replace(state, status=JobStatus.RECOVERING), (pause,)
 
 
 def pause_s(num_hurried: int, is_external: bool) -> float:
-    """Return the backoff before the next attempt, in seconds.
-
-    Args:
-        num_hurried: attempts in a row without a newer checkpoint.
-        is_external: the last attempt was preempted, so the first retry does not wait.
-    """
+    """Return the backoff before the next attempt. The first retry after a preemption does not wait."""
     num_failures = num_hurried - is_external
     return 0.0 if num_failures < 1 else backoff.doubled(num_failures, 1.0, MAX_WAIT_S)
 
@@ -420,8 +336,7 @@ def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
 def exit_status(state: JobState) -> int:
     """Return the exit status of a job: 0 unless it has ended without success, then that of its command.
 
-    That is the status of the first node that failed by itself, 128 and the signal for a shell that was
-    killed, and 1 if there is none, as for a cancelled job.
+    That is the status of the first node that failed by itself, 128 and the signal, or else 1.
     """
     if not state.status.is_final or state.status is JobStatus.SUCCEEDED:
         return 0

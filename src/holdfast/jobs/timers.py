@@ -18,7 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Reading of a job's clock. Another controller continues from it.
+    """Reading of a job's clock, from which another controller continues.
 
     Source: clock_gettime(2), CLOCK_BOOTTIME; random(4), boot_id.
     """
@@ -42,10 +42,8 @@ def is_of_earlier_boot(reading: ClockReading | None) -> bool:
 class JobClock:
     """Clock that begins with Unix time, and then counts seconds.
 
-    Args:
-        last: newest reading in the job's record. In the same boot, the clock continues from it. After a
-            restart, it follows the machine's clock, but never goes back.
-        read: source of the machine's clock.
+    In the same boot, the clock continues from its last reading. After a restart, it follows the machine's
+    clock, but never goes back.
     """
 
     def __init__(
@@ -91,22 +89,19 @@ class Timers:
         """Return a copy with actions scheduled."""
         due = self
         for order in orders:
-            due = due._with(order, now_unix_s)
+            match order:
+                case StartAttempt(attempt):
+                    due = Timers(start=attempt)  # actions for the previous attempt are obsolete
+                case SendNotice(lead_s, source):
+                    until_s = now_unix_s + lead_s
+                    due = dataclasses.replace(due, notice_until_unix_s=until_s, notice_source=source)
+                case KillAttempt(after_s, with_keepers):
+                    at_s = now_unix_s + after_s
+                    if due.kill_unix_s is None or at_s < due.kill_unix_s:  # the earliest deadline counts
+                        due = dataclasses.replace(due, kill_unix_s=at_s, kill_keepers=with_keepers)
+                case Backoff(seconds):
+                    due = Timers(wake_unix_s=now_unix_s + seconds)
         return due
-
-    def _with(self, order: Action, now_unix_s: float) -> Timers:
-        if isinstance(order, StartAttempt):
-            return Timers(start=order.attempt)  # actions for the previous attempt are obsolete
-        if isinstance(order, SendNotice):
-            until = now_unix_s + order.lead_s
-            return dataclasses.replace(self, notice_until_unix_s=until, notice_source=order.source)
-        if isinstance(order, KillAttempt):
-            at_unix_s = now_unix_s + order.after_s
-            if self.kill_unix_s is not None and self.kill_unix_s <= at_unix_s:
-                return self  # an earlier deadline is set
-            return dataclasses.replace(self, kill_unix_s=at_unix_s, kill_keepers=order.with_keepers)
-        assert isinstance(order, Backoff)
-        return Timers(wake_unix_s=now_unix_s + order.seconds)
 
     def next_unix_s(self) -> float | None:
         """Return the next deadline, or None."""

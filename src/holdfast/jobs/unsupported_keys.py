@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.jobs.engine import UnsupportedKey
@@ -27,37 +27,19 @@ UNUSED_KEYS: Mapping[str, str] = {
     "resources.volumes": _NO_VOLUMES,
 }
 """Keys that have no use without a cloud, and why."""
-CHOICE_KEYS = tuple(
-    f"resources.{name}"
-    for name in (
-        "cloud",
-        "region",
-        "zone",
-        "instance_type",
-        "local_disk",
-        "accelerator_args",
-        "any_of",
-        "ordered",
-    )
-)
-"""Keys that choose a machine."""
+_CHOICES = ("cloud", "region", "zone", "instance_type", "local_disk", "accelerator_args", "any_of", "ordered")
+CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)  # keys that choose a machine
 IMAGE = "resources.image_id"
 _IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
 _CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
 _NO_BASHRC = "~/.bashrc is not read by commands, and keeps what is written; set variables in envs or run"
 _OWN_PACKAGES = "`uv pip` sees only the job's own packages, and may install others again; pip sees all"
-
-
 _BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profile|profile)\b")
 _UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
 
 
 def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[UnsupportedKey]:
-    """Return the keys of a table that a task sets.
-
-    Args:
-        table: what the engine does with a key, by its path, such as resources.use_spot.
-    """
+    """Return the keys of a task with their effects in a table, by a path such as resources.use_spot."""
     return [
         UnsupportedKey(key, task.lines[key], what)
         for key, what in table.items()
@@ -70,13 +52,15 @@ def find_on_machines(
 ) -> list[UnsupportedKey]:
     """Return the keys that an engine which runs the commands itself ignores or changes, in file order.
 
-    Args:
-        table: see `find_unsupported_keys`.
-        further: keys of this engine only.
-        bucket: what replaces a bucket without a URL.
+    `further` are keys of this engine only, and `bucket` is a text for the folder in place of a bucket.
     """
     found = [one for one in find_unsupported_keys(task, table) if task.image is None or one.key != IMAGE]
-    found += [*further, *_shell_differences(task)]
+    found += further
+    for key, text in (("setup", task.setup), ("run", task.run)):
+        if _BASHRC.search(text):
+            found.append(UnsupportedKey(key, task.lines.get(key, 1), _NO_BASHRC))
+        if task.image is None and _UV_PIP.search(text):
+            found.append(UnsupportedKey(key, task.lines.get(key, 1), _OWN_PACKAGES))
     private = list(private_mounts(task))
     for mount in task.file_mounts:
         key, line = f"file_mounts.{mount.target}", mount.line
@@ -90,15 +74,6 @@ def find_on_machines(
         if mount in private:
             found.append(UnsupportedKey(key, line, private_note()))
     return sorted(found, key=lambda found_key: found_key.line)
-
-
-def _shell_differences(task: Task) -> Iterator[UnsupportedKey]:
-    """Yield the differences of the shell that commands of `setup` and `run` depend on."""
-    for key, text in (("setup", task.setup), ("run", task.run)):
-        if _BASHRC.search(text):
-            yield UnsupportedKey(key, task.lines.get(key, 1), _NO_BASHRC)
-        if task.image is None and _UV_PIP.search(text):
-            yield UnsupportedKey(key, task.lines.get(key, 1), _OWN_PACKAGES)
 
 
 def value_at(document: Mapping[str, Any], key: str) -> Any:

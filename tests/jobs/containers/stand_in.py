@@ -63,8 +63,6 @@ class StandIn:
         """Kill the process of a container."""
         os.kill(self._pid(container), signal.SIGKILL)
 
-    # -- the program -----------------------------------------------------------------------------------------
-
     def serve(self, words: list[str]) -> None:
         """Run a command, print its output, and exit."""
         with (self.folder / "calls").open("a") as file:
@@ -122,15 +120,10 @@ class StandIn:
         self._fail_if_asked("start")
         if self._pid(container) == 0:
             user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-            started = subprocess.Popen(
-                [
-                    *("unshare", "--mount", *user, "--propagation", "slave", "--", "sh", "-c"),
-                    _CONTAINER.format(layer=shlex.quote(str(self.folder / container))),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
+            words = ["unshare", "--mount", *user, "--propagation", "slave", "--", "sh", "-c"]
+            words.append(_CONTAINER.format(layer=shlex.quote(str(self.folder / container))))
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+            started = subprocess.Popen(words, **pipes, start_new_session=True)
             assert started.stdout is not None
             assert started.stdout.readline() == b"ready\n"
             (self.folder / f"{container}.pid").write_text(str(started.pid))
@@ -148,9 +141,8 @@ class StandIn:
     def _inspect(self, container: str) -> None:
         pid = self._pid(container)
         image = json.loads((self.folder / f"{container}.container").read_text())[-3]
-        self._print(
-            json.dumps([{"Id": container, "Image": image, "State": {"Running": pid > 0, "Pid": pid}}])
-        )
+        state = {"Running": pid > 0, "Pid": pid}
+        self._print(json.dumps([{"Id": container, "Image": image, "State": state}]))
 
     def _remove(self, container: str) -> None:
         if pid := self._pid(container):

@@ -34,13 +34,17 @@ def go(harness: JobHarness, job: Job, node: int = 0) -> None:
     (harness.files(job).workdir(node) / "go").touch()
 
 
+def start_installed(harness: JobHarness, rest: str) -> Job:
+    """Start a job that shows what its setup has installed, and wait for that."""
+    shown = "echo attempt $HOLDFAST_ATTEMPT has $(cat /srv/installed)"
+    job = harness.submit(f"{shown}; {rest}", setup=INSTALL, head=HEAD)
+    harness.wait_for_output(job, "attempt 1 has installed by setup")
+    return job
+
+
 def test_setup_and_run_see_the_files_of_the_image_and_what_setup_installed(harness: JobHarness) -> None:
-    log = ended(
-        harness,
-        harness.submit(
-            "cat /srv/installed", setup=f"echo the image is $(cat /srv/marker); {INSTALL}", head=HEAD
-        ),
-    )
+    setup = f"echo the image is $(cat /srv/marker); {INSTALL}"
+    log = ended(harness, harness.submit("cat /srv/installed", setup=setup, head=HEAD))
     assert f"the image is {IMAGE}" in log
     assert "installed by setup" in log
     assert not Path("/srv/installed").exists(), "outside"
@@ -141,9 +145,7 @@ def test_secrets_are_on_no_command_line(harness: JobHarness) -> None:
 @pytest.mark.parametrize(
     ("commands", "status"), [("exit 3", "status 3"), ("kill -9 $$", "SIGKILL")], ids=["exit", "kill"]
 )
-def test_the_end_of_the_commands_is_the_end_of_the_job(
-    harness: JobHarness, commands: str, status: str
-) -> None:
+def test_the_end_of_the_commands_is_the_end_of_the_job(harness: JobHarness, commands: str, status: str):
     job = harness.submit(commands, setup="true", head=HEAD)
     if "kill" in commands:  # as the loss of a node: the first restart is free
         harness.wait_for_output(job, "attempt 2")
@@ -156,9 +158,8 @@ def test_the_end_of_the_commands_is_the_end_of_the_job(
 
 @pytest.mark.slow
 def test_a_failing_setup_fails_the_job(harness: JobHarness) -> None:
-    log = ended(
-        harness, harness.submit("echo never", setup="cat /nowhere", head=HEAD), JobStatus.FAILED_SETUP
-    )
+    job = harness.submit("echo never", setup="cat /nowhere", head=HEAD)
+    log = ended(harness, job, JobStatus.FAILED_SETUP)
     assert "/nowhere" in log
     assert "never" not in log
 
@@ -185,10 +186,8 @@ def test_a_cancelled_job_leaves_neither_processes_nor_its_container(
     harness: JobHarness, runtime: RuntimeUnderTest
 ) -> None:
     other = harness.submit(f"echo up; {UNTIL_GO}", head=HEAD)
-    job = harness.submit(
-        "trap '' TERM; (while true; do sleep 0.1; done) & echo up; while true; do sleep 0.1; done",
-        head=HEAD,
-    )
+    for_ever = "while true; do sleep 0.1; done"
+    job = harness.submit(f"trap '' TERM; ({for_ever}) & echo up; {for_ever}", head=HEAD)
     for one in (other, job):
         harness.wait_for_output(one, "up")
     assert len(runtime.containers(job)) == 1
@@ -217,18 +216,8 @@ def test_each_node_has_a_container_of_its_own(harness: JobHarness, runtime: Runt
 
 
 @pytest.mark.slow
-def test_a_killed_container_is_started_again_with_its_files(
-    harness: JobHarness, runtime: RuntimeUnderTest
-) -> None:
-    job = harness.submit(
-        f"""
-        echo attempt $HOLDFAST_ATTEMPT has $(cat /srv/installed)
-        [ $HOLDFAST_ATTEMPT = 2 ] || {{ {UNTIL_GO}; exit 75; }}
-        """,
-        setup=INSTALL,
-        head=HEAD,
-    )
-    harness.wait_for_output(job, "attempt 1 has installed by setup")
+def test_a_killed_container_is_started_again_with_its_files(harness: JobHarness, runtime: RuntimeUnderTest):
+    job = start_installed(harness, f"[ $HOLDFAST_ATTEMPT = 2 ] || {{ {UNTIL_GO}; exit 75; }}")
     (container,) = runtime.containers(job)
     killed = runtime.pid(container)
     os.kill(killed, signal.SIGKILL)
@@ -249,12 +238,7 @@ def test_a_killed_container_is_started_again_with_its_files(
     ],
 )
 def test_killed_processes_of_holdfast_are_replaced(harness: JobHarness, roles: list[str]) -> None:
-    job = harness.submit(
-        f"echo attempt $HOLDFAST_ATTEMPT has $(cat /srv/installed); [ -e go ] || {UNTIL_GO}",
-        setup=INSTALL,
-        head=HEAD,
-    )
-    harness.wait_for_output(job, "attempt 1 has installed by setup")
+    job = start_installed(harness, f"[ -e go ] || {UNTIL_GO}")
     for role in roles:
         processes.kill(harness.roles(job, role))
     attempt = 2 if "agent" in roles else 1
@@ -269,12 +253,7 @@ def test_a_job_continues_after_all_its_processes_were_killed_at_once(
     harness: JobHarness, runtime: RuntimeUnderTest
 ) -> None:
     """As after a restart of the machine, where containers are stopped and no process exists."""
-    job = harness.submit(
-        f"echo attempt $HOLDFAST_ATTEMPT has $(cat /srv/installed); [ -e go ] || {UNTIL_GO}",
-        setup=INSTALL,
-        head=HEAD,
-    )
-    harness.wait_for_output(job, "attempt 1 has installed by setup")
+    job = start_installed(harness, f"[ -e go ] || {UNTIL_GO}")
     (container,) = runtime.containers(job)
     processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "warden")])
     runtime.kill(container)

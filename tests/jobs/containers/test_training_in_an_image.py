@@ -26,9 +26,8 @@ def _podman() -> None:
 
 def test_a_training_in_an_image_resumes_exactly(harness: JobHarness) -> None:
     train = f"{sys.executable} {ROOT}/tests/jobs/training.py"
-    reference = harness.submit(
-        f"{train} {harness.folder}/whole/home {TOTAL}", setup=f"mkdir {harness.folder}/whole"
-    )
+    whole = harness.folder / "whole"
+    reference = harness.submit(f"{train} {whole}/home {TOTAL}", setup=f"mkdir {whole}")
     places = {str(ROOT), sys.prefix, sys.base_prefix}
     mounts = "\n".join(f"  {place}: {{source: {place}, mode: MOUNT}}" for place in sorted(places))
     job = harness.submit(
@@ -53,4 +52,4 @@ def test_a_training_in_an_image_resumes_exactly(harness: JobHarness) -> None:
     first, second, _ = describe(job.id).attempts
     assert first.outcomes[0].code == PREEMPTED_STATUS
     assert second.outcomes[0].is_lost
-    assert (folder / "final.txt").read_text() == (harness.folder / "whole" / "final.txt").read_text()
+    assert (folder / "final.txt").read_text() == (whole / "final.txt").read_text()

@@ -75,17 +75,10 @@ class Pod:
             "HOLDFAST_PREEMPTION": f"none,file:{self.folder}/notice",
             "RANK": "3",
         }
-        self._started.append(
-            subprocess.Popen(
-                ["bash", "-c", script("pod.sh"), *words],
-                cwd=self.folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
+        command = ["bash", "-c", script("pod.sh"), *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        options = {"cwd": self.folder, "env": environment, "start_new_session": True}
+        self._started.append(subprocess.Popen(command, **pipes, **options))
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -130,30 +123,28 @@ def test_the_status_decides_about_a_restart(pod: Pod, status: int, expected: int
     assert pod.end()[0] == on_kubeflow
 
 
-@pytest.mark.parametrize("status", [75, 1])
-def test_sigterm_reaches_the_training_and_nothing_else(pod: Pod, status: int) -> None:
-    """A shell and `tee` are around it. Whatever its status is then, as torchrun's 1, it has not failed."""
-    pod.start(f"$PYTHON saves.py {status} | tee output\nexit ${{PIPESTATUS[0]}}")
+PIPED = "$PYTHON %s | tee output\nexit ${PIPESTATUS[0]}"
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "output"),
+    [
+        # A shell and `tee` are around it. Whatever its status is then, as torchrun's 1, it has not failed.
+        *((PIPED % f"saves.py {status}", 75, "saved\n") for status in (75, 1)),
+        ("exec $PYTHON saves.py 0", 0, "saved\n"),  # it was complete
+        (PIPED % "watches.py", 75, ""),  # the notice is also a file
+    ],
+)
+def test_sigterm_reaches_the_training_and_nothing_else(pod: Pod, run: str, status: int, output: str) -> None:
+    pod.start(run)
     pod.wait_for("ready")
     pod.notify()
-    ended, output = pod.end()
-    assert ended == 75
-    assert "saved\n" in output
-    assert (pod.folder / "output").read_text() == "saved\n"
-
-
-def test_a_training_that_is_the_whole_script_receives_sigterm(pod: Pod) -> None:
-    pod.start("exec $PYTHON saves.py 0")
-    pod.wait_for("ready")
-    pod.notify()
-    assert pod.end() == (0, "saved\n")  # it was complete
-
-
-def test_the_notice_is_also_a_file(pod: Pod) -> None:
-    pod.start("$PYTHON watches.py | cat; exit ${PIPESTATUS[0]}")
-    pod.wait_for("ready")
-    pod.notify()
-    assert pod.end()[0] == 75
+    ended, shown = pod.end()
+    assert (ended, output in shown) == (status, True)
+    if "tee" in run:
+        assert (pod.folder / "output").read_text() == output
+    else:
+        assert shown == output
 
 
 def test_setup_runs_first_and_its_failure_is_no_preemption(pod: Pod) -> None:
@@ -187,9 +178,6 @@ def test_errors_are_retried_in_place_where_the_operator_cannot_count_them(pod: P
     assert (status, output.count("once more\n")) == (9, 2)
 
 
-# -- workdir -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def repository(tmp_path: Path) -> Callable[..., str]:
     """Return a function that calls git in a repository with a branch and a tag."""
@@ -212,9 +200,7 @@ def repository(tmp_path: Path) -> Callable[..., str]:
     return git
 
 
-def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(
-    tmp_path: Path, repository: Callable[..., str]
-) -> None:
+def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(tmp_path: Path, repository: Callable[..., str]):
     url = (tmp_path / "origin").as_uri()
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "HOLDFAST_WORKDIR_URL": url}
     first, second = repository("rev-parse", "HEAD~1"), repository("rev-parse", "HEAD")
@@ -229,9 +215,6 @@ def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(
     folder.mkdir()
     command = ["bash", "-c", script("clone.sh"), "holdfast", str(folder), "gone"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode != 0
-
-
-# -- shell ---------------------------------------------------------------------------------------------------
 
 
 def test_sky_workdir_leads_to_the_folder_where_commands_start(pod: Pod) -> None:

@@ -41,9 +41,8 @@ def named(standings: list[NodeStanding]) -> list[str]:
 @pytest.mark.parametrize(("num_nodes", "num_jobs"), [(1, 400), (4, 120)])
 def test_a_machine_that_loses_most_attempts_stands_out(num_nodes: int, num_jobs: int) -> None:
     chances = {f"n{number}": 0.02 for number in range(20)} | {"n7": 0.7}
-    accused = [
-        named(judge(run_jobs(seed, chances, num_jobs=num_jobs, num_nodes=num_nodes))) for seed in range(10)
-    ]
+    runs = [run_jobs(seed, chances, num_jobs=num_jobs, num_nodes=num_nodes) for seed in range(10)]
+    accused = [named(judge(events)) for events in runs]
     assert all("n7" in names for names in accused)
     assert sum(len(names) - 1 for names in accused) == 0
 
@@ -52,10 +51,8 @@ def test_a_machine_that_loses_most_attempts_stands_out(num_nodes: int, num_jobs:
 def test_equal_machines_are_hardly_ever_accused(num_nodes: int, chance: float) -> None:
     """In 100 records the rule allows one accusation on average; many machines share the chance."""
     chances = {f"n{number}": chance for number in range(20)}
-    accused = sum(
-        bool(named(judge(run_jobs(seed, chances, num_jobs=30, num_nodes=num_nodes)))) for seed in range(100)
-    )
-    assert accused <= 3
+    runs = [run_jobs(seed, chances, num_jobs=30, num_nodes=num_nodes) for seed in range(100)]
+    assert sum(bool(named(judge(events))) for events in runs) <= 3
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz"), st.booleans()), max_size=40))
@@ -69,21 +66,24 @@ def test_few_losses_accuse_nobody(rows: list[tuple[str, str, bool]]) -> None:
         assert not (one.stands_out and (one.lost < MIN_LOST or one.chance > MAX_CHANCE))
 
 
-def test_one_job_that_kills_its_machine_each_time_does_not_accuse_it() -> None:
-    events = [event("n1", "greedy", attempt, is_lost=True) for attempt in range(1, 30)]
-    events += [event(f"n{number}", f"job-{number}") for number in range(2, 30)]
-    assert named(judge(events)) == []
+GREEDY = [event("n1", "greedy", attempt, is_lost=True) for attempt in range(1, 30)]
+OTHERS = [event(f"n{number}", f"job-{number}") for number in range(2, 30)]
+LONG = [
+    event(f"n{rank}", "long", attempt, is_lost=rank == 3) for attempt in range(1, 7) for rank in range(16)
+]
+ALONE = [event("here", f"job-{number}", is_lost=True) for number in range(50)]
 
 
-def test_one_long_job_of_many_nodes_finds_its_bad_one() -> None:
-    events = []
-    for attempt in range(1, 7):
-        events += [event(f"n{rank}", "long", attempt, is_lost=rank == 3) for rank in range(16)]
-    assert named(judge(events)) == ["n3"]
-
-
-def test_a_machine_alone_has_nothing_to_be_compared_with() -> None:
-    assert named(judge([event("here", f"job-{number}", is_lost=True) for number in range(50)])) == []
+@pytest.mark.parametrize(
+    ("events", "accused"),
+    [
+        pytest.param(GREEDY + OTHERS, [], id="one job that kills its machine each time does not accuse it"),
+        pytest.param(LONG, ["n3"], id="one long job of many nodes finds its bad one"),
+        pytest.param(ALONE, [], id="a machine alone has nothing to be compared with"),
+    ],
+)
+def test_losses_are_compared(events: list[MachineEvent], accused: list[str]) -> None:
+    assert named(judge(events)) == accused
 
 
 def test_a_wrong_result_needs_no_comparison() -> None:
@@ -92,14 +92,11 @@ def test_a_wrong_result_needs_no_comparison() -> None:
     assert one.wrong_results == 1
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)).map(
-            lambda row: (max(row[0], row[1]), min(row[:2]), max(row[2], row[3]), min(row[2:]))
-        ),
-        max_size=4,
-    )
-)
+few = st.integers(0, 6)
+pairs = st.tuples(few, few).map(lambda pair: (max(pair), min(pair)))
+
+
+@given(st.lists(st.tuples(pairs, pairs).map(lambda row: (*row[0], *row[1])), max_size=4))
 def test_the_probability_is_that_of_drawing_the_losses(strata: list[tuple[int, int, int, int]]) -> None:
     """Compared with drawing: each stratum's losses are given to random attempts of it."""
     draw = random.Random(1)
@@ -116,9 +113,7 @@ def test_the_probability_is_that_of_drawing_the_losses(strata: list[tuple[int, i
 
 
 @given(st.integers(0, 12), st.integers(1, 12), st.integers(0, 12))
-def test_the_job_can_always_run_without_the_excluded_nodes(
-    num_bad: int, num_nodes: int, num_good: int
-) -> None:
+def test_the_job_can_always_run_without_the_excluded_nodes(num_bad: int, num_nodes: int, num_good: int):
     bad = [f"bad-{number}" for number in range(num_bad)]
     usable = bad + [f"good-{number}" for number in range(num_good)]
     standings = judge([event(name, "job", is_wrong=True) for name in bad])

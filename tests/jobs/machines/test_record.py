@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,14 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import NotFound
 from holdfast.jobs import clear_node, machines, nodes
-from holdfast.jobs.machines import (
-    KEPT_EVENTS,
-    MAX_BYTES,
-    MachineEvent,
-    add_events,
-    attempt_events,
-    read_events,
-)
+from holdfast.jobs.machines import MachineEvent, add_events, attempt_events, read_events
 from holdfast.jobs.node.checks.result import Check, NodeChecks
 from holdfast.jobs.outcome import Outcome, Phase
 
@@ -51,9 +45,7 @@ def test_a_missing_record_is_empty(tmp_path: Path) -> None:
 
 
 @given(st.data())
-def test_damage_costs_only_its_own_lines(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damage_costs_only_its_own_lines(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     folder = tmp_path_factory.mktemp("state")
     add_events(folder, [event(f"n{number}", number) for number in range(8)])
     path = folder / "nodes.jsonl"
@@ -77,9 +69,9 @@ def test_the_record_has_a_limit(tmp_path: Path) -> None:
     why = "x" * 10_000  # shortened
     for number in range(4):
         add_events(tmp_path, [dataclasses.replace(event(f"n{number}"), why=why)] * 2000)
-    assert (tmp_path / "nodes.jsonl").stat().st_size < MAX_BYTES + (1 << 20)
+    assert (tmp_path / "nodes.jsonl").stat().st_size < machines.MAX_BYTES + (1 << 20)
     found = read_events(tmp_path)
-    assert len(found) >= KEPT_EVENTS
+    assert len(found) >= machines.KEPT_EVENTS
     assert found[-1].machine == "n3"
 
 
@@ -117,13 +109,11 @@ def test_a_record_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         add_events(tmp_path, [event("n1")])
 
 
-def events_of(
-    outcomes: dict[int, Outcome], *, is_preempted: bool = False, gone: frozenset[str] = frozenset()
-) -> dict[str, MachineEvent]:
-    """Return the events of an attempt on n0 and n1, by machine."""
-    found = attempt_events(
-        ("n0", "n1"), outcomes, {}, job="j", attempt=2, unix_s=NOW, is_preempted=is_preempted, gone=gone
-    )
+def events_of(outcomes: dict[int, Outcome], *machines: str, **more: Any) -> dict[str, MachineEvent]:
+    """Return the events of an attempt by machine, by default of n0 and n1."""
+    given = {"checks": {}, "job": "j", "attempt": 2, "unix_s": NOW, "is_preempted": False, **more}
+    found = attempt_events(machines or ("n0", "n1"), outcomes, **given)
+    assert len(found) == len({one.machine for one in found})
     return {one.machine: one for one in found}
 
 
@@ -148,17 +138,11 @@ def test_all_nodes_at_once_are_lost_with_the_one_that_failed() -> None:
 def test_an_unfit_node_has_lost_the_attempt_and_its_checks_are_counted() -> None:
     unfit = Outcome(Phase.SETUP, code=1, unfit="product cores: wrong")
     checks = NodeChecks("n1", NOW, 0.1, 0.1, (Check("product", "cores", "wrong", True, True), Check("disk")))
-    found = attempt_events(
-        ("n0", "n1"), {0: STOPPED, 1: unfit}, {1: checks}, job="j", attempt=1, unix_s=NOW, is_preempted=False
-    )
-    assert [(one.machine, one.is_lost, one.is_wrong, one.failed) for one in found] == [
-        ("n0", False, False, ()),
-        ("n1", True, True, ("product",)),
-    ]
+    found = events_of({0: STOPPED, 1: unfit}, checks={1: checks})
+    facts = [(one.machine, one.is_lost, one.is_wrong, one.failed) for one in found.values()]
+    assert facts == [("n0", False, False, ()), ("n1", True, True, ("product",))]
 
 
 def test_nodes_on_one_machine_count_once() -> None:
-    (found,) = attempt_events(
-        ("here", "here"), {0: STOPPED}, {}, job="j", attempt=1, unix_s=NOW, is_preempted=False
-    )
+    (found,) = events_of({0: STOPPED}, "here", "here").values()
     assert found.is_lost

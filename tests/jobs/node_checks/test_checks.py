@@ -64,9 +64,6 @@ def run(plan: Plan) -> NodeChecks:
     return NodeGate("here", plan).wait(lambda: None)
 
 
-# -- disks -----------------------------------------------------------------------------------------------
-
-
 def test_a_sound_disk_passes_and_nothing_is_left_on_it(tmp_path: Path) -> None:
     found = by_name(check_disk(tmp_path))
     assert found["disk"].trouble == ""
@@ -141,9 +138,6 @@ def test_a_clock_that_is_off_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not found.stops
 
 
-# -- memory and products -----------------------------------------------------------------------------------
-
-
 def test_memory_is_copied_and_too_little_is_named() -> None:
     found = by_name(check_memory(0))
     assert found["copy"].trouble == found["memory"].trouble == ""
@@ -213,9 +207,6 @@ def test_the_script_for_gpus_finds_a_wrong_product(monkeypatch: pytest.MonkeyPat
     assert found["trouble"] == "wrong results: float64, float32, bfloat16"
 
 
-# -- space for the next save -------------------------------------------------------------------------------
-
-
 def save(home: Path) -> None:
     """Make a home with a checkpoint of about 800 kB."""
     with holdfast.Checkpointer(home, {"weight": torch.zeros(200_000)}, every=1) as ckpt:
@@ -244,9 +235,6 @@ def test_other_homes_have_no_space_to_compare(tmp_path: Path) -> None:
     assert measure_space("s3://bucket/home") is None
     assert measure_space(str(tmp_path / "missing")) is None
     assert measure_space(str(tmp_path)) is None
-
-
-# -- the gate ----------------------------------------------------------------------------------------------
 
 
 def test_all_checks_of_a_sound_machine_pass(tmp_path: Path) -> None:
@@ -289,8 +277,6 @@ def test_a_command_for_gpus_is_part_of_the_gate() -> None:
     found = NodeGate("here", {}, (command, os.environ)).wait(lambda: None)
     assert [(one.name, one.where, one.trouble) for one in found.checks] == [("gpu", "cpu", "")]
 
-
-# -- documents -----------------------------------------------------------------------------------------------
 
 checks = st.builds(
     Check,

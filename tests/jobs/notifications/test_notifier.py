@@ -68,9 +68,8 @@ def test_a_command_receives_the_facts(harness: JobHarness, tmp_path: Path) -> No
     (tmp_path / "hook").chmod(0o755)
     job = launch(harness, "exit 7", str(tmp_path / "hook"), on=["failed"])
     assert wait_for_end(harness, job).status is JobStatus.FAILED
-    variables = dict(
-        line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
-    )
+    lines = (tmp_path / "env").read_text().splitlines()
+    variables = dict(line.split("=", 1) for line in lines if "=" in line)
     facts = json.loads((tmp_path / "in").read_text())
     assert variables["HOLDFAST_JOB"] == str(job.id) == str(facts["job"])
     assert variables["HOLDFAST_JOB_NAME"] == "t" == facts["name"]
@@ -84,9 +83,8 @@ def test_a_command_receives_the_facts(harness: JobHarness, tmp_path: Path) -> No
 
 
 def test_a_webhook_receives_each_chosen_status_once(harness: JobHarness, receiver: Receiver) -> None:
-    job = launch(
-        harness, "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", receiver.url, on=["ended,recovering,running"]
-    )
+    once = "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75"
+    job = launch(harness, once, receiver.url, on=["ended,recovering,running"])
     assert wait_for_end(harness, job).status is JobStatus.SUCCEEDED
     assert receiver.statuses == ["RUNNING", "RECOVERING", "RUNNING", "SUCCEEDED"]
     assert [body["attempt"] for body in receiver.bodies] == [1, 1, 2, 2]
@@ -95,9 +93,7 @@ def test_a_webhook_receives_each_chosen_status_once(harness: JobHarness, receive
     assert not holders(harness, job)
 
 
-def test_a_job_that_is_not_notified_of_removes_its_targets_too(
-    harness: JobHarness, receiver: Receiver
-) -> None:
+def test_a_job_that_is_not_notified_of_removes_its_targets_too(harness: JobHarness, receiver: Receiver):
     job = launch(harness, "true", receiver.url, on=["failed"])
     wait_for_end(harness, job)
     assert receiver.bodies == []
@@ -136,9 +132,7 @@ def test_the_url_is_private_while_the_job_runs(
     assert not holders(harness, job)
 
 
-def test_a_webhook_that_does_not_answer_does_not_delay_the_job(
-    harness: JobHarness, receiver: Receiver
-) -> None:
+def test_a_webhook_that_does_not_answer_does_not_delay_the_job(harness: JobHarness, receiver: Receiver):
     """Neither its end, nor that of a job after it in a pipeline, nor its removal."""
     receiver.gate.clear()
     job = launch(harness, "true", receiver.url, on=["running", "ended"])
@@ -184,9 +178,11 @@ def test_failures_are_in_the_log_and_the_description(
 def test_a_server_that_fails_is_asked_again(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notifications, "_FIRST_PAUSE_S", 0.0)
     receiver.answers = [503, 429]
-    assert notifications._post(receiver.url, b'{"status": "x"}') == ("", 3)
+    plan = notifications.NotificationPlan(1, "n", "local", "id", (receiver.url,), frozenset())
+    assert notifications._send(plan, receiver.url, {"status": "x"}) == ("", 3)
     receiver.answers = [500] * 9
-    assert notifications._post(receiver.url, b'{"status": "x"}') == ("the server answered with status 500", 4)
+    failed = ("the server answered with status 500", 4)
+    assert notifications._send(plan, receiver.url, {"status": "x"}) == failed
     assert len(receiver.bodies) == 7
 
 
@@ -207,17 +203,7 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     certificate = tmp_path / "certificate.pem"
-    words = [
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "9",
-    ]
+    words = ["req", "-x509", "-nodes", "-days", "9", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(certificate)]
     subprocess.run(["openssl", *words, *names, *files], check=True, capture_output=True)
@@ -237,9 +223,7 @@ def test_https_and_the_proxy_of_the_users_environment_are_used(
     assert receiver.paths == ["http://hooks.invalid/x"]
 
 
-def test_a_server_that_never_ends_its_answer_is_given_up(
-    receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_never_ends_its_answer_is_given_up(receiver: Receiver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(notifications, "_TOTAL_S", 0.3)
     receiver.gate.clear()
     assert notifications.post(receiver.url, b'{"status": "x"}') == ("the server did not answer in time", True)

@@ -47,18 +47,9 @@ def test_the_environment_has_defaults_that_options_replace(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     "target",
     [
-        "",
-        "  ",
-        "ftp://h/SECRET",
-        "file:///etc/SECRET",
-        "http://",
-        "https:///SECRET",
-        "https://me:SECRET@h/",
-        "https://h/SECRET x",
-        "https://h/SECRET\x00",
+        *("", "  ", "ftp://h/SECRET", "file:///etc/SECRET", "http://", "https:///SECRET", "x" * 9000),
+        *("https://me:SECRET@h/", "https://h/SECRET x", "https://h/SECRET\x00", "https://ü/SECRET"),
         "http://h:port/SECRET",
-        "https://ü/SECRET",
-        "x" * 9000,
     ],
 )
 def test_an_invalid_target_is_refused_without_its_text(target: str) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.output import log_times
-from holdfast.jobs.output.block import last_texts, with_prefix
-from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines
+from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines, last_texts, with_prefix
 from holdfast.jobs.output.log_times import LogSampler, LogTimes, add_sample, times_path
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
@@ -23,15 +22,13 @@ BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n
 def read(path: Path, *, tail: int | None = None) -> bytes:
     """Return all output of a log."""
     reader = LogReader(path, tail=tail)
-    data = b"".join(data for data, _ in reader.blocks(is_end=True))
+    data = b"".join(block.data for block in reader.blocks(is_end=True))
     reader.close()
     return data
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10), st.booleans())
-def test_lines_are_read_whole_in_whatever_chunks_they_are_written(
-    chunks: list[bytes], is_timed: bool
-) -> None:
+def test_lines_are_read_whole_in_whatever_chunks_they_are_written(chunks: list[bytes], is_timed: bool):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "log"
         reader = LogReader(path, is_timed=is_timed)
@@ -43,10 +40,10 @@ def test_lines_are_read_whole_in_whatever_chunks_they_are_written(
                 file.write(chunk)
                 written += len(chunk)
                 add_sample(times_path(path), written, float(written))
-                for data, _ in reader.blocks():
-                    assert data.endswith(b"\n")
-                    found += data
-        found += b"".join(data for data, _ in reader.blocks(is_end=True))
+                for block in reader.blocks():
+                    assert block.data.endswith(b"\n")
+                    found += block.data
+        found += b"".join(block.data for block in reader.blocks(is_end=True))
         reader.close()
         assert found == last_texts(b"".join(chunks))
 
@@ -72,11 +69,11 @@ def test_the_progress_of_an_incomplete_line_is_known(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"begins\n" + BAR.rstrip(b"\n"))
     reader = LogReader(path)
-    assert [data for data, _ in reader.blocks()] == [b"begins\n"]
+    assert [block.data for block in reader.blocks()] == [b"begins\n"]
     assert reader.progress == b"100%|##########| 10/10"
     with path.open("ab") as file:
         file.write(b"\rdone\nplain")
-    assert [data for data, _ in reader.blocks()] == [b"done\n"]
+    assert [block.data for block in reader.blocks()] == [b"done\n"]
     assert reader.progress == b""
     reader.close()
 
@@ -100,7 +97,7 @@ def test_each_line_has_the_time_of_the_second_in_which_it_was_written(tmp_path: 
     for size, unix_s in ((4, 10.0), (9, 11.0), (14, 12.0)):  # the second sample is within "three"
         add_sample(times_path(path), size, unix_s)
     reader = LogReader(path, is_timed=True)
-    found = list(reader.blocks())
+    found = [(block.data, block.unix_s) for block in reader.blocks()]
     assert found == [(b"one\n", 10.0), (b"two\n", 11.0), (b"three\n", 12.0), (b"four\n", 99.0)]
     reader.close()
 
@@ -112,10 +109,7 @@ def test_nodes_are_interleaved_by_time(tmp_path: Path) -> None:
     for path, times in ((first, (1.0, 3.0)), (second, (2.0, 4.0))):
         for number, unix_s in enumerate(times, 1):
             add_sample(times_path(path), 2 * number, unix_s)
-    readers: dict[int | None, LogReader] = {
-        0: LogReader(first, is_timed=True),
-        1: LogReader(second, is_timed=True),
-    }
+    readers = [LogReader(first, 0, is_timed=True), LogReader(second, 1, is_timed=True)]
     found = [(block.node, block.data) for block in interleaved(readers, is_end=True)]
     assert found == [(0, b"a\n"), (1, b"b\n"), (0, b"c\n"), (1, b"d\n")]
 
@@ -136,15 +130,12 @@ def test_a_large_log_is_read_with_flat_memory(tmp_path: Path, kind: str) -> None
     reader = LogReader(path, is_timed=True)
     tracemalloc.start()
     try:
-        num_bytes = sum(len(data) for data, _ in reader.blocks(is_end=True))
+        num_bytes = sum(len(block.data) for block in reader.blocks(is_end=True))
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
         reader.close()
     assert num_bytes == (99 if kind == "one progress bar" else 100_000_000)
-
-
-# -- the limit -------------------------------------------------------------------------------------------
 
 
 def test_a_long_log_keeps_its_beginning_and_end_while_it_is_written(tmp_path: Path) -> None:
@@ -169,7 +160,7 @@ def test_a_long_log_keeps_its_beginning_and_end_while_it_is_written(tmp_path: Pa
     assert limit // 2 < len(found) < limit
     assert read(path, tail=2) == line % 399_998 + line % 399_999
     assert read(path, tail=1_000_000).splitlines()[-1] == lines[-1]
-    behind = b"".join(data for data, _ in reader.blocks(is_end=True))
+    behind = b"".join(block.data for block in reader.blocks(is_end=True))
     reader.close()
     assert behind.count(b"removed here") == 1
     assert behind.endswith(line % 399_999)

@@ -59,9 +59,8 @@ def test_cron_continues_a_job_after_a_restart(
     (tmp_path / "boot_id").write_text("another-boot\n")
     python, entry, *_ = command("holdfast.cli")
     environment = {**os.environ, "PYTHON": python, "ENTRY": entry, "FOLDER": str(tmp_path)}
-    subprocess.run(
-        ["unshare", "-m", "bash", "-c", _IN_NAMESPACE], env=environment, timeout=LIMIT_S, check=True
-    )
+    words = ["unshare", "-m", "bash", "-c", _IN_NAMESPACE]
+    subprocess.run(words, env=environment, timeout=LIMIT_S, check=True)
     harness.wait_for_output(job, "attempt 2 is up")
     (harness.files(job).workdir(0) / "go").touch()
     assert harness.wait(job).status is JobStatus.SUCCEEDED

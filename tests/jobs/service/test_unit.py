@@ -10,25 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.service import make_boot_command, unit_text
+from holdfast.jobs.service import make_boot_command
 
 NAMES = ["plain", "a b", "50% %h", "$x \"q\" 'q'", "back\\slash\\", "ümläut"]
-needs_systemd = pytest.mark.skipif(
-    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
-)
+ANALYZE = shutil.which("systemd-analyze")
+needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
 
 
 def verify(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test.service").write_text(text)
     runtime = folder / "runtime"
     runtime.mkdir(mode=0o700, exist_ok=True)
-    return subprocess.run(
-        ["systemd-analyze", "--user", "verify", str(folder / "test.service")],
-        env={**os.environ, "XDG_RUNTIME_DIR": str(runtime), "HOME": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["systemd-analyze", "--user", "verify", str(folder / "test.service")]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(runtime), "HOME": str(folder)}
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
 
 @needs_systemd
@@ -37,13 +32,13 @@ def test_systemd_accepts_the_unit_without_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"relative:/{name}")
-    done = verify(tmp_path, unit_text(make_boot_command(tmp_path / name)))
+    done = verify(tmp_path, make_boot_command(tmp_path / name).unit_text())
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 @needs_systemd
 def test_a_unit_that_is_wrong_is_found(tmp_path: Path) -> None:
-    text = unit_text(make_boot_command(tmp_path / "50%"))
+    text = make_boot_command(tmp_path / "50%").unit_text()
     assert verify(tmp_path, text.replace('"holdfast.cli"', '"holdfast.cli')).stderr
     assert verify(tmp_path, text.replace("/usr/bin/env", "/nowhere")).returncode
 
@@ -61,7 +56,7 @@ def test_any_path_is_in_the_unit_as_it_is(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.executable", f"/opt/{name}/python")
     monkeypatch.setenv("PYTHONPATH", f"/lib/{name}")
     command = make_boot_command(tmp_path / name)
-    lines = unit_text(command).splitlines()
+    lines = command.unit_text().splitlines()
     variables = [words_of(line.partition("=")[2]) for line in lines if line.startswith("Environment=")]
     assert variables == [[f"HOLDFAST_STATE={tmp_path / name}"], [f"PYTHONPATH=/lib/{name}"]]
     (start,) = [line.partition("=")[2] for line in lines if line.startswith("ExecStart=")]

@@ -95,24 +95,16 @@ class SkyBox:
         path = self._room / "sshd.pid"
         if path.exists():
             pid = int(path.read_text())
-            processes.kill(
-                processes.descendants(pid, processes.snapshot())
-            )  # sessions that SkyPilot keeps open
+            sessions = processes.descendants(pid, processes.snapshot())  # that SkyPilot keeps open
+            processes.kill(sessions)
             os.kill(pid, signal.SIGTERM)
 
     def sky(self, *words: str) -> str:
         """Return the output of a `sky` command."""
         environment = {**os.environ, **self.environment}
         environment.pop("PYTHONPATH", None)
-        done = subprocess.run(
-            [str(self.program), *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-            timeout=600,
-            stdin=subprocess.DEVNULL,
-        )
+        options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 600}
+        done = subprocess.run([str(self.program), *words], check=False, env=environment, **options)
         assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -185,16 +177,10 @@ SetEnv {" ".join(f"{name}={value}" for name, value in environment.items())}
 
 def _own_python() -> str | None:
     """Return a Python 3.10 installed by pyenv or uv."""
-    homes = (
-        "~/.pyenv/versions/3.10*/bin/python3.10",
-        "~/.local/share/uv/python/cpython-3.10*/bin/python3.10",
-    )
-    for pattern in homes:
-        place = Path(pattern).expanduser()
-        found = sorted(Path("/").glob(str(place).lstrip("/")))
-        if found:
-            return str(found[0])
-    return None
+    homes = ("~/.pyenv/versions/3.10*", "~/.local/share/uv/python/cpython-3.10*")
+    places = [Path(home, "bin/python3.10").expanduser() for home in homes]
+    found = [one for place in places for one in sorted(Path("/").glob(str(place).lstrip("/")))]
+    return str(found[0]) if found else None
 
 
 @contextlib.contextmanager

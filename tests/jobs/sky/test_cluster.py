@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.engine import Job
-from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import parse_task
@@ -60,12 +60,9 @@ def wait_for(engine: SkyEngine, job: Job, what: Callable[[], object], name: str)
         time.sleep(1)
 
 
-def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(
-    box: SkyBox, tmp_path: Path
-) -> None:
-    text = TASK.format(
-        source=ROOT / "src", folder=tmp_path, python=sys.executable, training=TRAINING, total=TOTAL
-    )
+def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(box: SkyBox, tmp_path: Path):
+    places = {"source": ROOT / "src", "folder": tmp_path, "python": sys.executable, "training": TRAINING}
+    text = TASK.format(**places, total=TOTAL)
     engine = SkyEngine()
     job = engine.submit(parse_task(text, str(tmp_path / "task.yaml")))
     steps = tmp_path / "progress.log"
@@ -83,6 +80,5 @@ def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(
     assert first != second
     done = {start: [int(step) for one, step in lines(steps) if one == start] for start in (first, second)}
     assert done[second][-1] == TOTAL
-    assert max(done[first]) - 10 < done[second][0] <= max(done[first]) + 1, (
-        "what was durable is not done again"
-    )
+    reached = max(done[first])
+    assert reached - 10 < done[second][0] <= reached + 1, "what was durable is not done again"

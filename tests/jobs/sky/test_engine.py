@@ -12,7 +12,7 @@ import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus
@@ -132,10 +132,8 @@ def test_a_job_that_skypilot_rejects_is_not_listed(sky: FakeSky) -> None:
 def test_output_has_no_colours(sky: FakeSky) -> None:
     engine = SkyEngine()
     number = submit(engine)
-    assert [line.text for line in engine.lines(number, OutputSelection(follow=True))] == [
-        "(gpt-1, pid=3) hello",
-        "bye",
-    ]
+    lines = [line.text for line in engine.lines(number, OutputSelection(follow=True))]
+    assert lines == ["(gpt-1, pid=3) hello", "bye"]
     assert sky.calls()[-1] == "jobs logs --follow 17"
 
 

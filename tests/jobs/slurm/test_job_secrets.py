@@ -13,7 +13,7 @@ import pytest
 from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.description import describe_job
 from holdfast.jobs.engine import Job
-from holdfast.jobs.output.block import OutputSelection
+from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.slurm import controller
 from holdfast.jobs.status import JobStatus
 from jobs.slurm.harness import SlurmHarness

@@ -28,11 +28,8 @@ def test_a_file_of_variables_is_parsed(text: str, expected: dict[str, str]) -> N
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("A=1\nsecret\n", 2),
-        ("\n\nA-B=secret\n", 3),
-        ("A='secret\n", 1),
-        ('A="b" secret\n', 1),
-        ("=secret", 1),
+        *(("A=1\nsecret\n", 2), ("\n\nA-B=secret\n", 3), ("A='secret\n", 1)),
+        *(('A="b" secret\n', 1), ("=secret", 1)),
     ],
 )
 def test_an_invalid_line_is_reported_without_its_content(text: str, line: int) -> None:

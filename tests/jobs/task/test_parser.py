@@ -39,20 +39,16 @@ def test_the_guide_s_folded_accelerators_are_the_intended_set() -> None:
     task = task_of(SNIPPETS["accelerators"])
     assert task.accelerators.choices == (("A100", 1.0), ("A100-80GB", 1.0), ("H100", 1.0))
     assert "without a space" in task.notes[0]
-    assert yaml.safe_load(to_yaml(task))["resources"]["accelerators"] == {
-        "A100": 1,
-        "A100-80GB": 1,
-        "H100": 1,
-    }
+    rendered = yaml.safe_load(to_yaml(task))["resources"]["accelerators"]
+    assert rendered == {"A100": 1, "A100-80GB": 1, "H100": 1}
 
 
 def test_the_guide_s_bert_task_is_parsed() -> None:
     task = task_of(SNIPPETS["bert"], WANDB_API_KEY="key")
     assert task.name == "bert-qa"
     assert task.accelerators.choices == (("V100", 1.0),)
-    assert [(one.target, one.mode, one.bucket) for one in task.file_mounts] == [
-        ("/checkpoint", MountMode.MOUNT_CACHED, None)
-    ]
+    (mount,) = task.file_mounts
+    assert (mount.target, mount.mode, mount.bucket) == ("/checkpoint", MountMode.MOUNT_CACHED, None)
     assert task.envs == {"WANDB_API_KEY": "key"}
     assert "--run_name $SKYPILOT_TASK_ID" in task.run
 
@@ -102,16 +98,16 @@ def test_problems_have_a_line_an_expectation_and_the_nearest_word() -> None:
     assert "task.yaml:4: num_nodes: expected a whole number, found 'two'" in said
 
 
-@pytest.mark.parametrize("cpus", ["lots", "-1", "0", "nan", "4GB"])
-def test_a_number_of_cpus_that_is_none_is_rejected(cpus: str) -> None:
-    said = refusal(f"run: x\nresources:\n  cpus: {cpus}\n")
-    assert "task.yaml:3: resources.cpus: expected a number of CPUs" in said
-
-
-@pytest.mark.parametrize("memory", ["-3", "0", "much", "32XB"])
-def test_an_amount_of_memory_that_is_none_is_rejected(memory: str) -> None:
-    said = refusal(f"run: x\nresources:\n  any_of:\n    - memory: {memory}\n")
-    assert "task.yaml:4: resources.any_of[0].memory: expected an amount of memory" in said
+@pytest.mark.parametrize(
+    ("key", "where", "value"),
+    [("cpus", "resources", one) for one in ("lots", "-1", "0", "nan", "4GB")]
+    + [("memory", "resources.any_of[0]", one) for one in ("-3", "0", "much", "32XB")],
+)
+def test_an_invalid_amount_is_rejected(key: str, where: str, value: str) -> None:
+    text = f"{key}: {value}" if where == "resources" else f"any_of:\n    - {key}: {value}"
+    what = {"cpus": "a number of CPUs", "memory": "an amount of memory"}[key]
+    line = 3 if where == "resources" else 4
+    assert f"task.yaml:{line}: {where}.{key}: expected {what}" in refusal(f"run: x\nresources:\n  {text}\n")
 
 
 @pytest.mark.parametrize("resources", ["cpus: 4+, memory: 32+", "cpus: 0.5, memory: 4x", "memory: 128GB"])
@@ -121,16 +117,8 @@ def test_amounts_of_skypilot_are_accepted(resources: str) -> None:
 
 def test_nested_problems_have_their_path() -> None:
     said = refusal(
-        "run: x\n"
-        "resources:\n"
-        "  disk_tier: bset\n"
-        "  job_recovery:\n"
-        "    max_restart_on_errors: 3\n"
-        "  any_of:\n"
-        "    - use_spot: maybe\n"
-        "file_mounts:\n"
-        "  /c:\n"
-        "    mode: MOUNT_CACHE\n"
+        "run: x\nresources:\n  disk_tier: bset\n  job_recovery:\n    max_restart_on_errors: 3\n"
+        "  any_of:\n    - use_spot: maybe\nfile_mounts:\n  /c:\n    mode: MOUNT_CACHE\n"
     )
     for line in (
         "task.yaml:3: resources.disk_tier: expected one of low, medium, high, ultra, best, none, found "
@@ -210,9 +198,8 @@ def test_accelerators_are_found_in_aliases_and_alternatives(
 
 def test_folded_accelerators_of_an_alternative_are_unfolded() -> None:
     task = task_of("resources:\n  any_of:\n    - gpus:\n        A100:1\n        H100:1\nrun: x\n")
-    assert yaml.safe_load(to_yaml(task))["resources"] == {
-        "any_of": [{"accelerators": {"A100": 1, "H100": 1}}]
-    }
+    (alternative,) = yaml.safe_load(to_yaml(task))["resources"]["any_of"]
+    assert alternative == {"accelerators": {"A100": 1, "H100": 1}}
     assert "line 4: resources.accelerators: without a space" in task.notes[0]
 
 
@@ -227,9 +214,6 @@ def test_variables_are_filled_in_before_a_mount_is_checked() -> None:
 def test_a_file_may_be_mounted_at_its_own_path() -> None:
     text = "run: x\nfile_mounts: {~/.kaggle/a: ~/.kaggle/a, /d/../b: /b, ~/c: ~/d, c: /c, /s: 's3://s'}\n"
     assert [one.is_in_place for one in task_of(text).file_mounts] == [True, True, False, False, False]
-
-
-# -- options of the command line -------------------------------------------------------------------------
 
 
 def overridden(text: str, **options: object) -> Task:
@@ -260,9 +244,6 @@ def test_a_command_is_a_task() -> None:
     task = command_task("echo 'a: b' # \u00e9\U0001f600", Overrides(envs={"A": "1"}))
     assert (task.name, task.run, task.envs) == ("command", "echo 'a: b' # \u00e9\U0001f600", {"A": "1"})
     assert task.workdir == str(Path.cwd())
-
-
-# -- pipelines -------------------------------------------------------------------------------------------
 
 
 PIPELINE = "name: p\n---\nname: a\nrun: x\n---\nenvs: {N: }\nrun: y $N\n"
@@ -296,9 +277,8 @@ def test_problems_of_all_tasks_are_reported() -> None:
 
 def test_job_groups_and_unclear_options_of_pipelines_are_refused() -> None:
     group = "name: g\nexecution: parallel\n---\nrun: x\n---\nrun: y\n"
-    with pytest.raises(
-        Unsupported, match=r"task\.yaml:2: execution: parallel makes a job group.*sky jobs launch"
-    ):
+    said = r"task\.yaml:2: execution: parallel makes a job group.*sky jobs launch"
+    with pytest.raises(Unsupported, match=said):
         parse_tasks(group, "task.yaml")
     with pytest.raises(InvalidInput, match="expected serial, found 'both'"):
         parse_tasks(group.replace("parallel", "both"), "task.yaml")
@@ -312,12 +292,8 @@ def test_a_missing_file_is_not_found(tmp_path) -> None:
 
 
 def test_variables_are_filled_in_in_paths() -> None:
-    task = task_of(
-        "envs: {BUCKET: b, N: 3}\n"
-        "file_mounts:\n  /c:\n    name: ${BUCKET}-$N\n  /d: /data/${OTHER}\n"
-        "run: echo $N\n",
-        N="4",
-    )
+    mounts = "file_mounts:\n  /c:\n    name: ${BUCKET}-$N\n  /d: /data/${OTHER}\n"
+    task = task_of("envs: {BUCKET: b, N: 3}\n" + mounts + "run: echo $N\n", N="4")
     assert [one.bucket or one.source for one in task.file_mounts] == ["b-4", "/data/${OTHER}"]
     assert task.envs == {"BUCKET": "b", "N": "4"}
     assert task.run == "echo $N"
@@ -330,15 +306,11 @@ def test_secrets_are_never_written_out() -> None:
 
 
 def test_recovery_is_parsed() -> None:
-    text = (
-        "run: x\nresources:\n  job_recovery: {max_restarts_on_errors: 3, recover_on_exit_codes: [33, 34]}\n"
-    )
-    assert task_of(text).recovery.max_restarts == 3
-    assert task_of(text).recovery.free_codes == {33, 34}
-    assert task_of(
-        "run: x\nresources: {job_recovery: {recover_on_exit_codes: 33}}\n"
-    ).recovery.free_codes == {33}
-    assert "137" in task_of("run: x\nresources: {job_recovery: {recover_on_exit_codes: 137}}\n").notes[0]
+    text = "run: x\nresources: {job_recovery: {max_restarts_on_errors: 3, recover_on_exit_codes: %s}}\n"
+    recovery = task_of(text % "[33, 34]").recovery
+    assert (recovery.max_restarts, recovery.free_codes) == (3, {33, 34})
+    assert task_of(text % 33).recovery.free_codes == {33}
+    assert "137" in task_of(text % 137).notes[0]
 
 
 def test_merged_maps_may_be_overridden() -> None:

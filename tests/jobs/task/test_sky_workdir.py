@@ -27,11 +27,8 @@ def test_the_path_of_the_workdir_replaces_it(command: str, expected: str) -> Non
 @pytest.mark.parametrize(
     "command",
     [
-        "cd ~/sky_workdir_2",
-        "cd ~/sky_workdir.bak",
-        "cd ~/sky_workdir-old",
-        "cd /home/me/sky_workdir",
-        "cd ~me/sky_workdir",
+        *(f"cd {path}" for path in ("~/sky_workdir_2", "~/sky_workdir.bak", "~/sky_workdir-old")),
+        *(f"cd {path}" for path in ("/home/me/sky_workdir", "~me/sky_workdir")),
         "rsync out host:~/sky_workdir/",  # of another machine
         "ls ~/sky_workdir/../other",  # in the home
     ],

@@ -9,28 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound
-from holdfast.jobs.dash.job_board import JobBoard, job_page
-from holdfast.jobs.dash.messages import (
-    REPORT_POLICY,
-    AccessKeys,
-    PageRequest,
-    PageResponse,
-    check_access,
-    error_response,
-    json_response,
-    parse_request,
-    text_response,
-)
+from holdfast.jobs.dash import messages
+from holdfast.jobs.dash.job_board import JobBoard, homes_of, job_page
 from holdfast.jobs.dash.output_feed import output_page
 from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
-from holdfast.jobs.description import checkpoints_of
-from holdfast.jobs.engine import Job
 from holdfast.watch.report.page import chart_library
 
 _JOB = r"api/jobs/(?P<job>[0-9]{1,9})"
 _HOME = r"homes/(?P<home>[0-9a-f]{16})"
-_MAX_HOMES = 100
-"""Homes of a job that the page lists."""
 _KINDS = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -42,99 +28,74 @@ _KINDS = {
 class Application:
     """Dash as a WSGI application. It only reads."""
 
-    def __init__(self, keys: AccessKeys, homes: Sequence[str] = ()) -> None:
+    def __init__(self, keys: messages.AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)
-        self._files = _read_page_files()
+        self._files: dict[str, messages.PageResponse] = {}
+        for one in (resources.files("holdfast.jobs.dash") / "assets").iterdir():
+            if one.is_file():
+                kind = _KINDS[Path(one.name).suffix]
+                self._files[one.name] = messages.PageResponse(200, one.read_bytes(), kind)
         self._board, self._runs = JobBoard(), RunView()
-        table: dict[str, Callable[..., PageResponse]] = {
+        table: dict[str, Callable[..., messages.PageResponse]] = {
             r"api/jobs": self._list,
-            _JOB: self._job,
+            _JOB: lambda _, job: messages.json_response(self._board.read(int(job), "page", job_page)),
             rf"{_JOB}/output": self._output,
             rf"{_JOB}/{_HOME}/curves": self._curves,
             rf"{_JOB}/{_HOME}/report": self._report,
             rf"api/{_HOME}/curves": self._curves,
             rf"api/{_HOME}/report": self._report,
-            r"charts\.js": self._charts,
+            r"charts\.js": lambda _: messages.PageResponse(200, chart_library().encode(), _KINDS[".js"]),
         }
         self._routes = [(re.compile(path, re.ASCII), respond) for path, respond in table.items()]
 
-    def __call__(
-        self, environ: dict[str, Any], start_response: Callable[[str, list[tuple[str, str]]], object]
-    ) -> Iterable[bytes]:
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
         """Answer one request."""
-        request = parse_request(environ)
+        request = messages.parse_request(environ)
         response = self.respond(request)
-        start_response(response.status_line, response.all_headers())
+        start_response(*response.head())
         return [] if request.method == "HEAD" else [response.content]
 
-    def respond(self, request: PageRequest) -> PageResponse:
+    def respond(self, request: messages.PageRequest) -> messages.PageResponse:
         """Return the response to one request."""
-        if refused := check_access(request, self._keys):
+        if refused := messages.check_access(request, self._keys):
             return refused
         path = request.path.removeprefix(f"/{self._keys.space}/")
         if file := self._files.get(path or "index.html"):
             return file
         for pattern, respond in self._routes:
             if found := pattern.fullmatch(path):
-                response = _translated(respond, request, **found.groupdict())
+                try:
+                    response = respond(request, **found.groupdict())
+                except HoldfastError as error:
+                    status = (
+                        404
+                        if isinstance(error, NotFound)
+                        else 400
+                        if isinstance(error, InvalidInput)
+                        else 503
+                    )
+                    return messages.json_response({"error": str(error)}, status)
                 is_known = response.tag and response.tag == request.known_tag  # the browser has this version
-                return PageResponse(304, b"", "", tag=response.tag) if is_known else response
-        return text_response(404, "Not found.")
+                return messages.PageResponse(304, b"", "", tag=response.tag) if is_known else response
+        return messages.text_response(404, "Not found.")
 
-    # -- what the page asks for ------------------------------------------------------------------------------
-
-    def _list(self, request: PageRequest) -> PageResponse:
+    def _list(self, request: messages.PageRequest) -> messages.PageResponse:
         homes = [RunPlace(place).as_json() for place in self._homes]
-        listing = {**self._board.listing().as_json(), "homes": homes}
-        return json_response(listing)
+        return messages.json_response({**self._board.listing().as_json(), "homes": homes})
 
-    def _job(self, request: PageRequest, job: str) -> PageResponse:
-        return json_response(self._board.read(int(job), "page", _page))
-
-    def _output(self, request: PageRequest, job: str) -> PageResponse:
+    def _output(self, request: messages.PageRequest, job: str) -> messages.PageResponse:
         cursor, node = request.query.get("after", ""), request.query.get("node", "")
         part = f"output of {node!r} after {cursor}"
         page = self._board.read(int(job), part, lambda found: output_page(found, cursor=cursor, node=node))
-        return json_response(page)
+        return messages.json_response(page)
 
-    def _curves(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
-        return json_response(self._runs.curves(self._place(home, job)))
+    def _curves(self, request: messages.PageRequest, home: str, job: str = "") -> messages.PageResponse:
+        return messages.json_response(self._runs.curves(self._place(home, job)))
 
-    def _report(self, request: PageRequest, home: str, job: str = "") -> PageResponse:
+    def _report(self, request: messages.PageRequest, home: str, job: str = "") -> messages.PageResponse:
         page = self._runs.report(self._place(home, job))
-        return PageResponse(200, page.encode(), "text/html; charset=utf-8", policy=REPORT_POLICY)
-
-    def _charts(self, request: PageRequest) -> PageResponse:
-        return PageResponse(200, chart_library().encode(), "text/javascript; charset=utf-8")
+        return messages.PageResponse(200, page.encode(), _KINDS[".html"], policy=messages.REPORT_POLICY)
 
     def _place(self, wanted: str, job: str) -> RunPlace:
-        homes = self._board.read(int(job), "homes", _homes_of) if job else self._homes
+        homes = self._board.read(int(job), "homes", homes_of) if job else self._homes
         return find_place(homes, wanted)
-
-
-def _page(job: Job) -> dict[str, Any]:
-    page = job_page(job)
-    del page["checkpoints"]  # the same homes, with secrets of their URLs
-    homes = [{**RunPlace(place).as_json(), "step": step} for place, step in _homes_of(job).items()]
-    return {**page, "homes": homes}
-
-
-def _homes_of(job: Job) -> dict[str, int]:
-    """Return the newest reported step of each home of a job, at most `_MAX_HOMES`."""
-    return dict(list(checkpoints_of(job).items())[:_MAX_HOMES])
-
-
-def _translated(respond: Callable[..., PageResponse], request: PageRequest, **parts: str) -> PageResponse:
-    """Return the response, or that of the error."""
-    try:
-        return respond(request, **parts)
-    except HoldfastError as error:
-        status = 404 if isinstance(error, NotFound) else 400 if isinstance(error, InvalidInput) else 503
-        return error_response(status, str(error))
-
-
-def _read_page_files() -> dict[str, PageResponse]:
-    """Return the files of the page by name."""
-    folder = resources.files("holdfast.jobs.dash") / "assets"
-    files = [one for one in folder.iterdir() if one.is_file()]
-    return {one.name: PageResponse(200, one.read_bytes(), _KINDS[Path(one.name).suffix]) for one in files}

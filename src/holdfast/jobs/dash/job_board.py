@@ -7,39 +7,37 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater
-from holdfast.jobs.description import JobDescription, describe_checks, describe_job
+from holdfast.jobs.dash.run_view import RunPlace
+from holdfast.jobs.description import (
+    JobDescription,
+    describe_checks,
+    describe_job,
+    durations_of,
+    recorded_homes,
+)
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.history import Change, JobAttempt, measure, read_changes
+from holdfast.jobs.history import Change, JobAttempt, read_changes
 from holdfast.jobs.interface import queue
 from holdfast.jobs.records import Records
 from holdfast.watch.report.kept_readings import KeptReadings
 
 _T = TypeVar("_T")
-WAIT_S = 3.0
-"""Time that a request waits for the state folder."""
+WAIT_S = 3.0  # time that a request waits for the state folder
 _MIN_AGE_S = 1.0
-_REST = 4.0
-"""Pause between two readings, as a multiple of the time that one takes."""
-MAX_ENDED = 200
-"""Jobs of the list that have ended. `holdfast queue --all` has all."""
+_REST = 4.0  # pause between two readings, as a multiple of the time that one takes
+MAX_HOMES = 100  # homes of a job that the page lists
+MAX_ENDED = 200  # jobs of the list that have ended. `holdfast queue --all` has all.
 
 
 @dataclass(frozen=True, slots=True)
 class JobListing:
-    """All jobs at one moment.
+    """All jobs at one moment."""
 
-    Attributes:
-        jobs: those that have not ended first, newest first.
-        rows: rows of the list as JSON, at most `MAX_ENDED` of jobs that have ended.
-        problems: why some jobs are missing or out of date, a message for each reason.
-        is_old: they could not be read this time.
-    """
-
-    jobs: tuple[Job, ...] = ()
-    rows: tuple[dict[str, Any], ...] = ()
-    problems: tuple[str, ...] = ()
-    is_old: bool = False
+    jobs: tuple[Job, ...] = ()  # those that have not ended first, newest first
+    rows: tuple[dict[str, Any], ...] = ()  # as JSON, at most `MAX_ENDED` of jobs that have ended
+    problems: tuple[str, ...] = ()  # why some jobs are missing or out of date, a message for each reason
+    is_old: bool = False  # they could not be read this time
 
     def as_json(self) -> dict[str, Any]:
         """Return the list for the page."""
@@ -56,11 +54,7 @@ class JobListing:
 
 
 class JobBoard:
-    """Board of all jobs. The longer reading takes, the less often they are read.
-
-    A state folder that does not answer, as on a server that is away, delays no request for more than 3 s, and
-    no request for anything else.
-    """
+    """Board of all jobs. The longer reading takes, the less often they are read."""
 
     def __init__(self) -> None:
         self._readings = KeptReadings[JobListing](least_age_s=_MIN_AGE_S, rest=_REST)
@@ -74,19 +68,13 @@ class JobBoard:
         try:
             self._listing = self._readings.get("The list of jobs", self._read, wait_s=WAIT_S)
         except RetryLater as error:
-            return self._old(error)
+            return replace(self._listing, problems=(str(error),), is_old=True)
         return self._listing
 
     def read(self, number: int, part: str, read: Callable[[Job], _T]) -> _T:
-        """Return what is read from a job's folder.
-
-        Blocks: while it is read, at most 3 s, and as `listing`.
-        """
+        """Return what is read from a job's folder. Blocks: at most 3 s, and as `listing`."""
         job = self.listing().find(number)
         return self._parts.get(f"The folder of job {number}", lambda: read(job), part=part, wait_s=WAIT_S)
-
-    def _old(self, error: HoldfastError) -> JobListing:
-        return replace(self._listing, problems=(str(error),), is_old=True)
 
     def _read(self) -> JobListing:
         problems: list[str] = []
@@ -95,7 +83,7 @@ class JobBoard:
             engines = sorted({record.engine for record in records.all()})
             problems += records.unreadable()
         except HoldfastError as error:
-            return self._old(error)
+            return replace(self._listing, problems=(str(error),), is_old=True)
         found: dict[str, list[Job]] = {}
         for name in engines:
             try:
@@ -114,24 +102,26 @@ class JobBoard:
         num_active = sum(not job.status.is_final for job in jobs)
         shown = jobs[: num_active + MAX_ENDED]
         rows = [self._ended.get((job.id, job.task_id)) or _row(job) for job in shown]
-        self._ended = {
-            (job.id, job.task_id): row for job, row in zip(shown, rows, strict=True) if job.status.is_final
-        }
+        pairs = zip(shown, rows, strict=True)
+        self._ended = {(job.id, job.task_id): row for job, row in pairs if job.status.is_final}
         return tuple(rows)
 
 
 def job_page(job: Job) -> dict[str, Any]:
     """Return everything that is recorded about a job as JSON, except its output."""
     found = describe_job(job)
+    homes = list(found.checkpoints.items())[:MAX_HOMES]
     return {
         "job": _row(job),
         "attempts": [_attempt(one, found) for one in found.attempts],
-        "lost_s": found.lost_s,
-        "checkpoints": found.checkpoints,
-        "folder": found.folder,
-        "workdirs": found.workdirs,
-        "logs": found.logs,
+        **{name: getattr(found, name) for name in ("lost_s", "folder", "workdirs", "logs")},
+        "homes": [{**RunPlace(place).as_json(), "step": step} for place, step in homes],
     }
+
+
+def homes_of(job: Job) -> list[str]:
+    """Return the homes of which a job has reported steps, at most `MAX_HOMES`."""
+    return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
 
 
 def _row(job: Job) -> dict[str, Any]:
@@ -141,55 +131,22 @@ def _row(job: Job) -> dict[str, Any]:
 
 
 def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
-    """Return the durations up to a moment, and the one that grows since then.
-
-    So a response stays the same while a job's status does, although its time passes.
-    """
+    """Return the durations up to the newest change, and the one that grows since then."""
     as_of_s = job.ended_unix_s or (changes[-1].unix_s if changes else job.started_unix_s)
     if as_of_s is None:
         return {"running_s": 0.0, "down_s": 0.0, "as_of_unix_s": None, "grows": ""}
-    until, later = (
-        measure(
-            changes,
-            submitted_unix_s=job.submitted_unix_s,
-            ended_unix_s=job.ended_unix_s,
-            now_unix_s=as_of_s + more_s,
-        )
-        for more_s in (0.0, 1.0)
-    )
-    running_s, grows = until.running_s, ""
-    if not changes and job.started_unix_s is not None:  # no history: see `durations_of`
-        running_s = max(0.0, as_of_s - job.started_unix_s)
-        grows = "" if job.status.is_final else "running"
-    elif later.running_s > until.running_s:
-        grows = "running"
-    elif later.down_s > until.down_s:
-        grows = "down"
-    return {"running_s": running_s, "down_s": until.down_s, "as_of_unix_s": as_of_s, "grows": grows}
+    until, later = (durations_of(job, changes, now_unix_s=as_of_s + more_s) for more_s in (0.0, 1.0))
+    grows = "running" if later.running_s > until.running_s else "down" if later.down_s > until.down_s else ""
+    durations = {"running_s": until.running_s, "down_s": until.down_s}
+    return {**durations, "as_of_unix_s": as_of_s, "grows": grows}
 
 
 def _attempt(one: JobAttempt, found: JobDescription) -> dict[str, Any]:
-    same = (
-        "number",
-        "started_unix_s",
-        "running_unix_s",
-        "ended_unix_s",
-        "reason",
-        "machines",
-        "step",
-        "lost_s",
-    )
+    same = ("number", "reason", "machines", "step", "lost_s")
+    times = ("started_unix_s", "running_unix_s", "ended_unix_s")
     return {
-        **{name: getattr(one, name) for name in same},
+        **{name: getattr(one, name) for name in (*same, *times)},
         "status": one.status.value,
-        "exits": [_exit(one, rank) for rank in range(found.job.num_nodes)],
+        "exits": [one.exit_of(rank) for rank in range(found.job.num_nodes)],
         "checks": list(describe_checks(found.checks.get(one.number, {}))),
     }
-
-
-def _exit(one: JobAttempt, rank: int) -> str:
-    """Return the exit status of a node: a number, a signal, `lost`, or nothing yet."""
-    outcome = one.outcomes.get(rank)
-    if outcome is None or outcome.is_lost:
-        return "" if one.ended_unix_s is None else "lost"
-    return f"signal {outcome.killed_by}" if outcome.killed_by is not None else str(outcome.code)

@@ -13,8 +13,7 @@ from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl
 
-COOKIE = "holdfast-dash"
-"""Name of the cookie that a browser gets for the token."""
+COOKIE = "holdfast-dash"  # name of the cookie that a browser gets for the token
 _MAX_FIELDS = 8
 
 
@@ -39,6 +38,7 @@ def parse_request(environ: Mapping[str, Any]) -> PageRequest:
         query = dict(parse_qsl(fields, keep_blank_values=True, max_num_fields=_MAX_FIELDS))
     except ValueError:  # too many
         query = {}
+    cookies = (one.strip().partition("=") for one in environ.get("HTTP_COOKIE", "").split(";"))
     return PageRequest(
         method=environ["REQUEST_METHOD"],
         path=environ.get("PATH_INFO", "").encode("latin-1").decode("utf-8", "replace"),
@@ -46,14 +46,9 @@ def parse_request(environ: Mapping[str, Any]) -> PageRequest:
         host=environ.get("HTTP_HOST", ""),
         origin=environ.get("HTTP_ORIGIN", ""),
         fetch_site=environ.get("HTTP_SEC_FETCH_SITE", ""),
-        session=_cookie(environ.get("HTTP_COOKIE", "")),
+        session=next((value for name, _, value in cookies if name == COOKIE), ""),
         known_tag=environ.get("HTTP_IF_NONE_MATCH", ""),
     )
-
-
-def _cookie(header: str) -> str:
-    pairs = (one.strip().partition("=") for one in header.split(";"))
-    return next((value for name, _, value in pairs if name == COOKIE), "")
 
 
 PAGE_POLICY = (
@@ -87,17 +82,13 @@ class PageResponse:
     headers: tuple[tuple[str, str], ...] = ()
     tag: str = ""  # ETag
 
-    @property
-    def status_line(self) -> str:
-        """Status with its reason."""
-        return f"{self.status} {HTTPStatus(self.status).phrase}"
-
-    def all_headers(self) -> list[tuple[str, str]]:
-        """Return all headers."""
+    def head(self) -> tuple[str, list[tuple[str, str]]]:
+        """Return the status with its reason, and all headers."""
         own = [("ETag", self.tag)] if self.tag else []
         if self.status != 304:
             own += [("Content-Type", self.kind), ("Content-Length", str(len(self.content)))]
-        return [*own, *self.headers, ("Content-Security-Policy", self.policy), *_HEADERS]
+        headers = [*own, *self.headers, ("Content-Security-Policy", self.policy), *_HEADERS]
+        return f"{self.status} {HTTPStatus(self.status).phrase}", headers
 
 
 def text_response(status: int, text: str) -> PageResponse:
@@ -105,24 +96,13 @@ def text_response(status: int, text: str) -> PageResponse:
     return PageResponse(status, f"{text}\n".encode(), "text/plain; charset=utf-8")
 
 
-def error_response(status: int, message: str) -> PageResponse:
-    """Return a response with a message for the page."""
-    return PageResponse(status, _encoded({"error": message}), "application/json")
-
-
-def json_response(value: Any) -> PageResponse:
-    """Return a response with a value, and the tag of this version."""
-    content = _encoded(value)
-    tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"'
-    return PageResponse(200, content, "application/json", tag=tag)
-
-
-def _encoded(value: Any) -> bytes:
+def json_response(value: Any, status: int = 200) -> PageResponse:
+    """Return a response with a value and, unless it is an error, the tag of this version."""
     # ASCII: texts may have halves of surrogate pairs, which UTF-8 cannot encode.
-    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    content = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    tag = f'"{hashlib.blake2b(content, digest_size=16).hexdigest()}"' if status == 200 else ""
+    return PageResponse(status, content, "application/json", tag=tag)
 
-
-# -- access ----------------------------------------------------------------------------------------------
 
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 _OWN_PAGE = ("", "none", "same-origin")
@@ -136,15 +116,9 @@ _NO_SCRIPTS = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-an
 
 @dataclass(frozen=True, slots=True)
 class AccessKeys:
-    """Random keys of one server.
+    """Random keys of one server: of all paths, the printed URL, and the cookie that replaces its token."""
 
-    Attributes:
-        space: first part of all paths. The cookie is sent for it only, and not to servers of other users on
-            other ports, as browsers send cookies to all ports of a host.
-        token: part of the printed URL.
-        session: value of the cookie that a browser gets for the token.
-    """
-
+    # First part of all paths. Browsers send cookies to all ports of a host: this one only for these paths.
     space: str = field(default_factory=lambda: secrets.token_hex(16))
     token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     session: str = field(default_factory=lambda: secrets.token_urlsafe(32))
@@ -181,15 +155,7 @@ def _is_equal(given: str, secret: str) -> bool:
 
 
 def _signed_in(keys: AccessKeys) -> PageResponse:
-    """Return the response that replaces the token by a cookie.
-
-    It is a page, not a redirect: browsers keep a strict cookie from a redirect that began at another site.
-    """
+    """Return the page that replaces the token by a cookie: browsers keep no strict cookie from a redirect."""
     cookie = f"{COOKIE}={keys.session}; Path=/{keys.space}/; HttpOnly; SameSite=Strict"
-    return PageResponse(
-        200,
-        _SIGN_IN.encode(),
-        "text/html; charset=utf-8",
-        policy=_NO_SCRIPTS,
-        headers=(("Set-Cookie", cookie),),
-    )
+    content, headers = _SIGN_IN.encode(), (("Set-Cookie", cookie),)
+    return PageResponse(200, content, "text/html; charset=utf-8", policy=_NO_SCRIPTS, headers=headers)

@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import InvalidInput, NotFound, printable
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.output.block import OutputBlock, texts
-from holdfast.jobs.output.log_reader import LogReader, interleaved
+from holdfast.jobs.output.log_reader import LogReader, interleaved, texts
 from holdfast.system.units import plural
 
-MAX_BYTES = 256 << 10
-"""Output in one response, of all nodes together."""
-MAX_LINES = 2000
-"""Lines in one response."""
-MAX_CHARS = 4000
-"""Characters of a line."""
+MAX_BYTES = 256 << 10  # output in one response, of all nodes together
+MAX_LINES = 2000  # lines in one response
+MAX_CHARS = 4000  # characters of a line
 _CURSOR = re.compile(r"(?:[0-9]{1,5}:[0-9]{1,16}(?:,(?!$)|$)){0,10000}", re.ASCII)
 # Colours and cursor movements of terminals, and titles of their windows.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,1000}(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -31,29 +25,38 @@ _MAX_LINE_BYTES = 64 << 10
 
 
 def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
-    """Return new lines of a job as JSON, with the cursor of the next request.
+    """Return new lines of a job as JSON, with the cursor of the next request. Too many: only the newest.
 
-    Args:
-        job: the job.
-        cursor: that of the response before, or "" for the newest lines.
-        node: the only node to show, or "" for all.
+    An empty cursor stands for the newest lines, and an empty node for all nodes.
     """
-    folder = job_folder(state_dir(), job.id)
-    logs = {rank: folder.log(rank) for rank in _ranks(job, node)}
-    window = _read_window(logs, _offsets(cursor), is_end=job.status.is_final)
-    lines = [
-        {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
-        for block in window.blocks
-        for text in texts(block)
-    ]
+    if not _CURSOR.fullmatch(cursor):
+        raise InvalidInput("The cursor of an earlier response was expected.")
+    pairs = (one.split(":") for one in cursor.split(",") if one)
+    offsets = {int(rank): int(offset) for rank, offset in pairs}
+    folder, ranks = job_folder(state_dir(), job.id), _ranks(job, node)
+    share = max(_MIN_BYTES, MAX_BYTES // max(1, len(ranks)))
+    skipped_bytes = 0
+    readers: list[LogReader] = []
+    with contextlib.ExitStack() as stack:
+        for rank in ranks:
+            begin, end, skipped = _bounds(folder.log(rank), offsets.get(rank, 0), share)
+            skipped_bytes += skipped
+            readers.append(LogReader(folder.log(rank), rank, is_timed=True, begin=begin, end=end))
+            stack.callback(readers[-1].close)
+        lines = [
+            {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
+            for block in interleaved(readers, is_end=job.status.is_final)
+            for text in texts(block)
+        ]
     return {
         "lines": lines[-MAX_LINES:],
-        "cursor": ",".join(f"{rank}:{offset}" for rank, offset in window.offsets.items()),
+        "cursor": ",".join(f"{reader.node}:{reader.offset}" for reader in readers),
         "progress": [
-            {"node": rank, "text": plain_text(text.decode("utf-8", "replace"))}
-            for rank, text in window.progress.items()
+            {"node": reader.node, "text": plain_text(reader.progress.decode("utf-8", "replace"))}
+            for reader in readers
+            if reader.progress
         ],
-        "skipped_bytes": window.skipped_bytes,
+        "skipped_bytes": skipped_bytes,
         "skipped_lines": max(0, len(lines) - MAX_LINES),
         "is_end": job.status.is_final,
     }
@@ -76,43 +79,6 @@ def _ranks(job: Job, node: str) -> range:
     return range(int(node), int(node) + 1)
 
 
-def _offsets(cursor: str) -> dict[int, int]:
-    if not _CURSOR.fullmatch(cursor):
-        raise InvalidInput("The cursor of an earlier response was expected.")
-    pairs = (one.split(":") for one in cursor.split(",") if one)
-    return {int(rank): int(offset) for rank, offset in pairs}
-
-
-@dataclass(frozen=True, slots=True)
-class LogWindow:
-    """Lines of several nodes."""
-
-    blocks: tuple[OutputBlock, ...]  # the lines, in the order of their times
-    offsets: dict[int, int]  # by node, the offset in its log from where to continue
-    progress: dict[int, bytes]  # by node, the present text of a line that is still being rewritten
-    skipped_bytes: int  # output before these lines that was left out, because it exceeds the limit
-
-
-def _read_window(logs: Mapping[int, Path], offsets: Mapping[int, int], *, is_end: bool) -> LogWindow:
-    """Return the lines that follow the offsets, of each node. If they exceed the limit, only the newest."""
-    share = max(_MIN_BYTES, MAX_BYTES // max(1, len(logs)))
-    readers: dict[int, LogReader] = {}
-    skipped_bytes = 0
-    with contextlib.ExitStack() as stack:
-        for node, path in logs.items():
-            begin, end, skipped = _bounds(path, offsets.get(node, 0), share)
-            skipped_bytes += skipped
-            readers[node] = LogReader(path, is_timed=True, begin=begin, end=end)
-            stack.callback(readers[node].close)
-        blocks = tuple(interleaved({**readers}, is_end=is_end))
-        return LogWindow(
-            blocks=blocks,
-            offsets={node: reader.offset for node, reader in readers.items()},
-            progress={node: reader.progress for node, reader in readers.items() if reader.progress},
-            skipped_bytes=skipped_bytes,
-        )
-
-
 def _bounds(path: Path, offset: int, max_bytes: int) -> tuple[int, int, int]:
     """Return begin and end of the part to read, and the bytes skipped."""
     try:
@@ -125,13 +91,9 @@ def _bounds(path: Path, offset: int, max_bytes: int) -> tuple[int, int, int]:
             offset = 0
         if size - offset <= max_bytes:
             return offset, size, 0
-        begin = _next_line(fd, size - max_bytes)
+        # From the next line on, or within a very long one. Without a line break, `find` returns -1.
+        begin = size - max_bytes
+        begin += max(0, os.pread(fd, _MAX_LINE_BYTES, begin - 1).find(b"\n"))
         return begin, size, begin - offset
     finally:
         os.close(fd)
-
-
-def _next_line(fd: int, offset: int) -> int:
-    """Return the offset of the next line, or `offset` within a very long line."""
-    found = os.pread(fd, _MAX_LINE_BYTES, offset - 1).find(b"\n")
-    return offset if found < 0 else offset + found

@@ -19,10 +19,8 @@ from holdfast.watch.report.page import headline, make_page
 from holdfast.watch.report.summary import RunSummary, read_summary
 
 _MIN_AGE_S = 4.0
-_REST = 9.0
-"""Pause between two readings of a home, as a multiple of the time that one takes."""
-_MAX_KEPT = 16
-"""Homes whose curves are kept in memory."""
+_REST = 9.0  # pause between two readings of a home, as a multiple of the time that one takes
+_MAX_KEPT = 16  # homes whose curves are kept in memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,38 +25,12 @@ _IDLE_S = 60
 _NOT_INSTALLED = "`holdfast dash` needs a web server: pip install 'torch-holdfast[dash]'."
 
 
-class DashServer:
-    """Server of one application, which listens from its creation on."""
-
-    def __init__(self, application: Application, port: int = 0) -> None:
-        try:
-            from waitress.server import create_server
-        except ImportError as error:
-            raise Unsupported(_NOT_INSTALLED) from error
-        listening = _listen(port)
-        self.port: int = listening.getsockname()[1]
-        logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # requests that wait are no news
-        self._server: Any = create_server(
-            application,
-            sockets=[listening],
-            threads=_NUM_THREADS,
-            connection_limit=_MAX_CONNECTIONS,
-            channel_timeout=_IDLE_S,
-            max_request_header_size=_MAX_HEADER_BYTES,
-            max_request_body_size=_MAX_BODY_BYTES,
-            ident="",
-        )
-
-    def run(self) -> None:
-        """Answer requests."""
-        self._server.run()
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.close()
-
-
-def _listen(port: int) -> socket.socket:
+def listen(application: Application, port: int = 0) -> tuple[Any, int]:
+    """Return a server of an application, which already listens, and its port."""
+    try:
+        from waitress.server import create_server
+    except ImportError as error:
+        raise Unsupported(_NOT_INSTALLED) from error
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed
@@ -67,7 +41,18 @@ def _listen(port: int) -> socket.socket:
             f"Port {port} of {_ADDRESS} cannot be used: {error}. Choose another one, or leave out --port for "
             "any free one."
         ) from error
-    return listening
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # requests that wait are no news
+    server = create_server(
+        application,
+        sockets=[listening],
+        threads=_NUM_THREADS,
+        connection_limit=_MAX_CONNECTIONS,
+        channel_timeout=_IDLE_S,
+        max_request_header_size=_MAX_HEADER_BYTES,
+        max_request_body_size=_MAX_BODY_BYTES,
+        ident="",
+    )
+    return server, listening.getsockname()[1]
 
 
 def has_desktop(env: Mapping[str, str]) -> bool:
@@ -78,16 +63,10 @@ def has_desktop(env: Mapping[str, str]) -> bool:
 
 @contextlib.contextmanager
 def opened(url: str) -> Iterator[None]:
-    """Open a browser at a URL, by way of a private file.
-
-    All users see the arguments of a browser, and the URL contains a token. The file is removed after the
-    block.
-    """
+    """Open a browser at a URL with a token, by way of a private file, as all users see its arguments."""
     with temporary_folder("dash") as folder:
         path = folder / "dash.html"
-        address = html.escape(url, quote=True)
-        path.write_text(
-            f'<!DOCTYPE html><meta http-equiv="refresh" content="0;url={address}">\n', encoding="utf-8"
-        )
+        to = f'<meta http-equiv="refresh" content="0;url={html.escape(url, quote=True)}">'
+        path.write_text(f"<!DOCTYPE html>{to}\n", encoding="utf-8")
         webbrowser.open(path.as_uri())
         yield

@@ -13,21 +13,13 @@ import yaml
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file, conda_start
-from holdfast.jobs.k8s.pod_config import (
-    affinity,
-    gpu_choice,
-    grace_s,
-    merge_pod_config,
-    pod_config,
-    requirements,
-)
+from holdfast.jobs.k8s import pod_config as pods
 from holdfast.jobs.k8s.refusal import (
     escape,
     invalid,
     is_subdomain,
     labels,
     object_name,
-    reference,
     unsupported,
 )
 from holdfast.jobs.task.edits import fill_in
@@ -36,56 +28,55 @@ from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
-Object = dict[str, Any]
-"""Object of Kubernetes."""
-QUEUE = "config.kubernetes.kueue.local_queue_name"
-"""Key of a task file for a queue of Kueue, which SkyPilot reads too."""
+Object = dict[str, Any]  # object of Kubernetes
+Volume = tuple[str, str, Mapping[str, Any]]  # name, path and source
+QUEUE = "config.kubernetes.kueue.local_queue_name"  # a queue of Kueue, as SkyPilot reads it too
 _MAX_RESTARTS = "resources.job_recovery.max_restarts_on_errors"
-_WORKDIR = "/workdir"
-"""Path of the clone of the task's repository."""
+_WORKDIR = "/workdir"  # path of the clone of the task's repository
 _RESERVED = ("/", _WORKDIR, "/dev/shm", "/proc", "/sys", "/dev", "/tmp")
 _NAMESPACE = "HOLDFAST_NAMESPACE"
 _NOTICE = "/tmp/holdfast-notice"
 _NODE_RANKS = ("SKYPILOT_NODE_RANK", "SKYPILOT_SETUP_NODE_RANK")
 _IMAGE = re.compile(r"docker:([A-Za-z0-9][\w./:@-]*)", re.A)
-_MAX_WORD_BYTES = 128 * 1024 - 1
-"""Longest argument or variable that Linux accepts."""
-_RETRIED = 143
-"""Exit status for which a PyTorchJob restarts a pod, as for any other from 128 on."""
+_MAX_WORD_BYTES = 128 * 1024 - 1  # longest argument or variable that Linux accepts
+_RETRIED = 143  # exit status for which a PyTorchJob restarts a pod, as for any other from 128 on
 
 
-def job(task: Task) -> Object:
-    """Return the Job of a task with one node."""
-    pod = _pod(task, "training", ["localhost"], {"value": "0"})
-    pod["spec"]["restartPolicy"] = "Never"
-    return _object(task, "Job", pod)
+def make_object(task: Task, kind: str) -> Object:
+    """Return the object that runs a task.
 
-
-def job_set(task: Task) -> Object:
-    """Return the JobSet of a task with several nodes, which are restarted together; see `job`."""
-    name = object_name(task)
-    addresses = [f"{name}-node-0-{rank}.{name}" for rank in range(_num_nodes(task))]
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    pod = _pod(task, "training", addresses, _value_from("fieldRef", fieldPath=index))
-    pod["spec"]["restartPolicy"] = "Never"
-    return _object(task, "JobSet", pod)
-
-
-def pytorch_job(task: Task) -> Object:
-    """Return the PyTorchJob of a task; see `job`.
-
-    The training operator does not count failures apart from preemptions, so pods restart `run` in place after
-    errors. The script of a pod derives its rank.
+    Args:
+        kind: Job for one node; JobSet for several nodes, which are restarted together; or PyTorchJob. The
+            training operator does not count failures apart from preemptions, so pods of a PyTorchJob restart
+            `run` in place after errors. Their scripts derive their rank.
     """
-    name = object_name(task)
-    addresses = [f"{name}-master-0", *(f"{name}-worker-{rank}" for rank in range(_num_nodes(task) - 1))]
-    # Istio's sidecar would intercept the connections of the training, and keep the pod running after it.
-    annotations = {"sidecar.istio.io/inject": "false"}
-    restarts = _whole(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
-    rule = {"status": _RETRIED, "in_place": restarts}
-    return _object(
-        task, "PyTorchJob", _pod(task, "pytorch", addresses, None, annotations=annotations, **rule)
-    )
+    name, num_nodes = object_name(task), _at_most(task, "num_nodes", task.num_nodes, 5000, " nodes")
+    max_restarts = _at_most(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
+    queue = value_at(task.document, QUEUE)
+    if queue is not None and not (isinstance(queue, str) and is_subdomain(queue) and len(queue) <= 63):
+        raise invalid(task, QUEUE, f"expected the name of a LocalQueue, found {str(queue)[:100]!r}.")
+    if kind == "Job":
+        pod = _pod(task, "training", ["localhost"], {"value": "0"})
+    elif kind == "JobSet":
+        addresses = [f"{name}-node-0-{rank}.{name}" for rank in range(num_nodes)]
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        pod = _pod(task, "training", addresses, _value_from("fieldRef", fieldPath=index))
+    else:
+        addresses = [f"{name}-master-0", *(f"{name}-worker-{rank}" for rank in range(num_nodes - 1))]
+        pod = _pod(task, "pytorch", addresses, None, status=_RETRIED, in_place=max_restarts)
+    if kind != "PyTorchJob":  # whose replicas have one
+        pod["spec"]["restartPolicy"] = "Never"
+    values = {
+        "name": name,
+        "object labels": labels(task) | ({"kueue.x-k8s.io/queue-name": queue} if queue is not None else {}),
+        "max restarts": max_restarts,
+        "preempted": PREEMPTED_STATUS,
+        "num nodes": num_nodes,
+        "num workers": num_nodes - 1,
+        "pod": pod,
+    }
+    values["workers"] = _template("workers", values) if num_nodes > 1 else None
+    return _template(kind, values)
 
 
 def secret_name(task: Task) -> str:
@@ -113,7 +104,6 @@ def script(name: str) -> str:
 
 
 def _template(name: str, values: Mapping[str, Any]) -> Any:
-    """Return a template of `objects.yaml` with its values."""
     return _fill(yaml.safe_load(script("objects.yaml"))[name], values)
 
 
@@ -127,46 +117,25 @@ def _fill(node: Any, values: Mapping[str, Any]) -> Any:
     return values[node[1:-1]] if is_value else node
 
 
-def _object(task: Task, kind: str, pod: Object) -> Object:
-    queue = value_at(task.document, QUEUE)
-    if queue is not None and not (isinstance(queue, str) and is_subdomain(queue) and len(queue) <= 63):
-        raise invalid(task, QUEUE, f"expected the name of a LocalQueue, found {str(queue)[:100]!r}.")
-    values = {
-        "name": object_name(task),
-        "object labels": labels(task) | ({"kueue.x-k8s.io/queue-name": queue} if queue is not None else {}),
-        "max restarts": _whole(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1),
-        "preempted": PREEMPTED_STATUS,
-        "num nodes": task.num_nodes,
-        "num workers": task.num_nodes - 1,
-        "pod": pod,
-    }
-    values["workers"] = _template("workers", values) if task.num_nodes > 1 else None
-    return _template(kind, values)
-
-
 def _pod(
     task: Task,
     container: str,
     addresses: list[str],
     rank: Mapping[str, Any] | None,
     *,
-    annotations: Mapping[str, str] | None = None,
     status: int = PREEMPTED_STATUS,
     in_place: int = 0,
 ) -> Object:
-    """Return the template of a task's pods.
-
-    Args:
-        addresses: those of all nodes, by rank.
-        rank: source of a pod's rank. None: the script of the pod derives it.
-    """
+    """Return the template of a task's pods; see `pod_arguments`. Without `rank`, their script derives it."""
     _check_files(task)
-    time_s = grace_s(task)
+    time_s = pods.grace_s(task)
     volumes = _volumes(task)
+    chosen = set(pods.pod_config(task).get("spec", {}))
     arguments = pod_arguments(task, status=status, in_place=in_place, grace_s=time_s)
     values = {
         "labels": labels(task),
-        "annotations": annotations,
+        # Istio's sidecar would intercept the connections of the training, and keep the pod running after it.
+        "annotations": {"sidecar.istio.io/inject": "false"} if rank is None else None,
         "grace s": time_s,
         "container": container,
         "image": _image(task),
@@ -178,39 +147,31 @@ def _pod(
         "volumes": [{"name": name, **source} for name, _, source in volumes],
         "workdir": None if task.repository is None else _WORKDIR,
         "ref": task.repository and escape(task.repository.ref or ""),
-        "resources": requirements(task) or None,
-        **_placement(task),
+        "resources": pods.requirements(task) or None,
+        "affinity": None if chosen & {"affinity", "nodeSelector"} else pods.affinity(task) or None,
+        "priority class": _priority_class(task),
     }
     values["clone"] = None if task.repository is None else _template("clone", values)
     found = _template("pod", values)
     _check_sizes(task, found["spec"]["containers"][0])
-    return merge_pod_config(task, found)
+    return pods.merge_pod_config(task, found, pods.pod_config(task))
 
 
-def _placement(task: Task) -> dict[str, Any]:
-    """Return the values that choose nodes and their order."""
-    asked = pod_config(task).get("spec", {})
-    is_chosen = "affinity" in asked or "nodeSelector" in asked
+def _priority_class(task: Task) -> str | None:
     found = (task.document.get("resources") or {}).get("priority_class")
     if found is not None and not is_subdomain(str(found)):
         what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
         raise invalid(task, "resources.priority_class", what)
-    return {
-        "affinity": None if is_chosen else affinity(task) or None,
-        "priority class": None if found is None else str(found),
-    }
+    return None if found is None else str(found)
 
 
 def _environment(
     task: Task, addresses: list[str], rank: Mapping[str, Any] | None, grace_s: int
 ) -> list[dict[str, Any]]:
-    """Return the variables of the task, SkyPilot's and Holdfast's.
-
-    Holdfast's override those of the task. A variable may refer to those before it.
-    """
-    _, num_gpus = gpu_choice(task)
+    """Return the variables of the task, SkyPilot's and Holdfast's. Each may refer to those before it."""
+    _, num_gpus = pods.gpu_choice(task)
     # The same after every restart. Two namespaces may have jobs of one name.
-    task_id = f"{reference(_NAMESPACE)}-{object_name(task)}"
+    task_id = f"$({_NAMESPACE})-{object_name(task)}"
     first = {
         _NAMESPACE: _value_from("fieldRef", fieldPath="metadata.namespace"),
         TAG: _value_from("fieldRef", fieldPath="metadata.name"),
@@ -254,18 +215,15 @@ def _value_from(kind: str, **place: str) -> dict[str, Any]:
 
 
 def _repository_url(task: Task) -> str:
-    """Return the URL of the repository, with references to secrets."""
     marked = {name: f"\0{name}\0" for name in task.secrets}  # no value contains this character
     url = str(fill_in(task.document["workdir"]["url"], {**task.envs, **marked}))
-    return re.sub("\0(.*?)\0", lambda found: reference(found[1]), escape(url))
+    return re.sub("\0(.*?)\0", r"$(\1)", escape(url))  # Kubernetes puts in the value of a variable
 
 
-def _volumes(task: Task) -> list[tuple[str, str, Mapping[str, Any]]]:
-    """Return name, path and source of the volumes: shared memory, the workdir, and claims that exist."""
+def _volumes(task: Task) -> list[Volume]:
+    """Return the volumes: shared memory, the workdir, and claims that exist."""
     # The default of 64 MiB is too small for the workers of a DataLoader.
-    found: list[tuple[str, str, Mapping[str, Any]]] = [
-        ("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})
-    ]
+    found: list[Volume] = [("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}})]
     if task.repository is not None:
         found.append(("workdir", _WORKDIR, {"emptyDir": {}}))
     for number, (path, value) in enumerate((task.document.get("volumes") or {}).items()):
@@ -275,7 +233,6 @@ def _volumes(task: Task) -> list[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _claim(task: Task, path: str, value: Any) -> str:
-    """Return the name of the claim of an entry."""
     key = f"volumes.{path}"
     is_plain = path.startswith("/") and posixpath.normpath(path) == path and not set(path) & set(":\0\n")
     if not is_plain or path in _RESERVED:
@@ -300,8 +257,6 @@ def _image(task: Task) -> str:
 
 
 def _check_files(task: Task) -> None:
-    """Refuse folders, files and buckets."""
-    _num_nodes(task)
     if task.workdir is not None:
         what = (
             "a folder of this machine cannot be uploaded to a cluster. Put the files into the image, or give "
@@ -316,11 +271,7 @@ def _check_files(task: Task) -> None:
         raise unsupported(task, f"file_mounts.{mount.target}", what)
 
 
-def _num_nodes(task: Task) -> int:
-    return _whole(task, "num_nodes", task.num_nodes, 5000, " nodes")
-
-
-def _whole(task: Task, key: str, value: int, limit: int, noun: str = "") -> int:
+def _at_most(task: Task, key: str, value: int, limit: int, noun: str = "") -> int:
     if value > limit:
         raise invalid(task, key, f"expected at most {limit}{noun}, found {value}.")
     return value

@@ -19,11 +19,11 @@ from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.unsupported_keys import value_at
 
-_GRACE_S = 120
-"""Default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner."""
+_GRACE_S = 120  # default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner.
 _MAX_GRACE_S = 2**31 - 1
 _IDENTITY = {"volumeMounts": "mountPath", "tolerations": "", "imagePullSecrets": "name"}
 """Member that identifies an item of a list, if it is not `name`. Empty: items are never merged."""
+_KINDS = {dict: "map", list: "list"}
 _OURS = ("restartPolicy", "hostname", "subdomain")
 
 
@@ -50,11 +50,6 @@ def grace_s(task: Task) -> int:
     return found
 
 
-def merge_pod_config(task: Task, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pod template with the user's settings."""
-    return _merge(task, template, pod_config(task), "")
-
-
 def _check_spec(task: Task, spec: Mapping[str, Any]) -> None:
     containers = spec.get("containers", [{}])
     if not isinstance(containers, list) or not all(isinstance(one, Mapping) for one in containers):
@@ -71,35 +66,29 @@ def _check_spec(task: Task, spec: Mapping[str, Any]) -> None:
         raise invalid(task, POD_CONFIG, f"Holdfast sets {found[0]} itself.")
 
 
-def _merge(task: Task, ours: Any, theirs: Any, where: str) -> Any:
+def merge_pod_config(task: Task, ours: Any, theirs: Any, where: str = "") -> Any:
+    """Return Holdfast's part of a pod template, merged with the user's part at the same place."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         merged = dict(ours)
         for key, value in theirs.items():
             path = f"{where}.{key}" if where else key
-            merged[key] = _merge(task, ours[key], value, path) if key in ours else value
+            merged[key] = merge_pod_config(task, ours[key], value, path) if key in ours else value
         return merged
     if where == "spec.containers":
         (training,) = ours
         settings = {key: value for one in theirs for key, value in one.items() if key != "name"}
-        return [_merge(task, training, settings, f"{where}[0]")]
+        return [merge_pod_config(task, training, settings, f"{where}[0]")]
     if isinstance(ours, list) and isinstance(theirs, list):
-        return _join(task, ours, theirs, where)
-    if isinstance(ours, (Mapping, list)) or isinstance(theirs, (Mapping, list)):
-        raise invalid(task, POD_CONFIG, f"expected a {_kind(ours)} as {where}, found a {_kind(theirs)}.")
+        identity = _IDENTITY.get(where.rpartition(".")[2], "name")
+        if not all(isinstance(one, Mapping) for one in [*ours, *theirs]):
+            return [*ours, *theirs]
+        # Of two items of the same name, the user's replaces Holdfast's.
+        names = {one.get(identity) for one in theirs if identity in one}
+        return [one for one in ours if one.get(identity) not in names or identity not in one] + theirs
+    expected, found = (_KINDS.get(type(one), "single value") for one in (ours, theirs))
+    if "map" in (expected, found) or "list" in (expected, found):
+        raise invalid(task, POD_CONFIG, f"expected a {expected} as {where}, found a {found}.")
     return theirs
-
-
-def _join(task: Task, ours: list[Any], theirs: list[Any], where: str) -> list[Any]:
-    """Return a list with all items of two. Of two items of the same name the user's replaces Holdfast's."""
-    identity = _IDENTITY.get(where.rpartition(".")[2], "name")
-    if not all(isinstance(one, Mapping) for one in [*ours, *theirs]):
-        return [*ours, *theirs]
-    names = {one.get(identity) for one in theirs if identity in one}
-    return [one for one in ours if one.get(identity) not in names or identity not in one] + theirs
-
-
-def _kind(value: Any) -> str:
-    return "map" if isinstance(value, Mapping) else "list" if isinstance(value, list) else "single value"
 
 
 def _is_plain(value: Any) -> bool:
@@ -112,32 +101,25 @@ def _is_plain(value: Any) -> bool:
     return value is None or is_number or isinstance(value, str)
 
 
-GPU = "nvidia.com/gpu"
-"""Name of NVIDIA's GPUs as a resource."""
+GPU = "nvidia.com/gpu"  # name of NVIDIA's GPUs as a resource
 _OTHER_VENDORS = re.compile(r"tpu|mi\d|gaudi|trainium|inferentia", re.I)
 _MAX_GPUS = 1024
 _LABEL = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?", re.A)
 
 
 def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
-    """Return the models of GPU that a pod may have, and their number; ((), 0) for none.
-
-    Kubernetes cannot choose between numbers, so this includes the choices with the number of the first one.
-    """
+    """Return the models of GPU that a pod may have, and their number, which is that of the first choice."""
     choices = task.accelerators.choices
     if not choices:
         return (), 0
     key = "resources.accelerators"
     name, count = choices[0]
     if _OTHER_VENDORS.match(name):
-        raise unsupported(
-            task, key, f"expected a model of NVIDIA GPU, found {name!r}. Only those are supported."
-        )
+        what = f"expected a model of NVIDIA GPU, found {name!r}. Only those are supported."
+        raise unsupported(task, key, what)
     if count != int(count) or not 1 <= count <= _MAX_GPUS:
-        what = (
-            f"expected a whole number of GPUs from 1 to {_MAX_GPUS}, found {count:g}: Kubernetes shares none."
-        )
-        raise invalid(task, key, what)
+        what = f"expected a whole number of GPUs from 1 to {_MAX_GPUS}, found {count:g}: "
+        raise invalid(task, key, f"{what}Kubernetes shares none.")
     models = tuple(model for model, number in choices if number == count and not _OTHER_VENDORS.match(model))
     too_long = [model for model in models if not _LABEL.fullmatch(model)]
     if too_long:
@@ -146,10 +128,7 @@ def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
 
 
 def requirements(task: Task) -> dict[str, Any]:
-    """Return the `resources` of the container.
-
-    CPUs and memory are requested and not limited: a limit would throttle or kill a training on an idle node.
-    """
+    """Return the `resources` of the container. Limits of CPUs or memory could throttle or kill a training."""
     asked = task.document.get("resources") or {}
     requests: dict[str, str] = {}
     cpus = parse_cpus(asked.get("cpus"))

@@ -12,10 +12,8 @@ from typing_extensions import override
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.task.model import Task
 
-POD_CONFIG = "config.kubernetes.pod_config"
-"""Key of a task file for the user's own settings of pods, in SkyPilot's form."""
-_MAX_NAME = 40
-"""Longest name of a job: pods and services append to it, and have at most 63 characters."""
+POD_CONFIG = "config.kubernetes.pod_config"  # the user's own settings of pods, in SkyPilot's form
+_MAX_NAME = 40  # longest name of a job: pods and services append to it, and have at most 63 characters
 _LABEL_KEY = re.compile(
     r"(?:(?=.{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/)?(?=.{1,63}$)\w(?:[\w.-]*\w)?", re.A
 )
@@ -25,22 +23,18 @@ _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0
 
 def invalid(task: Task, key: str, what: str) -> InvalidInput:
     """Return the error for an invalid value."""
-    return InvalidInput(f"{_place(task, key)}: {what} Nothing was started.")
+    return InvalidInput(f"{task.path}:{line_of(task, key)}: {key}: {what} Nothing was started.")
 
 
 def unsupported(task: Task, key: str, what: str) -> Unsupported:
     """Return the error for a key that Kubernetes cannot provide; see `invalid`."""
-    return Unsupported(f"{_place(task, key)}: {what} Nothing was started.")
+    return Unsupported(f"{task.path}:{line_of(task, key)}: {key}: {what} Nothing was started.")
 
 
 def line_of(task: Task, key: str) -> int:
     """Return the line of a key, or of the nearest key around it."""
     parts = key.split(".")
     return task.line_of(*(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
-
-
-def _place(task: Task, key: str) -> str:
-    return f"{task.path}:{line_of(task, key)}: {key}"
 
 
 def object_name(task: Task) -> str:
@@ -91,14 +85,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, text: str) -> Any:
+def _represent(dumper: yaml.SafeDumper, text: str) -> Any:
     is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
     is_block = "\n" in text and not _OTHER_BREAKS.search(text)
     style = "|" if is_block else None if is_plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent)
 
 
 def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:
@@ -110,8 +104,3 @@ def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:
 def escape(text: str) -> str:
     """Return text that Kubernetes turns back into `text`: it replaces `$(NAME)`, and `$$` by `$`."""
     return _REPLACED.sub("$$", text)
-
-
-def reference(name: str) -> str:
-    """Return text that Kubernetes replaces by the value of an environment variable."""
-    return f"$({name})"

@@ -1,4 +1,4 @@
-"""Reader of a growing log in blocks of lines, with memory for one block, and a watch for its changes."""
+"""Output in blocks of lines, and the reader of a growing log, with memory for one block."""
 
 from __future__ import annotations
 
@@ -6,42 +6,97 @@ import ctypes
 import heapq
 import os
 import select
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.jobs.output.block import OutputBlock, last_text, last_texts
-from holdfast.jobs.output.log_times import LogTimes, split
+from holdfast.jobs.output.log_times import LogTimes
 from holdfast.system.units import format_bytes
 
 _CHUNK_BYTES = 1 << 20
-_MAX_LINE_BYTES = 64 << 10
-"""Longer lines are returned in parts."""
+_MAX_LINE_BYTES = 64 << 10  # longer lines are returned in parts
 _IN_MODIFY, _IN_ATTRIB, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x4, 0x100, 0x80
 _EVENTS_BYTES = 1 << 16
-_POLL_S = 5.0
-"""Interval of polling where inotify is unavailable or misses changes."""
+_POLL_S = 5.0  # interval of polling where inotify is unavailable or misses changes
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBlock:
+    """Lines of one node that were written within a second. The last may be a part of a very long line."""
+
+    node: int | None  # None: changes of the job's status
+    data: bytes
+    unix_s: float | None = None  # time of writing, to the second
+    is_progress: bool = False  # the present text of a line that is still being rewritten
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSelection:
+    """Choice of a job's output."""
+
+    follow: bool = False  # read until the job ends, and not only what was written so far
+    node: int | None = None  # the only node to be read, or None for all
+    tail: int | None = None  # number of lines at each node's end to begin with, or None for all lines
+    is_timed: bool = False  # give each block its time
+    with_changes: bool = False  # also read changes of the status
+    with_progress: bool = False  # also read lines that are still being rewritten, if one node is read
+
+
+def last_texts(data: bytes) -> bytes:
+    """Return lines as a terminal would show them after carriage returns: each with its last text only."""
+    if b"\r" not in data:
+        return data
+    return b"\n".join(last_text(line) for line in data.split(b"\n"))
+
+
+def last_text(line: bytes) -> bytes:
+    """Return the text of a line after its last carriage return. Those at its end do not count."""
+    if b"\r" not in line:
+        return line
+    line = line.rstrip(b"\r")
+    return line[line.rfind(b"\r") + 1 :]
+
+
+def with_prefix(data: bytes, prefix: bytes, *, is_line_start: bool) -> bytes:
+    """Return lines with a prefix for each; the data begins a line or continues one."""
+    if not prefix or not data:
+        return data
+    ends_line = data.endswith(b"\n")
+    body = data[:-1] if ends_line else data
+    body = body.replace(b"\n", b"\n" + prefix)
+    return (prefix if is_line_start else b"") + body + (b"\n" if ends_line else b"")
+
+
+def texts(block: OutputBlock) -> Iterator[str]:
+    """Yield the lines of a block as text."""
+    for line in block.data.removesuffix(b"\n").split(b"\n"):
+        yield line.decode("utf-8", "replace")
+
+
+def format_second(unix_s: float | None) -> str:
+    """Return a time as local date and time, or dashes if it is unknown."""
+    return "-------------------" if unix_s is None else time.strftime("%F %T", time.localtime(unix_s))
 
 
 class LogReader:
-    """Reader of one log.
+    """Reader of one log, which may not exist yet.
 
-    Args:
-        path: the log. It may not exist yet.
-        tail: number of lines at the end to begin with. Default: all lines.
-        is_timed: separate lines that were written at different times.
-        begin: offset of the first byte to read, without `tail`.
-        end: offset to stop at, even if the log is longer.
+    It begins with the last `tail` lines, or at the offset `begin`, and stops at `end`. With `is_timed`, lines
+    of different times are in different blocks. Without a node, they are changes of the job's status.
     """
 
     def __init__(
         self,
         path: Path,
+        node: int | None = None,
         *,
         tail: int | None = None,
         is_timed: bool = False,
         begin: int = 0,
         end: int | None = None,
     ) -> None:
+        self.node = node
         self._path, self._tail, self._end = path, tail, end
         self._times = LogTimes(path, begin=begin) if is_timed else None
         self._fd: int | None = None
@@ -58,29 +113,26 @@ class LogReader:
         """Present text of an incomplete line that is rewritten by carriage returns, or nothing."""
         return last_text(self._rest) if b"\r" in self._rest else b""
 
-    def blocks(self, *, is_end: bool = False) -> Iterator[tuple[bytes, float | None]]:
-        """Yield new lines in blocks, each with its time. A block without a line break at its end continues.
-
-        Args:
-            is_end: no more output follows, so yield an incomplete last line too.
-        """
-        if not self._open():
+    def blocks(self, *, is_end: bool = False) -> Iterator[OutputBlock]:
+        """Yield new lines in blocks. A block without a line break at its end continues, unless `is_end`."""
+        if (fd := self._open()) is None:
             return
-        assert self._fd is not None
-        status = os.fstat(self._fd)
+        status = os.fstat(fd)
         if status.st_size < self._pos:  # emptied by its owner
             self._pos, self._rest = 0, b""
         if self._times is not None:
             self._times.refresh()
         while True:
-            yield from self._skip_removed()
+            if (at := _data_from(fd, self._pos)) > self._pos:
+                yield self._skip_removed(at)
             left = _CHUNK_BYTES if self._end is None else max(0, self._end - self._pos)
-            chunk = os.pread(self._fd, min(_CHUNK_BYTES, left), self._pos)
+            chunk = os.pread(fd, min(_CHUNK_BYTES, left), self._pos)
             if not chunk:
                 break
-            if _data_from(self._fd, self._pos) > self._pos:
+            if _data_from(fd, self._pos) > self._pos:
                 continue  # removed while it was read
-            yield from self._take(chunk[: self._num_bytes_of_data()], status.st_mtime)
+            num_bytes = os.lseek(fd, self._pos, os.SEEK_HOLE) - self._pos
+            yield from self._take(chunk[:num_bytes], status.st_mtime)
         if is_end and self._rest:
             yield from self._timed(self._rest, self._pos - len(self._rest), status.st_mtime)
             self._rest = b""
@@ -91,9 +143,7 @@ class LogReader:
             os.close(self._fd)
             self._fd = None
 
-    # -- lines -----------------------------------------------------------------------------------------------
-
-    def _take(self, chunk: bytes, modified_unix_s: float) -> Iterator[tuple[bytes, float | None]]:
+    def _take(self, chunk: bytes, modified_unix_s: float) -> Iterator[OutputBlock]:
         begin = self._pos - len(self._rest)
         self._pos += len(chunk)
         data = self._rest + chunk
@@ -112,43 +162,32 @@ class LogReader:
             rest = b""
         self._rest = rest
 
-    def _timed(self, data: bytes, begin: int, modified_unix_s: float) -> Iterator[tuple[bytes, float | None]]:
+    def _timed(self, data: bytes, begin: int, modified_unix_s: float) -> Iterator[OutputBlock]:
         if self._times is None:
-            yield last_texts(data), None
+            yield OutputBlock(self.node, last_texts(data))
             return
-        for part, unix_s in split(data, begin, self._times, modified_unix_s):
-            yield last_texts(part), unix_s
+        for part, unix_s in self._times.split(data, begin, modified_unix_s):
+            yield OutputBlock(self.node, last_texts(part), unix_s)
 
-    # -- the file --------------------------------------------------------------------------------------------
-
-    def _open(self) -> bool:
+    def _open(self) -> int | None:
         if self._fd is None:
             try:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 self._tail = None  # all that is written from now on is new
-                return False
+                return None
             if self._tail is not None:
                 self._pos = _tail_offset(self._fd, self._tail)
-        return True
+        return self._fd
 
-    def _num_bytes_of_data(self) -> int:
-        """Return the number of bytes before a removed part, or the end."""
-        assert self._fd is not None
-        return os.lseek(self._fd, self._pos, os.SEEK_HOLE) - self._pos
-
-    def _skip_removed(self) -> Iterator[tuple[bytes, float | None]]:
-        """Skip a part that was removed, and yield a line in its place."""
-        assert self._fd is not None
-        at = _data_from(self._fd, self._pos)
-        if at <= self._pos:
-            return
+    def _skip_removed(self, at: int) -> OutputBlock:
+        """Skip a part that was removed, up to an offset, and return a line in its place."""
         removed = format_bytes(at - self._pos)
         lead = self._rest + b"\n" * bool(self._rest)
         note = f"holdfast: {removed} of output were removed here, to limit the log\n".encode()
         begin, self._pos, self._rest = self._pos, at, b""
         unix_s = None if self._times is None else self._times.at(begin, 0.0)
-        yield last_texts(lead) + note, unix_s
+        return OutputBlock(self.node, last_texts(lead) + note, unix_s)
 
 
 def _data_from(fd: int, pos: int) -> int:
@@ -182,18 +221,13 @@ def _tail_offset(fd: int, num_lines: int) -> int:
     return 0
 
 
-def interleaved(readers: Mapping[int | None, LogReader], *, is_end: bool) -> Iterator[OutputBlock]:
+def interleaved(readers: Collection[LogReader], *, is_end: bool) -> Iterator[OutputBlock]:
     """Yield the new blocks of all nodes in the order of their times."""
-    streams = [_blocks(node, reader, is_end=is_end) for node, reader in readers.items()]
+    streams = [reader.blocks(is_end=is_end) for reader in readers]
     if len(streams) == 1:
         yield from streams[0]
     else:
         yield from heapq.merge(*streams, key=lambda block: block.unix_s or 0.0)
-
-
-def _blocks(node: int | None, reader: LogReader, *, is_end: bool) -> Iterator[OutputBlock]:
-    for data, unix_s in reader.blocks(is_end=is_end):
-        yield OutputBlock(node, data, unix_s)
 
 
 class FolderWatch:

@@ -16,8 +16,7 @@ from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import parse_bytes
 
 _SAMPLE = struct.Struct("<Qd")  # size of the log in bytes, and Unix time
-_MAX_BYTES = 16 << 20
-"""Limit of the file: a million samples. Then every second one is left out."""
+_MAX_BYTES = 16 << 20  # limit of the file: a million samples. Then every second one is left out.
 
 
 def times_path(log: Path) -> Path:
@@ -53,10 +52,11 @@ def _first_sample(path: Path, begin: int) -> int:
         with path.open("rb") as file:
             fd = file.fileno()
             samples = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
-            index = bisect_right(
-                samples, begin, key=lambda at: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
-            )
-            return index * _SAMPLE.size
+
+            def size_at(at: int) -> int:
+                return _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
+
+            return bisect_right(samples, begin, key=size_at) * _SAMPLE.size
     except FileNotFoundError:
         return 0
 
@@ -89,25 +89,18 @@ class LogTimes:
         index = bisect_left(self._sizes, end)
         return self._unix_s[index] if index < len(self._sizes) else default
 
-    def cuts(self, begin: int, end: int) -> list[int]:
-        """Return the recorded sizes between two offsets, and `end`."""
+    def split(self, data: bytes, begin: int, default: float) -> Iterator[tuple[bytes, float]]:
+        """Yield whole lines in parts, each written within a second, with their times; see `at`."""
+        end, done = begin + len(data), 0
         low, high = bisect_left(self._sizes, begin + 1), bisect_left(self._sizes, end)
-        return [*self._sizes[low:high], end]
+        for before, cut in pairwise([begin, *self._sizes[low:high], end]):
+            to = len(data) if cut == end else data.rfind(b"\n", 0, cut - begin) + 1
+            if to > done and cut > before:
+                yield data[done:to], self.at(begin + to, default)
+                done = to
 
 
-def split(data: bytes, begin: int, times: LogTimes, default: float) -> Iterator[tuple[bytes, float]]:
-    """Yield whole lines in parts, each written within a second, with their times."""
-    done = 0
-    for before, cut in pairwise([begin, *times.cuts(begin, begin + len(data))]):
-        is_last = cut == begin + len(data)
-        to = len(data) if is_last else data.rfind(b"\n", 0, cut - begin) + 1
-        if to > done and cut > before:
-            yield data[done:to], times.at(begin + to, default)
-            done = to
-
-
-LIMIT = "HOLDFAST_LOG_LIMIT"
-"""Variable of the job with the most bytes of output per node that are kept, or `none`."""
+LIMIT = "HOLDFAST_LOG_LIMIT"  # variable of the job with the bytes of output per node that are kept, or `none`
 DEFAULT = "1GiB"
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of fallocate(2)
 _PAGE_BYTES = 4096
@@ -127,10 +120,7 @@ def limit_bytes(value: str) -> int | None:
 
 
 def hole(size: int, limit: int) -> tuple[int, int]:
-    """Return offset and length of the part that a too long log loses; pure.
-
-    The beginning stays, at most 64 MiB, and the last half of the limit.
-    """
+    """Return offset and length of the part that a too long log loses: not the beginning and the last half."""
     head = min(_MAX_HEAD_BYTES, limit // 4)
     begin = -(-head // _PAGE_BYTES) * _PAGE_BYTES
     end = (size - limit // 2) // _PAGE_BYTES * _PAGE_BYTES
@@ -138,10 +128,7 @@ def hole(size: int, limit: int) -> tuple[int, int]:
 
 
 def punch(fd: int, begin: int, num_bytes: int) -> None:
-    """Give a part of a file back to the file system. Its size and the offsets of the rest stay.
-
-    Writers that append to it, and readers, continue unaware.
-    """
+    """Give a part of a file back to the file system. Its writers, which append, and its readers continue."""
     arguments = (_PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(begin), ctypes.c_int64(num_bytes))
     if _libc.fallocate(fd, *arguments):
         number = ctypes.get_errno()
@@ -162,10 +149,7 @@ class LogSampler:
             self._write(f"{error} The limit is {DEFAULT}.")
 
     def poll(self) -> None:
-        """Record a changed size, and remove the middle of a log that is too long.
-
-        A failure is written to the log once: it must not end the job.
-        """
+        """Record a changed size, and remove the middle of a log that is too long."""
         status = os.fstat(self._fd)
         if status.st_size == self._size:
             return

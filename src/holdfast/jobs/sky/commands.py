@@ -15,13 +15,11 @@ from holdfast.jobs.status import JobStatus
 from holdfast.system.documents import Fields, decode
 from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
-PROGRAM = "HOLDFAST_SKY"
-"""Variable with the path of the program. Default: `sky` on the PATH."""
+PROGRAM = "HOLDFAST_SKY"  # variable with the path of the program. Default: `sky` on the PATH.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
 _SHORT_S = 300.0
-_LAUNCH_S = 3600.0
-"""Includes the upload of workdir and file mounts."""
+_LAUNCH_S = 3600.0  # includes the upload of workdir and file mounts
 _OURS: Mapping[str, JobStatus] = {
     "SUBMITTED": JobStatus.PENDING,
     "WINDING_DOWN": JobStatus.RUNNING,
@@ -55,10 +53,7 @@ def launch_words(name: str, path: str, secrets: Mapping[str, str]) -> list[str]:
 
 
 def launch(name: str, path: Path, secrets: Mapping[str, str]) -> str | None:
-    """Launch a job, and return its id, or None if SkyPilot has not printed it.
-
-    Blocks: until SkyPilot has uploaded files and started its controller, which takes minutes the first time.
-    """
+    """Launch a job in minutes, and return its id, or None if SkyPilot has not printed it."""
     output = _run(launch_words(name, str(path), secrets), secrets, timeout_s=_LAUNCH_S)
     found = _JOB_ID.search(output)
     return None if found is None else found[1]
@@ -95,13 +90,11 @@ def _plain(line: bytes) -> str:
     return _COLOURS.sub("", line.decode("utf-8", "replace")).rstrip("\r")
 
 
-def _run(
-    words: list[str], environment: Mapping[str, str] | None = None, *, timeout_s: float = _SHORT_S
-) -> str:
+def _run(words: list[str], secrets: Mapping[str, str] | None = None, timeout_s: float = _SHORT_S) -> str:
     command = [program(), *words]
     command_line = f"sky {' '.join(words)}"
     try:
-        done = run_program(command, timeout_s=timeout_s, env=_environment(environment))
+        done = run_program(command, timeout_s=timeout_s, env=_environment(secrets))
     except subprocess.TimeoutExpired as error:
         raise RetryLater(f"`{command_line}` did not finish within {timeout_s:.0f} s.") from error
     if done.status:

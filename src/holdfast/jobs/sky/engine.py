@@ -18,7 +18,7 @@ from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.environment import add_notice_file, create_task_id
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.output.block import OutputBlock, OutputSelection
+from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection
 from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord
@@ -40,14 +40,9 @@ _NOT_DURABLE = (
     "files reach the bucket some time after they were written, and are lost if the machine is preempted "
     "before that; give the bucket's URL to the training as its home instead"
 )
-
-
-TASK_ID = "HOLDFAST_TASK_ID"
-"""Variable with Holdfast's id of the job. SkyPilot creates a new one whenever its controller restarts."""
-JOB = "HOLDFAST_JOB"
-HOOK_S = 60
-"""Time limit of a hook, during which SkyPilot keeps the machine so that training can save."""
-
+# Variable with Holdfast's id of the job. SkyPilot creates a new one whenever its controller restarts.
+TASK_ID, JOB = "HOLDFAST_TASK_ID", "HOLDFAST_JOB"
+HOOK_S = 60  # time limit of a hook, during which SkyPilot keeps the machine so that training can save
 _OWN_ID = f'export SKYPILOT_TASK_ID="${TASK_ID}"  # the same after every recovery\n'
 
 
@@ -57,11 +52,21 @@ class SkyEngine(RecordedEngine):
     name = "sky"
     no_pipelines = "SkyPilot runs them itself: `sky jobs launch FILE`."
 
-    # -- submission ------------------------------------------------------------------------------------------
-
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return unsupported_keys(task)
+        own_id = "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
+        recovery = "resources.job_recovery"
+        found = [
+            UnsupportedKey(recovery, task.line_of(recovery, "resources"), _RECOVERY),
+            UnsupportedKey("config.hooks", task.line_of("config.hooks", "config"), _HOOK),
+            UnsupportedKey("run", task.line_of("run"), own_id),
+        ]
+        for mount in task.file_mounts:
+            if mount.mode is MountMode.MOUNT_CACHED:
+                is_chosen = value_at(mount.spec, "config.mount_cached.transfers") is not None
+                order = "" if is_chosen else "one file is uploaded after the other (transfers: 1); "
+                found.append(UnsupportedKey(f"file_mounts.{mount.target}", mount.line, order + _NOT_DURABLE))
+        return sorted(found, key=lambda found_key: found_key.line)
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -99,8 +104,6 @@ class SkyEngine(RecordedEngine):
             records.set_engine_job_id(number, engine_job_id)
         return self.job(number)
 
-    # -- status ----------------------------------------------------------------------------------------------
-
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         if all(record.job_state.status.is_final for record in records):
@@ -112,12 +115,12 @@ class SkyEngine(RecordedEngine):
         return [Job.of(self._now(record, managed, trouble)) for record in records]
 
     def _now(self, record: JobRecord, managed: list[ManagedJob], trouble: str) -> JobRecord:
-        """Return a record with SkyPilot's state of the job, which is also saved."""
         if record.job_state.status.is_final:
             return record
-        one = None if trouble else _find(record, managed)
-        if one is None:
-            name = managed_name(record.name, str(record.id))
+        name = managed_name(record.name, str(record.id))
+        known_id = record.engine_job_id
+        found = (one for one in managed if (one.name == name if known_id is None else one.id == known_id))
+        if (one := next(found, None)) is None:
             reason = f"SkyPilot does not have a job named {name!r}"
             reason = f"SkyPilot does not answer\n{trouble}" if trouble else reason
             return dataclasses.replace(record, job_state=dataclasses.replace(record.job_state, reason=reason))
@@ -137,15 +140,8 @@ class SkyEngine(RecordedEngine):
                 step_before=None,
                 started_unix_s=one.started_unix_s,
             )
-        return dataclasses.replace(
-            record,
-            job_state=job_state,
-            engine_job_id=one.id,
-            started_unix_s=one.started_unix_s,
-            ended_unix_s=one.ended_unix_s,
-        )
-
-    # -- requests --------------------------------------------------------------------------------------------
+        times = {"started_unix_s": one.started_unix_s, "ended_unix_s": one.ended_unix_s}
+        return dataclasses.replace(record, job_state=job_state, engine_job_id=one.id, **times)
 
     @override
     def cancel(self, number: int) -> Job:
@@ -163,22 +159,17 @@ class SkyEngine(RecordedEngine):
         )
 
     def _engine_job_id(self, number: int) -> str:
-        engine_job_id = self._record(number).engine_job_id
-        if engine_job_id is None:
-            self.job(number)
-            engine_job_id = self._record(number).engine_job_id
-        if engine_job_id is None:
-            raise Conflict(
-                f"SkyPilot has not assigned an id to job {number} yet. Try again when it has started."
-            )
+        if self._record(number).engine_job_id is None:
+            self.job(number)  # records it
+        if (engine_job_id := self._record(number).engine_job_id) is None:
+            what = f"SkyPilot has not assigned an id to job {number} yet"
+            raise Conflict(f"{what}. Try again when it has started.")
         return engine_job_id
 
     @override
     def forget(self, number: int, *, force: bool = False) -> None:
         self.job(number)  # records the final state
         super().forget(number, force=force)
-
-    # -- output ----------------------------------------------------------------------------------------------
 
     @override
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
@@ -191,43 +182,15 @@ class SkyEngine(RecordedEngine):
             yield OutputBlock(0, text.encode() + b"\n")
 
 
-def _find(record: JobRecord, managed: list[ManagedJob]) -> ManagedJob | None:
-    """Return the managed job of a record, by its id, or by name without one."""
-    if record.engine_job_id is not None:
-        return next((one for one in managed if one.id == record.engine_job_id), None)
-    name = managed_name(record.name, str(record.id))
-    return next((one for one in managed if one.name == name), None)
-
-
-def unsupported_keys(task: Task) -> list[UnsupportedKey]:
-    """Return keys with a surprising meaning, and keys that Holdfast adds."""
-    own_id = "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
-    recovery = "resources.job_recovery"
-    found = [
-        UnsupportedKey(recovery, task.line_of(recovery, "resources"), _RECOVERY),
-        UnsupportedKey("config.hooks", task.line_of("config.hooks", "config"), _HOOK),
-        UnsupportedKey("run", task.line_of("run"), own_id),
-    ]
-    for mount in task.file_mounts:
-        if mount.mode is MountMode.MOUNT_CACHED:
-            is_chosen = value_at(mount.spec, "config.mount_cached.transfers") is not None
-            order = "" if is_chosen else "one file is uploaded after the other (transfers: 1); "
-            found.append(UnsupportedKey(f"file_mounts.{mount.target}", mount.line, order + _NOT_DURABLE))
-    return sorted(found, key=lambda found_key: found_key.line)
-
-
-# -- the task file for SkyPilot: the user's, with additions to save after a preemption notice ---------------
-
-
-def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
-    """Return the task with a document for SkyPilot."""
+def render_document(task: Task, task_id: str, job: str) -> str:
+    """Return the file for `sky jobs launch`: the user's, and additions to save after a notice. No secrets."""
     document: dict[str, Any] = copy.deepcopy(dict(task.document))
     document["run"] = _OWN_ID + task.run
     if task.setup:
         document["setup"] = _OWN_ID + task.setup
     if task.workdir is not None:
         document["workdir"] = task.workdir
-    notice = notice_path(task_id)
+    notice = f"/tmp/holdfast-notice-{task_id}"
     document["envs"] = {
         **document.get("envs", {}),
         TASK_ID: task_id,
@@ -235,27 +198,20 @@ def add_holdfast_keys(task: Task, task_id: str, job: str) -> Task:
         PREEMPTION: add_notice_file(task.envs.get(PREEMPTION, "auto"), notice),
     }
     document["resources"] = _with_free_status(document.get("resources") or {})
-    document["config"] = _with_hook(document.get("config") or {}, notice)
+    run = f"touch {notice}\nsleep {HOOK_S - 5}"  # the machine is released when the hook exits
+    hook = {"run": run, "events": ["preemption"], "timeout": HOOK_S}
+    config = document.get("config") or {}
+    document["config"] = {**config, "hooks": [*(config.get("hooks") or []), hook]}
     if task.file_mounts:
         mounts = document["file_mounts"]
         document["file_mounts"] = {target: _one_after_the_other(spec) for target, spec in mounts.items()}
-    return dataclasses.replace(task, document=document)
-
-
-def render_document(task: Task, task_id: str, job: str) -> str:
-    """Return the file for `sky jobs launch`, without values of secrets."""
-    return to_yaml(add_holdfast_keys(task, task_id, job))
+    return to_yaml(dataclasses.replace(task, document=document))
 
 
 def managed_name(name: str, job: str) -> str:
     """Return a name for the job that SkyPilot accepts and that no other job has."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
     return f"{plain if plain[:1].isalpha() else f'job-{plain}'.rstrip('-')}-{job}"
-
-
-def notice_path(task_id: str) -> str:
-    """Return the path of notices on the job's machines."""
-    return f"/tmp/holdfast-notice-{task_id}"
 
 
 def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,13 +224,6 @@ def _with_free_status(resources: Mapping[str, Any]) -> dict[str, Any]:
     listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
     recovery["recover_on_exit_codes"] = sorted({*listed, PREEMPTED_STATUS, HUNG_STATUS})
     return {**resources, "job_recovery": recovery}
-
-
-def _with_hook(config: Mapping[str, Any], notice: str) -> dict[str, Any]:
-    """Return a config with a hook that forwards SkyPilot's preemption event to the job."""
-    run = f"touch {notice}\nsleep {HOOK_S - 5}"  # the machine is released when the hook exits
-    hook = {"run": run, "events": ["preemption"], "timeout": HOOK_S}
-    return {**config, "hooks": [*(config.get("hooks") or []), hook]}
 
 
 def _one_after_the_other(spec: Any) -> Any:

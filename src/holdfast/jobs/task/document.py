@@ -13,8 +13,7 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.task.model import Task
 
 MAX_CHARS = 1 << 17
-MAX_VALUES = 20_000
-"""Limit for the values of a task file, with aliases expanded."""
+MAX_VALUES = 20_000  # limit for the values of a task file, with aliases expanded
 MAX_DEPTH = 32
 
 
@@ -174,17 +173,13 @@ class _Dumper(yaml.SafeDumper):
     """Dumper that writes scripts as blocks, so that they are readable."""
 
 
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
+def _represent(dumper: yaml.SafeDumper, text: str) -> Any:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represent)
 
 
 def to_yaml(task: Task) -> str:
-    """Return the normalized file, with variables filled in and accelerators in a plain form.
-
-    Secrets have no values, as `sky` receives these with `--secret NAME`.
-    """
+    """Return the normalized file, without values of secrets: `sky` receives these with `--secret NAME`."""
     return yaml.dump(dict(task.document), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

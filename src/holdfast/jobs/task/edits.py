@@ -10,15 +10,22 @@ from typing import Any
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import TaskProblem, Value
 
-ALTERNATIVES = ("any_of", "ordered")
-"""Keys of `resources` with lists of alternative resources."""
-_ALIASES = {"gpus": "accelerators"}
-"""Other names of keys of resources. Source: skypilot 0.14.1, sky/resources.py."""
+ALTERNATIVES = ("any_of", "ordered")  # keys of `resources` with lists of alternative resources
+_ALIASES = {"gpus": "accelerators"}  # of keys of resources. Source: skypilot 0.14.1, sky/resources.py
 
 
 def replace_aliases(task: Value) -> Value:
     """Return a task whose `resources` have no aliases. One beside its own name stays, as a mistake."""
-    return _with_resources(task, _without_aliases)
+
+    def replaced(place: Value) -> Value:
+        for alias, name in _ALIASES.items():
+            if alias in place.members and name not in place.members:
+                line, member = place.key_lines[alias], place.members[alias]
+                place = place.without_member(alias).with_member(name, member)
+                place = dataclasses.replace(place, key_lines={**place.key_lines, name: line})
+        return place
+
+    return _with_resources(task, replaced)
 
 
 def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
@@ -27,11 +34,6 @@ def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
     if mounts.kind != "map":
         return task
     return task.with_member("file_mounts", _filled(mounts, variables))
-
-
-def set_accelerators(task: Value, accelerators: str) -> Value:
-    """Return a task with other accelerators, in all alternatives of its resources. `none` means no GPU."""
-    return set_resource(task, "accelerators", None if accelerators.lower() == "none" else accelerators)
 
 
 def set_resource(task: Value, key: str, value: str | int | None) -> Value:
@@ -57,13 +59,15 @@ def unfold_accelerators(task: Value) -> Value:
 
 def alternatives(resources: Value) -> tuple[Value, ...]:
     """Return the alternatives of resources, or only the resources themselves."""
-    return tuple(item for key in ALTERNATIVES for item in resources.get(key).items) or (resources,)
+    return tuple(place for _, place in places(resources))[1:] or (resources,)
 
 
-def places(resources: Value) -> tuple[Value, ...]:
-    """Return the resources and their alternatives, if any."""
-    found = alternatives(resources)
-    return found if found == (resources,) else (resources, *found)
+def places(resources: Value) -> Iterator[tuple[str, Value]]:
+    """Yield the resources and their alternatives, with their paths."""
+    yield "resources", resources
+    for key in ALTERNATIVES:
+        for number, item in enumerate(resources.get(key).items):
+            yield f"resources.{key}[{number}]", item
 
 
 def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:
@@ -78,15 +82,6 @@ def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:
             items = tuple(change(item) if item.kind == "map" else item for item in member.items)
             resources = resources.with_member(key, member.with_items(items))
     return task.with_member("resources", resources)
-
-
-def _without_aliases(resources: Value) -> Value:
-    for alias, name in _ALIASES.items():
-        if alias in resources.members and name not in resources.members:
-            line, member = resources.key_lines[alias], resources.members[alias]
-            resources = resources.without_member(alias).with_member(name, member)
-            resources = dataclasses.replace(resources, key_lines={**resources.key_lines, name: line})
-    return resources
 
 
 def _filled(value: Value, variables: Mapping[str, str]) -> Value:

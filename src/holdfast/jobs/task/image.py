@@ -11,8 +11,7 @@ from holdfast.jobs.task.model import Task
 
 _PREFIX = "docker:"
 _NAME = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.A)
-_SERVER = "SKYPILOT_DOCKER_SERVER"
-"""Variable of SkyPilot with the registry that an image without one is from."""
+_SERVER = "SKYPILOT_DOCKER_SERVER"  # variable of SkyPilot with the registry that an image without one is from
 _REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/")
 
 
@@ -26,18 +25,14 @@ def docker_image(task: Task) -> str | None:
     name = asked.removeprefix(_PREFIX)
     if _NAME.fullmatch(name) is None:
         where = f"{task.path}:{task.lines.get('resources.image_id', 1)}: resources.image_id"
-        raise InvalidInput(
-            f"{where}: expected docker:IMAGE, such as docker:ubuntu:24.04, found {asked[:200]!r}."
-        )
+        what = f"expected docker:IMAGE, such as docker:ubuntu:24.04, found {asked[:200]!r}."
+        raise InvalidInput(f"{where}: {what}")
     server = {**task.envs, **task.secrets}.get(_SERVER, "").strip("/")
     return f"{server}/{name}" if server and not _REGISTRY.match(name) else name
 
 
 def qualified(image: str) -> str:
-    """Return the name of an image with its registry, which is Docker's by default.
-
-    Source: the reference of `docker pull`.
-    """
+    """Return the name of an image with its registry, by default that of `docker pull`."""
     if _REGISTRY.match(image):
         return image
     return f"docker.io/{image}" if "/" in image else f"docker.io/library/{image}"

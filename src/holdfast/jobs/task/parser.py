@@ -21,7 +21,6 @@ from holdfast.jobs.task.edits import (
     parse_variables,
     places,
     replace_aliases,
-    set_accelerators,
     set_resource,
     unfold_accelerators,
 )
@@ -30,8 +29,7 @@ from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.system.documents import decode_text
 
-_HEADERS = ({"name"}, {"name", "execution"})
-"""Keys of a header. With others too, the first document is a task."""
+_HEADERS = ({"name"}, {"name", "execution"})  # keys of a header. With others too, it is a task.
 MAX_TASKS = 100
 
 
@@ -54,20 +52,15 @@ def load_tasks(path: str | Path, overrides: Overrides | None = None) -> TaskFile
     try:
         text = decode_text(path.read_bytes(), str(path))
     except FileNotFoundError as error:
-        raise NotFound(
-            f"The task file {path} does not exist. Give the path of a SkyPilot task file (YAML)."
-        ) from error
+        what = f"The task file {path} does not exist"
+        raise NotFound(f"{what}. Give the path of a SkyPilot task file (YAML).") from error
     except OSError as error:
         raise InvalidInput(f"Cannot read the task file {path}: {error}.") from error
     return parse_tasks(text, str(path), overrides)
 
 
 def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> TaskFile:
-    """Parse the tasks of a file; see `load_tasks`.
-
-    Args:
-        name: name of the file, for messages. A relative `workdir` is resolved against the current directory.
-    """
+    """Parse the tasks of a file; see `load_tasks`. Its name is for messages."""
     given = overrides or Overrides()
     header, tasks = _split_documents(parse_documents(text, name), name)
     if len(tasks) > 1:
@@ -111,7 +104,10 @@ def _edited(root: Value, given: Overrides) -> Value:
         root = root if value is None else root.with_member(key, Value(0, value))
     if given.priority is not None:
         root = set_resource(root, "priority", given.priority)
-    return root if given.accelerators is None else set_accelerators(root, given.accelerators)
+    if given.accelerators is not None:
+        is_none = given.accelerators.lower() == "none"
+        root = set_resource(root, "accelerators", None if is_none else given.accelerators)
+    return root
 
 
 def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
@@ -131,27 +127,23 @@ def _only(file: TaskFile) -> Task:
     return file.tasks[0]
 
 
-# -- values ----------------------------------------------------------------------------------------------
-
-
 def _task(root: Value, name: str, job_name: str, given: Overrides) -> Task:
     envs = parse_variables(root.get("envs"), given.envs)
     secrets = parse_variables(root.get("secrets"), given.secrets)
     variables = {**envs, **secrets}
     resources = root.get("resources")
     workdir = fill_in(root.get("workdir").plain, variables)
-    repository = _repository(workdir, root, name) if isinstance(workdir, Mapping) else None
     return Task(
         name=job_name,
         run=str(root.get("run").plain),
         setup=str(root.get("setup").plain or ""),
         workdir=str(Path(workdir).expanduser().absolute()) if isinstance(workdir, str) else None,
-        repository=repository,
+        repository=_repository(workdir, root, name) if isinstance(workdir, Mapping) else None,
         num_nodes=root.get("num_nodes").plain or 1,
         accelerators=_accelerators(resources),
-        cpus=max((parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")), default=0.0),
-        memory_mib=max((memory_mib(one) or 0 for one in _plains(resources, "memory")), default=0),
-        priority=max(_plains(resources, "priority"), default=0),
+        cpus=max(parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")),
+        memory_mib=max(memory_mib(one) or 0 for one in _plains(resources, "memory")),
+        priority=max((one for one in _plains(resources, "priority") if one is not None), default=0),
         recovery=_recovery(resources),
         file_mounts=tuple(_mounts(root.get("file_mounts"), variables)),
         envs=envs,
@@ -176,23 +168,19 @@ def _repository(workdir: Mapping[str, Any], root: Value, name: str) -> Repositor
 
 def _plains(resources: Value, key: str) -> list[Any]:
     """Return the values of a key in all alternatives. One without its own has that of the resources."""
-    found = [(one if key in one.members else resources).get(key) for one in alternatives(resources)]
-    return [one.plain for one in found if one.plain is not None]
+    return [(one if key in one.members else resources).get(key).plain for one in alternatives(resources)]
 
 
 def _accelerators(resources: Value) -> Accelerators:
-    """Return the accelerators of all alternatives. One without its own has those of the resources."""
-    key = "accelerators"
-    places = [one if key in one.members else resources for one in alternatives(resources)]
-    read = [_read(place.get(key)) for place in places]
+    read = [_read(plain) for plain in _plains(resources, "accelerators")]
     if len(read) == 1:
         return read[0]
     choices = tuple(dict.fromkeys(choice for one in read for choice in one.choices))
     return Accelerators(choices, is_ordered="ordered" in resources.members)
 
 
-def _read(accelerators: Value) -> Accelerators:
-    read = parse_accelerators(accelerators.plain)
+def _read(plain: Any) -> Accelerators:
+    read = parse_accelerators(plain)
     assert isinstance(read, Accelerators)
     return read
 
@@ -220,14 +208,12 @@ def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
         yield FileMount(where, source, mode, bucket=filled.get("name"), line=line, spec=filled)
 
 
-def _normalised(
-    root: Value, name: str, envs: Mapping[str, str], secrets: Mapping[str, str]
-) -> dict[str, Any]:
+def _normalised(root: Value, name: str, envs: dict[str, str], secrets: dict[str, str]) -> dict[str, Any]:
     """Return the document for other engines: the user's file without forms that only Holdfast supports."""
     kept = {str(key): value for key, value in root.plain.items() if value is not None}
     document = {"name": name, **{key: value for key, value in kept.items() if key != "name"}}
     if envs:
-        document["envs"] = dict(envs)
+        document["envs"] = envs
     if secrets:
         document["secrets"] = dict.fromkeys(secrets)  # values are never written; `sky` takes --secret
     if "resources" in root.members:
@@ -236,9 +222,9 @@ def _normalised(
 
 
 def _notes(resources: Value) -> Iterator[str]:
-    for place in places(resources):
+    for _, place in places(resources):
         asked = place.get("accelerators")
-        accelerators = _read(asked)
+        accelerators = _read(asked.plain)
         if not accelerators.is_folded:
             continue
         choices = ", ".join(f"{name}:{count:g}" for name, count in accelerators.choices)
@@ -266,18 +252,8 @@ def _split_documents(documents: list[Value], name: str) -> tuple[str | None, lis
     found = [document for document in documents if document.plain is not None]
     if not found:
         raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")
-    _check_execution(found[0], name)
-    title = None
-    if set(found[0].members) in _HEADERS and len(found) > 1:
-        title = found.pop(0).members["name"].plain
-    if len(found) > MAX_TASKS:
-        raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(found)}.")
-    return None if title is None else str(title), found
-
-
-def _check_execution(first: Value, name: str) -> None:
-    execution = first.get("execution").plain
-    where = f"{name}:{first.key_lines.get('execution')}: execution"
+    execution = found[0].get("execution").plain
+    where = f"{name}:{found[0].key_lines.get('execution')}: execution"
     if execution == "parallel":
         raise Unsupported(
             f"{where}: parallel makes a job group, whose tasks run at the same time. Launch each of them "
@@ -285,3 +261,9 @@ def _check_execution(first: Value, name: str) -> None:
         )
     if execution not in ("serial", None):
         raise InvalidInput(f"{where}: expected serial, found {execution!r}. Nothing was started.")
+    title = None
+    if set(found[0].members) in _HEADERS and len(found) > 1:
+        title = found.pop(0).members["name"].plain
+    if len(found) > MAX_TASKS:
+        raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(found)}.")
+    return None if title is None else str(title), found

@@ -7,53 +7,82 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-
-from typing_extensions import override
+from dataclasses import dataclass, field
 
 from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
 from holdfast.jobs.task.document import TaskProblem, Value
-from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts, parse_variables, variable_problems
+from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts, parse_variables, places, variable_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 
-MAX_PRIORITY = 1000
-"""Greatest priority, and the least one without its sign. Source: skypilot, sky/skylet/constants.py."""
+MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
 _MAX_LISTED = 10
 MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
 STORES = ("S3", "GCS", "AZURE", "R2", "IBM", "OCI", "NEBIUS", "COREWEAVE", "VASTDATA", "HF", "VOLUME")
 DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
 
-# -- shapes ----------------------------------------------------------------------------------------------
 
-
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Valid values in one place of a task file: of this class, all values."""
+    """Valid values in one place of a task file; by default, all values."""
 
-    def describe(self) -> str:
-        """Return a description of valid values, to follow the word "expected"."""
-        return "anything"
+    kind: str = "any"  # or scalar, list, map
+    name: str = "anything"  # description of the valid values, to follow the word "expected"
+    types: tuple[type, ...] = ()  # of a scalar
+    allowed: Collection[str] = ()  # if given: only these, in upper or lower case
+    least: float | None = None
+    inner: Shape | None = None  # of each item of a list, or each value of a map with keys that users choose
+    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of a map with a fixed set of keys, by key
+    either: tuple[Shape, ...] = ()  # shapes of which a value must have one
 
     def is_near(self, value: Value) -> bool:
         """Return True if a value has the right kind or type."""
-        return True
-
-    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        """Yield the problems of a value of the right kind."""
-        yield from ()
-
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        """Yield all problems of a value."""
-        if self.is_near(value):
-            yield from self.inner_problems(value, where)
-        else:
-            yield self.mismatch(value, where)
+        if self.either:
+            return any(shape.is_near(value) for shape in self.either)
+        if self.kind != "scalar" or value.kind != "scalar":
+            return self.kind in ("any", value.kind)
+        is_other_flag = isinstance(value.plain, bool) and bool not in self.types
+        return isinstance(value.plain, self.types) and not is_other_flag
 
     def fits(self, value: Value) -> bool:
         """Return True if a value has no problems."""
         return next(self.problems(value, ""), None) is None
 
-    def mismatch(self, value: Value, where: str, detail: str = "") -> TaskProblem:
-        """Return the problem of a value that is not as expected."""
+    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        """Yield all problems of a value."""
+        near = [shape for shape in self.either if shape.is_near(value)]
+        if any(shape.fits(value) for shape in near):
+            return
+        if len(near) == 1:  # more specific
+            yield from near[0].problems(value, where)
+        elif self.either or not self.is_near(value):
+            yield self._mismatch(value, where)
+        elif self.kind == "scalar":
+            yield from self._limit_problems(value, where)
+        elif self.kind == "list" and self.inner:
+            for number, item in enumerate(value.items):
+                yield from self.inner.problems(item, f"{where}[{number}]")
+        elif self.kind == "map":
+            yield from self._key_problems(value, where)
+
+    def _limit_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        found = str(value.plain)
+        if self.allowed and found.lower() not in {one.lower() for one in self.allowed}:
+            what = f"expected {self.name}, found {found!r}{nearest(found, self.allowed)}"
+            yield TaskProblem(value.line, where, what)
+        elif self.least is not None and value.plain < self.least:
+            yield self._mismatch(value, where, f", at least {self.least:g}")
+
+    def _key_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
+        for key, member in value.members.items():
+            path = f"{where}.{key}" if where else key
+            if shape := self.shapes.get(key, self.inner):
+                yield from shape.problems(member, path)
+                continue
+            place = f"in {where}" if where else "at the top of a task"
+            hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
+            yield TaskProblem(value.key_lines[key], path, f"unknown key {key!r} {place}.{hint}")
+
+    def _mismatch(self, value: Value, where: str, detail: str = "") -> TaskProblem:
         found = repr(value.plain)
         if value.kind != "scalar":
             found = f"a {value.kind}"
@@ -61,143 +90,52 @@ class Shape:
             found = "nothing"
         elif len(found) > 60:
             found = found[:57] + "..."
-        return TaskProblem(value.line, where, f"expected {self.describe()}{detail}, found {found}")
+        return TaskProblem(value.line, where, f"expected {self.name}{detail}, found {found}")
 
 
-@dataclass(frozen=True, slots=True)
-class Scalar(Shape):
-    """Scalar of some types."""
-
-    types: tuple[type, ...]
-    name: str
-    allowed: Collection[str] = ()  # if given: only these, in upper or lower case
-    least: float | None = None
-
-    @override
-    def describe(self) -> str:
-        return f"one of {', '.join(self.allowed)}" if self.allowed else self.name
-
-    @override
-    def is_near(self, value: Value) -> bool:
-        if value.kind != "scalar" or (isinstance(value.plain, bool) and bool not in self.types):
-            return False
-        return isinstance(value.plain, self.types)
-
-    @override
-    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        found = str(value.plain)
-        if self.allowed and found.lower() not in {one.lower() for one in self.allowed}:
-            what = f"expected {self.describe()}, found {found!r}{nearest(found, self.allowed)}"
-            yield TaskProblem(value.line, where, what)
-        elif self.least is not None and isinstance(value.plain, (int, float)) and value.plain < self.least:
-            yield self.mismatch(value, where, f", at least {self.least:g}")
+def scalar(name: str, *types: type, least: float | None = None) -> Shape:
+    """Return the shape of a scalar of some types."""
+    return Shape(kind="scalar", name=name, types=types, least=least)
 
 
-NOTHING = Scalar((type(None),), "nothing")
-TEXT = Scalar((str,), "text")
-FLAG = Scalar((bool,), "true or false")
-WHOLE = Scalar((int,), "a whole number")
-COUNT = Scalar((int,), "a whole number", least=1)
-NUMBER = Scalar((int, float), "a number")
+def word_of(*allowed: str) -> Shape:
+    """Return the shape of a text that is one of some words."""
+    return Shape(kind="scalar", name=f"one of {', '.join(allowed)}", types=(str,), allowed=allowed)
 
 
-@dataclass(frozen=True, slots=True)
-class Either(Shape):
-    """One of several shapes."""
-
-    shapes: tuple[Shape, ...]
-
-    @override
-    def describe(self) -> str:
-        names = [shape.describe() for shape in self.shapes if shape is not NOTHING]
-        return " or ".join(dict.fromkeys(names))
-
-    @override
-    def is_near(self, value: Value) -> bool:
-        return any(shape.is_near(value) for shape in self.shapes)
-
-    @override
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        # Problems of the shape of the value's kind are more specific, if there is exactly one.
-        if any(shape.fits(value) for shape in self.shapes):
-            return
-        near = [shape for shape in self.shapes if shape.is_near(value)]
-        if len(near) == 1:
-            yield from near[0].problems(value, where)
-        else:
-            yield self.mismatch(value, where)
+def either(*shapes: Shape) -> Shape:
+    """Return the shape of values that have one of several shapes."""
+    name = " or ".join(dict.fromkeys(shape.name for shape in shapes if shape is not NOTHING))
+    return Shape(name=name, either=shapes)
 
 
-def optional(shape: Shape) -> Shape:
-    """Return a shape that also accepts an empty value."""
-    return Either((shape, NOTHING))
+def optional(*shapes: Shape) -> Shape:
+    """Return the shape of a value that has one of several shapes, or is empty."""
+    return either(*shapes, NOTHING)
 
 
-@dataclass(frozen=True, slots=True)
-class ListOf(Shape):
-    """List of one shape."""
-
-    item: Shape
-
-    @override
-    def describe(self) -> str:
-        return f"a list of {self.item.describe()}"
-
-    @override
-    def is_near(self, value: Value) -> bool:
-        return value.kind == "list"
-
-    @override
-    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        for number, item in enumerate(value.items):
-            yield from self.item.problems(item, f"{where}[{number}]")
+def list_of(item: Shape) -> Shape:
+    """Return the shape of a list of one shape."""
+    return Shape(kind="list", name=f"a list of {item.name}", inner=item)
 
 
-@dataclass(frozen=True, slots=True)
-class MapOf(Shape):
-    """Map with keys that users choose."""
-
-    member: Shape
-
-    @override
-    def describe(self) -> str:
-        return f"a map to {self.member.describe()}"
-
-    @override
-    def is_near(self, value: Value) -> bool:
-        return value.kind == "map"
-
-    @override
-    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        for key, member in value.members.items():
-            yield from self.member.problems(member, f"{where}.{key}")
+def map_to(member: Shape) -> Shape:
+    """Return the shape of a map with keys that users choose."""
+    return Shape(kind="map", name=f"a map to {member.name}", inner=member)
 
 
-@dataclass(frozen=True, slots=True)
-class Keys(Shape):
-    """Map with a fixed set of keys."""
+def keys(shapes: Mapping[str, Shape], name: str = "a map") -> Shape:
+    """Return the shape of a map with a fixed set of keys."""
+    return Shape(kind="map", name=name, shapes=shapes)
 
-    shapes: Mapping[str, Shape]
-    name: str = "a map"
 
-    @override
-    def describe(self) -> str:
-        return self.name
-
-    @override
-    def is_near(self, value: Value) -> bool:
-        return value.kind == "map"
-
-    @override
-    def inner_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        for key, member in value.members.items():
-            path = f"{where}.{key}" if where else key
-            if key in self.shapes:
-                yield from self.shapes[key].problems(member, path)
-                continue
-            place = f"in {where}" if where else "at the top of a task"
-            hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
-            yield TaskProblem(value.key_lines[key], path, f"unknown key {key!r} {place}.{hint}")
+ANYTHING = Shape()
+NOTHING = scalar("nothing", type(None))
+TEXT = scalar("text", str)
+FLAG = scalar("true or false", bool)
+WHOLE = scalar("a whole number", int)
+COUNT = scalar("a whole number", int, least=1)
+NUMBER = scalar("a number", int, float)
 
 
 def nearest(found: str, known: Collection[str]) -> str:
@@ -207,21 +145,17 @@ def nearest(found: str, known: Collection[str]) -> str:
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-# -- keys ------------------------------------------------------------------------------------------------
-
-_SIZE = Either((NUMBER, TEXT))  # 32, 32+, 32GB
-_WORD = Either((TEXT, NUMBER))
+_SIZE = either(NUMBER, TEXT)  # 32, 32+, 32GB
+_WORD = either(TEXT, NUMBER)
 
 STORAGE: Mapping[str, Shape] = {
     "name": optional(TEXT),
-    "source": optional(Either((TEXT, ListOf(TEXT)))),
-    "store": optional(Scalar((str,), "the name of a store", allowed=STORES)),
+    "source": optional(TEXT, list_of(TEXT)),
+    "store": optional(word_of(*STORES)),
     "persistent": FLAG,
-    "mode": Scalar((str,), "a mode", allowed=MODES),
-    "type": Scalar(
-        (str,), "a type", allowed=("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW")
-    ),
-    "config": Keys({"mount_cached": Shape(), "mount": Shape()}),
+    "mode": word_of(*MODES),
+    "type": word_of("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW"),
+    "config": keys({"mount_cached": ANYTHING, "mount": ANYTHING}),
     "_is_sky_managed": FLAG,
     "_bucket_sub_path": optional(TEXT),
     "_force_delete": FLAG,
@@ -230,13 +164,12 @@ STORAGE: Mapping[str, Shape] = {
 
 JOB_RECOVERY: Mapping[str, Shape] = {
     "strategy": optional(TEXT),
-    "max_restarts_on_errors": Scalar((int,), "a whole number", least=0),
-    "recover_on_exit_codes": Either((WHOLE, ListOf(WHOLE))),
+    "max_restarts_on_errors": scalar("a whole number", int, least=0),
+    "recover_on_exit_codes": either(WHOLE, list_of(WHOLE)),
 }
 """Keys of `resources.job_recovery`."""
 
-ACCELERATORS = optional(Either((TEXT, MapOf(optional(NUMBER)), ListOf(TEXT))))
-"""Accelerators in any form."""
+ACCELERATORS = optional(TEXT, map_to(optional(NUMBER)), list_of(TEXT))  # accelerators in any form
 _SINGLE: dict[str, Shape] = {
     "cloud": optional(TEXT),
     "region": optional(TEXT),
@@ -248,59 +181,59 @@ _SINGLE: dict[str, Shape] = {
     "gpus": ACCELERATORS,
     "instance_type": optional(TEXT),
     "use_spot": FLAG,
-    "job_recovery": optional(Either((TEXT, Keys(JOB_RECOVERY)))),
+    "job_recovery": optional(TEXT, keys(JOB_RECOVERY)),
     "spot_recovery": optional(TEXT),
-    "volumes": Shape(),
+    "volumes": ANYTHING,
     "disk_size": _SIZE,
-    "disk_tier": optional(Scalar((str,), "a disk tier", allowed=DISK_TIERS)),
-    "network_tier": optional(Scalar((str,), "a network tier", allowed=("standard", "best"))),
+    "disk_tier": optional(word_of(*DISK_TIERS)),
+    "network_tier": optional(word_of("standard", "best")),
     "local_disk": optional(TEXT),
     "max_hourly_cost": optional(NUMBER),
-    "ports": optional(Either((_WORD, ListOf(_WORD)))),
-    "labels": optional(MapOf(optional(_WORD))),
-    "accelerator_args": optional(MapOf(Shape())),
-    "image_id": optional(Either((TEXT, MapOf(optional(TEXT))))),
-    "autostop": optional(Either((FLAG, _WORD, MapOf(Shape())))),
+    "ports": optional(_WORD, list_of(_WORD)),
+    "labels": optional(map_to(optional(_WORD))),
+    "accelerator_args": optional(map_to(ANYTHING)),
+    "image_id": optional(TEXT, map_to(optional(TEXT))),
+    "autostop": optional(FLAG, _WORD, map_to(ANYTHING)),
     "priority": optional(WHOLE),
     "priority_class": optional(TEXT),
-    "_docker_login_config": Shape(),
-    "_docker_username_for_runpod": Shape(),
-    "_requires_fuse": Shape(),
-    "_cluster_config_overrides": Shape(),
-    "_no_missing_accel_warnings": Shape(),
+    "_docker_login_config": ANYTHING,
+    "_docker_username_for_runpod": ANYTHING,
+    "_requires_fuse": ANYTHING,
+    "_cluster_config_overrides": ANYTHING,
+    "_no_missing_accel_warnings": ANYTHING,
 }
 RESOURCES: Mapping[str, Shape] = {
     **_SINGLE,
-    "any_of": ListOf(Keys(_SINGLE, "a map of resources")),
-    "ordered": ListOf(Keys(_SINGLE, "a map of resources")),
+    "any_of": list_of(keys(_SINGLE, "a map of resources")),
+    "ordered": list_of(keys(_SINGLE, "a map of resources")),
 }
 """Keys of `resources`."""
 
-_VARIABLES = MapOf(optional(Either((TEXT, NUMBER, FLAG))))
+_VARIABLES = map_to(optional(TEXT, NUMBER, FLAG))
 
-TASK = Keys(
+TASK = keys(
     {
         "name": optional(_WORD),
-        "workdir": optional(Either((TEXT, Keys({"url": TEXT, "ref": optional(_WORD)})))),
+        "workdir": optional(TEXT, keys({"url": TEXT, "ref": optional(_WORD)})),
         "event_callback": optional(TEXT),
         "num_nodes": COUNT,
-        "resources": optional(Keys(RESOURCES, "a map of resources")),
-        "file_mounts": optional(MapOf(Either((TEXT, Keys(STORAGE, "a map that describes a store"))))),
-        "service": Shape(),
-        "pool": Shape(),
+        "resources": optional(keys(RESOURCES, "a map of resources")),
+        "file_mounts": optional(map_to(either(TEXT, keys(STORAGE, "a map that describes a store")))),
+        "service": ANYTHING,
+        "pool": ANYTHING,
         "setup": optional(TEXT),
         "run": optional(TEXT),
         "envs": optional(_VARIABLES),
-        "secrets": optional(Either((_VARIABLES, ListOf(TEXT)))),
-        "managed_secrets": Shape(),
-        "inputs": Shape(),
-        "outputs": Shape(),
-        "file_mounts_mapping": Shape(),
-        "config": optional(MapOf(Shape())),
-        "volumes": optional(MapOf(Shape())),
-        "volume_mounts": Shape(),
-        "api_server_access": Shape(),
-        "_metadata": Shape(),
+        "secrets": optional(_VARIABLES, list_of(TEXT)),
+        "managed_secrets": ANYTHING,
+        "inputs": ANYTHING,
+        "outputs": ANYTHING,
+        "file_mounts_mapping": ANYTHING,
+        "config": optional(map_to(ANYTHING)),
+        "volumes": optional(map_to(ANYTHING)),
+        "volume_mounts": ANYTHING,
+        "api_server_access": ANYTHING,
+        "_metadata": ANYTHING,
     },
     "a map of keys",
 )
@@ -308,11 +241,7 @@ TASK = Keys(
 
 
 def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[TaskProblem]:
-    """Yield the problems of a task whose aliases are replaced.
-
-    Args:
-        envs, secrets: variables of the command line, which the task may lack.
-    """
+    """Yield the problems of a task whose aliases are replaced; the command line may add variables."""
     # SkyPilot too replaces variables first. Values of secrets stay out of messages.
     is_map = root.kind == "map"
     filled = fill_in_mounts(root, parse_variables(root.get("envs"), envs)) if is_map else root
@@ -335,7 +264,7 @@ def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, st
 
 
 def _resource_problems(resources: Value) -> Iterator[TaskProblem]:
-    for where, place in _places(resources):
+    for where, place in places(resources):
         asked = place.get("accelerators")
         read = parse_accelerators(asked.plain) if ACCELERATORS.fits(asked) else None
         if isinstance(read, str):
@@ -363,19 +292,10 @@ def _amount_problems(where: str, place: Value) -> Iterator[TaskProblem]:
         yield TaskProblem(priority.line, f"{where}.priority", what)
 
 
-def _places(resources: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the resources and their alternatives, with their paths."""
-    yield "resources", resources
-    for key in ALTERNATIVES:
-        for number, item in enumerate(resources.get(key).items):
-            yield f"resources.{key}[{number}]", item
-
-
 def format_problems(problems: list[TaskProblem], name: str) -> str:
     """Return the message for the problems of a file, in the order of their lines."""
     ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))
-    lines = [f"{name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]
+    lines = [f"  {name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]
     if len(ordered) > _MAX_LISTED:
-        lines.append(f"and {len(ordered) - _MAX_LISTED} more")
-    head = "The task file has errors. Nothing was started."
-    return "\n".join([head, *(f"  {line}" for line in lines)])
+        lines.append(f"  and {len(ordered) - _MAX_LISTED} more")
+    return "\n".join(["The task file has errors. Nothing was started.", *lines])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-SKY_WORKDIR = "sky_workdir"
-"""Name of the folder in the user's home."""
+SKY_WORKDIR = "sky_workdir"  # name of the folder in the user's home
 _PATH = re.compile(r"(?<![\w/.~-])(?:~|\$HOME|\$\{HOME\})/sky_workdir(?![\w.-]|/+\.\.)")
 _TARGET = re.compile(r"~/+sky_workdir(?:/+(.*))?")
 _PLAIN = re.compile(r"[\w/.@%+=-]+")
@@ -14,12 +13,9 @@ _BLANK = re.compile(r"[\s\"'();|&<>]")
 
 
 def replace_sky_workdir(text: str, workdir: str) -> str:
-    """Return commands or a value with a path in the place of ~/sky_workdir and $HOME/sky_workdir.
+    """Return commands or a value with a plain path in the place of ~/sky_workdir and $HOME/sky_workdir.
 
     A path after `HOST:` stays, as it is one of another machine.
-
-    Args:
-        workdir: absolute path that means the same inside and outside of quotes; see `is_plain`.
     """
 
     def replaced(found: re.Match[str]) -> str:
@@ -36,10 +32,7 @@ def is_plain(path: str) -> bool:
 
 
 def path_in_workdir(target: str) -> str | None:
-    """Return the path of a mount's target relative to the workdir, or None.
-
-    "" is the workdir itself. None is a target elsewhere.
-    """
+    """Return the path of a mount's target relative to the workdir, "" for the workdir itself, or None."""
     found = _TARGET.fullmatch(target)
     if found is None or ".." in (found[1] or "").split("/"):
         return None

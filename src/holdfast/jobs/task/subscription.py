@@ -16,32 +16,21 @@ GROUPS = {
     "failed": frozenset({JobStatus.FAILED, JobStatus.FAILED_SETUP, JobStatus.FAILED_CONTROLLER}),
 }
 """Names for several statuses."""
-DEFAULT = ("ended", "recovering")
-"""Statuses that are sent unless others are chosen."""
+DEFAULT = ("ended", "recovering")  # statuses that are sent unless others are chosen
 _MAX_TARGETS = 16
 _MAX_CHARACTERS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """Targets of notifications, and the statuses to send.
+    """Targets of notifications, and the statuses to send."""
 
-    Attributes:
-        targets: shell commands and http or https URLs. They may contain secrets.
-        statuses: the statuses.
-    """
-
-    targets: tuple[str, ...] = field(default=(), repr=False)
+    targets: tuple[str, ...] = field(default=(), repr=False)  # shell commands and URLs, with secrets
     statuses: frozenset[JobStatus] = frozenset()
 
 
 def subscribe(targets: Sequence[str] | None, statuses: Sequence[str] | None) -> Subscription:
-    """Return the subscription of a launch.
-
-    Args:
-        targets: commands and URLs, or a single one. None: those of the environment, one per line.
-        statuses: names of statuses and groups. None: those of the environment, or else the default.
-    """
+    """Return the subscription of a launch. None stands for the variables of the environment, or a default."""
     is_chosen = targets is not None
     chosen = os.environ.get(NOTIFY, "").splitlines() if targets is None else _listed(targets)
     found = tuple(target.strip() for target in chosen if target.strip() or is_chosen)
@@ -50,9 +39,8 @@ def subscribe(targets: Sequence[str] | None, statuses: Sequence[str] | None) -> 
         if why := _problem(target):
             raise InvalidInput(f"{source}, number {number}: {why}. Nothing was started.")
     if len(found) > _MAX_TARGETS:
-        raise InvalidInput(
-            f"{source}: expected at most {_MAX_TARGETS}, found {len(found)}. Nothing was started."
-        )
+        what = f"expected at most {_MAX_TARGETS}, found {len(found)}"
+        raise InvalidInput(f"{source}: {what}. Nothing was started.")
     if not found and statuses is not None:
         raise InvalidInput(f"--notify-on needs --notify, or the variable {NOTIFY}. Nothing was started.")
     if not found:

@@ -13,7 +13,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.mount import create_folder, resolve_place
-from holdfast.jobs.writeback.uploader import Uploader, ignore_signals
+from holdfast.jobs.writeback.uploader import Uploader
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.log import get_logger, write_times
 from holdfast.system.units import parse_bytes
@@ -24,11 +24,7 @@ _NICENESS = 5  # the job has priority
 
 
 def main() -> int:
-    """Run the uploader of one directory.
-
-    Returns:
-        0 if all files were uploaded, 1 if not, 2 if the uploader could not start.
-    """
+    """Run the uploader of one directory. Return 0 if all files were uploaded, 1 if not, 2 without a start."""
     write_times()
     parser = argparse.ArgumentParser(
         prog="python -m holdfast.jobs.writeback",
@@ -73,9 +69,10 @@ def _config(args: argparse.Namespace) -> UploaderConfig:
 
 
 def _install_signals(uploader: Uploader, *, is_foreground: bool) -> None:
-    """Finish on SIGTERM, and in the foreground on Ctrl-C. Ignore other signals."""
+    """Finish on SIGTERM, and in the foreground on Ctrl-C. Ignore others, which are meant for the job."""
     os.nice(_NICENESS)
-    ignore_signals()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, *([signal.SIGINT] if is_foreground else [])):
         signal.signal(number, lambda *_: uploader.finish())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})

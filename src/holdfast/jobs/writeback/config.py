@@ -16,14 +16,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 @dataclass(frozen=True, slots=True)
 class UploaderConfig:
-    """Configuration of an uploader. `mount` describes the other fields.
-
-    Args:
-        open_limit_s: limit for waiting for a file that was reopened before it was uploaded.
-        linger_s: limit for waiting for open files after the last holder is gone.
-        give_up_s: limit for retrying a failing place after the last holder is gone.
-        until_signal: True if the uploader has no holders and exits on a signal.
-    """
+    """Configuration of an uploader. `mount` describes the fields without a comment."""
 
     directory: str
     place: str
@@ -35,19 +28,18 @@ class UploaderConfig:
     is_shared: bool = False
     copy_bytes: int = 4 << 20
     kept_bytes: int = 16 << 30
-    open_limit_s: float = 600.0
-    linger_s: float = 60.0
-    give_up_s: float = 3600.0
-    until_signal: bool = False
+    open_limit_s: float = 600.0  # of waiting for a file that was reopened before it was uploaded
+    linger_s: float = 60.0  # limit of waiting for open files after the last holder is gone
+    give_up_s: float = 3600.0  # limit of retrying a failing place after the last holder is gone
+    until_signal: bool = False  # the uploader has no holders, and exits on a signal
 
     def __post_init__(self) -> None:
         owner, attempt = self.owner, self.attempt
         if owner and not _OWNER.fullmatch(owner):
             raise InvalidInput(f"owner may only contain letters, digits, '.', '_' and '-', got {owner!r}.")
         if bool(owner) != (attempt > 0):
-            raise InvalidInput(
-                f"Give both owner and attempt (from 1), or neither; got {owner!r} and {attempt}."
-            )
+            found = f"{owner!r} and {attempt}"
+            raise InvalidInput(f"Give both owner and attempt (from 1), or neither; got {found}.")
         if self.copy_bytes < 0 or self.kept_bytes < 0:
             raise InvalidInput("copy_bytes and kept_bytes must not be negative.")
 

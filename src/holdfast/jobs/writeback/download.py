@@ -29,9 +29,8 @@ _COMPARED_BYTES = 1 << 20  # up to this size, a local copy is compared with the 
 class Download:
     """Download of objects into a directory. Each file appears whole or not at all.
 
-    Args:
-        folder: folder for unfinished files, on the same disk. Default: in that of the uploader.
-        on_block: called with the size of each block, in any thread. An error of it ends the download.
+    Unfinished files are in `folder`, on the same disk. `on_block` is called with the size of each block, in
+    any thread; an error of it ends the download.
     """
 
     def __init__(
@@ -64,10 +63,7 @@ class Download:
             )
 
     def is_same(self, entry: ObjectInfo, sent: Sent) -> bool:
-        """Return True if an object has not changed since the last sync.
-
-        Large objects are compared by size, small ones by digest.
-        """
+        """Return True if an object has the size and, unless it is large, the digest of the last sync."""
         if entry.num_bytes != sent.fingerprint.num_bytes:
             return False
         if entry.num_bytes > _COMPARED_BYTES:
@@ -81,8 +77,7 @@ class Download:
     ) -> Iterator[tuple[str, Sent]]:
         """Download objects, several at once, and yield their names and states.
 
-        Args:
-            replaced: files that may be replaced if they have not changed. Other existing files are kept.
+        Of existing files, only those in `replaced` that have not changed are replaced.
         """
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-fetch") as pool:
             jobs = [
@@ -134,7 +129,6 @@ class Download:
         return True
 
     def _download(self, entry: ObjectInfo, temp: Path) -> str:
-        """Write an object to a file and return its digest."""
         hashed = xxhash.xxh3_128()
         room = memoryview(bytearray(min(_BLOCK_BYTES, entry.num_bytes)))
         with temp.open("wb") as file:

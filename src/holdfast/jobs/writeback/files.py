@@ -12,26 +12,23 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
 
-SETTLE_NS = 20_000_000
-"""Time after which a further write is sure to change a file's mtime, which ticks every 10 ms."""
-UNSETTLED = -1
-"""`changed_ns` of a file that was read too soon after a write. It matches nothing."""
+SETTLE_NS = 20_000_000  # after it, a further write is sure to change the mtime, which ticks every 10 ms
+UNSETTLED = -1  # `changed_ns` of a file that was read too soon after a write. It matches nothing.
+NameTest: TypeAlias = "Callable[[str], bool]"
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """State of a file by size, time and inode. Compare with `matches`.
-
-    `changed_ns` is the time of the last write, or `UNSETTLED` if another write could have the same time.
-    """
+    """State of a file by size, time and inode. Compare with `matches`."""
 
     num_bytes: int
-    changed_ns: int
+    changed_ns: int  # time of the last write, or `UNSETTLED` if another write could have the same time
     inode: int
 
     @classmethod
@@ -47,21 +44,17 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """Regular file of the directory.
-
-    `status_changed_ns` is the ctime, by which files are sorted whose closing was not observed.
-    """
+    """Regular file of the directory."""
 
     name: str
     fingerprint: Fingerprint
-    status_changed_ns: int
+    status_changed_ns: int  # ctime, by which files are sorted whose closing was not observed
     is_settled: bool
 
     def order(self, touched: Container[int]) -> tuple[int, int, str]:
         """Return a sort key: the last change, with data before a marker written in the same clock tick.
 
-        Args:
-            touched: inodes whose links Holdfast has changed. For these, the last write counts.
+        Of inodes whose links Holdfast has touched, the last write counts.
         """
         is_touched = self.fingerprint.inode in touched
         changed_ns = self.fingerprint.changed_ns if is_touched else self.status_changed_ns
@@ -74,11 +67,10 @@ def is_settled(info: os.stat_result, now_ns: int) -> bool:
 
 
 def is_being_written(fd: int) -> bool:
-    """Return True if a process on this host may write the file.
+    """Return True if a process on this host may write the file, in any container.
 
-    Takes a read lease for a moment, which the kernel refuses in exactly that case. This includes writers of
-    other users and containers. Where leases are unavailable (other users' files, some file systems), a file
-    that changed within the last two seconds counts as being written.
+    Takes a read lease for a moment, which the kernel refuses in exactly that case. Where leases are
+    unavailable, a file that changed within the last two seconds counts as being written.
     """
     try:
         # Breaking a lease sends SIGIO, which ends a process. SIGURG is ignored by default.
@@ -109,9 +101,7 @@ def is_open_now(path: Path) -> bool:
         os.close(fd)
 
 
-def walk(
-    root: Path, is_excluded: Callable[[str], bool], below: str = ""
-) -> Iterator[tuple[str, os.stat_result]]:
+def walk(root: Path, is_excluded: NameTest, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """Yield the name and state of everything below `root` except directories."""
     pending = [below]
     while pending:
@@ -131,9 +121,7 @@ def walk(
                         yield name, one.stat(follow_symlinks=False)
 
 
-def scan(
-    root: Path, is_excluded: Callable[[str], bool], below: str = ""
-) -> tuple[list[ScannedFile], dict[str, str]]:
+def scan(root: Path, is_excluded: NameTest, below: str = "") -> tuple[list[ScannedFile], dict[str, str]]:
     """Return the regular files below `root`, and why each other entry cannot be uploaded."""
     found, others = [], {}
     for name, info in walk(root, is_excluded, below):
@@ -159,7 +147,6 @@ def type_problem(mode: int) -> str:
     if stat.S_ISREG(mode):
         return ""
     if stat.S_ISLNK(mode):
-        return (
-            "it is a symbolic link, which object stores do not support; write the target's name into a file"
-        )
+        what = "it is a symbolic link, which object stores do not support"
+        return f"{what}; write the target's name into a file"
     return "it is neither a file nor a directory"

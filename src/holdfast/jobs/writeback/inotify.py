@@ -44,19 +44,13 @@ class TreeWatch:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._fd < 0:
-            reason = os.strerror(ctypes.get_errno())
-            raise Unsupported(
-                f"Cannot watch {root}: {reason}. You may have to raise fs.inotify.max_user_instances."
-            )
+            reason = f"{os.strerror(ctypes.get_errno())}. You may have to raise fs.inotify.max_user_instances"
+            raise Unsupported(f"Cannot watch {root}: {reason}.")
         self._names: dict[int, str] = {}
 
     def fileno(self) -> int:
         """Return the descriptor, which is readable when events are pending."""
         return self._fd
-
-    def close(self) -> None:
-        """Stop watching."""
-        os.close(self._fd)
 
     def add_tree(self, name: str = "") -> None:
         """Watch a directory and everything below it. Renews the names of directories already watched."""
@@ -97,10 +91,8 @@ class TreeWatch:
         if reason in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
             return False
         if reason == errno.ENOSPC:
-            raise Unsupported(
-                f"{self._root} has more directories than one user may watch. Raise "
-                "fs.inotify.max_user_watches."
-            )
+            what = f"{self._root} has more directories than one user may watch"
+            raise Unsupported(f"{what}. Raise fs.inotify.max_user_watches.")
         raise RetryLater(f"Cannot watch {self._root / name}: {os.strerror(reason)}.")
 
     def _parse(self, data: bytes) -> list[FileEvent]:

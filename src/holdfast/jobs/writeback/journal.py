@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.jobs.writeback.files import Fingerprint
@@ -20,7 +20,6 @@ from holdfast.jobs.writeback.upload_queue import (
     UploadProblem,
     UploadQueue,
     Version,
-    Writes,
 )
 from holdfast.system.documents import decode, read_dataclass, refuse, shown
 from holdfast.system.log import get_logger
@@ -30,14 +29,11 @@ FOLDER = ".holdfast-writeback"
 FILE, VERSION = "journal.sqlite", "1"
 _WAIT_S = 30.0  # for another process's transaction
 
-_ENTRY = "number, name, source, form, bytes, changed_ns, inode, digest"
-_SENT = "name, bytes, changed_ns, inode, digest"
-_PROBLEM = "name, bytes, changed_ns, inode, kind, why"
-# Unlike REPLACE, this keeps the place of a row, as a dictionary does.
-_WRITE_SENT = """
-INSERT INTO sent VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET
-    bytes = excluded.bytes, changed_ns = excluded.changed_ns, inode = excluded.inode, digest = excluded.digest
-"""
+_COLUMNS = {
+    "entry": ("number", "name", "source", "form", "bytes", "changed_ns", "inode", "digest"),
+    "sent": ("name", "bytes", "changed_ns", "inode", "digest"),
+    "problem": ("name", "bytes", "changed_ns", "inode", "kind", "why"),
+}
 _TABLES = """
 CREATE TABLE IF NOT EXISTS fact (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entry (
@@ -71,9 +67,8 @@ class Journal:
                 self._base.execute("PRAGMA synchronous=NORMAL")
                 self._base.executescript(_TABLES)
         if self.get("version", VERSION) != VERSION:
-            raise Corrupt(
-                f"{self._path} has an unknown version. Nothing was changed. Use the Holdfast that created it."
-            )
+            what = f"{self._path} has an unknown version"
+            raise Corrupt(f"{what}. Nothing was changed. Use the Holdfast that created it.")
         if not is_reader:
             self.set(version=VERSION)
 
@@ -81,9 +76,8 @@ class Journal:
         """Check that the database has no views or triggers, which could run for any time."""
         kinds = {row[0] for row in self._base.execute("SELECT DISTINCT type FROM sqlite_master")}
         if kinds - {"table", "index"}:
-            raise Corrupt(
-                f"{self._path} is not a journal: it holds a {', a '.join(sorted(map(str, kinds)))}."
-            )
+            found = ", a ".join(sorted(map(str, kinds)))
+            raise Corrupt(f"{self._path} is not a journal: it holds a {found}.")
 
     def close(self) -> None:
         """Close the database."""
@@ -112,36 +106,35 @@ class Journal:
     def load(self) -> UploadQueue:
         """Return the upload queue in the journal, from one transaction."""
         with self._translate_errors(), self._transaction():
-            ask = self._base.execute
-            entries = {row[0]: _entry(row) for row in ask(f"SELECT {_ENTRY} FROM entry ORDER BY number")}
-            rows = ask(f"SELECT {_SENT} FROM sent ORDER BY rowid")  # in the order of the queue
-            sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in rows}
-            problems = {
-                row[0]: UploadProblem(row[4], row[5], Fingerprint(*row[1:4]))
-                for row in ask(f"SELECT {_PROBLEM} FROM problem")
-            }
-            last = ask("SELECT value FROM fact WHERE key = 'last'").fetchone()
+            entries = {row[0]: _entry(row) for row in self._rows("entry")}
+            sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in self._rows("sent")}
+            rows = self._rows("problem")
+            problems = {row[0]: UploadProblem(*row[4:6], Fingerprint(*row[1:4])) for row in rows}
+            last = self._base.execute("SELECT value FROM fact WHERE key = 'last'").fetchone()
         _check_rows(self._path, entries, sent, problems)
         number = decode(str(last[0]), str(self._path)) if last else 0
         if type(number) is not int:
             refuse(str(self._path), "the last number", "an integer", number)
         return UploadQueue(entries, sent, problems, max([number, *entries]))
 
+    def _rows(self, table: str) -> sqlite3.Cursor:
+        # By the number of an entry. Others are in the order of the queue.
+        return self._base.execute(f"SELECT {', '.join(_COLUMNS[table])} FROM {table} ORDER BY rowid")
+
     def _write(self, write: JournalWrite) -> None:
-        value = write.value
-        if value is None:
-            key = "number" if write.table == "entry" else "name"
+        key, *others = _COLUMNS[write.table]
+        if write.value is None:
             self._base.execute(f"DELETE FROM {write.table} WHERE {key} = ?", (write.key,))
-        elif isinstance(value, Upload):
-            self._base.execute("INSERT OR REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)", _row(value))
-            # A number is never used twice, as kept versions are named by it.
-            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(value.number),))
-        elif isinstance(value, Sent):
-            row = (write.key, *_columns(value.fingerprint), value.digest)
-            self._base.execute(_WRITE_SENT, row)
-        else:
-            row = (write.key, *_columns(value.fingerprint), value.kind, value.why)
-            self._base.execute("INSERT OR REPLACE INTO problem VALUES (?, ?, ?, ?, ?, ?)", row)
+            return
+        row = _row(write.key, write.value)
+        # Unlike REPLACE, this keeps the place of a row, as a dictionary does.
+        changes = ", ".join(f"{name} = excluded.{name}" for name in others)
+        values = ", ".join("?" * len(row))
+        into = f"{write.table} ({', '.join(_COLUMNS[write.table])})"
+        statement = f"INSERT INTO {into} VALUES ({values}) ON CONFLICT ({key}) DO UPDATE SET {changes}"
+        self._base.execute(statement, row)
+        if isinstance(write.value, Upload):  # no number is used twice, as kept versions are named by it
+            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(write.key),))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -177,14 +170,15 @@ def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | UploadProblem]
         read_dataclass(type(row), dataclasses.asdict(row), what)
 
 
-def _columns(fingerprint: Fingerprint) -> tuple[int, int, int]:
-    return fingerprint.num_bytes, fingerprint.changed_ns, fingerprint.inode
-
-
-def _row(entry: Upload) -> tuple[object, ...]:
-    version = entry.version
-    kept = (version.form, *_columns(version.fingerprint), version.digest) if version else (None,) * 5
-    return (entry.number, entry.name, entry.source, *kept)
+def _row(key: int | str, value: Upload | Sent | UploadProblem) -> tuple[object, ...]:
+    if not isinstance(value, Upload):
+        ends = (value.digest,) if isinstance(value, Sent) else (value.kind, value.why)
+        return (key, *dataclasses.astuple(value.fingerprint), *ends)
+    version = value.version
+    kept = (None,) * 5
+    if version is not None:
+        kept = (version.form, *dataclasses.astuple(version.fingerprint), version.digest)
+    return (key, value.name, value.source, *kept)
 
 
 def _entry(row: tuple[Any, ...]) -> Upload:
@@ -194,8 +188,8 @@ def _entry(row: tuple[Any, ...]) -> Upload:
     return Upload(number, name, Version(form, Fingerprint(num_bytes, changed_ns, inode), digest), source)
 
 
+_T = TypeVar("_T")
 _log = get_logger("jobs.writeback")
-
 _PAUSE_S = 1.0
 
 
@@ -208,21 +202,22 @@ class JournaledQueue:
         self.changed = threading.Condition(threading.RLock())
         self._trouble = journal.get("trouble")
 
-    def do(self, transition: Callable[[UploadQueue], Writes]) -> None:
-        """Change the queue, and record the change in the journal.
+    def do(self, transition: Callable[[UploadQueue], _T]) -> _T:
+        """Change the queue, record the change in the journal, and return the result of the transition.
 
         Blocks: while the journal cannot be written. Until then, a kill loses the change.
         """
         with self.changed:
-            writes = transition(self.order)
-            while writes:
+            result = transition(self.order)
+            while self.order.writes:
                 try:
-                    self.journal.write(writes)
-                    break
+                    self.journal.write(self.order.writes)
+                    self.order.writes.clear()
                 except RetryLater as error:
                     _log.warning("%s Trying again.", error)
                     time.sleep(_PAUSE_S)
             self.changed.notify_all()
+        return result
 
     def start_next(self, timeout_s: float) -> Upload | None:
         """Return the upload to do next, marked as started, or None."""
@@ -231,7 +226,7 @@ class JournaledQueue:
                 self.changed.wait(timeout_s)
             entry = self.order.first()
             if entry is not None:
-                self.order.begin(entry)
+                self.order.begun = entry.number
             return entry
 
     def set_problem(self, trouble: str) -> None:

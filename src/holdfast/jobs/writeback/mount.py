@@ -211,7 +211,6 @@ def _join(root: Path, url: str, timeout_s: float | None) -> bool:
 
 
 def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> None:
-    """Start an uploader, and wait until it is ready or has failed."""
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", buffering=0) as replies:
         try:
@@ -232,16 +231,16 @@ def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> Non
         if not select.select([replies], [], [], timeout_s)[0]:
             raise RetryLater(_LATE.format(config.directory, config.place))
         reply = replies.read()  # empty if the uploader has exited without one
-    if reply != b"ready\n":
-        raise _error(reply, folder, config)
-
-
-def _error(reply: bytes, folder: Path, config: UploaderConfig) -> HoldfastError:
+    if reply == b"ready\n":
+        return
+    tail = (folder / LOG).read_text(errors="replace")[-2000:]
+    error: HoldfastError = RetryLater(
+        f"The uploader of {config.directory} died while it started. Its log: {tail}"
+    )
     with suppress(Corrupt):
         facts = decode_object(reply, "the uploader's reply", any_text=True)
-        return ERRORS[facts.choice("error", ERRORS)](facts.text("message"))
-    tail = (folder / LOG).read_text(errors="replace")[-2000:]
-    return RetryLater(f"The uploader of {config.directory} died while it started. Its log: {tail}")
+        error = ERRORS[facts.choice("error", ERRORS)](facts.text("message"))
+    raise error
 
 
 def remove_uploaded(directory: str | os.PathLike[str]) -> bool:

@@ -24,8 +24,7 @@ from holdfast.system.units import plural
 
 _log = get_logger("jobs.writeback")
 
-ASIDE = "set-aside"
-"""Folder for local files that newer ones of the bucket replaced. Nothing deletes them."""
+ASIDE = "set-aside"  # folder for local files that newer ones of the bucket replaced. Nothing deletes them.
 
 
 def reconcile(
@@ -33,10 +32,8 @@ def reconcile(
 ) -> None:
     """Download what the bucket holds, and keep local files that are not uploaded yet.
 
-    If no newer attempt of the owner has mounted the place since this directory was last mounted, the
-    directory is ahead of the bucket: its files are kept and uploaded. Otherwise it is behind, and the
-    bucket's files win. The bucket also wins over a file that was never uploaded from here. Files that lose
-    are moved to `ASIDE`, not deleted.
+    If a newer attempt of the owner has mounted the place since this directory was last mounted, the bucket's
+    files win. They also win over a file that was never uploaded from here. Files that lose move to `ASIDE`.
     """
     check_newest_attempt(store, config.owner, config.attempt)
     is_behind = _is_behind(store, config, queue)
@@ -50,7 +47,14 @@ def reconcile(
         queue.do(lambda order: order.clear())
         for number in numbers:
             versions.drop(number)
-    _set_aside(root, aside)
+    if aside:
+        folder = root / FOLDER / ASIDE / time.strftime("%Y%m%d-%H%M%S")
+        for name in aside:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                (root / name).rename(folder / name)
+        what = f"{plural(len(aside), 'file')} of {root}"
+        _log.info(f"{what} had newer versions in the bucket, and moved to {folder}")
     if config.fetch:
         present = {one.name: one for one in found if one.name not in aside}
         wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
@@ -61,31 +65,27 @@ def reconcile(
 
 
 def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> bool:
-    """Return True if a newer attempt mounted the place after this directory was mounted.
-
-    With other directories beside it, their uploads have to be downloaded at each new attempt.
-    """
+    """Return True if a newer attempt mounted the place after this directory was mounted."""
     if not config.owner or queue.journal.get("owner") != config.owner:
         return False
     if queue.journal.get("behind"):
         return True
-    mounted = int(queue.journal.get("attempt", "0"))
-    if config.is_shared:
-        return mounted < config.attempt
-    return newest_attempt(store, config.owner) > mounted
+    # With other directories beside it, their uploads have to be downloaded at each new attempt.
+    newest = config.attempt if config.is_shared else newest_attempt(store, config.owner)
+    return newest > int(queue.journal.get("attempt", "0"))
 
 
 def _files_to_set_aside(
     order: UploadQueue, found: list[ScannedFile], objects: Collection[str], *, is_behind: bool
-) -> dict[str, Fingerprint]:
+) -> set[str]:
     """Return the local files that objects of the bucket replace."""
-    aside = {}
+    aside: set[str] = set()
     for one in found:
         sent = order.sent.get(one.name)
         is_sent = sent is not None and sent.fingerprint.matches(one.fingerprint)
         is_unknown = sent is None and not order.has_pending(one.name) and one.name not in order.problems
         if (is_behind and not is_sent) or (is_unknown and one.name in objects):
-            aside[one.name] = one.fingerprint
+            aside.add(one.name)
     return aside
 
 
@@ -116,25 +116,10 @@ def _wanted(
     return wanted, replaced
 
 
-def _set_aside(root: Path, names: Collection[str]) -> None:
-    if not names:
-        return
-    folder = root / FOLDER / ASIDE / time.strftime("%Y%m%d-%H%M%S")
-    for name in names:
-        target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            (root / name).rename(target)
-    _log.info(
-        f"{plural(len(names), 'file')} of {root} had newer versions in the bucket, and moved to {folder}"
-    )
-
-
 def newest_attempt(store: Store, owner: str) -> int:
     """Return the owner's newest attempt that has mounted the place, or 0."""
-    found = [
-        re.fullmatch(r".*/attempt-(\d+)\.json", entry.name) for entry in store.list(f"{FOLDER}/{owner}/")
-    ]
+    names = (entry.name for entry in store.list(f"{FOLDER}/{owner}/"))
+    found = [re.fullmatch(r".*/attempt-(\d+)\.json", name) for name in names]
     return max((int(one[1]) for one in found if one), default=0)
 
 

@@ -6,7 +6,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -40,7 +40,7 @@ class _Changed(Exception):
 
 
 class Sender:
-    """Thread that uploads the entries of a queue."""
+    """Thread that uploads the entries of a queue, from its creation on."""
 
     def __init__(
         self, store: Store, queue: JournaledQueue, versions: KeptVersions, config: UploaderConfig
@@ -54,9 +54,6 @@ class Sender:
         self.error: BaseException | None = None
         """Failure that ended the thread, if any."""
         self._thread = threading.Thread(target=self._run, name="holdfast-sender", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
@@ -114,8 +111,6 @@ class Sender:
         self._queue.do(lambda order: order.skip(entry, kind, why))
         self._versions.drop(entry.number)
 
-    # -- one entry -------------------------------------------------------------------------------------------
-
     def _do(self, entry: Upload) -> None:
         if entry.version is None:
             self._store.delete(entry.name)
@@ -172,9 +167,8 @@ class Sender:
                 self._skip(entry, SKIPPED, why)
                 return False
             if waited_s > 1:
-                self._queue.set_problem(
-                    f"{entry.name} was opened for writing again; files closed later wait for it"
-                )
+                what = "was opened for writing again; files closed later wait for it"
+                self._queue.set_problem(f"{entry.name} {what}")
             if self._stopping.wait(_LOOK_S):
                 raise _Changed
         return True
@@ -191,55 +185,43 @@ class Sender:
         return None
 
     def _upload(self, entry: Upload, fd: int) -> str:
-        """Upload the bytes and return their digest."""
         hashed, before = xxhash.xxh3_128(), os.fstat(fd)
+        size = before.st_size
 
         def check() -> None:
-            """Check that the file has not changed. Called before the last part is sent."""
+            """Check that the file has not changed, before the last part is sent."""
             if entry.version is None or entry.version.form == COPY:
                 return
-            after = os.fstat(fd)
-            if Fingerprint.of(after) != Fingerprint.of(before) or is_being_written(fd):
+            if Fingerprint.of(os.fstat(fd)) != Fingerprint.of(before) or is_being_written(fd):
                 raise _Changed
 
-        blocks = _blocks(fd, before.st_size, hashed.update, check)
-        self._store.put_parts(entry.name, blocks, before.st_size)
+        def blocks() -> Iterator[memoryview]:
+            room, at = memoryview(bytearray(min(_BLOCK_BYTES, max(size, 1)))), 0
+            while at < size:
+                got = os.preadv(fd, [room[: size - at]], at)
+                if not got:
+                    raise _Changed
+                at += got
+                hashed.update(room[:got])
+                if at == size:
+                    check()
+                yield room[:got]
+            if not size:
+                check()
+
+        self._store.put_parts(entry.name, blocks(), size)
         return hashed.hexdigest()
 
 
 def _is_same(entry: Upload, fingerprint: Fingerprint, sent: Sent | None) -> bool:
-    """Return True if the uploaded bytes are those of the entry."""
     if sent is None or entry.version is None:
         return False
     digest = entry.version.digest
     return sent.fingerprint.matches(fingerprint) or (bool(digest) and digest == sent.digest)
 
 
-def _blocks(
-    fd: int, num_bytes: int, seen: Callable[[memoryview], None], check: Callable[[], None]
-) -> Iterator[memoryview]:
-    """Yield the bytes of a file in blocks of one buffer. Calls `check` after the last block was read."""
-    room = memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
-    at = 0
-    while at < num_bytes:
-        got = os.preadv(fd, [room[: min(len(room), num_bytes - at)]], at)
-        if not got:
-            raise _Changed
-        at += got
-        seen(room[:got])
-        if at == num_bytes:
-            check()
-        yield room[:got]
-    if not num_bytes:
-        check()
-
-
 def truncation_reason(fd: int, name: str) -> str:
-    """Return why a file is incomplete. Empty if its format does not show it.
-
-    Recognizes zip archives, which `torch.save` and `numpy.savez` write with the directory last, and
-    safetensors files, whose header contains their length.
-    """
+    """Return why a zip archive or safetensors file is incomplete, as its bytes show; otherwise ""."""
     num_bytes, suffix = os.fstat(fd).st_size, PurePosixPath(name).suffix
     if not num_bytes:
         return "it is empty" if suffix in _NEVER_EMPTY else ""

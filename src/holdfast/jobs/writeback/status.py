@@ -118,7 +118,10 @@ def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
         exclude = read_as(tuple[str, ...], decode(text, "exclude"), "exclude")
         # The files are scanned after the journal is read, so that any change in between is seen.
         waiting, unread, written, left_out = _compare(root, order, exclude)
-        pid, place, trouble = journal.get("pid"), journal.get("place"), _trouble(journal)
+        pid, place = journal.get("pid"), journal.get("place")
+        trouble, since = journal.get("trouble"), journal.get("trouble_unix_s")
+    if trouble and since:
+        trouble += f" ({format_duration(max(0.0, time.time() - float(since)))} ago)"
     uploader = state if is_held or state in (ENDED, FENCED, FAILED) else DEAD
     return DirectoryStatus(
         str(root),
@@ -212,8 +215,3 @@ def _why_not_sent(order: UploadQueue, one: ScannedFile) -> str | None:
     if order.has_pending(one.name) and order.fingerprint(one.name) == one.fingerprint:
         return None
     return ""
-
-
-def _trouble(journal: Journal) -> str:
-    text, since = journal.get("trouble"), journal.get("trouble_unix_s")
-    return f"{text} ({format_duration(max(0.0, time.time() - float(since)))} ago)" if text and since else text

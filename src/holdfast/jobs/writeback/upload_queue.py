@@ -1,14 +1,14 @@
 """Upload queue: the changes of a directory in their order; pure.
 
 Every change is an entry, and entries are uploaded one after the other. So the bucket always shows a state
-that the directory had, or would have had. Each transition returns the journal writes that make it durable, so
-that a queue loaded from the journal is the same queue.
+that the directory had, or would have had. Each transition also adds the journal writes that make it durable,
+so that a queue loaded from the journal is the same queue.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any
 
 from holdfast.jobs.writeback.files import UNSETTLED, Fingerprint
 
@@ -29,15 +29,12 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Change to upload: a version, or None for a removal.
-
-    `source` is a name that had the same bytes when this entry was made, so that the bucket can copy them.
-    """
+    """Change to upload."""
 
     number: int
     name: str
-    version: Version | None
-    source: str = ""
+    version: Version | None  # None: a removal
+    source: str = ""  # name that had the same bytes when this was added, so that the bucket can copy them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,6 @@ class JournalWrite:
     value: Upload | Sent | UploadProblem | None
 
 
-Writes: TypeAlias = "list[JournalWrite]"
-
-
 @dataclass(slots=True)
 class UploadQueue:
     """Queued uploads in order, and the results of completed ones."""
@@ -78,32 +72,33 @@ class UploadQueue:
     problems: dict[str, UploadProblem] = field(default_factory=dict)
     last: int = 0
     begun: int = 0  # number of the entry being uploaded, which cannot be withdrawn
+    writes: list[JournalWrite] = field(default_factory=list, init=False)  # changes the journal does not have
     _newest_of: dict[str, int] = field(default_factory=dict, init=False)  # number of the newest entry by name
 
     def __post_init__(self) -> None:
         self._newest_of = {entry.name: number for number, entry in self.entries.items()}
         self.begun = next(iter(self.entries), 0)  # it may have been started before the queue was loaded
 
-    def next_number(self) -> int:
-        """Return the number of the next entry to be added."""
-        return self.last + 1
-
     def first(self) -> Upload | None:
         """Return the oldest entry, or None."""
         return next(iter(self.entries.values()), None)
 
-    def put(self, name: str, version: Version, *, source: str = "") -> Writes:
-        """Add the upload of a version that was just closed."""
-        return [*self._clear_problem(name), self._add(name, version, source)]
+    def put(self, name: str, version: Version | None, *, source: str = "") -> None:
+        """Add the upload of a version that was just closed, or the removal of the name."""
+        self._clear_problem(name)
+        self.last += 1
+        self._set("entry", self.last, Upload(self.last, name, version, source))
+        self._newest_of[name] = self.last
 
-    def remove(self, name: str) -> Writes:
+    def remove(self, name: str) -> None:
         """Add the removal of a name, if the bucket has it or will have it."""
-        cleared = self._clear_problem(name)
         newest = self._newest(name)
-        is_there = newest.version is not None if newest else name in self.sent
-        return [*cleared, self._add(name, None, "")] if is_there else cleared
+        if newest.version is not None if newest else name in self.sent:
+            self.put(name, None)
+        else:
+            self._clear_problem(name)
 
-    def withdraw(self, name: str) -> tuple[Upload | None, Writes]:
+    def withdraw(self, name: str) -> Upload | None:
         """Withdraw the upload of a renamed file, if it is the newest entry.
 
         A file closed later may refer to the old name, which must then be uploaded first. The upload also
@@ -112,77 +107,66 @@ class UploadQueue:
         """
         newest = next(reversed(self.entries.values()), None)
         if newest is None or newest.name != name or newest.number == self.begun or newest.version is None:
-            return None, []
+            return None
         if name in self.sent or sum(entry.name == name for entry in self.entries.values()) > 1:
-            return None, []
-        return newest, self._drop(newest.number)
+            return None
+        self._drop(newest)
+        return newest
 
-    def begin(self, entry: Upload) -> None:
-        """Mark an entry as being uploaded."""
-        self.begun = entry.number
-
-    def mark_sent(self, entry: Upload, sent: Sent) -> Writes:
+    def mark_sent(self, entry: Upload, sent: Sent) -> None:
         """Record that an entry was uploaded."""
         noted = self.entries[entry.number].version
         if noted and sent.fingerprint.changed_ns == UNSETTLED:
             sent = Sent(noted.fingerprint, sent.digest)  # the entry may have been confirmed meanwhile
-        moved = []
         before = self.sent.get(entry.name)
         if before is not None and before.digest != sent.digest:  # so that the newest bytes are last
-            del self.sent[entry.name]
-            moved = [JournalWrite("sent", entry.name, None)]
-        self.sent[entry.name] = sent
-        return [*moved, JournalWrite("sent", entry.name, sent), *self._drop(entry.number)]
+            self._set("sent", entry.name, None)
+        self._set("sent", entry.name, sent)
+        self._drop(entry)
 
-    def confirm(self, name: str, version: Version) -> Writes | None:
-        """Confirm that a file read too soon has not changed since. Return None if it has."""
+    def confirm(self, name: str, version: Version) -> bool:
+        """Confirm that a file read too soon has not changed since. Return False if it has."""
         newest, sent = self._newest(name), self.sent.get(name)
         if newest and newest.version and newest.version.digest == version.digest:
-            settled = replace(newest, version=replace(newest.version, fingerprint=version.fingerprint))
-            self.entries[newest.number] = settled
-            return [JournalWrite("entry", newest.number, settled)]
+            settled = replace(newest.version, fingerprint=version.fingerprint)
+            self._set("entry", newest.number, replace(newest, version=settled))
+            return True
         if newest is None and sent and sent.digest == version.digest:
-            return self.mark_downloaded(name, Sent(version.fingerprint, version.digest))
-        return None
+            self.mark_downloaded(name, Sent(version.fingerprint, version.digest))
+            return True
+        return False
 
-    def mark_removed(self, entry: Upload) -> Writes:
+    def mark_removed(self, entry: Upload) -> None:
         """Record that an entry's name was removed from the bucket."""
-        self.sent.pop(entry.name, None)
-        return [JournalWrite("sent", entry.name, None), *self._drop(entry.number)]
+        self._set("sent", entry.name, None)
+        self._drop(entry)
 
-    def skip(self, entry: Upload, kind: str, why: str) -> Writes:
+    def skip(self, entry: Upload, kind: str, why: str) -> None:
         """Remove an entry that cannot be uploaded. The problem stays until the file changes."""
         assert entry.version is not None
-        writes = self._drop(entry.number)
-        if self._newest(entry.name):  # a newer version is queued, and only that one matters
-            return writes
-        return [*writes, *self.add_problem(entry.name, UploadProblem(kind, why, entry.version.fingerprint))]
+        self._drop(entry)
+        if not self._newest(entry.name):  # otherwise a newer version is queued, and only that one matters
+            self.add_problem(entry.name, UploadProblem(kind, why, entry.version.fingerprint))
 
-    def add_problem(self, name: str, problem: UploadProblem) -> Writes:
+    def add_problem(self, name: str, problem: UploadProblem) -> None:
         """Record a file that cannot be uploaded."""
-        self.problems[name] = problem
-        return [JournalWrite("problem", name, problem)]
+        self._set("problem", name, problem)
 
-    def mark_downloaded(self, name: str, sent: Sent) -> Writes:
+    def mark_downloaded(self, name: str, sent: Sent) -> None:
         """Record that an object was downloaded into the directory."""
-        self.sent[name] = sent
-        return [JournalWrite("sent", name, sent)]
+        self._set("sent", name, sent)
 
-    def clear(self) -> Writes:
+    def clear(self) -> None:
         """Remove all entries and results, as another mount has continued. The numbering continues."""
-        writes = [JournalWrite("entry", number, None) for number in self.entries]
-        writes += [JournalWrite("problem", name, None) for name in self.problems]
-        writes += [JournalWrite("sent", name, None) for name in self.sent]
-        for table in (self.entries, self.sent, self.problems, self._newest_of):
-            table.clear()
-        return writes
+        for table in ("entry", "problem", "sent"):
+            for key in list(self._rows(table)):
+                self._set(table, key, None)
+        self._newest_of.clear()
 
-    def mark_lost(self, entry: Upload) -> Writes:
+    def mark_lost(self, entry: Upload) -> None:
         """Mark the kept version of an entry as lost: only the file's name remains."""
         assert entry.version is not None
-        lost = replace(entry, version=replace(entry.version, form=PATH))
-        self.entries[entry.number] = lost
-        return [JournalWrite("entry", entry.number, lost)]
+        self._set("entry", entry.number, replace(entry, version=replace(entry.version, form=PATH)))
 
     def fingerprint(self, name: str) -> Fingerprint | None:
         """Return the fingerprint of the newest queued or uploaded version, or None."""
@@ -226,20 +210,25 @@ class UploadQueue:
         number = self._newest_of.get(name)
         return None if number is None else self.entries[number]
 
-    def _add(self, name: str, version: Version | None, source: str) -> JournalWrite:
-        self.last += 1
-        entry = self.entries[self.last] = Upload(self.last, name, version, source)
-        self._newest_of[name] = entry.number
-        return JournalWrite("entry", entry.number, entry)
+    def _rows(self, table: str) -> dict[Any, Any]:
+        return {"entry": self.entries, "sent": self.sent, "problem": self.problems}[table]
 
-    def _drop(self, number: int) -> Writes:
-        name = self.entries.pop(number).name
-        if self._newest_of[name] == number:  # it was the only entry of the name, as the oldest is done first
-            del self._newest_of[name]
-        return [JournalWrite("entry", number, None)]
+    def _set(self, table: str, key: int | str, value: Upload | Sent | UploadProblem | None) -> None:
+        """Set a value here and in the journal, or delete it."""
+        if value is None:
+            self._rows(table).pop(key, None)
+        else:
+            self._rows(table)[key] = value
+        self.writes.append(JournalWrite(table, key, value))
 
-    def _clear_problem(self, name: str) -> Writes:
-        return [JournalWrite("problem", name, None)] if self.problems.pop(name, None) else []
+    def _drop(self, entry: Upload) -> None:
+        self._set("entry", entry.number, None)
+        if self._newest_of[entry.name] == entry.number:  # the oldest entry is done first
+            del self._newest_of[entry.name]
+
+    def _clear_problem(self, name: str) -> None:
+        if name in self.problems:
+            self._set("problem", name, None)
 
 
 def _date(dated: dict[str, tuple[str, int] | None], name: str, digest: str, num_bytes: int) -> None:

@@ -6,25 +6,16 @@ import errno
 import json
 import os
 import select
-import signal
 import time
 from collections import Counter, deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
-from holdfast.jobs.writeback import inotify
+from holdfast.jobs.writeback import files, inotify
 from holdfast.jobs.writeback.config import UploaderConfig
-from holdfast.jobs.writeback.files import (
-    UNSETTLED,
-    Fingerprint,
-    is_open_now,
-    name_problem,
-    open_file,
-    scan,
-    type_problem,
-)
 from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
 from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
@@ -57,8 +48,7 @@ class Uploader:
         self._folder = self._root / FOLDER
         self._pending: deque[FileEvent] = deque()
         self._pending_closes: Counter[str] = Counter()  # number of close events in `_pending` by name
-        # Number of lost versions of a name since its last kept one.
-        self._lost_versions: Counter[str] = Counter()
+        self._lost_versions: Counter[str] = Counter()  # number of a name since its last kept one
         self._lost_open: dict[str, float] = {}  # ends of the wait for files that were open again, by name
         self._deferred: dict[str, None] = {}  # names to be removed later
         self._open: dict[str, float] = {}  # times of the next check of files that were open
@@ -75,8 +65,7 @@ class Uploader:
         self._versions = KeptVersions(self._root, config.copy_bytes)
         self._watch = TreeWatch(self._root, config.is_excluded)
         self._holders_fd = os.open(self._folder / HOLDERS_FIFO, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        # A FIFO that never had a writer does not report that it has none, and the mounting process may be
-        # dead.
+        # Without a first writer, a FIFO does not report that it has none; the mounting process may be dead.
         os.close(os.open(self._folder / HOLDERS_FIFO, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def prepare(self) -> None:
@@ -89,7 +78,6 @@ class Uploader:
         self._watch.add_tree()
         self._scan_all()
         self._sender = Sender(store, self._queue, self._versions, self._config)
-        self._sender.start()
         self._journal.set(state=ALIVE)
 
     def finish(self) -> None:
@@ -100,25 +88,21 @@ class Uploader:
         """Record and upload changes until the last holder is gone."""
         try:
             is_drained = self._run()
-        except Conflict as error:
-            return self._end(FENCED, str(error))
         except HoldfastError as error:
-            return self._end(FAILED, str(error))
+            _log.error(error)
+            state = FENCED if isinstance(error, Conflict) else FAILED
+            with suppress(HoldfastError):  # without the directory, the journal is gone too
+                self._journal.set(state=state, trouble=str(error), trouble_unix_s=str(time.time()))
+            return False
         self._journal.set(state=ENDED)
         return is_drained
-
-    def _end(self, state: str, why: str) -> bool:
-        _log.error(why)
-        with suppress(HoldfastError):  # without the directory, the journal is gone too
-            self._journal.set(state=state, trouble=why, trouble_unix_s=str(time.time()))
-        return False
 
     def _run(self) -> bool:
         while True:
             self._wait()
             self._read_events()
             while self._pending:
-                self._handle(self._pop_event())
+                self._handle_next()
             self._check_again()
             self._enforce_limit()
             self._check_sender()
@@ -127,7 +111,6 @@ class Uploader:
                 return is_drained
 
     def _wait(self) -> None:
-        """Wait for an event or a due check."""
         due_s = min(self._recheck.values(), default=float("inf")) - time.monotonic()
         poll = select.poll()
         poll.register(self._watch.fileno(), select.POLLIN)
@@ -137,15 +120,12 @@ class Uploader:
         poll.poll(1000 * max(0.0, min(_CLOSING_TICK_S if is_closing else _TICK_S, due_s)))
 
     def _check_sender(self) -> None:
-        error = self._sender.error
-        if isinstance(error, HoldfastError):
+        if isinstance(error := self._sender.error, HoldfastError):
             raise error
         if error is not None:
             raise Internal(f"Uploading ended because of a bug in Holdfast: {error!r}.") from error
         if not (self._folder / LOCK).exists():
             raise RetryLater(f"{self._folder} was deleted, including the journal. Nothing more is uploaded.")
-
-    # -- ending ----------------------------------------------------------------------------------------------
 
     def _is_done(self) -> bool | None:
         """Return True if everything is uploaded and nothing needs the uploader, None to continue."""
@@ -153,12 +133,12 @@ class Uploader:
             self._closing_since_s = None
             return None
         now_s = time.monotonic()
-        if self._closing_since_s is None:
-            self._closing_since_s = now_s
+        self._closing_since_s = now_s if self._closing_since_s is None else self._closing_since_s
         waited_s = now_s - self._closing_since_s
         if self._queue.order.entries:
             return False if waited_s > self._config.give_up_s else None
-        is_open = self._has_open_files()
+        found, _ = files.scan(self._root, self._config.is_excluded)
+        is_open = any(files.is_open_now(self._root / one.name) for one in found)
         if is_open and not self._is_finishing and waited_s < self._config.linger_s:
             return None
         has_work = self._recheck or (self._deferred and not self._lost_open)
@@ -187,28 +167,18 @@ class Uploader:
         os.close(fd)
         return None
 
-    def _has_open_files(self) -> bool:
-        found, _ = scan(self._root, self._config.is_excluded)
-        return any(is_open_now(self._root / one.name) for one in found)
-
-    # -- events ----------------------------------------------------------------------------------------------
-
     def _read_events(self) -> None:
-        """Append new events to the pending ones."""
         for event in self._watch.read():
             self._pending.append(event)
             if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
                 self._pending_closes[event.name] += 1
 
-    def _pop_event(self) -> FileEvent:
+    def _handle_next(self) -> None:
         event = self._pending.popleft()
         if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
             self._pending_closes[event.name] -= 1
             if not self._pending_closes[event.name]:
                 del self._pending_closes[event.name]
-        return event
-
-    def _handle(self, event: FileEvent) -> None:
         if event.kind == inotify.LOST:
             _log.info("file events were lost, scanning all files")
             self._scan_all()
@@ -235,9 +205,7 @@ class Uploader:
     def _handle_moved_from(self, event: FileEvent) -> None:
         """Handle the first half of a rename: the file was moved or has left the directory."""
         if target := self._take_rename_target(event):
-            with self._queue.changed:
-                entry, writes = self._queue.order.withdraw(event.name)
-                self._queue.do(lambda _: writes)
+            entry = self._queue.do(lambda order: order.withdraw(event.name))
             if entry is not None:
                 self._versions.drop(entry.number)
             self._capture(target.name, source=event.name)
@@ -245,10 +213,8 @@ class Uploader:
 
     def _take_rename_target(self, event: FileEvent) -> FileEvent | None:
         """Return the second half of a rename, without its own event, if the file stayed in the directory."""
-        found = next(
-            (one for one in self._pending if one.kind == inotify.MOVED_TO and one.pair == event.pair), None
-        )
-        if found is not None:
+        targets = (one for one in self._pending if one.kind == inotify.MOVED_TO and one.pair == event.pair)
+        if (found := next(targets, None)) is not None:
             self._pending.remove(found)
             self._pending_closes[found.name] -= 1
         return found
@@ -257,19 +223,17 @@ class Uploader:
         """Handle a new file. It will be closed later, except for a hard link."""
         with suppress(FileNotFoundError, NotADirectoryError):
             info = (self._root / name).lstat()
-            if type_problem(info.st_mode):
+            if files.type_problem(info.st_mode):
                 self._remove(name)  # the file that it replaces; `status_of` reports the new one
             elif info.st_nlink > 1:
                 self._capture(name)
 
     def _remove(self, name: str) -> None:
-        """Remove a name from the bucket. Waits while another file's version is lost.
+        """Remove a name from the bucket, later if a version of another file was lost.
 
-        A marker that is rewritten in place allows deleting older files. While its newest version has not
-        replaced the lost one in the bucket, the older files must stay.
+        Such a file may be a marker: until its newest version is in the bucket, older files must stay.
         """
         self._recheck.pop(name, None)
-        self._open.pop(name, None)
         self._forget_lost(name)
         self._deferred[name] = None
         self._remove_deferred()
@@ -283,17 +247,15 @@ class Uploader:
 
     def _add_problem(self, name: str, why: str) -> None:
         with suppress(FileNotFoundError):
-            problem = UploadProblem(REJECTED, why, Fingerprint.of((self._root / name).lstat()))
-            self._queue.do(lambda order: [*order.remove(name), *order.add_problem(name, problem)])
-
-    # -- versions --------------------------------------------------------------------------------------------
+            problem = UploadProblem(REJECTED, why, files.Fingerprint.of((self._root / name).lstat()))
+            self._queue.do(lambda order: (order.remove(name), order.add_problem(name, problem)))
 
     def _capture(self, name: str, *, source: str = "", is_second_scan: bool = False) -> None:
         """Keep the version of a file that was just closed, and queue it."""
-        if name_problem(name) or self._is_closed_again(name):
+        if files.name_problem(name) or self._is_closed_again(name):
             return
         try:
-            fd = open_file(self._root / name)
+            fd = files.open_file(self._root / name)
         except (FileNotFoundError, NotADirectoryError):
             return  # it was moved or deleted, which is another event
         except OSError as error:
@@ -303,19 +265,17 @@ class Uploader:
                 self._add_problem(name, f"it cannot be read: {error.strerror}")
             return
         try:
-            if type_problem(os.fstat(fd).st_mode):
+            if files.type_problem(os.fstat(fd).st_mode):
                 self._remove(name)
                 return
-            number = self._queue.order.next_number()
-            version = self._versions.capture(
-                number, name, fd, lambda: self._is_closed_again(name, reads_events=True)
-            )
+            number = self._queue.order.last + 1
+            is_closed_again = partial(self._is_closed_again, name, reads_events=True)
+            version = self._versions.capture(number, name, fd, is_closed_again)
         finally:
             os.close(fd)
         if version is not None:
             self._enqueue(name, version, source, is_second_scan=is_second_scan)
             self._deferred.pop(name, None)  # it exists again
-            self._open.pop(name, None)
             self._forget_lost(name)
             self._remove_deferred()
             return
@@ -325,30 +285,29 @@ class Uploader:
             self._open[name] = time.monotonic() + _OPEN_S
 
     def _note_lost_open(self, name: str) -> None:
-        """Record that a closed version was lost, as the file is open again.
-
-        Only a file that the bucket has or will have: nothing there refers to older files through another one.
-        """
+        """Record that a closed version was lost, as the file is open again."""
         with self._queue.changed:
             is_known = self._queue.order.fingerprint(name) is not None
-        if is_known and name not in self._lost_open:
-            self._lost_open[name] = time.monotonic() + self._config.open_limit_s
+        if is_known:  # nothing in the bucket refers to older files through a file that it does not have
+            self._lost_open.setdefault(name, time.monotonic() + self._config.open_limit_s)
 
     def _forget_lost(self, name: str) -> None:
-        self._lost_versions.pop(name, None)
-        self._lost_open.pop(name, None)
+        for names in (self._lost_versions, self._lost_open, self._open):
+            names.pop(name, None)
 
     def _enqueue(self, name: str, version: Version, source: str, *, is_second_scan: bool) -> None:
         with self._queue.changed:
-            order = self._queue.order
-            number = order.next_number()
-            confirmed = order.confirm(name, version) if is_second_scan and version.digest else None
-            writes = order.put(name, version, source=source) if confirmed is None else confirmed
-            self._queue.do(lambda _: writes)
-        if confirmed is not None:
-            self._versions.drop(number)
+            number = self._queue.order.last + 1
+            if (
+                is_second_scan
+                and version.digest
+                and self._queue.do(lambda order: order.confirm(name, version))
+            ):
+                self._versions.drop(number)
+            else:
+                self._queue.do(lambda order: order.put(name, version, source=source))
         failpoint("writeback.noted")
-        if version.fingerprint.changed_ns == UNSETTLED and version.form == COPY:
+        if version.fingerprint.changed_ns == files.UNSETTLED and version.form == COPY:
             self._recheck[name] = time.monotonic() + _RECHECK_S
         else:
             self._recheck.pop(name, None)
@@ -363,36 +322,27 @@ class Uploader:
         return self._lost_versions[name] <= _MAX_LOST_VERSIONS
 
     def _check_again(self) -> None:
-        """Check again files that were open or written too recently.
-
-        The time of a file written too recently may not differ from its next version's.
-
-        Closing an open file is an event anyway. This covers files whose closing causes none.
-        """
-        now_s = time.monotonic()
-        if expired := [name for name, end_s in self._lost_open.items() if end_s <= now_s]:
-            for name in expired:
-                del self._lost_open[name]
+        """Check files again that were open, or so new that a later version may have the same time."""
+        if _take_due(self._lost_open):
             self._remove_deferred()
-        for name in [name for name, due_s in self._open.items() if due_s <= now_s]:
-            del self._open[name]
-            self._capture(name, is_second_scan=True)
-        for name in [name for name, due_s in self._recheck.items() if due_s <= now_s]:
-            del self._recheck[name]
-            self._capture(name, is_second_scan=True)
+        for times in (self._open, self._recheck):
+            for name in _take_due(times):
+                self._capture(name, is_second_scan=True)
 
     def _scan_all(self, below: str = "", *, renamed: tuple[str, str] | None = None) -> None:
         """Queue all files that differ from the queue's newest version, oldest change first."""
         if not below:
             self._watch.add_tree()
-        found, others = scan(self._root, self._config.is_excluded, below)
+        found, others = files.scan(self._root, self._config.is_excluded, below)
         inside = f"{below}/" if below else ""
         with self._queue.changed:
             known = {one.name: self._queue.order.fingerprint(one.name) for one in found}
             gone = [name for name in self._queue.order.newest_first() if name not in known]
         changed = [one for one in found if known[one.name] != one.fingerprint]
         for one in sorted(changed, key=lambda one: one.order(self._touched)):
-            self._capture(one.name, source=_earlier_name(one.name, renamed))
+            is_renamed = renamed is not None and one.name.startswith(f"{renamed[1]}/")
+            source = renamed[0] + one.name.removeprefix(renamed[1]) if renamed and is_renamed else ""
+            self._capture(one.name, source=source)
         for name in gone:
             if name.startswith(inside) and (name in others or not (self._root / name).is_file()):
                 self._remove(name)
@@ -415,15 +365,16 @@ class Uploader:
                 self._versions.drop(entry.number)  # the sender notices that the version is missing
 
 
-def _earlier_name(name: str, renamed: tuple[str, str] | None) -> str:
-    """Return the former name of a file in a renamed directory."""
-    if renamed is None or not name.startswith(f"{renamed[1]}/"):
-        return ""
-    return renamed[0] + name[len(renamed[1]) :]
+def _take_due(times: dict[str, float]) -> list[str]:
+    """Remove the names whose time has come, and return them."""
+    now_s = time.monotonic()
+    due = [name for name, due_s in times.items() if due_s <= now_s]
+    for name in due:
+        del times[name]
+    return due
 
 
 def _lock(folder: Path) -> int:
-    """Acquire the lock of the living uploader."""
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     give_up_s = time.monotonic() + _LOCK_LIMIT_S
     while not try_flock(fd):  # a process that checks for an uploader also holds it for a moment
@@ -432,9 +383,3 @@ def _lock(folder: Path) -> int:
             raise Conflict(f"{folder.parent} already has an uploader.")
         time.sleep(0.01)
     return fd
-
-
-def ignore_signals() -> None:
-    """Ignore signals that are meant for the job."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)

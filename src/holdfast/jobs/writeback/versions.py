@@ -24,8 +24,8 @@ _CANNOT_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.
 class KeptVersions:
     """Kept versions of one directory's files, each under the number of its upload.
 
-    A small file is copied. A larger one is cloned if the file system can do so, and hard-linked otherwise. A
-    hard link survives deletion and replacement of the file, but not a write in place.
+    A small file is copied. A larger one is cloned or, if the file system cannot do so, hard-linked: such a
+    version survives deletion and replacement of the file, but not a write in place.
     """
 
     def __init__(self, directory: Path, copy_bytes: int) -> None:
@@ -39,20 +39,18 @@ class KeptVersions:
         return self._directory / name if form == PATH else self._folder / str(number)
 
     def capture(self, number: int, name: str, fd: int, is_closed_again: Callable[[], bool]) -> Version | None:
-        """Keep a file as it was when it was closed.
+        """Keep a file as it was when it was closed, under the number of the future upload.
 
-        Args:
-            number: number of the future upload.
-            is_closed_again: returns True if the file has been closed again. Called after the file was read.
-
-        Returns:
-            None if the file is being written or was closed again: a later event covers that.
+        Return None if the file is being written or, by `is_closed_again` after it was read, was closed again:
+        a later event covers that.
         """
         if is_being_written(fd):
             return None
         info = os.fstat(fd)
         if info.st_size > self._copy_bytes and self._can_clone:
-            info = _settled(fd)  # a clone cannot be compared with the file cheaply, unlike a copy
+            # Any later write must change the file's time: a clone cannot be compared with it, unlike a copy.
+            while not is_settled(info := os.fstat(fd), time.time_ns()):
+                time.sleep(SETTLE_NS / 4e9)
         if info.st_size <= self._copy_bytes:
             version = self._copy(number, fd)
         else:
@@ -74,9 +72,7 @@ class KeptVersions:
     def sweep(self, needed: set[int]) -> set[int]:
         """Delete versions whose upload is not in the journal, left by a kill.
 
-        Returns:
-            The inodes of files whose links changed here, or shortly before the kill. Their ctime does not
-            show whether their contents changed.
+        Return the inodes of files whose links changed: their ctime does not show whether their contents did.
         """
         touched = set()
         for path in self._folder.iterdir():
@@ -84,10 +80,6 @@ class KeptVersions:
                 touched.add(path.stat().st_ino)
                 path.unlink(missing_ok=True)
         return touched
-
-    def is_kept(self, number: int) -> bool:
-        """Return True if a version of this number is kept."""
-        return (self._folder / str(number)).exists()
 
     def exclusive_bytes(self, number: int) -> int:
         """Return the disk space used only by this upload, whose file was replaced or deleted."""
@@ -98,6 +90,7 @@ class KeptVersions:
 
     def _copy(self, number: int, fd: int) -> Version:
         now_ns, info = time.time_ns(), os.fstat(fd)
+        fingerprint = Fingerprint.of(info, now_ns=now_ns)
         data = bytearray(info.st_size)
         got, view = 0, memoryview(data)
         while got < len(data) and (more := os.preadv(fd, [view[got:]], got)):
@@ -110,16 +103,15 @@ class KeptVersions:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self.drop(number)
-            return Version(PATH, Fingerprint.of(info, now_ns=now_ns))
-        return Version(COPY, Fingerprint.of(info, now_ns=now_ns), digest(data))
+            return Version(PATH, fingerprint)
+        return Version(COPY, fingerprint, digest(data))
 
     def _clone(self, number: int, fd: int) -> Version | None:
         if not self._can_clone:
             return None
         now_ns, info = time.time_ns(), os.fstat(fd)
-        copy = os.open(
-            self._folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600
-        )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        copy = os.open(self._folder / str(number), flags, 0o600)
         try:
             fcntl.ioctl(copy, _CLONE, fd)
         except OSError as error:
@@ -148,10 +140,3 @@ class KeptVersions:
             return Version(HARD_LINK, Fingerprint.of(os.fstat(held), now_ns=now_ns))
         finally:
             os.close(held)
-
-
-def _settled(fd: int) -> os.stat_result:
-    """Return a file's state, once any later write is sure to change its time."""
-    while not is_settled(info := os.fstat(fd), time.time_ns()):
-        time.sleep(SETTLE_NS / 4e9)
-    return info

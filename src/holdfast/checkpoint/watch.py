@@ -10,14 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.policy import Every
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.state.review import ResumeRisk
 
 
 class Note(Protocol):
@@ -53,6 +57,8 @@ class WatchedRun:
         warn: shows a warning to the user, with the next call of the Checkpointer. Threads may call it.
         show: logs a line for the user, on rank 0, unless the option `quiet` is set.
         save_s: returns the time that a step and a durable save take, in seconds, as measured.
+        wait: waits until every save is durable, in the thread that trains.
+        leave: waits so, and ends this process with status 0, as if its script had ended.
     """
 
     name: str
@@ -66,6 +72,8 @@ class WatchedRun:
     warn: Callable[[str], None]
     show: Callable[[str], None]
     save_s: Callable[[], float]
+    wait: Callable[[], None]
+    leave: Callable[[], NoReturn]
 
     @property
     def words(self) -> memoryview[int]:
@@ -234,6 +242,11 @@ class Watch:
         """Steps that a healthy checkpoint stays behind the newest one; None if the watch never goes back."""
         return None
 
+    @property
+    def every(self) -> Every | None:
+        """Policy of saves besides those of the run, the same on all ranks; None for none."""
+        return None
+
     def restored(self, state: RestoredState) -> None:
         """Observe that the state was restored, or that training starts from zero."""
 
@@ -248,6 +261,12 @@ class Watch:
 
         With several ranks, they do it after the next step.
         """
+
+    def save_began(self, step: int) -> None:
+        """Observe that the script saves a step, in the thread that trains, before anything is copied."""
+
+    def reviewed(self, risks: Sequence[ResumeRisk]) -> None:
+        """Observe why the state may not resume exactly, as found with the first save."""
 
     def planned(self, tensors: Sequence[SharedTensor]) -> Copies | None:
         """Return the tensors to copy and hash at each save, as the structure of the state is new.

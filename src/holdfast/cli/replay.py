@@ -213,7 +213,7 @@ class _Replay:
 
     def report(self) -> dict[str, Any]:
         """Run the steps again, and return everything that was found."""
-        trace = self._run("first")
+        self._run("first")
         record = self._compare_with_record("first")
         again = between = None
         if record.rows:
@@ -221,7 +221,8 @@ class _Replay:
             again = self._compare_with_record("second")
             between = self._compare_runs()
         verdict = judge(record, again, between)
-        metric = first_difference(recorded_metrics(self._store, self._span), _metrics_of(trace))
+        replayed = recorded_metrics(open_store(os.fspath(self._home("first"))), self._span)
+        metric = first_difference(recorded_metrics(self._store, self._span), replayed)
         start, end = self._span.start, self._span.end
         return {
             "home": self._store.url,
@@ -237,7 +238,7 @@ class _Replay:
             "metric": None if metric is None or verdict.name == SOUND else asdict(metric),
         }
 
-    def _run(self, name: str) -> experiment.Trace:
+    def _run(self, name: str) -> None:
         """Run the steps once, from a copy of the first checkpoint."""
         start, end = self._span.start, self._span.end
         home = self._home(name)
@@ -252,7 +253,6 @@ class _Replay:
                 f"use the home {self._place}, restore, and train to step {end.step}. Give it the arguments "
                 "that the run had."
             )
-        return trace
 
     def _home(self, name: str) -> Path:
         return place_in_sandbox(self._trials.homes(name), self._place)
@@ -274,11 +274,6 @@ class _Replay:
             for name in ("first", "second")
         )
         return experiment.compare_sides(*sides, of_a="the first replay", of_b="the second replay")
-
-
-def _metrics_of(trace: experiment.Trace) -> Mapping[int, Mapping[str, float]]:
-    recorded = trace.records.get("0", {})
-    return {step: {name: float(value) for name, value in values.items()} for step, values in recorded.items()}
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -174,6 +174,7 @@ class WatchFigure:
         columns: of its table.
         rows: of its table, with a cell for each column.
         chart: a Vega-Lite specification with its values; None for none.
+        num_rows_left_out: rows before these, which the table does not have.
     """
 
     title: str
@@ -181,6 +182,7 @@ class WatchFigure:
     columns: tuple[str, ...]
     rows: tuple[tuple[str | int | None, ...], ...]
     chart: Mapping[str, Any] | None = None
+    num_rows_left_out: int = 0
 
 
 class Watch:

@@ -12,6 +12,8 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
+from typing_extensions import override
+
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.keeper.pulse import Pulse
@@ -299,3 +301,25 @@ class Watch:
         Args:
             lines: of the history, whose `event` is one of `events`, by time.
         """
+
+
+class ActionWatch(Watch):
+    """Watch with an option `action` that says what is done; "off" watches nothing.
+
+    Attributes:
+        actions: values of the option.
+    """
+
+    actions: ClassVar[tuple[str, ...]]
+    action: str
+
+    def __post_init__(self) -> None:
+        if self.action not in self.actions:
+            raise InvalidInput(
+                f"{type(self).__name__}(action=) must be one of {', '.join(self.actions)}, "
+                f"got {self.action!r:.100}."
+            )
+
+    @override
+    def applies(self, run: WatchedRun) -> bool:
+        return self.action != "off"

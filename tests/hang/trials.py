@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import Self
+
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError
@@ -74,6 +76,12 @@ class Trial:
         """Wait until all ranks have exited without an error."""
         for one in self.ranks:
             assert one.wait() == 0, one.said()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         """Kill all ranks that are left."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,13 +15,8 @@ from pace.trials import PaceTrial
 ALWAYS = 600.0
 
 
-@contextlib.contextmanager
-def trial(folder: Path, *, world_size: int = 3, kind: str = "ddp") -> Iterator[PaceTrial]:
-    made = PaceTrial(folder, nursery.shared(), world_size=world_size, kind=kind)
-    try:
-        yield made
-    finally:
-        made.kill()
+def trial(folder: Path, *, world_size: int = 3, kind: str = "ddp") -> PaceTrial:
+    return PaceTrial(folder, nursery.shared(), world_size=world_size, kind=kind)
 
 
 @pytest.mark.essential

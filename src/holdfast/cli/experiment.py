@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.cli.diff import Side, compare
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import Column, print_table
@@ -113,14 +113,22 @@ class Trace:
             self.was_killed = True
 
 
-def recorded_values(homes: Path) -> dict[str, dict[int, dict[str, str]]]:
-    """Return the metrics that count of the runs in a folder, by home, step and name."""
-    found: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
-    for home in newest_steps(homes):
-        for curve in collect_curves(parse_events(read_lines(open_store(os.fspath(homes / home)))[0])):
-            for point in curve.counted:
-                found[home].setdefault(point.step, {})[curve.name] = repr(point.value)
+def recorded_values(store: Store) -> dict[int, dict[str, float]]:
+    """Return the metrics that count of a run, by step and name."""
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for curve in collect_curves(parse_events(read_lines(store)[0])):
+        for point in curve.counted:
+            found[point.step][curve.name] = point.value
     return found
+
+
+def recorded_texts(homes: Path) -> dict[str, dict[int, dict[str, str]]]:
+    """Return the metrics of the runs in a folder as text, by home, step and name."""
+    stores = {home: open_store(os.fspath(homes / home)) for home in newest_steps(homes)}
+    return {
+        home: {step: {name: repr(one) for name, one in values.items()} for step, values in found.items()}
+        for home, found in ((home, recorded_values(store)) for home, store in stores.items())
+    }
 
 
 def first_step(

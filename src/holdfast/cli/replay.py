@@ -14,7 +14,6 @@ from typing import Any
 
 from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.home.newest import from_listing
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
@@ -28,8 +27,6 @@ from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.environment import place_in_sandbox
 from holdfast.system.units import parse_duration, plural
-from holdfast.watch.report.curves import collect_curves
-from holdfast.watch.report.events import parse_events
 
 SOUND, DIFFERS, RANDOM = "sound", "differs", "not deterministic"
 """Verdicts: equal to the record; both replays agree, and differ from it; they differ from each other."""
@@ -151,13 +148,8 @@ def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -
 
 def recorded_metrics(store: Store, span: RecordedSpan) -> dict[int, dict[str, float]]:
     """Return the metrics that the run recorded between the two checkpoints, by step and name."""
-    lines, _ = read_lines(store)
-    found: dict[int, dict[str, float]] = {}
-    for curve in collect_curves(parse_events(lines)):
-        for point in curve.counted:
-            if span.start.step < point.step <= span.end.step:
-                found.setdefault(point.step, {})[curve.name] = point.value
-    return found
+    found = experiment.recorded_values(store)
+    return {step: values for step, values in found.items() if span.start.step < step <= span.end.step}
 
 
 _EXAMPLES = """

@@ -149,10 +149,7 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
     """Return the sources that a user names.
 
     Args:
-        value: `aws`, `gcp`, `azure`, `ray`, `slurm` (the time limit of this job), `deadline=DURATION` (from
-            the start of the training), `file:PATH`, `none`, or `auto` (Ray Train in its workers, else the
-            cloud that runs this machine, if any; and the time limit of a Slurm job). Give several as a
-            list, or separated by commas. Default: the environment variable HOLDFAST_PREEMPTION, else `auto`.
+        value: see `Preemption`; several as a list too.
         dmi_folder: folder of the kernel's DMI strings, which name the machine's vendor.
     """
     if value is None:

@@ -52,7 +52,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 def seconds_of(spans: Iterable[Span]) -> float:
     """Return the length of the union of stretches."""
-    return sum(end - begin for begin, end in _union(spans))
+    return sum((end - begin for begin, end in _union(spans)), 0.0)
 
 
 _SOURCE = re.compile(r"^attempt \d+(; )?")  # at the start of the detail of a restore

@@ -201,9 +201,8 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
     grouped: dict[str, list[Line]] = {}
     for line in lines:
         grouped.setdefault(line["event"], []).append(line)
-    events = parse_events(lines)
     found = summarize(
-        events,
+        parse_events(lines),
         claims,
         finished=_read(store, run.Done, names.DONE),
         home_contents=HomeContents(
@@ -218,7 +217,6 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
         rollbacks=read_rollbacks([store], None).found,
         slow_periods=tuple(list_slow_periods(found.lines_of(SlowRanks.events))),
         paces=tuple(list_paces(found.lines_of(SlowRanks.events))),
-        differences=tuple(event for event in events if event.kind == "replicas-differ"),
         node_checks=tuple(node_checks),
     )
 
@@ -250,6 +248,10 @@ def summarize(
     # Attempts after the last one that trained have no countable cost yet.
     trained = [attempt for attempt in attempts if attempt.has_trained] or attempts[:1]
     last = max((attempt.last_seen_unix_s for attempt in trained), default=None)
+
+    def of(*kinds: str) -> tuple[HistoryEvent, ...]:
+        return tuple(event for event in events if event.kind in kinds)
+
     return RunSummary(
         began,
         last,
@@ -261,12 +263,13 @@ def summarize(
         sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None,
         _advise(attempts, saves, losses.interruptions, up_s),
         tuple(tier_levels(events, saves)),
-        tuple(event for event in events if event.kind in PROBLEMS),
-        tuple(event for event in events if event.kind == "drained"),
+        of(*PROBLEMS),
+        of("drained"),
         home_contents,
         num_torn,
         tuple(collect_curves(events, [save.checkpoint_id for save in saves])),
-        unhealthy=tuple(event for event in events if event.kind == "unhealthy"),
+        unhealthy=of("unhealthy"),
+        differences=of("replicas-differ"),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.watch.preemption import Notice, NoticeWatcher
+from holdfast.watch.preemption import Notice
 from holdfast.watch.preemption.clouds import Aws, Azure, Gcp
 from holdfast.watch.preemption.notice import Unreachable
 from holdfast.watch.preemption.sources import parse_sources
@@ -159,23 +159,6 @@ def test_polling_a_service_that_does_not_exist_raises_unreachable() -> None:
     ):
         with pytest.raises(Unreachable):
             source.poll()
-
-
-def test_the_watcher_returns_a_cloud_s_notice(aws: AwsService) -> None:
-    notices = NoticeWatcher(f"aws={aws.url}")
-    aws.documents["spot/instance-action"] = '{"action": "terminate", "time": "2026-06-23T02:30:00Z"}'
-    notices.poll_clouds(is_first_here=True)
-    for thread in [one for one in threading.enumerate() if one.name == "holdfast-notice-aws"]:
-        thread.join(600)  # the thread ends with the notice
-    assert notices.notice == Notice("aws", "spot terminate", WHEN)
-    assert notices.reason == "aws: spot terminate"
-    notices.close()
-
-
-def test_only_the_first_rank_of_a_host_polls_clouds(aws: AwsService) -> None:
-    before = set(threading.enumerate())
-    NoticeWatcher(f"aws={aws.url}").poll_clouds(is_first_here=False)
-    assert not [one for one in {*threading.enumerate()} - before if one.name == "holdfast-notice-aws"]
 
 
 @pytest.mark.parametrize(

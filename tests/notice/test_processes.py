@@ -75,41 +75,6 @@ SCRIPTS = {
         send(signal.SIGTERM)
         """,
     ),
-    "terminate ends a process forked by multiprocessing": (
-        0,
-        "-15\n",
-        """
-        import multiprocessing, time
-        with holdfast.Checkpointer("home", {"y": torch.zeros(1)}, quiet=True) as ckpt:
-            ckpt.should_save(1)
-            context = multiprocessing.get_context("fork")
-            ready = context.Event()
-            def sleep():
-                ready.set()
-                time.sleep(600)
-            process = context.Process(target=sleep)
-            process.start()
-            assert ready.wait(600)
-            process.terminate()
-            process.join()
-            print(process.exitcode)
-        """,
-    ),
-    "the first ctrl c does not stop the workers of a data loader": (
-        75,
-        "",
-        """
-        from torch.utils.data import DataLoader
-        state = {"x": torch.zeros(1)}
-        with holdfast.Checkpointer("home", state, quiet=True) as ckpt:
-            numbers, how = torch.arange(4000.0), {"num_workers": 2, "multiprocessing_context": "fork"}
-            loader = DataLoader(numbers, batch_size=1, **how)
-            for step, batch in zip(ckpt.steps(3000), loader):
-                state["x"] += batch
-                if step == 5:
-                    os.killpg(0, signal.SIGINT)
-        """,
-    ),
     "a previously installed handler is called too": (
         75,
         "mine 15\n",
@@ -210,22 +175,6 @@ def test_a_handler_of_c_code_is_left_alone_with_a_warning(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "SIGUSR1 is not treated as a preemption notice" in done.stderr
     assert "most recent call first" in done.stderr, "its own handler has run"
-
-
-def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        with holdfast.Checkpointer("home", {"x": torch.zeros(1)}, quiet=True) as ckpt:
-            for step in ckpt.steps(10):
-                send(signal.SIGINT)
-                send(signal.SIGINT)
-                print("not reached")
-        """,
-    )
-    assert done.returncode != 0
-    assert "KeyboardInterrupt" in done.stderr
-    assert not done.stdout
 
 
 @pytest.mark.parametrize(

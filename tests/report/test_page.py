@@ -124,8 +124,11 @@ def test_a_refused_node_and_a_failed_save_are_listed_with_their_cost() -> None:
 
 
 @STORIES
-def test_every_chart_is_valid_vega_lite(make: Callable[[], RunSummary]) -> None:
+def test_rows_fill_their_columns_and_charts_are_valid_vega_lite(
+    make: Callable[[], RunSummary],
+) -> None:
     for id, one in make_figures(make()).items():
+        assert {len(row) for row in one.rows} <= {len(one.columns)}, id
         if one.chart is not None:
             assert vl_convert.vegalite_to_svg({**framed(one.chart), "width": 600}).startswith("<svg"), id
 
@@ -159,12 +162,6 @@ def test_of_a_long_training_some_steps_are_drawn_and_all_metrics_listed() -> Non
     for one in curves:
         assert one.chart is not None
         assert vl_convert.vegalite_to_svg({**framed(one.chart), "width": 600}).startswith("<svg")
-
-
-@STORIES
-def test_every_row_fills_its_columns(make: Callable[[], RunSummary]) -> None:
-    for id, one in make_figures(make()).items():
-        assert {len(row) for row in one.rows} <= {len(one.columns)}, id
 
 
 def test_every_chart_has_a_table_of_its_numbers(page_of: Callable[[RunSummary], str]) -> None:

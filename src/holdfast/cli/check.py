@@ -47,7 +47,8 @@ def find_causes(
             "after restore()."
         )
     elif not whole.doubts:
-        _, records = experiment.first_step(*map(experiment.recorded_texts, homes), restored)
+        texts = map(experiment.recorded_texts, homes)
+        _, records = experiment.first_step(next(texts), next(texts), restored)
         where = f" First seen in {', '.join(records)}." if records else ""
         yield (
             f"Batches and random numbers after step {restored} are the same, so something that controls "

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from holdfast.watch.report.summary import RunSummary
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 Labels = Mapping[str, str]
-Values = float | None | list[tuple[Labels, float]]
+Values = float | None | Sequence[tuple[Labels, float]]
 """Value without labels, None if it is not known, or values by their labels."""
 
 
@@ -50,7 +50,7 @@ def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
     """Return the numbers of a run; unknown ones are left out."""
     found: list[MetricFamily] = []
     for name, text, values in _families(summary):
-        rows = values if isinstance(values, list) else [] if values is None else [({}, values)]
+        rows = values if isinstance(values, Sequence) else [] if values is None else [({}, values)]
         samples = tuple(({"home": home, **labels}, value) for labels, value in rows)
         stem, _, end = name.rpartition("_")
         if samples:

@@ -188,7 +188,7 @@ def costs(summary: RunSummary) -> WatchFigure | None:
     note = ""
     if len(drawn) < len(found):
         note = f" Of {len(found)} interruptions, the {_MAX_BARS} most expensive are drawn."
-    longest = drawn and max(one.cost_s for one in drawn)
+    longest = max(one.cost_s for one in drawn)
     chart = {
         "height": 28 * len(drawn) + 4,
         "parts": [part for one in drawn for part in _parts(one)],

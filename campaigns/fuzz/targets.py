@@ -651,9 +651,9 @@ def _run_notice(data: bytes) -> None:
     cloud._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
         cloud.poll()
-    for kind in (clouds.GcpPreemption, clouds.GcpMaintenance):
+    for name in clouds.GCP_VALUES:
         with contextlib.suppress(Unreachable):
-            kind().parse(text)
+            clouds.Gcp(name).parse(text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()

@@ -126,16 +126,6 @@ def test_an_empty_machine_compiles_nothing_when_home_is_trusted(machine: Machine
 
 
 @pytest.mark.slow
-def test_an_untrusted_home_is_not_loaded_and_a_message_explains_how(machine: Machine, home: Path, cold: Any):
-    again = machine(home, 2)
-    assert again.status == 0, again.err
-    assert len(again.compiles) == len(cold[1].compiles)
-    assert "compiled code from" not in again.err
-    assert again.err.count(f"holdfast trust {home}") == 1
-    assert not list(Path(again.told[0]["directory"]).parent.glob("holdfast-compiled-*"))
-
-
-@pytest.mark.slow
 def test_a_damaged_file_is_compiled_and_uploaded_again(machine: Machine, home: Path, cold: Any):
     (pack,) = packs_of(home)
     damaged = bytearray(pack.read_bytes())

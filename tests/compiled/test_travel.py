@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faulty_store import FaultyStore
 from holdfast.checkpoint.store import Store, open_store
+from holdfast.checkpoint.watch import SharedPlace
 from holdfast.errors import RetryLater
 from holdfast.watch.compiled import transfer
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
-from holdfast.watch.compiled.cache import CompiledCode
 from holdfast.watch.compiled.directory import Directory
 from holdfast.watch.compiled.index import FOLDER, IndexName, PackName, parse_name
+from holdfast.watch.compiled.trainer import CompileCache
 from holdfast.watch.compiled.transfer import CacheUploader, load
 
 KEY = "0123456789abcdef" * 2
@@ -64,6 +67,26 @@ def kinds(store: Store) -> tuple[int, int]:
     """How many indices and packs there are."""
     told = [parse_name(entry.name) for entry in store.list(FOLDER)]
     return sum(isinstance(one, IndexName) for one in told), sum(isinstance(one, PackName) for one in told)
+
+
+class Run:
+    """Parts of a run that the watch uses, with what it has shown and noted."""
+
+    def __init__(self, store: Store, home: Path) -> None:
+        self.store, self.home, self.rank = store, str(home), 0
+        self.warnings, self.lines = list[str](), list[str]()
+        self.warn, self.show, self.notes = self.warnings.append, self.lines.append, queue.SimpleQueue[str]()
+
+    def note(self, event: str, **_: object) -> None:
+        self.notes.put(event)
+
+
+def begin(run: Run, *, trust: bool | None = None) -> Any:
+    """The watch of a run that has been claimed."""
+    cache: Any = CompileCache(trust=trust)
+    cache.begin(run)
+    cache.claimed(1, SharedPlace(is_first=True, turn=0))
+    return cache
 
 
 @pytest.fixture
@@ -183,15 +206,14 @@ def test_a_failing_store_is_only_a_problem_in_the_list(tmp_path: Path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     store = FaultyStore(open_store(tmp_path / "home"))
     store.fail("list", RetryLater("no network"), times=None)
-    home, warnings = str(tmp_path / "home"), list[str]()
-    cache = CompiledCode(store, home, limit_bytes=1 << 20, trust_home=True, warn=warnings.append)
-    assert cache.load()[0].num_placed == 0
-    cache.begin(attempt=1, rank=0, turn=0)
-    cache.upload_soon()
-    cache.close()
-    assert len(warnings) == 2
-    assert "Cannot read the compile cache" in warnings[0]
-    assert "Cannot upload compiled code" in warnings[1]
+    run = Run(store, tmp_path / "home")
+    cache = begin(run, trust=True)
+    cache.prepare()
+    cache.saved(None)
+    cache.end(None)
+    read, sent = run.warnings
+    assert "Cannot read the compile cache" in read
+    assert "Cannot upload compiled code" in sent
 
 
 def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,12 +223,10 @@ def test_closing_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
     store = FaultyStore(open_store(tmp_path / "home"))
     gate = store.hold("put", matching=".pack")
-    home, warnings = str(tmp_path / "home"), list[str]()
-    cache = CompiledCode(store, home, limit_bytes=1 << 20, trust_home=False, warn=warnings.append)
-    cache.begin(attempt=1, rank=0, turn=0)
-    cache.upload_soon()
+    cache = begin(Run(store, tmp_path / "home"), trust=False)
+    cache.saved(None)
     assert gate.reached.wait(600)
-    cache.close(timeout_s=0.01)
+    cache.end(0.01)
     gate.opened.set()
     for thread in threading.enumerate():
         if thread.name == "holdfast-compiled":
@@ -220,15 +240,15 @@ def test_code_that_is_compiled_after_a_rollback_belongs_to_the_next_attempt(
     import torch._inductor.codecache  # noqa: F401
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))
-    store, sent = open_store(tmp_path / "home"), threading.Semaphore(0)
-    cache = CompiledCode(store, str(tmp_path / "home"), limit_bytes=1 << 24, trust_home=False, warn=print)
+    run = Run(open_store(tmp_path / "home"), tmp_path / "home")
+    cache = begin(run, trust=False)
     for attempt, file in ((1, "a"), (2, "b")):
         fill(tmp_path / "here", file)
-        cache.begin(attempt=attempt, rank=0, turn=0, notify=lambda *_: sent.release())
-        cache.upload_soon()
-        assert sent.acquire(timeout=600)
-    cache.close()
-    names = (parse_name(entry.name) for entry in store.list(FOLDER))
+        cache.claimed(attempt, SharedPlace(is_first=True, turn=0))
+        cache.saved(None)
+        assert run.notes.get(timeout=600) == "compiled-sent"
+    cache.end(None)
+    names = (parse_name(entry.name) for entry in run.store.list(FOLDER))
     assert 2 in {name.attempt for name in names if isinstance(name, IndexName)}
 
 
@@ -237,25 +257,20 @@ def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
 ):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "there"))
-    home = str(tmp_path / "home")
-    store, facts = open_store(home), current_environment()
+    store, facts = open_store(tmp_path / "home"), current_environment()
     CacheUploader(store, environment_key(facts), facts, attempt=1, rank=0, limit_bytes=1 << 20).upload(
         fill(tmp_path / "here", "a"), is_ended=lambda: False
     )
-    warnings: list[str] = []
-    cache = CompiledCode(store, home, limit_bytes=1 << 20, warn=warnings.append)
-    loaded, line = cache.load()
-    assert loaded.num_placed == 0
-    assert line is not None
-    assert f"holdfast trust {home}" in line
-    assert cache.load()[1] is None
+    run = Run(store, tmp_path / "home")
+    asks = begin(run)
+    asks.prepare()
+    asks.prepare()
+    begin(run, trust=False).prepare()
+    assert [f"holdfast trust {run.home}" in line for line in run.lines] == [True]
     assert not (tmp_path / "there").exists()
-    assert (
-        CompiledCode(store, home, limit_bytes=1 << 20, trust_home=False, warn=pytest.fail).load()[1] is None
-    )
     monkeypatch.setenv("HOLDFAST_TRUST_HOMES", str(tmp_path))
-    loaded, line = CompiledCode(store, home, limit_bytes=1 << 20, warn=pytest.fail).load()
-    assert loaded.num_placed == 1
-    assert line is not None
-    assert "compiled code from" in line
+    begin(run).prepare()
+    assert "compiled code from" in run.lines[-1]
+    assert run.notes.get_nowait() == "compiled-loaded"
+    assert run.warnings == []
     assert (tmp_path / "there" / "a").read_bytes() == (tmp_path / "here" / "a").read_bytes()

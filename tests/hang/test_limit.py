@@ -57,12 +57,21 @@ def test_no_step_like_those_before_reaches_the_limit(durations_s: list[float]) -
     assert found >= max(MIN_LIMIT_S, 2 * max(durations_s))
 
 
-def test_a_stall_is_late_after_its_limit() -> None:
-    clock = StallClock(HangLimits())
-    assert not ticks(clock, TRAINING, 121)  # the first tick only begins
-    assert ticks(clock, TRAINING, 1)
-    assert not ticks(clock, changed(beats=51), 121)
-    assert ticks(clock, changed(beats=51), 1)
+@pytest.mark.parametrize(
+    ("limits", "progress", "limit_s"),
+    [
+        (HangLimits(), TRAINING, 120),
+        (HangLimits(first_s=300.0), changed(beats_here=0), 300),
+        (HangLimits(first_s=300.0), changed(durations_s=(0.1,) * 3), 300),  # too few to learn from
+        (HangLimits(step_s=5.0, first_s=30.0), changed(beats_here=0), 30),
+        (HangLimits(step_s=5.0, first_s=30.0), TRAINING, 5),
+    ],
+)
+def test_a_stall_is_late_after_its_limit(limits: HangLimits, progress: TrainerProgress, limit_s: int) -> None:
+    clock = StallClock(limits)
+    for seen in (progress, dataclasses.replace(progress, beats=51)):
+        assert not ticks(clock, seen, limit_s + 1)  # the first tick only begins
+        assert ticks(clock, seen, 1)
 
 
 @pytest.mark.parametrize("jump_s", [3600.0, 1e9])
@@ -71,20 +80,6 @@ def test_a_machine_that_was_suspended_does_not_hang(jump_s: float) -> None:
     ticks(clock, TRAINING, 10)
     assert not clock.tick(TRAINING, jump_s)
     assert clock.stalled_s < 20
-
-
-def test_the_first_step_and_too_few_steps_have_their_own_limit() -> None:
-    for progress in (changed(beats_here=0), changed(durations_s=(0.1,) * 3)):
-        clock = StallClock(HangLimits(first_s=300.0))
-        assert not ticks(clock, progress, 301)
-        assert ticks(clock, progress, 1)
-
-
-def test_a_given_limit_replaces_the_learnt_one_but_not_that_of_the_first_step() -> None:
-    clock = StallClock(HangLimits(step_s=5.0, first_s=30.0))
-    assert not ticks(clock, changed(beats_here=0), 30)
-    assert not ticks(clock, TRAINING, 6)  # the first tick only begins
-    assert ticks(clock, TRAINING, 1)
 
 
 def test_outside_of_a_loop_nothing_is_late() -> None:

@@ -157,7 +157,7 @@ def test_the_command_shows_where_ranks_are_now(
     new_trial: NewTrial, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = new_trial()
-    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(trial.folder / "runtime"))
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(trial.folder / "host-0"))
     trial.start("sleep", limit="3s")
     trial.hang()
     assert cli(["stacks", str(trial.home)]) == 0

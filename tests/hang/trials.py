@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from typing_extensions import Self
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
@@ -29,16 +31,18 @@ class Trial:
 
     def start(self, way: str, *, odd: int = 0, env: dict[str, str] | None = None, **options: Any) -> None:
         """Start all ranks."""
-        port = reserve_port()
+        self.start_ranks([TRAINING, way, odd, self.home, json.dumps(options)], env=env or {})
+
+    def start_ranks(self, words: list[Any], *, num_hosts: int = 1, env: Mapping[str, str] = {}) -> None:
+        """Start all ranks with arguments. Ranks of different hosts have different runtime folders."""
+        world = {"WORLD_SIZE": str(self.world_size), "OMP_NUM_THREADS": "1"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
         for rank in range(self.world_size):
-            world = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
-            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            runtime = {"HOLDFAST_RUNTIME_DIR": str(self.folder / "runtime")}
-            arguments = [str(TRAINING), way, str(odd), str(self.home), json.dumps(options)]
+            folder = str(self.folder / f"host-{rank * num_hosts // self.world_size}")
+            own = {"RANK": str(rank), "HOLDFAST_RUNTIME_DIR": folder}
             output = self.folder / f"output-{rank}.txt"
-            self.ranks.append(
-                self._nursery.start(arguments, output, env={**os.environ, **world, **runtime, **(env or {})})
-            )
+            child = self._nursery.start([*map(str, words)], output, env={**os.environ, **world, **own, **env})
+            self.ranks.append(child)
 
     def lines(self, *events: str) -> list[dict[str, Any]]:
         """Return the lines of the history about some events."""
@@ -72,6 +76,12 @@ class Trial:
         """Wait until all ranks have exited without an error."""
         for one in self.ranks:
             assert one.wait() == 0, one.said()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         """Kill all ranks that are left."""

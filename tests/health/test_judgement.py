@@ -66,10 +66,6 @@ def test_norms_are_those_of_all_ranks(tensors: list[TensorHealth]) -> None:
     assert judge(tensors).squares == Squares(103.0, 1.0)
 
 
-def test_words() -> None:
-    assert [Health(one).word for one in (True, False, None)] == ["healthy", "unhealthy", "unknown"]
-
-
 def test_of_several_marks_the_greatest_counts_in_any_order() -> None:
     words = {Mark.NONE: "unknown", Mark.FOR: "healthy", Mark.UNSURE: "unknown", Mark.AGAINST: "unhealthy"}
     for marks in itertools.product(Mark, repeat=3):

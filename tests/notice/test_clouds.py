@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.watch.preemption import Notice, NoticeWatcher
-from holdfast.watch.preemption.clouds import Aws, Azure, GcpMaintenance, GcpPreemption
+from holdfast.watch.preemption import Notice
+from holdfast.watch.preemption.clouds import Aws, Azure, Gcp
 from holdfast.watch.preemption.notice import Unreachable
 from holdfast.watch.preemption.sources import parse_sources
 from notice.cloud_services import AwsService, AzureService, GcpService
@@ -95,7 +95,7 @@ def test_an_invalid_aws_document_is_a_notice_too(aws: AwsService, text: str) -> 
 
 
 def test_a_gcp_preemption_is_returned_as_soon_as_the_value_changes(gcp: GcpService) -> None:
-    source = GcpPreemption(gcp.url)
+    source = Gcp("gcp", gcp.url)
     assert source.poll() is None
     received: list[Notice | None] = []
     polling = threading.Thread(target=lambda: received.append(source.poll()))
@@ -111,11 +111,11 @@ def test_a_gcp_preemption_is_returned_as_soon_as_the_value_changes(gcp: GcpServi
 
 def test_a_gcp_preemption_before_the_first_request_is_returned(gcp: GcpService) -> None:
     gcp.change("preempted", "TRUE")
-    assert GcpPreemption(gcp.url).poll() is not None
+    assert Gcp("gcp", gcp.url).poll() is not None
 
 
 def test_a_gcp_request_that_waits_in_vain_returns_none(gcp: GcpService) -> None:
-    source = GcpPreemption(gcp.url, wait_s=0)
+    source = Gcp("gcp", gcp.url, wait_s=0)
     assert [source.poll(), source.poll(), source.poll()] == [None, None, None]
     assert "last_etag=" in gcp.asked[-1][1]
 
@@ -128,7 +128,7 @@ def test_gcp_maintenance_is_a_notice_only_if_it_ends_the_machine(
     gcp: GcpService, value: str, is_notice: bool
 ) -> None:
     gcp.change("maintenance-event", value)
-    assert (GcpMaintenance(gcp.url).poll() is not None) == is_notice
+    assert (Gcp("gcp-maintenance", gcp.url).poll() is not None) == is_notice
 
 
 # -- Azure -----------------------------------------------------------------------------------------------
@@ -154,28 +154,11 @@ def test_an_azure_event_of_this_machine_is_a_notice_with_a_deadline(azure: Azure
 def test_polling_a_service_that_does_not_exist_raises_unreachable() -> None:
     for source in (
         Aws("http://127.0.0.1:9"),
-        GcpPreemption("http://127.0.0.1:9"),
+        Gcp("gcp", "http://127.0.0.1:9"),
         Azure("http://127.0.0.1:9"),
     ):
         with pytest.raises(Unreachable):
             source.poll()
-
-
-def test_the_watcher_returns_a_cloud_s_notice(aws: AwsService) -> None:
-    notices = NoticeWatcher(f"aws={aws.url}")
-    aws.documents["spot/instance-action"] = '{"action": "terminate", "time": "2026-06-23T02:30:00Z"}'
-    notices.poll_clouds(is_first_here=True)
-    for thread in [one for one in threading.enumerate() if one.name == "holdfast-notice-aws"]:
-        thread.join(600)  # the thread ends with the notice
-    assert notices.notice == Notice("aws", "spot terminate", WHEN)
-    assert notices.reason == "aws: spot terminate"
-    notices.close()
-
-
-def test_only_the_first_rank_of_a_host_polls_clouds(aws: AwsService) -> None:
-    before = set(threading.enumerate())
-    NoticeWatcher(f"aws={aws.url}").poll_clouds(is_first_here=False)
-    assert not [one for one in {*threading.enumerate()} - before if one.name == "holdfast-notice-aws"]
 
 
 @pytest.mark.parametrize(

@@ -37,20 +37,18 @@ def run(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     return shared().run(["script.py"], cwd=folder, timeout_s=LIMIT_S)
 
 
-def test_a_second_checkpointer_does_not_swallow_the_signal_of_the_first(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+SCRIPTS = {
+    "a second checkpointer does not swallow the signal of the first": (
+        75,
+        "",
         """
         other = holdfast.Checkpointer("other", {"y": torch.zeros(1)}, quiet=True)
         train("home")
         """,
-    )
-    assert done.returncode == 75, done.stderr
-
-
-def test_a_checkpointer_made_and_closed_within_the_loop_leaves_the_first_watching(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+    ),
+    "a checkpointer made and closed within the loop leaves the first watching": (
+        75,
+        "",
         """
         state = {"x": torch.zeros(1)}
         with holdfast.Checkpointer("home", state, quiet=True) as ckpt:
@@ -61,13 +59,10 @@ def test_a_checkpointer_made_and_closed_within_the_loop_leaves_the_first_watchin
                 if step == 5:
                     send(signal.SIGTERM)
         """,
-    )
-    assert done.returncode == 75, done.stderr
-
-
-def test_the_first_closed_first_leaves_the_second_watching_and_then_the_default(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
+    ),
+    "the first closed first leaves the second watching and then the default": (
+        -signal.SIGTERM,
+        "both closed\n",
         """
         first = holdfast.Checkpointer("a", {"y": torch.zeros(1)}, quiet=True)
         second = holdfast.Checkpointer("b", {"y": torch.zeros(1)}, quiet=True)
@@ -79,9 +74,52 @@ def test_the_first_closed_first_leaves_the_second_watching_and_then_the_default(
         print("both closed", flush=True)
         send(signal.SIGTERM)
         """,
-    )
-    assert done.stdout == "both closed\n", done.stderr
-    assert done.returncode == -signal.SIGTERM
+    ),
+    "a previously installed handler is called too": (
+        75,
+        "mine 15\n",
+        """
+        signal.signal(signal.SIGTERM, lambda number, frame: print("mine", number, flush=True))
+        train("home")
+        """,
+    ),
+    "a handler installed later replaces ours and may call it": (
+        -signal.SIGTERM,
+        "theirs\ntheirs\n",
+        """
+        ckpt = holdfast.Checkpointer("home", {"x": torch.zeros(1)}, quiet=True)
+        ckpt.should_save(1)
+        ours = signal.getsignal(signal.SIGTERM)
+        theirs = lambda number, frame: (print("theirs", flush=True), ours(number, frame))
+        signal.signal(signal.SIGTERM, theirs)
+        another = holdfast.Checkpointer("another", {"x": torch.zeros(1)}, quiet=True)
+        another.should_save(1)
+        send(signal.SIGTERM)
+        assert ckpt.should_save(2) and another.should_save(2)
+        another.close()
+        ckpt.close()
+        assert signal.getsignal(signal.SIGTERM) is theirs
+        send(signal.SIGTERM)
+        """,
+    ),
+    "a previously installed handler may exit": (
+        9,
+        "",
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\ntrain('home')",
+    ),
+    "an ignored signal stays ignored": (
+        0,
+        "",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntrain('home', total=20)",
+    ),
+}
+"""Status and output of some scripts."""
+
+
+@pytest.mark.parametrize(("status", "output", "script"), SCRIPTS.values(), ids=SCRIPTS)
+def test_a_script_has_the_status_and_output(tmp_path: Path, status: int, output: str, script: str) -> None:
+    done = run(tmp_path, script)
+    assert (done.stdout, done.returncode) == (output, status), done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -110,29 +148,6 @@ def test_signals_kill_a_forked_child_as_if_nothing_were_installed(tmp_path: Path
     assert int(done.stdout) == (130 if number == signal.SIGINT else -number)
 
 
-def test_terminate_ends_a_process_forked_by_multiprocessing(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        import multiprocessing, time
-        with holdfast.Checkpointer("home", {"y": torch.zeros(1)}, quiet=True) as ckpt:
-            ckpt.should_save(1)
-            context = multiprocessing.get_context("fork")
-            ready = context.Event()
-            def sleep():
-                ready.set()
-                time.sleep(600)
-            process = context.Process(target=sleep)
-            process.start()
-            assert ready.wait(600)
-            process.terminate()
-            process.join()
-            print(process.exitcode)
-        """,
-    )
-    assert done.stdout == "-15\n", done.stderr
-
-
 def test_a_forked_child_can_train_and_be_preempted_itself(tmp_path: Path) -> None:
     done = run(
         tmp_path,
@@ -148,69 +163,6 @@ def test_a_forked_child_can_train_and_be_preempted_itself(tmp_path: Path) -> Non
     assert "75" in done.stdout.splitlines(), done.stderr
 
 
-def test_the_first_ctrl_c_does_not_stop_the_workers_of_a_data_loader(tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to all processes, but the current step still needs its batch."""
-    done = run(
-        tmp_path,
-        """
-        from torch.utils.data import DataLoader
-        state = {"x": torch.zeros(1)}
-        with holdfast.Checkpointer("home", state, quiet=True) as ckpt:
-            numbers, how = torch.arange(4000.0), {"num_workers": 2, "multiprocessing_context": "fork"}
-            loader = DataLoader(numbers, batch_size=1, **how)
-            for step, batch in zip(ckpt.steps(3000), loader):
-                state["x"] += batch
-                if step == 5:
-                    os.killpg(0, signal.SIGINT)
-        """,
-    )
-    assert done.returncode == 75, done.stderr
-
-
-def test_a_previously_installed_handler_is_called_too(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        signal.signal(signal.SIGTERM, lambda number, frame: print("mine", number, flush=True))
-        train("home")
-        """,
-    )
-    assert (done.stdout, done.returncode) == ("mine 15\n", 75), done.stderr
-
-
-def test_a_previously_installed_handler_may_exit(tmp_path: Path) -> None:
-    done = run(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\ntrain('home')")
-    assert done.returncode == 9, done.stderr
-
-
-def test_a_handler_installed_later_replaces_ours_and_may_call_it(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        ckpt = holdfast.Checkpointer("home", {"x": torch.zeros(1)}, quiet=True)
-        ckpt.should_save(1)
-        ours = signal.getsignal(signal.SIGTERM)
-        theirs = lambda number, frame: (print("theirs", flush=True), ours(number, frame))
-        signal.signal(signal.SIGTERM, theirs)
-        another = holdfast.Checkpointer("another", {"x": torch.zeros(1)}, quiet=True)
-        another.should_save(1)
-        send(signal.SIGTERM)
-        assert ckpt.should_save(2) and another.should_save(2)
-        another.close()
-        ckpt.close()
-        assert signal.getsignal(signal.SIGTERM) is theirs
-        send(signal.SIGTERM)
-        """,
-    )
-    assert done.stdout == "theirs\ntheirs\n", done.stderr
-    assert done.returncode == -signal.SIGTERM, "without watchers the default applies"
-
-
-def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
-    done = run(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntrain('home', total=20)")
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_handler_of_c_code_is_left_alone_with_a_warning(tmp_path: Path) -> None:
     done = run(
         tmp_path,
@@ -223,22 +175,6 @@ def test_a_handler_of_c_code_is_left_alone_with_a_warning(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert "SIGUSR1 is not treated as a preemption notice" in done.stderr
     assert "most recent call first" in done.stderr, "its own handler has run"
-
-
-def test_a_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        with holdfast.Checkpointer("home", {"x": torch.zeros(1)}, quiet=True) as ckpt:
-            for step in ckpt.steps(10):
-                send(signal.SIGINT)
-                send(signal.SIGINT)
-                print("not reached")
-        """,
-    )
-    assert done.returncode != 0
-    assert "KeyboardInterrupt" in done.stderr
-    assert not done.stdout
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.clouds import Ray, is_worker
+from holdfast.watch.preemption.clouds import Ray, ray_context
 from holdfast.watch.preemption.notice import Unreachable
 from holdfast.watch.preemption.sources import parse_sources
 
@@ -38,7 +38,7 @@ def test_each_node_asks_for_one_save() -> None:
 
 
 def test_a_worker_of_ray_polls_ray_and_no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not is_worker()
+    assert ray_context() is None
     assert parse_sources("ray").clouds[0].poll() is None
     worker(monkeypatch, SimpleNamespace(preemption_context=SimpleNamespace(preemption_info=info("a"))))
     (source,) = parse_sources("auto").clouds

@@ -91,38 +91,40 @@ def sampled(pulse: Pulse, work: Callable[[], object]) -> tuple[int, ...]:
         reading.close()
 
 
-def mostly(found: tuple[int, ...], activity: Activity) -> bool:
-    return found[activity] > 0.6 * sum(found)
+class SlowData(torch.utils.data.Dataset[int]):
+    """Samples that each take a while."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.02)
+        return index
 
 
-def test_a_thread_that_sleeps_in_the_script_is_sampled_as_asleep(pulse: Pulse) -> None:
-    assert mostly(sampled(pulse, lambda: time.sleep(0.05)), Activity.SLEEPS)
+def evaluate(pulse: Pulse) -> None:
+    """Take a while in a phase."""
+    with pulse.phase("eval"):
+        time.sleep(0.05)
 
 
-def test_a_thread_that_computes_is_sampled_as_running(pulse: Pulse) -> None:
-    one = torch.randn(64, 64)
-    assert mostly(sampled(pulse, lambda: one @ one), Activity.RUNS)
+NUMBERS, LOADER = torch.randn(64, 64), torch.utils.data.DataLoader(SlowData())
 
 
-def test_a_thread_that_waits_for_its_data_is_sampled_as_loading(pulse: Pulse) -> None:
-    class Slow(torch.utils.data.Dataset[int]):
-        def __len__(self) -> int:
-            return 10
-
-        def __getitem__(self, index: int) -> int:
-            time.sleep(0.02)
-            return index
-
-    loader = torch.utils.data.DataLoader(Slow())
-    assert mostly(sampled(pulse, lambda: list(loader)), Activity.LOADS)
-
-
-def test_a_phase_is_apart(pulse: Pulse) -> None:
-    def work() -> None:
-        with pulse.phase("eval"):
-            time.sleep(0.05)
-
-    assert mostly(sampled(pulse, work), Activity.APART)
+@pytest.mark.parametrize(
+    ("work", "activity"),
+    [
+        (lambda _: time.sleep(0.05), Activity.SLEEPS),
+        (lambda _: NUMBERS @ NUMBERS, Activity.RUNS),
+        (lambda _: list(LOADER), Activity.LOADS),
+        (evaluate, Activity.APART),
+    ],
+)
+def test_a_thread_is_sampled_in_its_activity(
+    pulse: Pulse, work: Callable[[Pulse], object], activity: Activity
+) -> None:
+    found = sampled(pulse, lambda: work(pulse))
+    assert found[activity] > 0.6 * sum(found)
 
 
 def test_nothing_is_sampled_before_the_first_step_is_complete(pulse: Pulse) -> None:

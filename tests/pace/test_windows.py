@@ -128,19 +128,8 @@ def test_a_slow_rank_is_announced_once_and_its_end_once() -> None:
     assert (ended.since_unix_s, ended.until_unix_s) == (begun.since_unix_s, pytest.approx(143 * 15.0, abs=60))
     assert "SLOW RANK: all ranks wait for rank 2 (dulse)" in block_of_slow([begun], "home")
     assert "is as quick as the others again" in block_of_end(ended)
-
-
-def test_a_period_in_the_history_is_one_from_begin_to_end() -> None:
-    announcer = SlowRankAnnouncer(3, 1.15)
-    begun = ended = None
-    for number in range(40):
-        found = window(number, RankWindow(0.9, 0.0, 0.0) if number < 20 else None)
-        change = announcer.add(found, window_s=15.0, hosts=HOSTS)
-        begun, ended = (*change.begun, begun)[0], (*change.ended, ended)[0]
-    assert begun is not None
-    assert ended is not None
     lines = [
-        {"event": "slow-rank", "attempt": 2, **begun.members()},
-        {"event": "slow-rank-over", "attempt": 2, **ended.members()},
+        {"event": event, "attempt": 2, **one.members()}
+        for event, one in (("slow-rank", begun), ("slow-rank-over", ended))
     ]
     assert [(one.attempt, one.period) for one in list_slow_periods(lines)] == [(2, ended)]

@@ -13,7 +13,6 @@ from hang.trials import Trial
 from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
 from holdfast.watch.pace.windows import QUEUE_CAUSE
 from nursery import Nursery
-from servers import reserve_port
 
 TRAINING = Path(__file__).with_name("training.py")
 
@@ -27,16 +26,9 @@ class PaceTrial(Trial):
         self._hog: subprocess.Popen[bytes] | None = None
 
     def begin(self, way: str, *, odd: int, seconds: float, num_hosts: int = 1, **options: Any) -> None:
-        """Start all ranks. Ranks of different hosts have different runtime folders."""
-        port = reserve_port()
-        for rank in range(self.world_size):
-            world = {"RANK": str(rank), "WORLD_SIZE": str(self.world_size), "OMP_NUM_THREADS": "1"}
-            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            world["HOLDFAST_RUNTIME_DIR"] = str(self.folder / f"host-{rank * num_hosts // self.world_size}")
-            arguments = [str(TRAINING), way, str(odd), str(self.home), str(seconds)]
-            arguments += [json.dumps(options), self._kind]
-            output = self.folder / f"output-{rank}.txt"
-            self.ranks.append(self._nursery.start(arguments, output, env={**os.environ, **world}))
+        """Start all ranks."""
+        words = [TRAINING, way, odd, self.home, seconds, json.dumps(options), self._kind]
+        self.start_ranks(words, num_hosts=num_hosts)
 
     def hog(self, rank: int, seconds: float) -> None:
         """Let another process compete for the one processor that a rank may use, for a limited time."""

@@ -63,16 +63,6 @@ def test_training_resumes_once_the_last_rank_has_restored(killed: MadeUpRun) -> 
     assert one.restore_s == pytest.approx(6.0)
 
 
-def test_the_time_breakdown_of_a_kill(killed: MadeUpRun) -> None:
-    summary = summary_of(killed)
-    times = summary.times
-    assert times.total_s == pytest.approx(114.5)
-    assert times.lost_s == pytest.approx(73.5)
-    assert times.blocked_s == pytest.approx(2.0)
-    assert times.kept_s == pytest.approx(114.5 - 73.5 - 2.0)
-    assert summary.overhead_share == pytest.approx(2.0 / (30.5 + 10.5))
-
-
 def test_the_advice_after_a_kill(killed: MadeUpRun) -> None:
     advice = summary_of(killed).advice
     assert (advice.num_failures, advice.mtbf_s) == (1, pytest.approx(41.0))
@@ -193,12 +183,6 @@ def test_an_import_is_not_an_attempt() -> None:
     summary = summary_of(made_up)
     assert summary.interruptions == ()
     assert summary.times.total_s == pytest.approx(10.0)
-
-
-def test_a_home_without_history_has_an_empty_summary() -> None:
-    summary = summarize([], {})
-    assert (summary.times.total_s, summary.interruptions, summary.overhead_share) == (0.0, (), None)
-    assert summary.as_json()["started_unix_s"] is None
 
 
 fates = st.builds(

@@ -17,7 +17,7 @@ from holdfast.watch.pace.slow_periods import SlowAttempt, SlowPeriod
 from holdfast.watch.pace.windows import PaceReading
 from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.figures import make_figures
-from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share
+from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed
 from holdfast.watch.report.summary import CheckedNode
 from report.browser import find_browser, load
 from report.made_up_run import START, Fate, MadeUpRun, simulate
@@ -112,11 +112,11 @@ def page_of() -> Callable[[RunSummary], str]:
 
 
 def test_an_eventful_run_has_every_figure() -> None:
-    assert [one.id for one in make_figures(eventful())] == IDS
+    assert list(make_figures(eventful())) == IDS
 
 
 def test_a_refused_node_and_a_failed_save_are_listed_with_their_cost() -> None:
-    found = {one.id: one for one in make_figures(eventful())}
+    found = make_figures(eventful())
     assert found["nodes"].text.startswith("1 node failed, 1 refused; the job waited 3.2 s.")
     assert found["nodes"].rows[1][1:] == (7, 1, 1, "bad<1>", "refused", "3.0 s", "space /home: too little")
     (failed,) = (row for row in found["problems"].rows if row[4] == "failed")
@@ -124,19 +124,22 @@ def test_a_refused_node_and_a_failed_save_are_listed_with_their_cost() -> None:
 
 
 @STORIES
-def test_every_chart_is_valid_vega_lite(make: Callable[[], RunSummary]) -> None:
-    for one in make_figures(make()):
-        if one.spec is not None:
-            assert vl_convert.vegalite_to_svg({**one.spec, "width": 600}).startswith("<svg"), one.id
+def test_rows_fill_their_columns_and_charts_are_valid_vega_lite(
+    make: Callable[[], RunSummary],
+) -> None:
+    for id, one in make_figures(make()).items():
+        assert {len(row) for row in one.rows} <= {len(one.columns)}, id
+        if one.chart is not None:
+            assert vl_convert.vegalite_to_svg({**framed(one.chart), "width": 600}).startswith("<svg"), id
 
 
 def test_a_curve_is_one_line_over_all_attempts_with_discarded_values() -> None:
-    (curve,) = (one for one in make_figures(eventful()) if one.id == "curve-1")
+    curve = make_figures(eventful())["curve-1"]
     assert curve.title == "<loss>, step by step"
     steps = [int(row[0] or 0) for row in curve.rows]
     assert steps == sorted(set(steps)), "one value per step"
-    assert curve.spec is not None
-    layers = curve.spec["layer"]
+    assert curve.chart is not None
+    layers = curve.chart["layer"]
     counted = [one for one in layers if one["data"]["values"][0].get("what") == "counts"]
     lost = [one for one in layers if {row.get("what") for row in one["data"]["values"]} == {"discarded"}]
     assert [one["mark"]["type"] for one in (*counted, *lost)] == ["line", "line"]
@@ -151,26 +154,20 @@ def test_of_a_long_training_some_steps_are_drawn_and_all_metrics_listed() -> Non
         made_up.add_metrics(1, 1.0, f"n{number}", dict.fromkeys(range(5 * MAX_MARKS), 10.0 ** (number - 6)))
     made_up.add_metrics(1, 2.0, "wide", {step: 10.0**-step for step in range(6)})
     figures = make_figures(summarize(made_up.by_time(), made_up.claims))
-    curves = [one for one in figures if one.id.startswith("curve-")]
+    curves = [one for id, one in figures.items() if id.startswith("curve-")]
     assert len(curves) == 8
     assert "one of every 5 is drawn" in curves[0].text
     assert "n8, n9, n10, n11, wide" in curves[-1].text
     assert len(curves[0].rows) == MAX_ROWS
     for one in curves:
-        assert one.spec is not None
-        assert vl_convert.vegalite_to_svg({**one.spec, "width": 600}).startswith("<svg")
-
-
-@STORIES
-def test_every_row_fills_its_columns(make: Callable[[], RunSummary]) -> None:
-    for one in make_figures(make()):
-        assert {len(row) for row in one.rows} <= {len(one.columns)}, one.id
+        assert one.chart is not None
+        assert vl_convert.vegalite_to_svg({**framed(one.chart), "width": 600}).startswith("<svg")
 
 
 def test_every_chart_has_a_table_of_its_numbers(page_of: Callable[[RunSummary], str]) -> None:
     text = page_of(eventful())
-    for one in make_figures(eventful()):
-        section = text.partition(f'<section id="{one.id}">')[2].partition("</section>")[0]
+    for id, one in make_figures(eventful()).items():
+        section = text.partition(f'<section id="{id}">')[2].partition("</section>")[0]
         assert section.count("<tr>") == len(one.rows) + 1
         assert all(html.escape(str(cell)) in section for row in one.rows for cell in row if cell is not None)
 
@@ -234,11 +231,10 @@ def test_the_page_of_a_long_run_is_limited() -> None:
     made_up.claim(1, 0.0)
     for step in range(1, 4001):
         made_up.save(1, step, float(step), blocked_s=0.01)
-    by_id = {one.id: one for one in make_figures(summarize(made_up.by_time(), made_up.claims))}
-    durations = by_id["durations"]
+    durations = make_figures(summarize(made_up.by_time(), made_up.claims))["durations"]
     assert (len(durations.rows), durations.num_rows_left_out) == (MAX_ROWS, 4000 - MAX_ROWS)
-    assert durations.spec is not None
-    assert len(durations.spec["layer"][0]["data"]["values"]) <= 3 * MAX_MARKS
+    assert durations.chart is not None
+    assert len(durations.chart["layer"][0]["data"]["values"]) <= 3 * MAX_MARKS
     assert "every 3" in durations.text
 
 
@@ -268,7 +264,7 @@ def test_a_browser_draws_every_chart_without_an_error(
     place = tmp_path / "report.html"
     place.write_text(page_of(make()))
     loaded = load(browser, place, tmp_path / "profile")
-    charts = [one for one in make_figures(make()) if one.spec is not None]
+    charts = [one for one in make_figures(make()).values() if one.chart is not None]
     assert (loaded.data("drawn"), loaded.data("failed")) == (str(len(charts)), "0"), loaded.console
     assert loaded.text.count('class="marks"') == len(charts)
     assert loaded.console == ""

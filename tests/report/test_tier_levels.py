@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.watch.report.saves import collect_saves, tier_levels, tiers_in
+from holdfast.watch.report.saves import collect_saves, tier_levels
 from report.made_up_run import START, MadeUpRun
 
 
@@ -27,8 +27,6 @@ def test_tiers_are_counted_separately() -> None:
     made_up.add(1, 30.0, "drained", 5, num_bytes=100)
     made_up.add(1, 40.0, "retained", 5, tier="local", detail="attempt 1, complete")
     assert levels(made_up) == [(11.0, "local", 100, 1), (30.0, "home", 100, 1), (40.0, "local", 0, 0)]
-    events = made_up.by_time()
-    assert tiers_in(tier_levels(events, collect_saves(events))) == ["local", "home"]
 
 
 def test_a_later_attempt_deletes_and_drains_checkpoints_of_an_earlier_one() -> None:

@@ -107,8 +107,8 @@ def test_a_leak_in_a_real_run_is_warned_of_and_drawn(tmp_path: Path) -> None:
             ckpt.save(2)
     assert "grows by" in str(line["detail"])
     assert lines(home, EVENT)
-    figure = next(one for one in make_figures(read_summary(open_store(home))) if one.id == "host-memory")
-    assert figure.spec is not None
+    figure = make_figures(read_summary(open_store(home)))["host-memory"]
+    assert figure.chart is not None
     assert figure.rows[0][1] == line["detail"]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import pytest
 from typing_extensions import override
@@ -64,48 +64,28 @@ class TestBusy(WatchSuite):
         return Busy()
 
 
-class TestSpike(WatchSuite):
-    @pytest.fixture
-    def watch(self) -> Watch:
-        return holdfast.Spike()
+WATCHES: dict[type[Watch], Callable[[], Watch]] = {
+    holdfast.Spike: holdfast.Spike,
+    holdfast.FiniteValues: holdfast.FiniteValues,
+    holdfast.HostMemory: lambda: holdfast.HostMemory(period="100ms"),
+    holdfast.Hang: holdfast.Hang,
+    holdfast.Replicas: holdfast.Replicas,
+    holdfast.Preemption: lambda: holdfast.Preemption("none", signals=False),
+}
 
 
-class TestFiniteValues(WatchSuite):
-    @pytest.fixture
-    def watch(self) -> Watch:
-        return holdfast.FiniteValues()
-
-
-@pytest.mark.slow
-class TestHostMemory(WatchSuite):
-    @pytest.fixture
-    def watch(self) -> Watch:
-        return holdfast.HostMemory(period="100ms")
-
-
-@pytest.mark.slow
-class TestHang(WatchSuite):
-    @pytest.fixture
-    def watch(self) -> Watch:
-        return holdfast.Hang()
-
-
-@pytest.mark.slow
-class TestReplicas(WatchSuite):
-    @pytest.fixture
-    def watch(self) -> Watch:
-        return holdfast.Replicas()
-
-
-@pytest.mark.slow
-class TestPreemption(WatchSuite):
-    @pytest.fixture
-    def watch(self) -> Watch:
-        return holdfast.Preemption("none", signals=False)
+class TestDefaultWatches(WatchSuite):
+    @pytest.fixture(
+        params=[
+            *list(WATCHES.values())[:2],
+            *(pytest.param(one, marks=pytest.mark.slow) for one in list(WATCHES.values())[2:]),
+        ],
+        ids=[one.__name__ for one in WATCHES],
+    )
+    def watch(self, request: pytest.FixtureRequest) -> Watch:
+        return request.param()
 
 
 def test_the_classes_are_those_of_the_default_watches() -> None:
-    tested: set[Any] = {holdfast.Spike, holdfast.FiniteValues, holdfast.HostMemory, holdfast.Hang}
-    tested |= {holdfast.Replicas, holdfast.Preemption}
-    left = {type(one) for one in holdfast.default_watches()} - tested
+    left = {type(one) for one in holdfast.default_watches()} - set(WATCHES)
     assert left == {holdfast.CompileCache, holdfast.SlowRanks}  # see tests/compiled and tests/pace

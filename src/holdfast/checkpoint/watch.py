@@ -10,14 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+
+from typing_extensions import override
 
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format.sections import Section
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.policy import Every
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.state.review import ResumeRisk
 
 
 class Note(Protocol):
@@ -53,6 +59,8 @@ class WatchedRun:
         warn: shows a warning to the user, with the next call of the Checkpointer. Threads may call it.
         show: logs a line for the user, on rank 0, unless the option `quiet` is set.
         save_s: returns the time that a step and a durable save take, in seconds, as measured.
+        wait: waits until every save is durable, in the thread that trains.
+        leave: waits so, and ends this process with status 0, as if its script had ended.
     """
 
     name: str
@@ -66,6 +74,8 @@ class WatchedRun:
     warn: Callable[[str], None]
     show: Callable[[str], None]
     save_s: Callable[[], float]
+    wait: Callable[[], None]
+    leave: Callable[[], NoReturn]
 
     @property
     def words(self) -> memoryview[int]:
@@ -166,6 +176,7 @@ class WatchFigure:
         columns: of its table.
         rows: of its table, with a cell for each column.
         chart: a Vega-Lite specification with its values; None for none.
+        num_rows_left_out: rows before these, which the table does not have.
     """
 
     title: str
@@ -173,6 +184,7 @@ class WatchFigure:
     columns: tuple[str, ...]
     rows: tuple[tuple[str | int | None, ...], ...]
     chart: Mapping[str, Any] | None = None
+    num_rows_left_out: int = 0
 
 
 class Watch:
@@ -234,6 +246,11 @@ class Watch:
         """Steps that a healthy checkpoint stays behind the newest one; None if the watch never goes back."""
         return None
 
+    @property
+    def every(self) -> Every | None:
+        """Policy of saves besides those of the run, the same on all ranks; None for none."""
+        return None
+
     def restored(self, state: RestoredState) -> None:
         """Observe that the state was restored, or that training starts from zero."""
 
@@ -248,6 +265,12 @@ class Watch:
 
         With several ranks, they do it after the next step.
         """
+
+    def save_began(self, step: int) -> None:
+        """Observe that the script saves a step, in the thread that trains, before anything is copied."""
+
+    def reviewed(self, risks: Sequence[ResumeRisk]) -> None:
+        """Observe why the state may not resume exactly, as found with the first save."""
 
     def planned(self, tensors: Sequence[SharedTensor]) -> Copies | None:
         """Return the tensors to copy and hash at each save, as the structure of the state is new.
@@ -278,3 +301,25 @@ class Watch:
         Args:
             lines: of the history, whose `event` is one of `events`, by time.
         """
+
+
+class ActionWatch(Watch):
+    """Watch with an option `action` that says what is done; "off" watches nothing.
+
+    Attributes:
+        actions: values of the option.
+    """
+
+    actions: ClassVar[tuple[str, ...]]
+    action: str
+
+    def __post_init__(self) -> None:
+        if self.action not in self.actions:
+            raise InvalidInput(
+                f"{type(self).__name__}(action=) must be one of {', '.join(self.actions)}, "
+                f"got {self.action!r:.100}."
+            )
+
+    @override
+    def applies(self, run: WatchedRun) -> bool:
+        return self.action != "off"

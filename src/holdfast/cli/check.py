@@ -24,9 +24,14 @@ _LOADER = (
 
 
 def find_causes(
-    whole: experiment.Trace, resumed: experiment.Trace, restored: int, *, ignored: Collection[str]
+    whole: experiment.Trace,
+    resumed: experiment.Trace,
+    homes: tuple[Path, Path],
+    restored: int,
+    *,
+    ignored: Collection[str],
 ) -> Iterator[str]:
-    """Yield the probable causes of a difference, from the traces of the two runs."""
+    """Yield the probable causes of a difference, from the traces and the homes of the two runs."""
     batch_step = experiment.first_batch(whole, resumed, restored)
     step, names = experiment.first_step(whole.generators, resumed.generators, restored, ignored)
     if batch_step is not None:
@@ -42,7 +47,8 @@ def find_causes(
             "after restore()."
         )
     elif not whole.doubts:
-        _, records = experiment.first_step(whole.records, resumed.records, restored)
+        texts = map(experiment.recorded_texts, homes)
+        _, records = experiment.first_step(next(texts), next(texts), restored)
         where = f" First seen in {', '.join(records)}." if records else ""
         yield (
             f"Batches and random numbers after step {restored} are the same, so something that controls "
@@ -96,13 +102,15 @@ def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> d
     killed = {**plan, "kill_at": kill_at, "end_at": None}
     trials.run("b", f"killed after step {kill_at} or at the next save", killed, is_killed=True)
     resumed = trials.run("b", f"resumed, to step {end_at}", plan)
-    rows, num_compared = _differences(trials.homes("a"), trials.homes("b"), end_at)
+    homes = trials.homes("a"), trials.homes("b")
+    rows, num_compared = _differences(*homes, end_at)
     restored = resumed.restored if resumed.restored is not None else 0
     random_keys = {row.key for row in again}
     rows = [row for row in rows if row.key not in random_keys]
     causes = [one["text"] for one in whole.doubts if rows or not one["would_show"]]
     if rows:
-        causes += find_causes(whole, resumed, restored, ignored=experiment.unseeded(whole, repeated))
+        ignored = experiment.unseeded(whole, repeated)
+        causes += find_causes(whole, resumed, homes, restored, ignored=ignored)
     if resumed.restored is None:
         what = "The resumed run did not restore a checkpoint: call restore(), or loop over steps()."
         causes.insert(0, what)

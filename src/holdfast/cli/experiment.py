@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.cli.diff import Side, compare
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import Column, print_table
 from holdfast.errors import InvalidInput
-from holdfast.system.environment import TRIAL, sandbox_environment
+from holdfast.system.environment import TRIAL, WATCH, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
+from holdfast.watch.report.curves import collect_curves
+from holdfast.watch.report.events import parse_events
 
 _MAX_ROWS = 20
 
@@ -84,7 +88,6 @@ class Trace:
             list
         )  # completed steps, and digests, by rank
         self.generators: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
-        self.records: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
         self.doubts: list[dict[str, Any]] = []
         self.saved: list[int] = []
         self.restored: int | None = None
@@ -100,8 +103,6 @@ class Trace:
             self.batches[rank].append((step, value))
         elif kind == "generators":
             self.generators[rank][step] = value
-        elif kind == "recorded":
-            self.records[rank].setdefault(step, {}).update(value)
         elif kind == "doubts":
             self.doubts += [one for one in value if one not in self.doubts]
         elif kind == "saved" and rank == "0":
@@ -110,6 +111,24 @@ class Trace:
             self.restored = value
         elif kind == "killed":
             self.was_killed = True
+
+
+def recorded_values(store: Store) -> dict[int, dict[str, float]]:
+    """Return the metrics that count of a run, by step and name."""
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for curve in collect_curves(parse_events(read_lines(store)[0])):
+        for point in curve.counted:
+            found[point.step][curve.name] = point.value
+    return found
+
+
+def recorded_texts(homes: Path) -> dict[str, dict[int, dict[str, str]]]:
+    """Return the metrics of the runs in a folder as text, by home, step and name."""
+    stores = {home: open_store(os.fspath(homes / home)) for home in newest_steps(homes)}
+    return {
+        home: {step: {name: repr(one) for name, one in values.items()} for step, values in found.items()}
+        for home, found in ((home, recorded_values(store)) for home, store in stores.items())
+    }
 
 
 def first_step(
@@ -167,7 +186,7 @@ class Trials:
 
         Args:
             homes: name of its homes, which an earlier trial may have used.
-            plan: fields of `holdfast.checkpoint.run.trial.TrialPlan`, without the folder.
+            plan: fields of `holdfast.watch.trial.TrialPlan`, without the folder.
             is_killed: whether the plan kills the script.
 
         Blocks: until the trial has ended.
@@ -177,7 +196,8 @@ class Trials:
         own.mkdir()
         plan_file, log = own / "plan.json", own / "log.txt"
         plan_file.write_text(json.dumps({"folder": str(own), **plan}))
-        env = sandbox_environment(self.homes(homes)) | {TRIAL: str(plan_file)}
+        trial = {WATCH: "holdfast.watch.trial:Trial", TRIAL: str(plan_file)}
+        env = sandbox_environment(self.homes(homes)) | trial
         began_s = time.monotonic()
         with process_group(self._command, env, log) as process:
             try:

@@ -14,7 +14,6 @@ from typing import Any
 
 from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.home.newest import from_listing
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
@@ -28,8 +27,6 @@ from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.environment import place_in_sandbox
 from holdfast.system.units import parse_duration, plural
-from holdfast.watch.report.curves import collect_curves
-from holdfast.watch.report.events import parse_events
 
 SOUND, DIFFERS, RANDOM = "sound", "differs", "not deterministic"
 """Verdicts: equal to the record; both replays agree, and differ from it; they differ from each other."""
@@ -151,13 +148,8 @@ def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -
 
 def recorded_metrics(store: Store, span: RecordedSpan) -> dict[int, dict[str, float]]:
     """Return the metrics that the run recorded between the two checkpoints, by step and name."""
-    lines, _ = read_lines(store)
-    found: dict[int, dict[str, float]] = {}
-    for curve in collect_curves(parse_events(lines)):
-        for point in curve.counted:
-            if span.start.step < point.step <= span.end.step:
-                found.setdefault(point.step, {})[curve.name] = point.value
-    return found
+    found = experiment.recorded_values(store)
+    return {step: values for step, values in found.items() if span.start.step < step <= span.end.step}
 
 
 _EXAMPLES = """
@@ -213,7 +205,7 @@ class _Replay:
 
     def report(self) -> dict[str, Any]:
         """Run the steps again, and return everything that was found."""
-        trace = self._run("first")
+        self._run("first")
         record = self._compare_with_record("first")
         again = between = None
         if record.rows:
@@ -221,7 +213,8 @@ class _Replay:
             again = self._compare_with_record("second")
             between = self._compare_runs()
         verdict = judge(record, again, between)
-        metric = first_difference(recorded_metrics(self._store, self._span), _metrics_of(trace))
+        replayed = recorded_metrics(open_store(os.fspath(self._home("first"))), self._span)
+        metric = first_difference(recorded_metrics(self._store, self._span), replayed)
         start, end = self._span.start, self._span.end
         return {
             "home": self._store.url,
@@ -237,7 +230,7 @@ class _Replay:
             "metric": None if metric is None or verdict.name == SOUND else asdict(metric),
         }
 
-    def _run(self, name: str) -> experiment.Trace:
+    def _run(self, name: str) -> None:
         """Run the steps once, from a copy of the first checkpoint."""
         start, end = self._span.start, self._span.end
         home = self._home(name)
@@ -252,7 +245,6 @@ class _Replay:
                 f"use the home {self._place}, restore, and train to step {end.step}. Give it the arguments "
                 "that the run had."
             )
-        return trace
 
     def _home(self, name: str) -> Path:
         return place_in_sandbox(self._trials.homes(name), self._place)
@@ -274,11 +266,6 @@ class _Replay:
             for name in ("first", "second")
         )
         return experiment.compare_sides(*sides, of_a="the first replay", of_b="the second replay")
-
-
-def _metrics_of(trace: experiment.Trace) -> Mapping[int, Mapping[str, float]]:
-    recorded = trace.records.get("0", {})
-    return {step: {name: float(value) for name, value in values.items()} for step, values in recorded.items()}
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from holdfast.checkpoint.keeper.lockfile import is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
-from holdfast.checkpoint.watch import Watch, WatchedRun, WatchFigure
-from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.checkpoint.watch import ActionWatch, WatchFigure
+from holdfast.errors import HoldfastError
 from holdfast.system.host_memory import available_bytes, total_bytes
 from holdfast.system.units import Duration, format_bytes, format_duration, parse_duration
 
@@ -31,7 +31,7 @@ _USED = ("RssAnon:", "RssShmem:")
 
 
 @dataclass
-class HostMemory(Watch):
+class HostMemory(ActionWatch):
     """Response to ranks whose memory on the host grows, such as by a leak.
 
     Args:
@@ -50,20 +50,16 @@ class HostMemory(Watch):
         GROWS: "the memory of the host will be full soon; the detail names the rank and its growth",
     }
 
+    actions: ClassVar[tuple[str, ...]] = ("report", "off")
     action: str = "report"
     _: KW_ONLY
     within: Duration = "30m"
     period: Duration = "10s"
 
     def __post_init__(self) -> None:
-        if self.action not in ("report", "off"):
-            raise InvalidInput(f"HostMemory(action=) must be one of report, off, got {self.action!r:.100}.")
+        super().__post_init__()
         self._within_s = parse_duration(self.within, "HostMemory(within=)")
         self._period_s = parse_duration(self.period, "HostMemory(period=)")
-
-    @override
-    def applies(self, run: WatchedRun) -> bool:
-        return self.action != "off"
 
     @override
     def options(self) -> Mapping[str, Any]:

@@ -14,19 +14,17 @@ from typing import ClassVar
 from typing_extensions import override
 
 from holdfast.checkpoint.format.sections import Mark, Section
-from holdfast.checkpoint.watch import Act, CopiedSave, RestoredState, Vote, Watch, WatchedRun
+from holdfast.checkpoint.watch import Act, ActionWatch, CopiedSave, RestoredState, Vote, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.log import get_logger
 
-SPIKE_ACTIONS = ("report", "rollback", "off")
-"""Responses to a spike of the recorded loss or norm of gradients."""
 _MOST_NOTICED_STEPS = 16  # steps after which a spike is usually noticed, on all ranks
 _MARKS = {True: Mark.AGAINST, False: Mark.FOR, None: Mark.NONE}
 _log = get_logger("watch.spike")
 
 
 @dataclass
-class Spike(Watch):
+class Spike(ActionWatch):
     """Response to a spike of the recorded loss, or of the norm of gradients.
 
     Args:
@@ -48,6 +46,7 @@ class Spike(Watch):
     name: ClassVar[str] = "spike"
     events: ClassVar[Mapping[str, str]] = {"spike": "a recorded metric is high; the detail has its value"}
 
+    actions: ClassVar[tuple[str, ...]] = ("report", "rollback", "off")
     action: str = "report"
     _: KW_ONLY
     max_rollbacks: int = 3
@@ -55,18 +54,11 @@ class Spike(Watch):
     skip: int = 0
 
     def __post_init__(self) -> None:
-        if self.action not in SPIKE_ACTIONS:
-            raise InvalidInput(
-                f"Spike(action=) must be one of {', '.join(SPIKE_ACTIONS)}, got {self.action!r:.100}."
-            )
+        super().__post_init__()
         for name, least in {"max_rollbacks": 1, "back": 0, "skip": 0}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InvalidInput(f"Spike({name}=) must be a whole number from {least}, got {value!r:.100}.")
-
-    @override
-    def applies(self, run: WatchedRun) -> bool:
-        return self.action != "off"
 
     @property
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import run as runs
@@ -75,7 +75,7 @@ class Components:
             watching=watching,
         )
         cadence = Cadence(
-            options.policies,
+            (*options.policies, *watching.policies),
             HomeCadence(tiers.home_every, now_s=now_s),
             rank=ranks.rank,
             world_size=ranks.world_size,
@@ -96,7 +96,14 @@ class Components:
         )
 
     def run_of(
-        self, name: str, *, is_first_here: bool, note: Note, warn: Callable[[str], None]
+        self,
+        name: str,
+        *,
+        is_first_here: bool,
+        note: Note,
+        warn: Callable[[str], None],
+        wait: Callable[[], None],
+        leave: Callable[[], NoReturn],
     ) -> WatchedRun:
         """Return the parts of the run that the watch of a name may use."""
         return WatchedRun(
@@ -111,6 +118,8 @@ class Components:
             warn,
             self.show,
             lambda: self.cadence.meter.step_s + (self.cadence.meter.durable_s or 0.0),
+            wait,
+            leave,
         )
 
     def show(self, text: str) -> None:

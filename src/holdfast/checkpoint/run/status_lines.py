@@ -109,9 +109,9 @@ def warn_of_gradients(components: Components) -> None:
 def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     pipeline = components.pipeline
-    for doubt in pipeline.objects.review(
-        pipeline.stager.hook.stepped(), has_live_objects=components.has_state
-    ):
+    doubts = pipeline.objects.review(pipeline.stager.hook.stepped(), has_live_objects=components.has_state)
+    components.watching.reviewed(doubts)
+    for doubt in doubts:
         warn(f"The run will not resume exactly: {doubt.text}", doubt.category)
     objects = components.pipeline.objects
     if components.watching.goes_back is not None and not (objects.skippables() or objects.streams()):

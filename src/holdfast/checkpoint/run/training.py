@@ -39,7 +39,6 @@ from holdfast.checkpoint.run.status_lines import (
     warn_of_gradients,
     warn_of_samples,
 )
-from holdfast.checkpoint.run.trial import Trial
 from holdfast.checkpoint.run.watching import NamedVote
 from holdfast.checkpoint.state import stepping
 from holdfast.checkpoint.state.load import renamer
@@ -90,6 +89,8 @@ class Training:
                 is_first_here=is_first_here,
                 note=lambda *line, **members: self.attempt.note(*line, **members),
                 warn=warn,
+                wait=lambda: self.attempt.wait(),
+                leave=self._leave,
             )
         )
         self._followers = StepFollowers(components.pipeline.objects)
@@ -97,7 +98,6 @@ class Training:
         self._has_restored = False  # from the attempt's base; the script may have changed the state since
         self._differences = DifferenceReport(components)
         self._going_back = GoingBack(components)
-        self._trial = Trial.of_environment()
         self._calls = CallGuard()
         self._has_reviewed = False
         # An exception that was being handled here already does not make the end of a loop disorderly.
@@ -173,11 +173,8 @@ class Training:
         if self._components.has_state and self._pipeline.plan is None:
             self._pipeline.prepare_in_background()
         self._cadence.begin_step(time.monotonic())
-        is_due = outcome.is_due and self._going_back.planned is None
-        if self._trial is not None:
-            is_due = self._trial.reach(step, is_due=is_due, wait=attempt.wait)
         self.position.reach(step)
-        return is_due
+        return outcome.is_due and self._going_back.planned is None
 
     def _votes(self, step: int) -> list[NamedVote]:
         """Return what the watches ask for, without votes to go back that the ranks have decided about."""
@@ -197,8 +194,6 @@ class Training:
         step = self._metrics.num_done + 1 if step is None else step
         if of_save is None:
             self._saved.clear()
-        if self._trial is not None:
-            self._trial.note("recorded", {name: repr(float(one)) for name, one in values.items()}, step)
         if self._ranks.rank == 0:
             self._metrics.add(step, values, of_save=of_save)
             if self.attempt.keeper is not None:
@@ -289,14 +284,9 @@ class Training:
                 "between two steps: let the handler set a flag that the loop checks.",
                 step=step,
             )
-        if self._trial is not None:
-            self._trial.begin_save(step, wait=self.attempt.wait)
+        self._watching.save_began(step)
         save = self._save(step, must=False, to_home=to_home)
         self.position.follow(step)
-        if self._trial is not None and self._trial.is_last(step):
-            self.attempt.wait()
-            self._release(None, goodbye=True)
-            hard_exit(0)
         return save
 
     def _save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
@@ -306,20 +296,13 @@ class Training:
             warn_of_gradients(self._components)
         if self._ranks.rank == 0:
             self._saved.reach(step)
-        if self._has_reviewed and self._trial is None:
+        if self._has_reviewed:
             # At the first save no loader may have been read, as between two epochs.
             for doubt in self._pipeline.objects.review_loaders():
                 warn(f"The run will not resume exactly: {doubt}", LoaderWarning)
-        elif not (self._has_reviewed or save.skipped):
+        elif not save.skipped:
             self._has_reviewed = True
-            if self._trial is not None:
-                doubts = self._pipeline.objects.review(
-                    self._pipeline.stager.hook.stepped(), has_live_objects=self._components.has_state
-                )
-                facts = [{"text": doubt.text, "would_show": doubt.would_show} for doubt in doubts]
-                self._trial.note("doubts", facts)
-            else:
-                warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
+            warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
         return save
 
     def _save_last(self, step: int) -> None:
@@ -396,8 +379,6 @@ class Training:
         unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
         if self._ranks.rank == 0:
             warn_of_samples(found, unknown, has_kept=bool(selection.kept))
-        if self._trial is not None:
-            self._trial.note("restored", found.step)
         self._cadence.restart(found.step, time.monotonic())
         self.attempt.report_progress(found.step)
 
@@ -509,6 +490,12 @@ class Training:
                 self._release(timeout_s, goodbye=False)
                 raise
             self._release(timeout_s, goodbye=True)
+
+    def _leave(self) -> NoReturn:
+        """End this process once everything saved is durable, as if the script had ended."""
+        self.attempt.wait()
+        self._release(None, goodbye=True)
+        hard_exit(0)
 
     def abandon(self, reason: str) -> None:
         """End without waiting; the keeper completes what was staged."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,12 @@ import holdfast
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.sections import MAX_PART_BYTES, MAX_SECTIONS, WATCH_NAME, Section, Sections
+from holdfast.checkpoint.home.judges import load_class
 from holdfast.checkpoint.keeper.config import WatchConfig
 from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.policy import Every
 from holdfast.checkpoint.ranks import RankGroup, this_host
+from holdfast.checkpoint.state.review import ResumeRisk
 from holdfast.checkpoint.watch import (
     Act,
     CopiedSave,
@@ -30,16 +34,20 @@ from holdfast.checkpoint.watch import (
 )
 from holdfast.errors import InvalidInput, WatchWarning
 from holdfast.system.callsite import warn
+from holdfast.system.environment import WATCH
 
 
 def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
     """Return the watches of a run: the default ones and those given, which replace defaults of their name.
 
+    One that the environment names is always added.
+
     Args:
         given: value of the argument `watches=`; None for no watch at all.
     """
+    added = (load_class(os.environ[WATCH])(),) if WATCH in os.environ else ()
     if given is None:
-        return ()
+        return added
     found: dict[str, Watch] = {}
     for watch in given:
         if not isinstance(watch, Watch):
@@ -60,7 +68,7 @@ def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
         raise InvalidInput(
             f"A run has at most {MAX_SECTIONS} watches, with the default ones; got {len(chosen)}. Give fewer."
         )
-    return tuple(chosen.values())
+    return (*chosen.values(), *added)
 
 
 def _folder_of(half: str) -> str:
@@ -187,6 +195,11 @@ class Watching:
         """Steps that a healthy checkpoint stays behind the newest one; None if no watch goes back."""
         return max((steps for watch in self._watches if (steps := watch.goes_back) is not None), default=None)
 
+    @property
+    def policies(self) -> tuple[Every, ...]:
+        """Policies of the saves that the watches need."""
+        return tuple(every for watch in self._watches if (every := watch.every) is not None)
+
     def restored(self, state_of: Callable[[str], RestoredState]) -> None:
         """Have the watches observe that the state was restored.
 
@@ -214,6 +227,16 @@ class Watching:
         found = [(watch.name, self._call(watch, "step", step)) for watch in self._of_event["step"]]
         self.show_warnings()
         return [NamedVote(name, vote) for name, vote in found if isinstance(vote, Vote)]
+
+    def save_began(self, step: int) -> None:
+        """Have the watches observe that the script saves a step."""
+        for watch in self._of_event["save_began"]:
+            self._call(watch, "save_began", step)
+
+    def reviewed(self, risks: Sequence[ResumeRisk]) -> None:
+        """Have the watches observe why the state may not resume exactly."""
+        for watch in self._of_event["reviewed"]:
+            self._call(watch, "reviewed", risks)
 
     def saved(self, save: Save) -> None:
         """Have the watches observe that a save is durable."""
@@ -301,7 +324,7 @@ class Watching:
 
 _EVENTS = (
     *("prepare", "claimed", "restored", "loop_began", "recorded", "step", "waiting"),
-    *("planned", "saving", "saved", "loop_ended", "end"),
+    *("save_began", "reviewed", "planned", "saving", "saved", "loop_ended", "end"),
 )
 
 

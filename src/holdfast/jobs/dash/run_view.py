@@ -16,6 +16,7 @@ from holdfast.jobs.description import read_node_checks
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.page import headline, make_page
+from holdfast.watch.report.style import framed
 from holdfast.watch.report.summary import RunSummary, read_summary
 
 _MIN_AGE_S = 4.0
@@ -80,6 +81,8 @@ def _read(place: RunPlace) -> RunSummary:
 
 
 def _curves(summary: RunSummary) -> dict[str, Any]:
-    drawn = curves(summary)
-    figures = [{"id": one.id, "title": one.title, "text": one.text, "spec": one.spec} for one in drawn]
+    figures = [
+        {"id": id, "title": one.title, "text": one.text, "spec": framed(one.chart or {})}
+        for id, one in curves(summary).items()
+    ]
     return {"headline": headline(summary), "figures": figures}

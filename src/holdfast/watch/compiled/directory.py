@@ -20,6 +20,7 @@ from holdfast.system import privacy
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.processes import start_time
 from holdfast.system.privacy import private_folder
+from holdfast.watch.compiled.build_environment import current_environment, environment_key
 from holdfast.watch.compiled.index import MAX_FILE_BYTES, check_path
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -77,6 +78,13 @@ def current() -> Directory | None:
 def _may_be_own(folder: Path) -> bool:
     """Return True for a missing folder, or one of this user, not a link."""
     return not os.path.lexists(folder) or privacy.is_own(folder)
+
+
+def point_to_own(home: str) -> None:
+    """Point torch.compile to a directory of this run, unless the user has chosen one."""
+    found = current() if is_chosen() else None
+    if found is None or is_own(found.path):
+        os.environ[VARIABLE] = str(own(home, environment_key(current_environment())))
 
 
 def own(home: str, key: str) -> Path:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+import shlex
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -11,11 +15,20 @@ from typing_extensions import override
 
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.watch import SharedPlace, Watch, WatchedRun
-from holdfast.system.units import parse_bytes, plural
+from holdfast.errors import HoldfastError
+from holdfast.system.log import get_logger, reported_if_slow
+from holdfast.system.process_exit import complete_at_exit
+from holdfast.system.units import format_bytes, format_duration, parse_bytes, plural
 
 if TYPE_CHECKING:
-    from holdfast.watch.compiled.cache import CompiledCode
-    from holdfast.watch.compiled.transfer import UploadResult
+    from holdfast.watch.compiled.transfer import CacheUploader, DownloadResult
+
+_log = get_logger("watch.compiled")
+LOAD_LIMIT_S = 120.0
+"""Longest wait for compiled code at the start. Files that are missing then are compiled again."""
+CLOSE_LIMIT_S = 10.0  # longest wait for uploads at the end of a training
+_COMPILER = "torch._inductor.codecache"  # imported once something is compiled
+_MAX_LISTED = 3
 
 
 @dataclass
@@ -32,6 +45,9 @@ class CompileCache(Watch):
         InvalidInput: `limit` is not a size.
     """
 
+    # Code can always be compiled again, so training continues after an error, and the user is warned. The
+    # modules of the transfer are imported when they are needed: commands and most restores do without.
+
     name: ClassVar[str] = "compile-cache"
     events: ClassVar[Mapping[str, str]] = {
         "compiled-loaded": "the compile cache from home, at the start",
@@ -44,67 +60,191 @@ class CompileCache(Watch):
 
     def __post_init__(self) -> None:
         self._limit_bytes = 0 if self.limit == "off" else parse_bytes(self.limit, "CompileCache(limit=)")
-        self._code: CompiledCode | None = None
 
     @override
     def applies(self, run: WatchedRun) -> bool:
         return self.limit != "off"
 
+    @override
+    def begin(self, run: WatchedRun) -> None:
+        from holdfast.watch.compiled import directory
+        from holdfast.watch.compiled.trust import is_trusted
+
+        self._run = run
+        self._is_trusted = is_trusted(run.home) if self.trust is None else self.trust
+        if self._is_trusted:
+            try:
+                directory.point_to_own(run.home)
+            except OSError as error:
+                self._is_trusted = False
+                run.warn(
+                    f"Cannot create a directory for compiled code: {error}. Compiled code is not saved in "
+                    f"{run.home}. Training is not affected."
+                )
+        found = directory.current() if directory.is_chosen() else None
+        self._place = str(found.path) if found else "chosen by torch"
+        self._has_looked = False  # into home
+        self._loaded: DownloadResult | None = None
+        self._claim: tuple[int, int] | None = None  # attempt and turn, on the rank that uploads
+        self._uploader: CacheUploader | None = None
+        self._has_failed = False  # reported once, even if uploads keep failing
+        self._sender = _Sender(self._upload)
+
     @property
     @override
     def place(self) -> str | None:
-        return None if self._code is None else self._code.place
+        return self._place
 
-    @override
-    def begin(self, run: WatchedRun) -> None:
-        from holdfast.watch.compiled.cache import CompiledCode  # it needs torch, which commands do without
-
-        self._run = run
-        self._code = CompiledCode(
-            run.store, run.home, limit_bytes=self._limit_bytes, trust_home=self.trust, warn=run.warn
-        )
+    # -- from home -------------------------------------------------------------------------------------------
 
     @override
     def prepare(self) -> None:
-        assert self._code is not None
-        began = time.perf_counter()
-        loaded, line = self._code.load()
-        if loaded.num_placed:
-            self._run.note(
-                "compiled-loaded",
-                step=None,
-                num_bytes=loaded.num_bytes,
-                seconds=time.perf_counter() - began,
-                detail=f"{loaded.num_placed} files",
-                tier="home",
+        from holdfast.watch.compiled.index import FOLDER
+
+        if self._has_looked or not (self._is_trusted or self.trust is None):
+            return
+        self._has_looked = True
+        try:
+            if any(True for _ in self._run.store.list(FOLDER)):
+                self._load()
+        except HoldfastError as error:
+            self._run.warn(
+                f"Cannot read the compile cache in {self._run.home}: {error} The code is compiled again."
             )
-        if line is not None:
-            self._run.show(line)
+
+    def _load(self) -> None:
+        """Download the files of home into the directory if the home is trusted; else ask for trust."""
+        from holdfast.watch.compiled import directory, transfer
+        from holdfast.watch.compiled.build_environment import current_environment, environment_key
+        from holdfast.watch.compiled.trust import VARIABLE
+
+        run, facts, began = self._run, current_environment(), time.monotonic()
+        key = environment_key(facts)
+        if not self._is_trusted:
+            if transfer.read_indices(run.store, key, facts)[0]:
+                run.show(
+                    f"{run.home} has compiled code for this machine. It was not loaded, because that runs "
+                    "it. If you trust everyone who can write there, run `holdfast trust "
+                    f"{shlex.quote(run.home)}`, set {VARIABLE}=... or pass watches=[CompileCache(trust=True)]"
+                )
+            return
+        found = directory.current()
+        assert found is not None
+        loaded = self._loaded = transfer.load(run.store, key, facts, found, limit_s=LOAD_LIMIT_S)
+        if problems := loaded.problems:
+            more = f" (and {len(problems) - _MAX_LISTED} more)" if len(problems) > _MAX_LISTED else ""
+            run.warn(
+                f"Part of the compile cache in {run.home} was not used, and is compiled again: "
+                f"{' '.join(problems[:_MAX_LISTED])}{more}"
+            )
+        if loaded.num_placed:
+            seconds, size = time.monotonic() - began, format_bytes(loaded.num_bytes)
+            detail = f"{loaded.num_placed} files"
+            self._note("compiled-loaded", loaded.num_bytes, seconds, detail)
+            duration = format_duration(seconds)
+            run.show(f"compiled code from {run.home}: {detail}, {size} in {duration}, verified")
+
+    def _note(self, event: str, num_bytes: int, seconds: float, detail: str) -> None:
+        self._run.note(event, step=None, num_bytes=num_bytes, seconds=seconds, detail=detail, tier="home")
+
+    # -- to home ---------------------------------------------------------------------------------------------
 
     @override
     def claimed(self, attempt: int, place: SharedPlace) -> None:
-        assert self._code is not None
-        if place.is_first:
-            self._code.begin(attempt=attempt, rank=self._run.rank, turn=place.turn, notify=self._note_sent)
+        self._claim = (attempt, place.turn) if place.is_first else None
 
     @override
     def saved(self, save: Save) -> None:
-        assert self._code is not None
-        self._code.upload_soon()
+        self._upload_soon()
+
+    def _upload_soon(self) -> None:
+        """Upload new files in a thread, if this process has compiled anything."""
+        if self._claim is not None and _COMPILER in sys.modules:
+            self._sender.send()
 
     @override
     def end(self, timeout_s: float | None) -> None:
-        from holdfast.watch.compiled.cache import CLOSE_LIMIT_S
+        limit_s = CLOSE_LIMIT_S if timeout_s is None else min(CLOSE_LIMIT_S, timeout_s)
+        if limit_s > 0:
+            self._upload_soon()
+        self._sender.end(limit_s)
 
-        if self._code is not None:
-            self._code.close(CLOSE_LIMIT_S if timeout_s is None else min(CLOSE_LIMIT_S, timeout_s))
+    def _upload(self, is_last: bool) -> None:
+        from holdfast.watch.compiled import directory, transfer
+        from holdfast.watch.compiled.build_environment import current_environment, environment_key
 
-    def _note_sent(self, result: UploadResult, seconds: float) -> None:
-        self._run.note(
-            "compiled-sent",
-            step=None,
-            num_bytes=result.num_bytes,
-            seconds=seconds,
-            detail=plural(result.num_files, "file"),
-            tier="home",
-        )
+        found, claim, began = directory.current(), self._claim, time.monotonic()
+        if found is None or claim is None:
+            return
+        attempt, turn = claim
+        if self._uploader is None or self._uploader.attempt != attempt:  # a rollback begins another one
+            facts, loaded = current_environment(), self._loaded or transfer.DownloadResult()
+            self._uploader = transfer.CacheUploader(
+                self._run.store,
+                environment_key(facts),
+                facts,
+                attempt=attempt,
+                rank=self._run.rank,
+                limit_bytes=self._limit_bytes,
+                turn=turn,
+                known=loaded.there,
+                lacking=loaded.lacking,
+            )
+        try:
+            result = self._uploader.upload(found, is_last=is_last, is_ended=self._sender.is_ended.is_set)
+        except (HoldfastError, OSError) as error:
+            result = transfer.UploadResult(
+                problem=f"Cannot upload compiled code to {self._run.home}: {error} Holdfast tries again "
+                "after later saves. Training and checkpoints are not affected."
+            )
+        if result.problem and not self._has_failed:
+            self._has_failed = True
+            self._run.warn(result.problem)
+        if result.num_files:
+            detail = plural(result.num_files, "file")
+            self._note("compiled-sent", result.num_bytes, time.monotonic() - began, detail)
+
+
+class _Sender:
+    """Thread that uploads in the background, from the first order on.
+
+    Args:
+        upload: uploads what is new, and is told whether that is the last time.
+    """
+
+    def __init__(self, upload: Callable[[bool], None]) -> None:
+        self.is_ended = threading.Event()
+        self._upload = upload
+        self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self) -> None:
+        """Upload soon."""
+        if self._thread is None and not self.is_ended.is_set():
+            complete_at_exit(self)
+            self._thread = threading.Thread(target=self._work, name="holdfast-compiled", daemon=True)
+            self._thread.start()
+        if self._orders.empty():
+            self._orders.put("next")
+
+    def end(self, timeout_s: float) -> None:
+        """Upload the rest, and end. Files that are missing after the timeout are not uploaded."""
+        if self._thread is not None and timeout_s > 0:
+            self._orders.put("last")
+            with reported_if_slow(lambda: _log.info("waiting for the upload of compiled code")):
+                self._thread.join(timeout_s)
+        self.is_ended.set()
+        self._orders.put("last")
+
+    def end_with_interpreter(self, timeout_s: float) -> None:
+        """End the thread. Files that have not been uploaded are not."""
+        self.end(0.0)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        order = ""
+        while order != "last":
+            order = self._orders.get()
+            if not self.is_ended.is_set():
+                self._upload(order == "last")

@@ -21,7 +21,6 @@ from holdfast.watch.compiled.index import (
     CacheIndex,
     IndexName,
     PackedFile,
-    PackName,
     divide,
     document,
     folder_of,
@@ -237,32 +236,24 @@ class CacheUploader:
     def _make_room(self, num_bytes: int) -> bool:
         """Return True if there is room for these bytes, after deleting the oldest attempts' files."""
         sizes = {entry.name: entry.num_bytes for entry in self.store.list(FOLDER)}
-        is_first = self.turn == 0
-        if is_first and not self._has_tidied:
+        oldest = _by_age(sizes, self.attempt) if self.turn == 0 else []
+        if self.turn == 0 and not self._has_tidied:
             self._has_tidied = True
             self.store.sweep(FOLDER)
-            for name in _orphans(sizes, self.attempt):
-                self.store.delete(name)
-                del sizes[name]
-        oldest = _by_age(sizes, self.attempt) if is_first else []
+            # Packs without an index: their uploader was killed in between.
+            orphans = [names for names in oldest if names[0].endswith(".pack")]
+            self._delete(orphans, sizes)
+            oldest = [names for names in oldest if names not in orphans]
         while num_bytes + sum(sizes.values()) > self.limit_bytes:
             if not oldest:
                 return False
-            for name in oldest.pop(0):
-                self.store.delete(name)
-                del sizes[name]
+            self._delete([oldest.pop(0)], sizes)
         return True
 
-
-def _orphans(names: Iterable[str], attempt: int) -> list[str]:
-    """Return packs of older attempts without an index: their uploader was killed in between."""
-    parsed = [(name, parse_name(name)) for name in names]
-    indexed = {(one.key, one.attempt) for _, one in parsed if isinstance(one, IndexName)}
-    return [
-        name
-        for name, one in parsed
-        if isinstance(one, PackName) and one.attempt < attempt and (one.key, one.attempt) not in indexed
-    ]
+    def _delete(self, groups: Iterable[list[str]], sizes: dict[str, int]) -> None:
+        for name in (name for names in groups for name in names):
+            self.store.delete(name)
+            del sizes[name]
 
 
 def _by_age(names: Iterable[str], attempt: int) -> list[list[str]]:

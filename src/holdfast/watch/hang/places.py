@@ -64,36 +64,33 @@ def find_place(thread: Thread) -> Place:
     frames = thread.frames
     user = next((one for one in frames if not _is_library(one)), None)
     inner = frames[: frames.index(user)] if user is not None else frames
-    kind, operation = _operation(inner)
-    if kind in (Kind.WORKS, Kind.WAITS):
+    kind, operation = next(filter(None, map(_operation, inner)), None) or (Kind.WORKS, _name_of(inner))
+    if kind is not Kind.SYNCS:
         if any(one.file.endswith(_DEBUGGERS) for one in frames):
             kind = Kind.DEBUGS
         elif any(_COMPILERS.search(one.file) for one in inner):
             kind = Kind.COMPILES
-        elif any(_EVALUATES.search(one.function) and "train" not in one.function for one in frames):
+        elif any(map(_evaluates, frames)):
             kind = Kind.EVALUATES
     return Place(kind, operation, user)
 
 
 def frame_kind(frame: Frame) -> Kind | None:
     """Return the kind of place that one frame alone decides; None if the frames around it do."""
-    if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
-        return Kind.SYNCS
     if frame.file.endswith(_DEBUGGERS):
         return Kind.DEBUGS
     if _COMPILING.search(frame.file) and "compil" in frame.function:
         return Kind.COMPILES
-    if (found := _TORCH.search(frame.file)) and (kind := _torch_kind(found[1], frame.function)):
-        return kind
-    if _EVALUATES.search(frame.function) and "train" not in frame.function:
+    if (found := _operation(frame)) is not None:
+        return found[0]
+    if _evaluates(frame):
         return Kind.EVALUATES
     return None if _is_library(frame) else Kind.WORKS
 
 
 def loads_data(frame: Frame) -> bool:
     """Return True for a frame of PyTorch's data loaders."""
-    found = _TORCH.search(frame.file)
-    return found is not None and found[1].startswith("utils/data/")
+    return _operation(frame) == _LOADS
 
 
 def _is_library(frame: Frame) -> bool:
@@ -101,29 +98,30 @@ def _is_library(frame: Frame) -> bool:
     return bool(_LIBRARY.search(file)) or file.startswith(_STDLIB) or bool(_HOLDFAST.search(file))
 
 
-def _operation(frames: tuple[Frame, ...]) -> tuple[Kind, str]:
-    """Return the kind and name of the operation that library frames, innermost first, are in."""
-    for frame in frames:
-        if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
-            return Kind.SYNCS, "the exchange of the ranks after a step"
-        if (found := _TORCH.search(frame.file)) and (kind := _torch_kind(found[1], frame.function)):
-            is_loader = found[1].startswith("utils/data/")
-            name = "backward" if found[1] == "autograd/graph.py" else frame.function
-            return kind, "DataLoader.__next__" if is_loader else name
-    if not frames:
-        return Kind.WORKS, ""
+def _evaluates(frame: Frame) -> bool:
+    return bool(_EVALUATES.search(frame.function)) and "train" not in frame.function
+
+
+_LOADS = Kind.WORKS, "DataLoader.__next__"
+
+
+def _operation(frame: Frame) -> tuple[Kind, str] | None:
+    """Return the kind and name of an operation that is known by its frame."""
+    if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
+        return Kind.SYNCS, "the exchange of the ranks after a step"
+    found = _TORCH.search(frame.file)
+    file = found[1] if found else ""
+    if file.startswith("distributed/"):
+        return Kind.WAITS, frame.function
+    if file == "autograd/graph.py" and frame.function == "_engine_run_backward":
+        return Kind.WAITS, "backward"  # DistributedDataParallel waits for the gradients of other ranks in it
+    return _LOADS if file.startswith("utils/data/") else None
+
+
+def _name_of(frames: tuple[Frame, ...]) -> str:
+    """Return the name of the operation that other library frames, innermost first, are in."""
     inner = next((one for one in frames if not one.file.startswith(_STDLIB)), None)
     if inner is None:
-        return Kind.WORKS, frames[-1].function  # the function of Python that was called
+        return frames[-1].function if frames else ""  # the function of Python that was called
     package = "/".join(inner.file.split("/")[-2:])
-    return Kind.WORKS, f"{inner.function} ({package}:{inner.line})"
-
-
-def _torch_kind(file: str, function: str) -> Kind | None:
-    if file.startswith("distributed/"):
-        return Kind.WAITS
-    if file == "autograd/graph.py" and function == "_engine_run_backward":
-        return Kind.WAITS  # DistributedDataParallel waits for the gradients of other ranks in it
-    if file.startswith("utils/data/"):
-        return Kind.WORKS
-    return None
+    return f"{inner.function} ({package}:{inner.line})"

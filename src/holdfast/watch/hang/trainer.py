@@ -8,17 +8,14 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.watch import Watch, WatchedRun
-from holdfast.errors import InvalidInput
+from holdfast.checkpoint.watch import ActionWatch, WatchedRun
 from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.hang.limit import HangLimits
 from holdfast.watch.hang.stacks import NAME, install_handlers
 
-ACTIONS = ("report", "restart", "off")  # responses to a training that makes no progress
-
 
 @dataclass
-class Hang(Watch):
+class Hang(ActionWatch):
     """Response to a training that makes no progress, and the limits of that.
 
     Args:
@@ -42,6 +39,7 @@ class Hang(Watch):
         "hang-over": "the rank makes progress again; seconds are those without",
     }
 
+    actions: ClassVar[tuple[str, ...]] = ("report", "restart", "off")
     action: str = "report"
     _: KW_ONLY
     limit: Duration | None = None
@@ -49,19 +47,12 @@ class Hang(Watch):
     phase: Duration = "30m"
 
     def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            raise InvalidInput(
-                f"Hang(action=) must be one of {', '.join(ACTIONS)}, got {self.action!r:.100}."
-            )
+        super().__post_init__()
         self._limits = HangLimits(
             None if self.limit is None else parse_duration(self.limit, "Hang(limit=)"),
             parse_duration(self.first, "Hang(first=)"),
             parse_duration(self.phase, "Hang(phase=)"),
         )
-
-    @override
-    def applies(self, run: WatchedRun) -> bool:
-        return self.action != "off"
 
     @override
     def options(self) -> Mapping[str, Any]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from holdfast.watch.pace.slow_periods import SlowPeriod
 from holdfast.watch.pace.windows import PaceWindow, find_cause
@@ -19,21 +18,10 @@ LEAST_COST = 0.05
 """Share of the training's time that slow ranks cost all. Ranks that cost less are not to blame."""
 _END_SHARE = 0.5
 """Rest of an excess or cost at which a slow rank is no longer slow, so that a verdict does not flicker."""
-_UNEVEN_SHARE = 0.15  # share of the time that a usual rank waits, from which the work is uneven
 _RISE = 1.5  # rise over its own earlier factor that names a rank where the work of many ranks differs
 _LEAST_EARLIER, _MAX_EARLIER = 16, 240  # earlier windows that a rank is compared with
 _LEAST_PRESENT = 0.9  # share of the ranks whose own times are needed
 _MAX_BEGINS = 1000  # windows whose times are remembered, for the begin of a period
-
-
-class PaceKind(str, Enum):
-    """Kind of a verdict."""
-
-    UNKNOWN = "unknown"  # too few windows
-    EVEN = "even"
-    SLOW_RANKS = "slow ranks"
-    ALL_SLOW = "all are slow"  # all together, compared with earlier
-    UNEVEN = "uneven work"  # ranks wait for each other, and no few of them are to blame
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +35,10 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class PaceVerdict:
-    """Verdict about all ranks."""
+    """Verdict about all ranks; without slow ones if too few windows are known."""
 
-    kind: PaceKind
     slow: tuple[SlowRank, ...] = ()  # the slowest first
     cost_share: float = 0.0  # of the time, which all would save if these were as quick as the slowest other
-    waiting_share: float = 0.0  # of the time, in which a usual rank waits for the slowest
-    rise: float = 1.0  # own time of a usual rank, as a multiple of its earlier one
 
 
 @dataclass(slots=True)
@@ -90,7 +75,6 @@ class PaceJudge:
     def __init__(self, factor: float = FACTOR) -> None:
         self._factor = factor
         self._past: dict[int, _RankPast] = {}
-        self._levels: list[float] = []  # own time of a usual rank, in units of the caller
         self._windows: list[dict[int, float]] = []  # recent windows: own times as shares of the step, by rank
         self._number = 0
 
@@ -100,7 +84,6 @@ class PaceJudge:
         *,
         world_size: int,
         whole_s: float | None = None,
-        step_s: float = 1.0,
     ) -> PaceVerdict:
         """Add a window, and return the verdict about the last ones.
 
@@ -108,25 +91,30 @@ class PaceJudge:
             own_s: own time of each rank, in seconds per step or as a share of the window.
             world_size: number of ranks. A window without nearly all of them is ignored.
             whole_s: duration of a step in the unit of `own_s`; by default the own time of the slowest rank.
-            step_s: duration of a step in seconds, if `own_s` are shares.
         """
         own = {rank: one for rank, one in own_s.items() if math.isfinite(one) and one >= 0}
         if world_size < 2 or len(own) < max(2, _LEAST_PRESENT * world_size):
-            return PaceVerdict(PaceKind.UNKNOWN)
-        usual = _usual(own.values())
+            return PaceVerdict()
+        # The lower one: of two ranks, or of two equal halves, the quicker one is the usual one.
+        usual = statistics.median_low(own.values())
         if usual <= 0:
-            return PaceVerdict(PaceKind.UNKNOWN)
+            return PaceVerdict()
         self._number += 1
-        self._levels = [*self._levels, usual * step_s][-_MAX_EARLIER:]
         whole = max(own.values()) if whole_s is None else whole_s
         self._windows = [*self._windows, {rank: one / whole for rank, one in own.items()}][-_WINDOWS:]
         for rank, one in own.items():
             past = self._past.setdefault(rank, _RankPast())
             past.factors = [*past.factors, one / usual][-_MAX_EARLIER:]
         if len(self._windows) < _LEAST_WINDOWS:
-            return PaceVerdict(PaceKind.UNKNOWN)
+            return PaceVerdict()
         self._update(world_size)
-        return self._verdict()
+        slow = [
+            SlowRank(rank, past.since, round(statistics.median(past.factors[-_WINDOWS:]), 3))
+            for rank, past in self._past.items()
+            if past.since is not None
+        ]
+        cost = round(self._cost({one.rank for one in slow}), 4)
+        return PaceVerdict(tuple(sorted(slow, key=lambda one: (-one.factor, one.rank))), cost)
 
     def _update(self, world_size: int) -> None:
         """Find the ranks that have become slow, and those that no longer are."""
@@ -155,35 +143,6 @@ class PaceJudge:
             others = max((one for rank, one in own.items() if rank not in slow), default=slowest)
             costs.append(max(0.0, slowest - others))
         return statistics.median(costs)
-
-    def _verdict(self) -> PaceVerdict:
-        slow = [
-            SlowRank(rank, past.since, round(statistics.median(past.factors[-_WINDOWS:]), 3))
-            for rank, past in self._past.items()
-            if past.since is not None
-        ]
-        waiting = statistics.median(max(own.values()) - _usual(own.values()) for own in self._windows)
-        earlier, recent = self._levels[:-_WINDOWS], self._levels[-_WINDOWS:]
-        is_known = len(earlier) >= _LEAST_EARLIER
-        rise = statistics.median(recent) / statistics.median(earlier) if is_known else 1.0
-        if slow:
-            kind = PaceKind.SLOW_RANKS
-        elif rise >= self._factor:
-            kind = PaceKind.ALL_SLOW
-        else:
-            kind = PaceKind.UNEVEN if waiting >= _UNEVEN_SHARE else PaceKind.EVEN
-        return PaceVerdict(
-            kind,
-            tuple(sorted(slow, key=lambda one: (-one.factor, one.rank))),
-            round(self._cost({one.rank for one in slow}), 4),
-            round(waiting, 4),
-            round(rise, 3),
-        )
-
-
-def _usual(values: Iterable[float]) -> float:
-    """Return the lower median: of two ranks, or of two equal halves, the quicker one is the usual one."""
-    return statistics.median_low(values)
 
 
 # -- periods -------------------------------------------------------------------------------------------------
@@ -216,7 +175,7 @@ class SlowRankAnnouncer:
         self._recent.append(window)
         self._begins.append(window.number * window_s)
         self._num_judged += 1
-        verdict = self._judge.add(shares, world_size=self._world_size, whole_s=1.0, step_s=window.step_s)
+        verdict = self._judge.add(shares, world_size=self._world_size, whole_s=1.0)
         slow, now_s = {one.rank: one for one in verdict.slow}, (window.number + 1) * window_s
         ended = [
             replace(self._open.pop(rank), until_unix_s=now_s) for rank in sorted(set(self._open) - set(slow))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.watch import Watch, WatchedRun
+from holdfast.checkpoint.watch import ActionWatch, WatchedRun
 from holdfast.errors import InvalidInput
 from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.pace.judgement import FACTOR
@@ -19,7 +19,7 @@ _MIN_WINDOW_S = 0.2
 
 
 @dataclass
-class SlowRanks(Watch):
+class SlowRanks(ActionWatch):
     """Response to a rank that all others wait for, step after step.
 
     Args:
@@ -40,14 +40,14 @@ class SlowRanks(Watch):
         "slow-rank-over": "it is as quick as the others again; seconds are those in which it was slow",
     }
 
+    actions: ClassVar[tuple[str, ...]] = ("report", "off")
     action: str = "report"
     _: KW_ONLY
     factor: float = FACTOR
     window: Duration = "15s"
 
     def __post_init__(self) -> None:
-        if self.action not in ("report", "off"):
-            raise InvalidInput(f"SlowRanks(action=) must be one of report, off, got {self.action!r:.100}.")
+        super().__post_init__()
         if not (isinstance(self.factor, (int, float)) and 1 < self.factor < math.inf):
             raise InvalidInput(f"SlowRanks(factor=) must be a number above 1, got {self.factor!r:.100}.")
         self._window_s = parse_duration(self.window, "SlowRanks(window=)")
@@ -56,7 +56,7 @@ class SlowRanks(Watch):
 
     @override
     def applies(self, run: WatchedRun) -> bool:
-        return self.action != "off" and run.world_size > 1
+        return super().applies(run) and run.world_size > 1
 
     @override
     def options(self) -> Mapping[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 import urllib.parse
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from holdfast.errors import Corrupt
 from holdfast.system.documents import decode_object
 from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, parse_time
 
-LINK_LOCAL, GCP_BASE = "http://169.254.169.254", "http://metadata.google.internal"
+_LINK_LOCAL, _GCP_BASE = "http://169.254.169.254", "http://metadata.google.internal"
 """Addresses of the metadata services of AWS and Azure, and of Google Cloud, on this machine's own link."""
 _MAX_BYTES = 1 << 20
 
@@ -76,8 +75,8 @@ class Aws(Cloud):
     name = "aws"
     pause_s = 5.0  # as the user guide recommends
 
-    def __init__(self, base: str = LINK_LOCAL) -> None:
-        self._base = base
+    def __init__(self, base: str = "") -> None:
+        self._base = base or _LINK_LOCAL
         self._token: str | None = None
         self._token_until_s = 0.0
         self._has_rebalanced = False
@@ -117,19 +116,26 @@ def _parse_action(text: str) -> Notice:
         return Notice("aws", "spot interruption")  # the document exists only when the machine is reclaimed
 
 
-class GcpValue(Cloud):
-    """A value of Google's metadata server. The first request returns it; later ones wait for a change."""
+class Gcp(Cloud):
+    """A value of Google's metadata server. The first request returns it; later ones wait for a change.
+
+    Source: Compute Engine documentation, "Preempted instances: detecting whether a VM was preempted" and
+        "Live migration and host maintenance events". Live migration does not count.
+
+    Args:
+        name: a name of `GCP_VALUES`.
+        wait_s: longest time that the service holds a request.
+    """
 
     pause_s = 0.0
-    path: str
 
-    def __init__(self, base: str = GCP_BASE, *, wait_s: int = 60) -> None:
-        self._base, self._wait_s = base, wait_s
+    def __init__(self, name: str = "gcp", base: str = "", *, wait_s: int = 60) -> None:
+        self.name, self._base, self._wait_s = name, base or _GCP_BASE, wait_s
         self._etag: str | None = None
 
     @override
     def poll(self) -> Notice | None:
-        path, timeout_s = f"/computeMetadata/v1/instance/{self.path}", 2.0
+        path, timeout_s = f"/computeMetadata/v1/instance/{GCP_VALUES[self.name][0]}", 2.0
         if self._etag is not None:  # waiting at once would miss a value that has already changed
             path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
             timeout_s += self._wait_s
@@ -140,40 +146,22 @@ class GcpValue(Cloud):
         self._etag = response.headers.get("etag", "0")
         return self.parse(response.text.strip())
 
-    @abstractmethod
     def parse(self, text: str) -> Notice | None:
         """Return the notice that a value announces, or None."""
+        _, announced, detail, lead_s = GCP_VALUES[self.name]
+        end_unix_s = None if lead_s is None else time.time() + lead_s
+        return Notice("gcp", detail, end_unix_s) if text == announced else None
 
 
-class GcpPreemption(GcpValue):
-    """Preemption of a spot machine, announced 30 s before its end unless configured otherwise.
-
-    Source: Compute Engine documentation, "Preempted instances: detecting whether a VM was preempted".
-    """
-
-    name = "gcp"
-    path = "preempted"
-
-    @override
-    def parse(self, text: str) -> Notice | None:
-        # A lead other than the default of 30 s can be configured, but the value does not contain it.
-        return Notice("gcp", "preempted", time.time() + 30) if text == "TRUE" else None
-
-
-class GcpMaintenance(GcpValue):
-    """Host maintenance that ends the machine. Live migration does not count.
-
-    Source: Compute Engine documentation, "Live migration and host maintenance events".
-    """
-
-    name = "gcp-maintenance"
-    path = "maintenance-event"
-
-    @override
-    def parse(self, text: str) -> Notice | None:
-        return Notice("gcp", "host maintenance") if text == "TERMINATE_ON_HOST_MAINTENANCE" else None
-
-
+GCP_VALUES: dict[str, tuple[str, str, str, float | None]] = {
+    "gcp": ("preempted", "TRUE", "preempted", 30.0),
+    "gcp-maintenance": (
+        *("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance"),
+        None,
+    ),
+}
+"""Path, announcing value, detail and usual lead of each value. A spot machine may have another lead than the
+default of 30 s, which the value does not contain."""
 _AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 _MAX_EVENTS = 10_000
@@ -190,8 +178,8 @@ class Azure(Cloud):
     name = "azure"
     pause_s = 5.0
 
-    def __init__(self, base: str = LINK_LOCAL) -> None:
-        self._base = base
+    def __init__(self, base: str = "") -> None:
+        self._base = base or _LINK_LOCAL
         self._machine: str | None = None
         self._is_enabled = False
 
@@ -255,19 +243,17 @@ class Ray(Cloud):
         return Notice("ray", "a node is reclaimed", deadline_s, is_final=False)
 
 
-def is_worker() -> bool:
-    """Return True in a process of Ray Train's that runs a training function."""
-    return _ray_context() is not None
-
-
 def _read_ray_info() -> Any:
-    context = _ray_context()
+    context = ray_context()
     try:
         return None if context is None else context.preemption_context.preemption_info
     except AttributeError as error:
         raise Unreachable(f"this version of Ray Train has no preemption info: {error}") from error
 
 
-def _ray_context() -> Any:
-    """Return Ray Train's context of this process, or None. Does not import Ray."""
+def ray_context() -> Any:
+    """Return Ray Train's context of this process, if it runs a training function; None otherwise.
+
+    Does not import Ray.
+    """
     return getattr(sys.modules.get(_RAY_CONTEXT), "_train_context", None)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from typing_extensions import override
 
 from holdfast.checkpoint.watch import Act, Vote, Watch, WatchedRun
+from holdfast.watch.preemption.loader_workers import protect_workers
 from holdfast.watch.preemption.sources import parse_sources
 from holdfast.watch.preemption.watcher import NoticeWatcher
 
@@ -40,7 +41,7 @@ class Preemption(Watch):
     def begin(self, run: WatchedRun) -> None:
         self._run, self._notices = run, NoticeWatcher(self.sources)
         if self.signals:
-            self._notices.protect_workers()  # before a loop begins: it may read from iterators made earlier
+            protect_workers()  # before a loop begins: it may read from iterators made earlier
         self._notices.poll_clouds(is_first_here=run.is_first_here)
 
     @override

@@ -39,16 +39,12 @@ class NoticeWatcher:
         Args:
             with_interrupt: also Ctrl-C; else that does what the trainer's users are used to.
         """
-        self.protect_workers()
+        protect_workers()
         interrupt = signal.getsignal(signal.SIGINT)
         is_watching = self._signals.watch()
         if is_watching and not with_interrupt:
             signal.signal(signal.SIGINT, interrupt)
         return is_watching
-
-    def protect_workers(self) -> None:
-        """Protect the workers of data loaders from signals that all processes of the training receive."""
-        protect_workers()
 
     def poll_clouds(self, *, is_first_here: bool) -> None:
         """Start polling the clouds, each in its own thread.

@@ -23,43 +23,36 @@ class Spans:
 
     stretches: list[Span] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        """Total length."""
-        return sum(end - begin for begin, end in self.stretches)
-
     def add(self, begin: float, end: float) -> list[Span]:
         """Add a stretch, and return the parts of it that are new."""
-        if end <= begin:
-            return []
         new: list[Span] = []
         at = begin
         for left, right in self.stretches:
-            if right <= at or left >= end:
-                continue
-            if left > at:
+            if at < right and left < end:
                 new.append((at, left))
-            at = max(at, right)
-        if at < end:
-            new.append((at, end))
-        touching = [one for one in self.stretches if one[1] >= begin and one[0] <= end]
-        others = [one for one in self.stretches if one not in touching]
-        merged = (min([begin, *(one[0] for one in touching)]), max([end, *(one[1] for one in touching)]))
-        self.stretches = sorted([*others, merged])
-        return new
+                at = right
+        new.append((at, end))
+        self.stretches = _union([*self.stretches, (begin, end)])
+        return [one for one in new if one[0] < one[1]]
 
     def contains(self, moment: float) -> bool:
         """Return True if a moment is inside, including the ends."""
         return any(begin <= moment <= end for begin, end in self.stretches)
 
 
+def _union(spans: Iterable[Span]) -> list[Span]:
+    found: list[Span] = []
+    for begin, end in sorted(one for one in spans if one[0] < one[1]):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
 def seconds_of(spans: Iterable[Span]) -> float:
     """Return the length of the union of stretches."""
-    found, reached = 0.0, -math.inf
-    for begin, end in sorted(spans):
-        found += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return found
+    return sum((end - begin for begin, end in _union(spans)), 0.0)
 
 
 _SOURCE = re.compile(r"^attempt \d+(; )?")  # at the start of the detail of a restore

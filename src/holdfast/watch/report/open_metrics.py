@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from holdfast.watch.report.summary import RunSummary
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 Labels = Mapping[str, str]
+Values = float | None | Sequence[tuple[Labels, float]]
+"""Value without labels, None if it is not known, or values by their labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,16 @@ def format_metrics(summary: RunSummary, home: str) -> str:
 
 def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
     """Return the numbers of a run; unknown ones are left out."""
-    found = _Families(summary, home)
-    return [one for one in (*found.progress(), *found.events(), *found.times()) if one.samples]
+    found: list[MetricFamily] = []
+    for name, text, values in _families(summary):
+        rows = values if isinstance(values, Sequence) else [] if values is None else [({}, values)]
+        samples = tuple(({"home": home, **labels}, value) for labels, value in rows)
+        stem, _, end = name.rpartition("_")
+        if samples:
+            is_counter, unit = end == "total", end if end in ("seconds", "ratio") else ""
+            whole = f"holdfast_{stem if is_counter else name}"
+            found.append(MetricFamily(whole, text, samples, unit, is_counter))
+    return found
 
 
 def goodput(summary: RunSummary) -> float | None:
@@ -56,98 +66,50 @@ def goodput(summary: RunSummary) -> float | None:
     return summary.times.kept_s / whole_s if whole_s > 0 else None
 
 
-class _Families:
-    """Maker of the families of one run."""
+def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
+    """Yield name, help and values of each family. The end of a name is a unit, or "total" for a counter."""
+    newest, held, advice = summary.attempts[-1:], summary.home_contents, summary.advice
+    step = newest[0].last_step if newest else None
+    yield "step", "Newest recorded step of the newest attempt.", step
+    yield "checkpoint_step", "Step of the newest checkpoint in home.", held and held.newest_step
+    yield "checkpoints", "Checkpoints in home.", None if held is None else held.num_checkpoints
+    yield "finished", "1 if the run has finished.", bool(summary.finished)
+    yield "last_event_timestamp_seconds", "Time of the last event of the training.", summary.last_unix_s
 
-    def __init__(self, summary: RunSummary, home: str) -> None:
-        self._summary, self._label = summary, {"home": home}
-        self._newest = summary.attempts[-1] if summary.attempts else None
+    outcomes = ("durable" if save.durable else str(save.outcome or "under way") for save in summary.saves)
+    restores = sum(one.restored_step is not None for one in summary.attempts)
+    lost = sum(one.steps_lost for one in summary.interruptions)
+    number = newest[0].number if newest else 0
+    periods = (one.period for one in summary.slow_periods if one.attempt == number)
+    slow = [one for one in periods if not one.until_unix_s]
+    yield "attempts_total", "Starts of the run.", len(summary.attempts)
+    yield "saves", "Saves by their outcome.", _counts("outcome", outcomes)
+    yield "restores_total", "Attempts that restored a checkpoint.", restores
+    kinds = _counts("kind", (one.kind for one in summary.interruptions))
+    yield "interruptions_total", "Interruptions by their kind.", kinds
+    yield "steps_lost_total", "Steps known to be repeated.", lost
+    yield "hangs_total", "Hangs that were reported.", len(summary.hangs)
+    unhealthy = "Checkpoints of states that are not healthy."
+    yield "unhealthy_checkpoints_total", unhealthy, len(summary.unhealthy)
+    yield "slow_periods_total", "Periods in which all ranks waited for one.", len(summary.slow_periods)
+    factor = "Own time of each rank that is slow now, as a multiple of that of a usual rank."
+    factors = [({"rank": str(one.rank), "host": one.host}, one.factor) for one in slow]
+    yield "slow_rank_factor", factor, factors
+    cost = max((one.cost_share for one in slow), default=0.0)
+    yield "slow_rank_cost_ratio", "Share of the time that all lose by slow ranks now.", cost
 
-    def progress(self) -> list[MetricFamily]:
-        summary, held = self._summary, self._summary.home_contents
-        step = None if self._newest is None else self._newest.last_step
-        newest, number = (None, None) if held is None else (held.newest_step, held.num_checkpoints)
-        last_s = summary.last_unix_s
-        return [
-            self._one("step", "Newest recorded step of the newest attempt.", step),
-            self._one("checkpoint_step", "Step of the newest checkpoint in home.", newest),
-            self._one("checkpoints", "Checkpoints in home.", number),
-            self._one("finished", "1 if the run has finished.", bool(summary.finished)),
-            self._one("last_event_timestamp", "Time of the last event of the training.", last_s, "seconds"),
-        ]
+    times = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.times).items()}
+    parts = [({"part": part}, seconds) for part, seconds in times.items() if part != "total"]
+    yield "time_seconds", "Time since the first start, by what it was.", parts
+    share = "Training that counts, as a share of the time that was meant for training."
+    yield "goodput_ratio", share, goodput(summary)
+    yield "save_blocked_seconds", "Mean time for which a save blocked the training.", advice.cost_s
+    yield "mean_time_between_failures_seconds", "Training time per failure.", advice.mtbf_s
 
-    def events(self) -> list[MetricFamily]:
-        summary = self._summary
-        outcomes = ("durable" if save.durable else str(save.outcome or "under way") for save in summary.saves)
-        kinds = (one.kind for one in summary.interruptions)
-        newest = self._newest.number if self._newest is not None else 0
-        slow = [
-            one.period
-            for one in summary.slow_periods
-            if one.attempt == newest and not one.period.until_unix_s
-        ]
-        factors = tuple(
-            ({**self._label, "rank": str(one.rank), "host": one.host}, one.factor) for one in slow
-        )
-        cost = max((one.cost_share for one in slow), default=0.0)
-        restores = sum(one.restored_step is not None for one in summary.attempts)
-        lost = sum(one.steps_lost for one in summary.interruptions)
-        unhealthy, periods = len(summary.unhealthy), len(summary.slow_periods)
-        return [
-            self._count("attempts", "Starts of the run.", len(summary.attempts)),
-            self._by("saves", "Saves by their outcome.", "outcome", outcomes),
-            self._count("restores", "Attempts that restored a checkpoint.", restores),
-            self._by("interruptions", "Interruptions by their kind.", "kind", kinds, is_counter=True),
-            self._count("steps_lost", "Steps known to be repeated.", lost),
-            self._count("hangs", "Hangs that were reported.", len(summary.hangs)),
-            self._count("unhealthy_checkpoints", "Checkpoints of states that are not healthy.", unhealthy),
-            self._count("slow_periods", "Periods in which all ranks waited for one.", periods),
-            MetricFamily(
-                "holdfast_slow_rank_factor",
-                "Own time of each rank that is slow now, as a multiple of that of a usual rank.",
-                factors,
-            ),
-            self._one("slow_rank_cost", "Share of the time that all lose by slow ranks now.", cost, "ratio"),
-        ]
 
-    def times(self) -> list[MetricFamily]:
-        advice = self._summary.advice
-        parts = {name.removesuffix("_s"): seconds for name, seconds in asdict(self._summary.times).items()}
-        del parts["total"]
-        return [
-            MetricFamily(
-                "holdfast_time_seconds",
-                "Time since the first start, by what it was.",
-                tuple(({**self._label, "part": part}, seconds) for part, seconds in parts.items()),
-                "seconds",
-            ),
-            self._one(
-                "goodput",
-                "Training that counts, as a share of the time that was meant for training.",
-                goodput(self._summary),
-                "ratio",
-            ),
-            self._one(
-                "save_blocked", "Mean time for which a save blocked the training.", advice.cost_s, "seconds"
-            ),
-            self._one("mean_time_between_failures", "Training time per failure.", advice.mtbf_s, "seconds"),
-        ]
-
-    def _one(self, name: str, text: str, value: float | None, unit: str = "") -> MetricFamily:
-        """Return a family with one value; without a sample if it is None."""
-        samples = () if value is None else ((self._label, value),)
-        return MetricFamily("_".join(filter(None, ("holdfast", name, unit))), text, samples, unit)
-
-    def _count(self, name: str, text: str, value: float) -> MetricFamily:
-        return MetricFamily(f"holdfast_{name}", text, ((self._label, value),), is_counter=True)
-
-    def _by(
-        self, name: str, text: str, key: str, labels: Iterable[str], *, is_counter: bool = False
-    ) -> MetricFamily:
-        """Return a family with the number of occurrences of each value of a label."""
-        counts = sorted(Counter(labels).items())
-        samples = tuple(({**self._label, key: label}, number) for label, number in counts)
-        return MetricFamily(f"holdfast_{name}", text, samples, is_counter=is_counter)
+def _counts(key: str, labels: Iterable[str]) -> list[tuple[Labels, float]]:
+    """Return the number of occurrences of each value of a label."""
+    return [({key: label}, number) for label, number in sorted(Counter(labels).items())]
 
 
 def _number(value: float) -> str:

@@ -7,15 +7,17 @@ import json
 from dataclasses import dataclass
 from functools import cache
 
+from holdfast.checkpoint.watch import WatchFigure
 from holdfast.errors import Unsupported
 from holdfast.system.units import plural
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.style import (
-    Figure,
+    MAX_ROWS,
     format_seconds,
     format_share,
     format_size,
     format_time,
+    framed,
     read_asset,
 )
 from holdfast.watch.report.summary import RunSummary
@@ -119,7 +121,7 @@ _LONG = 60  # characters; more are broken into lines
 def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     """Return the page as HTML."""
     figures = make_figures(summary)
-    specs = {one.id: one.spec for one in figures if one.spec is not None}
+    specs = {id: framed(one.chart) for id, one in figures.items() if one.chart is not None}
     torn = plural(summary.num_torn, "incomplete line")
     parts = {
         "title": html.escape(f"{name}: report"),
@@ -129,7 +131,7 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
         "torn": f"<p>Skipped {torn} of the history, torn by a crash.</p>" if summary.num_torn else "",
         "tear-check": html.escape(tear_check(summary)),
         "numbers": "\n".join(map(_number, headline_numbers(summary))),
-        "figures": "\n".join(map(_section, figures)),
+        "figures": "\n".join(_section(*one) for one in figures.items()),
         "style": read_asset("page.css"),
         "library": chart_library().replace("</script", "<\\/script").replace("<!--", "\\x3c!--"),
         "draw": read_asset("page.js"),
@@ -151,28 +153,28 @@ def _number(one: HeadlineNumber) -> str:
     return f"<div><dt>{html.escape(one.name)}</dt><dd>{html.escape(one.value)}</dd>{remark}</div>"
 
 
-def _section(one: Figure) -> str:
+def _section(id: str, one: WatchFigure) -> str:
     title = html.escape(one.title)
     text = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in one.text.split("\n\n"))
     drawing = ""
-    if one.spec is not None:
+    if one.chart is not None:
         label = html.escape(f"{one.title}. The numbers are in the table below.", quote=True)
-        drawing = f'<div class="chart" id="chart-{one.id}" role="img" aria-label="{label}"></div>'
+        drawing = f'<div class="chart" id="chart-{id}" role="img" aria-label="{label}"></div>'
     return (
-        f'<section id="{one.id}"><h2>{title}</h2>{drawing}{text}'
+        f'<section id="{id}"><h2>{title}</h2>{drawing}{text}'
         f"<details><summary>{title}: the numbers</summary>{_table(one)}</details></section>"
     )
 
 
-def _table(one: Figure) -> str:
+def _table(one: WatchFigure) -> str:
+    rows = one.rows[-MAX_ROWS:]
+    num_left_out = one.num_rows_left_out + len(one.rows) - len(rows)
     head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in one.columns)
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in one.rows)
-    left_out = (
-        f"<p>The {one.num_rows_left_out} rows before these are left out; `holdfast history` has them.</p>"
-    )
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    left_out = f"<p>The {num_left_out} rows before these are left out; `holdfast history` has them.</p>"
     label = html.escape(one.title, quote=True)
     return (
-        (left_out if one.num_rows_left_out else "")
+        (left_out if num_left_out else "")
         + f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
         + f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )

@@ -137,7 +137,9 @@ def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
 
 
 def _tiers_of(events: Sequence[HistoryEvent]) -> list[str]:
-    return _ordered(event.tier for event in events if event.kind in ("persisted", "committed", "drained"))
+    """Return the tiers of a save, each once: the usual ones first, nearest first."""
+    tiers = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
+    return sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
 
 
 def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:
@@ -187,13 +189,3 @@ def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> 
         if len(tier) != before:
             levels.append(TierLevel(event.unix_s, event.tier, sum(tier.values()), len(tier)))
     return levels
-
-
-def tiers_in(levels: Iterable[TierLevel]) -> list[str]:
-    """Return the tiers that had contents, nearest first."""
-    return _ordered(level.tier for level in levels)
-
-
-def _ordered(tiers: Iterable[str]) -> list[str]:
-    """Return the tiers, each once: the usual ones first, nearest first."""
-    return sorted(set(tiers), key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))

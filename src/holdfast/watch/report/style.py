@@ -6,73 +6,57 @@ import datetime
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import cycle
 from typing import Any, TypeVar
 
+from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import format_bytes, format_duration
 from holdfast.watch.report.summary import RunSummary
 
 Spec = dict[str, Any]  # a Vega-Lite specification, or a part of one
-Cell = str | int | None
+Row = tuple[Any, ...]
 _T = TypeVar("_T")
 
 MAX_ROWS = 500  # rows of a table on the page. `holdfast history` prints all
 MAX_MARKS = 1500  # saves in a chart. With more, every second, third, ... is drawn
 
-# Charts use names of colours. The page's style sheet defines them for light and dark mode, so a chart
-# follows the reader's setting without a second drawing.
-KEPT, REDO, DOWN, RESTORE = "var(--kept)", "url(#redo)", "url(#down)", "var(--restore)"
-BLOCKED, ON_THE_WAY, BAD, INK = "var(--blocked)", "var(--way)", "var(--bad)", "var(--ink)"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One section of the page: a chart, its explanation, and its numbers as a table."""
-
-    id: str
-    title: str
-    text: str  # plain text; a blank line separates paragraphs
-    spec: Spec | None  # None: nothing to draw
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    num_rows_left_out: int = 0
-
 
 def make_figure(
     name: str,
-    rows: Sequence[Sequence[Any]],
+    rows: Sequence[Row],
     *,
-    id: str | None = None,
     lead: str = "",
     note: str = "",
     label: str = "",
     chart: Mapping[str, Any] | None = None,
-) -> Figure:
+) -> WatchFigure:
     """Return a figure of `assets/figures.json`, with the last `MAX_ROWS` rows in its table.
 
+    Charts use names of colours. The style sheet of the page defines them for light and dark mode, so a chart
+    follows the reader's setting without a second drawing.
+
     Args:
-        name: of its entry, and by default its id.
+        name: of its entry.
         lead: text before that of the entry.
         note: text after it.
         label: replaces `$name` in the title and the columns.
         chart: values that replace the `$` names of the entry's chart; None: nothing to draw. A layer whose
-            `when` names an empty value is left out.
+            `when` names an empty value is left out. The entry's `looks` have a colour, shape or dashes for
+            each value of a field that occurs in them.
     """
     entry = _declared()["figures"][name]
     formats = entry.get("formats", [""] * len(entry["columns"]))
     shown = tuple(tuple(map(_format_cell, formats, row)) for row in rows[-MAX_ROWS:])
     text = " ".join(entry["text"])
-    title, *columns = (label if one == "$name" else one for one in (entry["title"], *entry["columns"]))
-    title = title.replace("$name", label)
+    title, *columns = (one.replace("$name", label) for one in (entry["title"], *entry["columns"]))
     spec = None if chart is None else _make_spec(entry, chart)
-    return Figure(
-        id or name, title, f"{lead}{text}{note}", spec, tuple(columns), shown, len(rows) - len(shown)
-    )
+    left_out = len(rows) - len(shown)
+    return WatchFigure(title, f"{lead}{text}{note}", tuple(columns), shown, spec, left_out)
 
 
-def _format_cell(kind: str, value: Any) -> Cell:
+def _format_cell(kind: str, value: Any) -> str | int | None:
     """Return a cell in the format of its column; with a "?", an unknown value is an empty cell."""
     if not kind or (value is None and kind.endswith("?")):
         return value
@@ -89,17 +73,33 @@ def read_asset(name: str) -> str:
     return (resources.files("holdfast.watch.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
-    """Return the chart of an entry, as wide as its container on the page."""
-    span_axis, columns = "".join(_declared()["span_axis"]), entry.get("legend_columns", 2)
-    known = {"span_axis": span_axis, "legend_columns": columns, **values}
-    known.update(_filled(entry.get("parts", {}), known))
-    return _filled({**_declared()["frame"], **entry["chart"]}, known)
-
-
 def framed(chart: Mapping[str, Any]) -> Spec:
-    """Return the chart of a watch in the style of the page."""
-    return {**_declared()["frame"], **chart}
+    """Return a chart in the style of the page, as wide as its container there."""
+    columns = {"legend_columns": chart.get("legend_columns", 2)}
+    own = {name: value for name, value in chart.items() if name != "legend_columns"}
+    return {**_filled(_declared()["frame"], columns), **own}
+
+
+def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
+    """Return the chart of an entry."""
+    known = {"span_axis": "".join(_declared()["span_axis"]), **values}
+    known.update({name: _make_look(look, values) for name, look in entry.get("looks", {}).items()})
+    known.update(_filled(entry.get("parts", {}), known))
+    return {"legend_columns": entry.get("legend_columns", 2), **_filled(entry["chart"], known)}
+
+
+def _make_look(look: Spec, values: Mapping[str, Any]) -> Spec:
+    """Return an encoding with a distinct style for each value of a field that occurs in a chart."""
+    field, declared, others = look["field"], look.get("values", {}), cycle(look.get("others", ()))
+    rows = (row for part in values.values() if isinstance(part, list) for row in part)
+    found = dict.fromkeys(row[field] for row in rows if isinstance(row, dict) and field in row)
+    styles = {name: style for name, style in declared.items() if name in found}
+    styles.update(zip((name for name in found if name not in declared), others, strict=False))
+    names = list(styles)
+    encoded = {"field": field, "type": "nominal", "sort": names}
+    encoded["scale"] = {"domain": names, "range": list(styles.values())}
+    legend = look.get("legend", True)
+    return encoded if legend is True or (legend and len(names) > 1) else {**encoded, "legend": None}
 
 
 def _filled(template: Any, values: Mapping[str, Any]) -> Any:
@@ -162,18 +162,6 @@ def span_log_ticks(low_s: float, high_s: float) -> list[float]:
 def _decimals(first: int, last: int) -> list[float]:
     """Return 1, 2 and 5 times each power of ten from `first` up to `last`."""
     return [float(f"{digit}e{exponent}") for exponent in range(first, last + 1) for digit in (1, 2, 5)]
-
-
-def color_by(field: str, looks: Mapping[str, Any], *, legend: bool = True) -> Spec:
-    """Return an encoding with a distinct style for each value of a field."""
-    scale = {"domain": list(looks), "range": list(looks.values())}
-    encoded: Spec = {"field": field, "type": "nominal", "scale": scale, "sort": list(looks)}
-    return encoded if legend else {**encoded, "legend": None}
-
-
-def line_of(fill: str) -> str:
-    """Return the plain colour around a fill."""
-    return {REDO: "var(--redo)", DOWN: "var(--down)"}.get(fill, fill)
 
 
 def to_ms(unix_s: float) -> float:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import holdfast
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.home.history import Line, read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
@@ -17,7 +16,9 @@ from holdfast.checkpoint.policy import BestInterval, best_interval, lost_share, 
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
+from holdfast.watch.hang.trainer import Hang
 from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
+from holdfast.watch.pace.trainer import SlowRanks
 from holdfast.watch.pace.windows import PaceReading, list_paces
 from holdfast.watch.report.curves import Curve, collect_curves
 from holdfast.watch.report.events import MEMORY, HistoryEvent, parse_events
@@ -135,7 +136,8 @@ class RunSummary:
     unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
     differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
     node_checks: tuple[CheckedNode, ...] = ()  # of the jobs of this user that have trained the run
-    watch_lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict[str, tuple[Line, ...]])
+    lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict[str, tuple[Line, ...]])
+    """Lines of the history by the kind of their event, each kind by time."""
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -145,6 +147,10 @@ class RunSummary:
     def cost_after(self, attempt: int) -> float | None:
         """Return the time that the gap after an attempt cost, or None without one."""
         return next((one.cost_s for one in self.losses.gaps if one.before == attempt), None)
+
+    def lines_of(self, kinds: Iterable[str]) -> list[Line]:
+        """Return the lines of some kinds of events, by time."""
+        return sorted((line for kind in kinds for line in self.lines.get(kind, ())), key=_time_of)
 
     @property
     def end_unix_s(self) -> float | None:
@@ -164,7 +170,7 @@ class RunSummary:
         for row, hang in zip(document["hangs"], self.hangs, strict=True):
             del row["ranks"]
             row["place"] = describe_odd(hang.ranks)
-        del document["paces"], document["watch_lines"]  # the history has them
+        del document["paces"], document["lines"]  # the history has them
         document["slow_periods"] = [
             {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
             for one in self.slow_periods
@@ -192,9 +198,11 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
     newest = candidates(home)
-    events = parse_events(lines)
+    grouped: dict[str, list[Line]] = {}
+    for line in lines:
+        grouped.setdefault(line["event"], []).append(line)
     found = summarize(
-        events,
+        parse_events(lines),
         claims,
         finished=_read(store, run.Done, names.DONE),
         home_contents=HomeContents(
@@ -202,25 +210,19 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
         ),
         num_torn=num_torn,
     )
+    found = replace(found, lines={kind: tuple(of_kind) for kind, of_kind in grouped.items()})
     return replace(
         found,
-        hangs=tuple(list_hangs(lines)),
+        hangs=tuple(list_hangs(found.lines_of(Hang.events))),
         rollbacks=read_rollbacks([store], None).found,
-        slow_periods=tuple(list_slow_periods(lines)),
-        paces=tuple(list_paces(lines)),
-        differences=tuple(event for event in events if event.kind == "replicas-differ"),
+        slow_periods=tuple(list_slow_periods(found.lines_of(SlowRanks.events))),
+        paces=tuple(list_paces(found.lines_of(SlowRanks.events))),
         node_checks=tuple(node_checks),
-        watch_lines=_lines_of_watches(lines),
     )
 
 
-def _lines_of_watches(lines: Iterable[Line]) -> dict[str, tuple[Line, ...]]:
-    """Return the lines of each default watch, by its name and by time."""
-    ordered = sorted(lines, key=lambda line: line["t"])
-    return {
-        watch.name: tuple(line for line in ordered if line["event"] in watch.events)
-        for watch in holdfast.default_watches()
-    }
+def _time_of(line: Line) -> float:
+    return float(line["t"])
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:
@@ -246,6 +248,10 @@ def summarize(
     # Attempts after the last one that trained have no countable cost yet.
     trained = [attempt for attempt in attempts if attempt.has_trained] or attempts[:1]
     last = max((attempt.last_seen_unix_s for attempt in trained), default=None)
+
+    def of(*kinds: str) -> tuple[HistoryEvent, ...]:
+        return tuple(event for event in events if event.kind in kinds)
+
     return RunSummary(
         began,
         last,
@@ -257,12 +263,13 @@ def summarize(
         sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None,
         _advise(attempts, saves, losses.interruptions, up_s),
         tuple(tier_levels(events, saves)),
-        tuple(event for event in events if event.kind in PROBLEMS),
-        tuple(event for event in events if event.kind == "drained"),
+        of(*PROBLEMS),
+        of("drained"),
         home_contents,
         num_torn,
         tuple(collect_curves(events, [save.checkpoint_id for save in saves])),
-        unhealthy=tuple(event for event in events if event.kind == "unhealthy"),
+        unhealthy=of("unhealthy"),
+        differences=of("replicas-differ"),
     )
 
 

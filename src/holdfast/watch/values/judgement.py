@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Annotated
 
 from holdfast.checkpoint.format.sections import Mark
+from holdfast.system.documents import Bounds, Count
 
 MAX_NAMES = 8  # tensors that are named in a part; the others are only counted
 MAX_BEFORE = 8
@@ -16,22 +18,23 @@ _MIN_BEFORE = 3  # checkpoints that a norm is compared with, at least
 _MAX_GROWTH = 10.0
 """A norm of parameters this many times as large, or as small, as before is not within reason."""
 _MAX_MOMENT_GROWTH = 100.0  # the same for norms of an optimizer's state, which follow the gradients
+_Square = Annotated[float, Bounds(at_most=math.inf)] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Squares:
     """Sums of squares of floating-point tensors; None where there are none, or they overflow."""
 
-    parameters: float | None = None
-    moments: float | None = None  # of optimizers
+    parameters: _Square = None
+    moments: _Square = None  # of optimizers
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHealth:
     """Health of the tensors in one data file."""
 
-    num_bad: int = 0  # tensors with a NaN, or with an infinity that is not part of a mask
-    bad: tuple[str, ...] = ()  # names of the first of them
+    num_bad: Count = 0  # tensors with a NaN, or with an infinity that is not part of a mask
+    bad: Annotated[tuple[str, ...], Bounds(max_len=MAX_NAMES)] = ()  # names of the first of them
     squares: Squares = Squares()  # sums of squares of this rank's shards
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 from typing_extensions import override
 
@@ -11,11 +12,10 @@ from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperWatch, PersistedSave
 from holdfast.errors import Corrupt
-from holdfast.system.documents import Fields
+from holdfast.system.documents import Bounds, Fields, read_members
 from holdfast.watch.values.contents import ContentCheck, can_check
 from holdfast.watch.values.judgement import (
     MAX_BEFORE,
-    MAX_NAMES,
     NOT_CHECKED,
     Squares,
     TensorHealth,
@@ -26,6 +26,14 @@ from holdfast.watch.values.judgement import (
 _WHAT = "the section of finite values"
 _MAX_NAME_CHARS = 1 << 14
 _VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """Section of a manifest: the sums of squares of its checkpoint, and of those before, oldest first."""
+
+    squares: Squares
+    before: Annotated[tuple[Squares, ...], Bounds(max_len=MAX_BEFORE)]
 
 
 class ValuesKeeper(KeeperWatch):
@@ -49,11 +57,7 @@ class ValuesKeeper(KeeperWatch):
         if self._check is None:
             return Section(_VERSION, {}, Mark.UNSURE, (NOT_CHECKED,))
         found, self._check = self._check.result(), None  # which holds the memory of the save
-        data = {
-            "num_bad": found.num_bad,
-            "bad": [name[:_MAX_NAME_CHARS] for name in found.bad],
-            "squares": _row(found.squares),
-        }
+        data = {**asdict(found), "bad": [name[:_MAX_NAME_CHARS] for name in found.bad]}
         mark = Mark.AGAINST if found.num_bad else Mark.NONE
         return Section(_VERSION, data, mark, tuple(not_finite([found])))
 
@@ -62,7 +66,7 @@ class ValuesKeeper(KeeperWatch):
         tensors = [_tensors(save.sections.get(rank)) for rank in range(save.world_size)]
         before = _before(save)
         found = judge(tensors, before)
-        data = {"squares": _row(found.squares), "before": [_row(one) for one in before]}
+        data = {"squares": asdict(found.squares), "before": list(map(asdict, before))}
         return Section(_VERSION, data, found.mark, found.reasons)
 
 
@@ -70,30 +74,13 @@ def _before(save: CompleteSave) -> tuple[Squares, ...]:
     """Return the sums of squares of the newest checkpoints that were not unhealthy, oldest first."""
     if save.base is None or save.base.version != _VERSION:
         return ()
-    body = Fields(dict(save.base.data), _WHAT)
-    before = [_squares(row) for row in body.array("before", max_items=MAX_BEFORE)]
-    if save.is_base_healthy is not False:
-        before.append(_squares(body.value("squares")))
-    return tuple(before[-MAX_BEFORE:])
+    found = read_members(_Judged, Fields(dict(save.base.data), _WHAT))
+    own = () if save.is_base_healthy is False else (found.squares,)
+    return (*found.before, *own)[-MAX_BEFORE:]
 
 
 def _tensors(section: Section | None) -> TensorHealth | None:
     """Return the health of a rank's tensors; None if they were not checked."""
     if section is None or section.version != _VERSION or not section.data:
         return None
-    body = Fields(dict(section.data), _WHAT)
-    return TensorHealth(
-        body.integer("num_bad"),
-        body.texts("bad", max_items=MAX_NAMES, max_chars=_MAX_NAME_CHARS),
-        _squares(body.value("squares")),
-    )
-
-
-def _row(squares: Squares) -> dict[str, float | None]:
-    return {"parameters": squares.parameters, "moments": squares.moments}
-
-
-def _squares(value: Any) -> Squares:
-    body = Fields(value, _WHAT)
-    found = (body.number(name, at_least=0.0) if name in body else None for name in ("parameters", "moments"))
-    return Squares(*found)
+    return read_members(TensorHealth, Fields(dict(section.data), _WHAT))

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from typing_extensions import override
-
-from holdfast.checkpoint.watch import Watch, WatchedRun
-from holdfast.errors import InvalidInput
+from holdfast.checkpoint.watch import ActionWatch
 
 
 @dataclass
-class FiniteValues(Watch):
+class FiniteValues(ActionWatch):
     """Check of each checkpoint: all tensors are finite, and their norms are within reason.
 
     It takes place in the keeper, while the tensors are hashed. A checkpoint that does not pass is marked as
@@ -28,12 +25,5 @@ class FiniteValues(Watch):
     name: ClassVar[str] = "finite-values"
     keeper: ClassVar[str | None] = "holdfast.watch.values.keeper:ValuesKeeper"
 
+    actions: ClassVar[tuple[str, ...]] = ("mark", "off")
     action: str = "mark"
-
-    def __post_init__(self) -> None:
-        if self.action not in ("mark", "off"):
-            raise InvalidInput(f"FiniteValues(action=) must be one of mark, off, got {self.action!r:.100}.")
-
-    @override
-    def applies(self, run: WatchedRun) -> bool:
-        return self.action != "off"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from holdfast.checkpoint.watch import WatchFigure
 from holdfast.watch.report import style
 from holdfast.watch.report.curves import Curve, Point
-from holdfast.watch.report.style import Figure, Spec
+from holdfast.watch.report.style import Spec
 from holdfast.watch.report.summary import RunSummary
 
 MAX_CURVES = 8  # metrics that are drawn. `holdfast history --metrics` prints all
@@ -17,17 +18,17 @@ _LOG_FROM = 1000.0  # smallest ratio of values for a logarithmic axis
 _COUNTS, _LOST = "counts", "discarded"
 
 
-def curves(summary: RunSummary) -> list[Figure]:
-    """Return a figure for each metric, at most `MAX_CURVES`."""
+def curves(summary: RunSummary) -> dict[str, WatchFigure]:
+    """Return a figure for each metric, at most `MAX_CURVES`, by its id."""
     drawn = [one for one in summary.curves if one.counted or one.lost]
     left_out = ", ".join(one.name for one in drawn[MAX_CURVES:])
-    return [
-        _figure(one, number, left_out if number == MAX_CURVES else "")
+    return {
+        f"curve-{number}": _figure(one, left_out if number == MAX_CURVES else "")
         for number, one in enumerate(drawn[:MAX_CURVES], start=1)
-    ]
+    }
 
 
-def _figure(curve: Curve, number: int, left_out: str) -> Figure:
+def _figure(curve: Curve, left_out: str) -> WatchFigure:
     counted, every = style.thin_out(curve.counted)
     if every > 1 and counted[-1] != curve.counted[-1]:
         counted.append(curve.counted[-1])
@@ -38,22 +39,18 @@ def _figure(curve: Curve, number: int, left_out: str) -> Figure:
     if left_out:
         note += f" Not drawn: {left_out}; `holdfast history --metrics` has them."
     rows = [(point.step, point.attempt, f"{point.value:.6g}") for point in curve.counted]
-    return style.make_figure(
-        "curve", rows, id=f"curve-{number}", note=note, label=curve.name, chart=_chart(curve, counted)
-    )
+    return style.make_figure("curve", rows, note=note, label=curve.name, chart=_chart(curve, counted))
 
 
 def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
     lost = [_mark(one, _LOST) for stretch in curve.lost for one in style.thin_out(stretch)[0]]
     starts = _starts(curve.counted)
-    looks = {_COUNTS: style.KEPT, _LOST: "var(--redo)"} if lost else {_COUNTS: style.KEPT}
     values = [_mark(one, _COUNTS) for one in counted]
     line: Spec = {"type": "line", "strokeWidth": 1.7}
     if len(values) <= _MAX_DOTS:  # a single value has no line
-        line["point"] = {"size": 20, "filled": True, "fill": style.KEPT}
+        line["point"] = {"size": 20, "filled": True, "fill": "var(--kept)"}
     return {
         "y": {"field": "value", "type": "quantitative", **_axis(curve)},
-        "stroke": style.color_by("what", looks, legend=bool(lost)),
         "starts": starts,
         "resumed": len(starts) > 1,
         "labelled": 1 < len(starts) <= _MAX_LABELS,

@@ -1,20 +1,23 @@
-"""Problems of the run, with their costs: failed saves, hangs, rollbacks, differing copies, failed checks."""
+"""Problems of the run, with their costs: hangs, slow ranks, rollbacks, failed saves, nodes and copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import statistics
 from itertools import groupby
 
 from holdfast.checkpoint.format.run import Rollback
+from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
 from holdfast.watch.hang.incidents import HangIncident, describe_groups, describe_odd
 from holdfast.watch.report import style
 from holdfast.watch.report.events import HistoryEvent
-from holdfast.watch.report.style import Figure
+from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import CheckedNode, RunSummary
 
+_MAX_RANKS = 64  # in the chart of the pace
 
-def rollbacks(found: RunSummary) -> Figure | None:
+
+def rollbacks(found: RunSummary) -> WatchFigure | None:
     """Return the figure, or None without rollbacks."""
     if not found.rollbacks:
         return None
@@ -23,14 +26,14 @@ def rollbacks(found: RunSummary) -> Figure | None:
     return style.make_figure("rollbacks", [_rollback_row(found, one) for one in found.rollbacks], lead=count)
 
 
-def _rollback_row(found: RunSummary, one: Rollback) -> tuple[object, ...]:
+def _rollback_row(found: RunSummary, one: Rollback) -> Row:
     left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
     left_out += [f"{key} stayed at its position" for key in one.kept]
     steps, cost_s = (one.first_step, one.last_step, one.base_step), found.cost_after(one.attempt)
     return (one.noted_unix_s, one.attempt, *steps, one.in_a_row, cost_s, "; ".join(left_out), one.reason)
 
 
-def hangs(found: RunSummary) -> Figure | None:
+def hangs(found: RunSummary) -> WatchFigure | None:
     """Return the figure, or None without hangs."""
     if not found.hangs:
         return None
@@ -43,7 +46,7 @@ def hangs(found: RunSummary) -> Figure | None:
     )
 
 
-def _hang_row(found: RunSummary, one: HangIncident) -> tuple[object, ...]:
+def _hang_row(found: RunSummary, one: HangIncident) -> Row:
     step, stalled_s = min(rank.step for rank in one.ranks), max(rank.stalled_s for rank in one.ranks)
     end, cost_s = "progress", one.over_s
     if one.over_s is None:
@@ -56,7 +59,7 @@ _SAVE_KINDS = ("failed", "dropped", "skipped", "fenced", "unhealthy")
 """Kinds of events after which a step has no checkpoint that is whole and healthy."""
 
 
-def problems(found: RunSummary) -> Figure | None:
+def problems(found: RunSummary) -> WatchFigure | None:
     """Return the figure, or None without problems."""
     if not found.problems:
         return None
@@ -67,7 +70,7 @@ def problems(found: RunSummary) -> Figure | None:
     return style.make_figure("problems", rows, lead=f"{plural(len(found.problems), 'problem')}. ")
 
 
-def _row(found: RunSummary, some: list[HistoryEvent]) -> tuple[object, ...]:
+def _row(found: RunSummary, some: list[HistoryEvent]) -> Row:
     first, last = some[0], some[-1]
     cost = _cost(found, first, last) if first.kind in _SAVE_KINDS else None
     kind = first.attempt, first.rank, first.kind
@@ -99,7 +102,7 @@ def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) ->
     return before, min((step for step in good if step > last), default=None)
 
 
-def replicas(found: RunSummary) -> Figure | None:
+def replicas(found: RunSummary) -> WatchFigure | None:
     """Return the figure, or None without differences."""
     if not found.differences:
         return None
@@ -107,7 +110,7 @@ def replicas(found: RunSummary) -> Figure | None:
     return style.make_figure("replicas", rows, lead=f"{plural(len(rows), 'difference')}. ")
 
 
-def _difference_row(found: RunSummary, event: HistoryEvent) -> tuple[object, ...]:
+def _difference_row(found: RunSummary, event: HistoryEvent) -> Row:
     cost = None
     if event.step is not None:
         before, _ = good_steps_around(found, event.attempt, event.step, event.step)
@@ -115,7 +118,7 @@ def _difference_row(found: RunSummary, event: HistoryEvent) -> tuple[object, ...
     return event.unix_s, event.attempt, event.step, cost, event.detail
 
 
-def nodes(found: RunSummary) -> Figure | None:
+def nodes(found: RunSummary) -> WatchFigure | None:
     """Return the figure, or None without checks."""
     checks = found.node_checks
     if not checks:
@@ -124,19 +127,60 @@ def nodes(found: RunSummary) -> Figure | None:
     num_refused = sum(one.was_refused for one in checks)
     failed = f"{plural(num_failed, 'node')} failed" if num_failed else "All passed"
     refused = f", {num_refused} refused" if num_refused else ""
-    lead = f"{failed}{refused}; the job waited {style.format_seconds(_waited_s(checks))}. "
+    longest = dict[tuple[int, int], float]()  # wait of each attempt, whose nodes are checked at the same time
+    for one in checks:
+        longest[one.job, one.attempt] = max(longest.get((one.job, one.attempt), 0.0), one.cost_s)
+    waited = style.format_seconds(sum(longest.values()))
+    lead = f"{failed}{refused}; the job waited {waited}. "
     return style.make_figure("nodes", [_node_row(one) for one in checks], lead=lead)
 
 
-def _waited_s(checks: Iterable[CheckedNode]) -> float:
-    """Return the time that all attempts waited. The nodes of an attempt are checked at the same time."""
-    longest = dict[tuple[int, int], float]()
-    for one in checks:
-        longest[one.job, one.attempt] = max(longest.get((one.job, one.attempt), 0.0), one.cost_s)
-    return sum(longest.values())
-
-
-def _node_row(one: CheckedNode) -> tuple[object, ...]:
+def _node_row(one: CheckedNode) -> Row:
     result = "refused" if one.was_refused else "failed" if one.failures else f"{one.num_checks} passed"
     node = one.unix_s, one.job, one.attempt, one.node, one.machine
     return (*node, result, one.cost_s, one.failures or None)
+
+
+def pace(summary: RunSummary) -> WatchFigure | None:
+    """Return the figure, or None if ranks were not compared."""
+    if not summary.paces:
+        return None
+    slow = {one.period.rank for one in summary.slow_periods}
+    named = " No rank was slow for long."
+    if summary.slow_periods:
+        newest = summary.slow_periods[-1].period
+        named = (
+            f" Slow ranks were named: {len(summary.slow_periods)}. The newest is rank {newest.rank} on "
+            f"{newest.host}, which cost all ranks {style.format_share(newest.cost_share)} of their time."
+        )
+    rows = [
+        (
+            *(one.since_unix_s, one.until_unix_s, attempt, one.rank, one.host, f"{one.factor:.2f}"),
+            *(one.cost_share, one.cost_s, one.cause),
+        )
+        for attempt, one in ((slow.attempt, slow.period) for slow in summary.slow_periods)
+    ]
+    chart = {"shares": _values(summary, slow), "time": style.time_axis("t", summary)}
+    return style.make_figure("pace", rows, note=named, chart=chart)
+
+
+def _values(summary: RunSummary, slow: set[int]) -> list[Spec]:
+    """Return the points of the chart: of the slow ranks, and of some others."""
+    ranks = sorted({rank for one in summary.paces for rank in one.shares})
+    drawn = set(sorted(ranks, key=lambda rank: rank not in slow)[:_MAX_RANKS])
+    most = max(1, style.MAX_MARKS // max(1, len(drawn)))
+    size = -(-len(summary.paces) // most) or 1  # neighbours that are drawn as one point
+    values: list[Spec] = []
+    for first in range(0, len(summary.paces), size):
+        windows = summary.paces[first : first + size]
+        for rank in sorted(drawn):
+            shares = [one.shares[rank] for one in windows if rank in one.shares]
+            if shares:
+                share, kind = (
+                    round(statistics.fmean(shares), 4),
+                    "slow rank" if rank in slow else "other ranks",
+                )
+                values.append(
+                    {"t": style.to_ms(windows[0].unix_s), "share": share, "rank": rank, "kind": kind}
+                )
+    return values

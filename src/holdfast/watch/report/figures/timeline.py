@@ -1,80 +1,26 @@
-"""Timeline of the run: training, time lost, saves; and the progress of its steps."""
+"""Training over time: what each moment was, the progress of the steps, and the time that was lost."""
 
 from __future__ import annotations
 
-from typing import Any
-
+from holdfast.checkpoint.watch import WatchFigure
+from holdfast.system.units import plural
 from holdfast.watch.report import style
 from holdfast.watch.report.events import HOME
-from holdfast.watch.report.interruptions import AttemptSpan, Span
+from holdfast.watch.report.interruptions import Interruption, Span
 from holdfast.watch.report.saves import SaveRecord
-from holdfast.watch.report.style import Figure, Spec
+from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import RunSummary, kept_spans
 
-_DURABLE, _LOST = "durable save", "failed save"
-
-
-def progress(summary: RunSummary) -> Figure | None:
-    """Return the figure, or None without training."""
-    attempts = [attempt for attempt in summary.attempts if attempt.has_trained]
-    if not attempts:
-        return None
-    saves, _ = style.thin_out(summary.saves)
-    line: list[Spec] = []
-    for attempt in attempts:
-        own = [(save.started_unix_s, save.step) for save in saves if save.attempt == attempt.number]
-        ends = [
-            (attempt.training_unix_s, attempt.restored_step or 0),
-            (attempt.last_seen_unix_s, attempt.last_step),
-        ]
-        line += [
-            {"t": style.to_ms(t), "step": step, "attempt": attempt.number}
-            for t, step in sorted([*own, *ends])
-        ]
-    points = [
-        {
-            "t": style.to_ms(save.started_unix_s),
-            "step": save.step,
-            "what": _DURABLE if save.durable else _LOST,
-            "detail": f"step {save.step}, attempt {save.attempt}: {save.outcome}",
-        }
-        for save in saves
-    ]
-    known = {_DURABLE: (style.KEPT, "circle"), _LOST: (style.BAD, "cross")}
-    looks = {what: look for what, look in known.items() if any(one["what"] == what for one in points)}
-    chart = {
-        "line": line,
-        "points": points,
-        "time": style.time_axis("t", summary),
-        "fill": style.color_by("what", {what: look[0] for what, look in looks.items()}),
-        "shape": style.color_by("what", {what: look[1] for what, look in looks.items()}),
-    }
-    return style.make_figure("progress", [_row(attempt) for attempt in summary.attempts], chart=chart)
-
-
-def _row(attempt: AttemptSpan) -> tuple[object, ...]:
-    start = attempt.number, attempt.started_unix_s, attempt.num_ranks, attempt.restored_step
-    took_s = None if attempt.restored_step is None else attempt.restore_s
-    return (*start, took_s, attempt.last_seen_unix_s, attempt.last_step)
-
-
 _MAX_LABELS = 12  # of attempts; more would overlap
-_LANES = {
-    "training": style.KEPT,
-    "repeated": style.REDO,
-    "down": style.DOWN,
-    "restoring": style.RESTORE,
-    "save()": style.BLOCKED,
-    "to memory": style.ON_THE_WAY,
-    "to local": style.ON_THE_WAY,
-    "to home": style.ON_THE_WAY,
-    "draining": style.ON_THE_WAY,
-    "problems": style.BAD,
-}
+_MAX_BARS = 40
+_LANES = (
+    *("training", "repeated", "down", "restoring", "save()"),
+    *("to memory", "to local", "to home", "draining", "problems"),
+)
 
 
-def timeline(summary: RunSummary) -> Figure | None:
-    """Return the figure, or None without events."""
+def timeline(summary: RunSummary) -> WatchFigure | None:
+    """Return the figure of all events; None without any."""
     if summary.started_unix_s is None:
         return None
     saves, every = style.thin_out(summary.saves)
@@ -83,50 +29,32 @@ def timeline(summary: RunSummary) -> Figure | None:
         {"lane": "problems", "from": style.to_ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
         for event in summary.problems[-1000:]
     ]
-    used = {bar["lane"] for bar in bars} | {one["lane"] for one in problems}
-    lanes = {lane: look for lane, look in _LANES.items() if lane in used}
-    note = "" if every == 1 else f" Of the saves, one of every {every} is drawn."
-    chart = _chart(summary, lanes, bars, problems)
-    return style.make_figure("timeline", _rows(summary), note=note, chart=chart)
-
-
-def _chart(summary: RunSummary, lanes: dict[str, str], bars: list[Spec], problems: list[Spec]) -> Spec:
     starts = [
         {"from": style.to_ms(one.started_unix_s), "what": f"attempt {one.number}", "label": str(one.number)}
         for one in summary.attempts
     ]
-    time = style.time_axis("from", summary, grid=False)
-    lines = {lane: style.line_of(look) for lane, look in lanes.items()}
-    return {
+    used = {one["lane"] for one in (*bars, *problems)}
+    lanes, time = [lane for lane in _LANES if lane in used], style.time_axis("from", summary, grid=False)
+    chart = {
         "height": 26 * len(lanes),
         "starts": starts,
         "labelled": len(starts) <= _MAX_LABELS,
         "bars": bars,
         "problems": problems,
+        "lanes": lanes,
         "time": time,
         # With an x2, Vega-Lite would treat the same domain as a different one.
         "bar_time": {**time, "scale": {"type": "utc", "nice": False}},
-        "row": {
-            "field": "lane",
-            "type": "nominal",
-            "scale": {"domain": list(lanes)},
-            "sort": list(lanes),
-            "axis": {"title": None, "grid": True, "bandPosition": 0.5, "labelFontSize": 13, "ticks": False},
-        },
-        "fill": style.color_by("lane", lanes, legend=False),
-        "stroke": style.color_by("lane", lines, legend=False),
     }
+    note = "" if every == 1 else f" Of the saves, one of every {every} is drawn."
+    return style.make_figure("timeline", _rows(summary), note=note, chart=chart)
 
 
 def _training(summary: RunSummary) -> list[Spec]:
     losses = summary.losses
-    lanes = {
-        "training": kept_spans(summary),
-        "repeated": losses.redone,
-        "down": losses.down,
-        "restoring": losses.restoring,
-    }
-    return [_bar(lane, span, lane) for lane, spans in lanes.items() for span in spans]
+    spans = kept_spans(summary), losses.redone, losses.down, losses.restoring
+    lanes = zip(_LANES, spans, strict=False)
+    return [_bar(lane, span, lane) for lane, spans in lanes for span in spans]
 
 
 def _saving(saves: list[SaveRecord]) -> list[Spec]:
@@ -161,9 +89,9 @@ def _bar(lane: str, span: Span, what: str) -> Spec:
     }
 
 
-def _rows(summary: RunSummary) -> list[tuple[object, ...]]:
+def _rows(summary: RunSummary) -> list[Row]:
     """Return the rows by time: time, attempt, event, step, duration and detail."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[Row] = []
     for attempt in summary.attempts:
         where = "from scratch" if attempt.restored_step is None else f"from step {attempt.restored_step}"
         what = f"started {where}" if attempt.has_trained else "started, without further events"
@@ -182,3 +110,116 @@ def _rows(summary: RunSummary) -> list[tuple[object, ...]]:
         what = "saved" if save.durable else f"save {save.outcome}"
         rows.append((save.started_unix_s, save.attempt, what, save.step, took_s, save.detail))
     return sorted(rows, key=lambda row: row[0])
+
+
+def progress(summary: RunSummary) -> WatchFigure | None:
+    """Return the figure of the steps over time; None without training."""
+    attempts = [attempt for attempt in summary.attempts if attempt.has_trained]
+    if not attempts:
+        return None
+    saves, _ = style.thin_out(summary.saves)
+    line: list[Spec] = []
+    for attempt in attempts:
+        own = [(save.started_unix_s, save.step) for save in saves if save.attempt == attempt.number]
+        ends = [
+            (attempt.training_unix_s, attempt.restored_step or 0),
+            (attempt.last_seen_unix_s, attempt.last_step),
+        ]
+        line += [
+            {"t": style.to_ms(t), "step": step, "attempt": attempt.number}
+            for t, step in sorted([*own, *ends])
+        ]
+    points = [
+        {
+            "t": style.to_ms(save.started_unix_s),
+            "step": save.step,
+            "what": "durable save" if save.durable else "failed save",
+            "detail": f"step {save.step}, attempt {save.attempt}: {save.outcome}",
+        }
+        for save in saves
+    ]
+    rows = [
+        (
+            *(one.number, one.started_unix_s, one.num_ranks, one.restored_step),
+            None if one.restored_step is None else one.restore_s,
+            *(one.last_seen_unix_s, one.last_step),
+        )
+        for one in summary.attempts
+    ]
+    chart = {"line": line, "points": points, "time": style.time_axis("t", summary)}
+    return style.make_figure("progress", rows, chart=chart)
+
+
+def shares(summary: RunSummary) -> WatchFigure | None:
+    """Return the figure of the time by kind; None if no time has passed."""
+    times = summary.times
+    whole_s = times.total_s - times.idle_s
+    if whole_s <= 0:
+        return None
+    kinds = {
+        "kept": times.kept_s,
+        "save()": times.blocked_s,
+        "repeated": times.redo_s,
+        "down": times.down_s,
+        "restoring": times.restore_s,
+    }
+    bars = [
+        {"kind": kind, "s": s, "label": f"{style.format_seconds(s)}, {style.format_share(s / whole_s)}"}
+        for kind, s in kinds.items()
+    ]
+    longest, rows = max(kinds.values()), [(kind, s, s / whole_s) for kind, s in kinds.items()]
+    chart = {
+        "height": 30 * len(bars),
+        "bars": bars,
+        "kinds": list(kinds),
+        "domain": [0, longest * 1.01],
+        "ticks": style.span_ticks(longest),
+    }
+    return style.make_figure("shares", rows, chart=chart)
+
+
+def costs(summary: RunSummary) -> WatchFigure | None:
+    """Return the figure of the time that each interruption cost; None without any."""
+    found = summary.interruptions
+    if not found:
+        return None
+    drawn = sorted(found, key=lambda one: one.cost_s)[-_MAX_BARS:]
+    drawn.sort(key=lambda one: one.after)
+    note = ""
+    if len(drawn) < len(found):
+        note = f" Of {len(found)} interruptions, the {_MAX_BARS} most expensive are drawn."
+    longest = max(one.cost_s for one in drawn)
+    chart = {
+        "height": 28 * len(drawn) + 4,
+        "parts": [part for one in drawn for part in _parts(one)],
+        "sums": [_part(one, one.cost_s) for one in drawn],
+        "labels": list(map(_which, drawn)),
+        "domain": [0, longest or 1],
+        "ticks": style.span_ticks(longest),
+    }
+    return style.make_figure("costs", list(map(_cost_row, found)), note=note, chart=chart)
+
+
+def _which(one: Interruption) -> str:
+    return f"{one.before} to {one.after}"
+
+
+def _part(one: Interruption, s: float, **more: object) -> Spec:
+    return {"which": _which(one), "s": s, "took": style.format_seconds(s), **more}
+
+
+def _parts(one: Interruption) -> list[Spec]:
+    parts = {"repeated": one.redo_s, "down": one.down_s, "restoring": one.restore_s}
+    return [_part(one, s, part=part, order=order) for order, (part, s) in enumerate(parts.items())]
+
+
+def _cost_row(one: Interruption) -> Row:
+    most, lost = one.max_steps_lost, str(one.steps_lost)
+    if most != one.steps_lost:
+        lost += f" to {most}" if most else " or more"
+    remarks = [one.end or "", one.remark]
+    if one.num_failed_starts:
+        remarks.append(f"{plural(one.num_failed_starts, 'start')} in between without further events")
+    steps, times = (one.last_step, one.restored_step, lost), (one.redo_s, one.down_s, one.restore_s)
+    remark = "; ".join(filter(None, remarks)) or None
+    return (one.last_seen_unix_s, _which(one), one.kind, *steps, *times, one.cost_s, remark)

@@ -13,7 +13,7 @@ import pytest
 
 from forked import forking
 from holdfast.cli.experiment import CheckpointComparison, DifferenceRow
-from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, MetricDifference, first_difference, judge
+from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, first_difference, judge
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
@@ -184,5 +184,10 @@ def test_the_verdict_follows_from_three_comparisons(
 def test_the_first_metric_that_differs_is_found_and_nan_equals_nan() -> None:
     recorded = {5: {"loss": 1.0, "norm": math.nan}, 6: {"loss": 2.0}, 7: {"loss": 3.0}}
     replayed = {5: {"loss": 1.0, "norm": math.nan}, 6: {"loss": 2.5}, 8: {"loss": 9.0}}
-    assert first_difference(recorded, replayed) == MetricDifference(6, "loss", 2.0, 2.5)
+    assert first_difference(recorded, replayed) == {
+        "step": 6,
+        "name": "loss",
+        "recorded": 2.0,
+        "replayed": 2.5,
+    }
     assert first_difference(recorded, {5: recorded[5]}) is None

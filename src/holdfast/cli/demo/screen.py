@@ -112,6 +112,10 @@ def _status(one: Recovery) -> str:
     return signal.Signals(-one.status).name if one.status < 0 else str(one.status)
 
 
+def _back(one: Recovery) -> str | None:
+    return None if one.back_s is None else format_duration(one.back_s)
+
+
 _RECOVERY_COLUMNS = (
     Column("FAILURE", lambda one: f"{one.what}, newest damaged" if one.passed_over else one.what),
     Column("EXIT", _status, "right"),
@@ -119,7 +123,7 @@ _RECOVERY_COLUMNS = (
     Column("RESTORED", lambda one: one.restored, "right"),
     Column("STEPS LOST", lambda one: one.steps_lost, "right"),
     Column("RESTORE TOOK", lambda one: format_duration(one.restore_s), "right"),
-    Column("TRAINING AFTER", lambda one: one.back_s and format_duration(one.back_s), "right"),
+    Column("TRAINING AFTER", _back, "right"),
 )
 
 

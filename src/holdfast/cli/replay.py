@@ -39,14 +39,14 @@ class ReplayVerdict:
     """Verdict of a replay."""
 
     name: str
-    differences: tuple[experiment.DifferenceRow, ...]  # from the record, or of the replays if these differ
+    differences: list[experiment.DifferenceRow]  # from the record, or of the replays if these differ
     matches_once: bool  # one of two replays equals the record
 
 
 def judge(
-    record: experiment.CheckpointComparison,
-    again: experiment.CheckpointComparison | None,
-    between: experiment.CheckpointComparison | None,
+    record: list[experiment.DifferenceRow],
+    again: list[experiment.DifferenceRow],
+    between: list[experiment.DifferenceRow],
 ) -> ReplayVerdict:
     """Return the verdict.
 
@@ -54,16 +54,16 @@ def judge(
     that nobody has seeded. Without them, the others are compared, unless a tensor is among them.
 
     Args:
-        record: the first replay, compared with the record.
-        again: the second replay, compared with the record; None if the first one equals it.
-        between: both replays, compared with each other.
+        record: differences of the first replay from the record.
+        again: those of the second replay, if there was one.
+        between: those of the two replays.
     """
-    if not record.rows or again is None or between is None:
-        return ReplayVerdict(SOUND, (), matches_once=False)
-    if any(row.is_tensor and not row.key.startswith("rng.") for row in between.rows):
-        return ReplayVerdict(RANDOM, between.rows, matches_once=not again.rows)
-    varying = {row.key for row in between.rows}
-    rows = tuple(row for row in record.rows if row.key not in varying)
+    if not record:
+        return ReplayVerdict(SOUND, [], matches_once=False)
+    if any(row.is_tensor and not row.key.startswith("rng.") for row in between):
+        return ReplayVerdict(RANDOM, between, matches_once=not again)
+    varying = {row.key for row in between}
+    rows = [row for row in record if row.key not in varying]
     return ReplayVerdict(DIFFERS if rows else SOUND, rows, matches_once=False)
 
 
@@ -194,12 +194,14 @@ def _replay(
     """Run the steps, and again if the result differs from the record. Return everything that was found."""
     recorded = experiment.open_side(store.url, end.step, end.attempt)
     trace, first = _run(store, place, start, end, trials, "first")
-    record = experiment.compare_sides(recorded, first, of_a="the record", of_b="the replay")
-    again = between = None
-    if record.rows:
+    record, num_compared = experiment.compare_sides(recorded, first, of_a="the record", of_b="the replay")
+    again, between = [], []
+    if record:
         _, second = _run(store, place, start, end, trials, "second")
-        again = experiment.compare_sides(recorded, second, of_a="the record", of_b="the replay")
-        between = experiment.compare_sides(first, second, of_a="the first replay", of_b="the second replay")
+        again, _ = experiment.compare_sides(recorded, second, of_a="the record", of_b="the replay")
+        between, _ = experiment.compare_sides(
+            first, second, of_a="the first replay", of_b="the second replay"
+        )
     verdict = judge(record, again, between)
     replayed = {
         step: {name: float(value) for name, value in values.items()}
@@ -215,7 +217,7 @@ def _replay(
         "world_size": end.world_size,
         "verdict": verdict.name,
         "matches_once": verdict.matches_once,
-        "num_compared": record.num_compared,
+        "num_compared": num_compared,
         "differences": [asdict(row) for row in verdict.differences],
         "metric": None if verdict.name == SOUND else metric,
     }

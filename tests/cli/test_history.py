@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_a_home_without_history_has_no_events(holdfast: Command, home: Path) -> 
 def tiered(home: Path) -> Path:
     """Make a home with the history of a drained save and a failed one."""
 
-    def write(t: float, event: str, step: int, **more: object) -> None:
+    def write(t: float, event: str, step: int, **more: Any) -> None:
         append_event(home, 2, t, event, step, **more)
 
     write(100.25, "saved", 50, bytes=4000, seconds=0.25, tier="")

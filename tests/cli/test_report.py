@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from cli.conftest import Command, append_event, runs_without_torch
 def interrupted(home: Path) -> Path:
     """Return a home in which attempt 2, claimed a second after the first, resumed from step 200."""
 
-    def write(attempt: int, t: float, event: str, step: int, **more: object) -> None:
+    def write(attempt: int, t: float, event: str, step: int, **more: Any) -> None:
         append_event(home, attempt, 1_700_000_001.0 + t, event, step, **more)
 
     for step in (100, 200, 300):

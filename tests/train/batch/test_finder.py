@@ -12,9 +12,8 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.batch import estimate_peak
-from holdfast.train.batch.benchmark import StepBenchmark
-from holdfast.train.batch.estimate import batch_size_of, resize
 from holdfast.train.batch.finder import find_memory_limit
+from holdfast.train.batch.step_cost import StepBenchmark, batch_size_of, resize
 from holdfast.train.batch.training_state import collect_training_state
 from stage.training import make_checkpointer
 from train.batch.training import PEAK_LIMIT, Training

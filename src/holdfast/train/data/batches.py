@@ -32,7 +32,8 @@ from holdfast.train.data.progress import (
 )
 
 Unit = TypeVar("Unit")
-_Key, _Value = TypeVar("_Key"), TypeVar("_Value")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _MAX_AHEAD = 8  # steps that a program may read ahead of training, besides the worker processes of a loader
 

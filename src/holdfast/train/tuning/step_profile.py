@@ -12,12 +12,11 @@ from holdfast.errors import InvalidInput
 from holdfast.train.batch.training_state import Snapshot, collect_training_state
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
+from holdfast.train.tuning.eager_watchers import SyncWatcher, TimingWatcher
 from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
 from holdfast.train.tuning.questions import Profile, RunSpec
-from holdfast.train.tuning.sync_watcher import SyncWatcher
-from holdfast.train.tuning.timing_watcher import TimingWatcher
 from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
 
 

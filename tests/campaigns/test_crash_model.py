@@ -36,14 +36,27 @@ def last(log: Log) -> int:
     return max(cuts(log))
 
 
-def test_data_that_was_never_synced_may_survive_or_not():
-    log = log_of(OPEN)
-    assert ends(log, last(log)) == {(), (("a", b""),)}
+RENAME = f'1 rename("{PLACE}/NAME", "{PLACE}/b") = 0'
+DURING = (f"2 fsync(4<{PLACE}> <unfinished ...>", RENAME, "2 <... fsync resumed>) = 0")
+LEFT = {
+    "data that was never synced may survive or not": ([OPEN], {(), (("a", b""),)}),
+    "a file's own fsync keeps its bytes but not its name": ([OPEN, WRITE, SYNC], {(), (("a", b"DATA"),)}),
+    "data that both fsyncs cover is safe": ([OPEN, WRITE, SYNC, SYNC_FOLDER], {(("a", b"DATA"),)}),
+    "an fsync does not cover writes that began after it": (
+        [OPEN, *DURING],
+        {(("a", b""),), (("b", b""),)},
+    ),
+    "a rename is kept as a whole or not at all": (
+        [OPEN, WRITE, SYNC, SYNC_FOLDER, RENAME],
+        {(("a", b"DATA"),), (("b", b"DATA"),)},
+    ),
+}
 
 
-def test_a_files_own_fsync_keeps_its_bytes_but_not_its_name():
-    log = log_of(OPEN, WRITE, SYNC)
-    assert ends(log, last(log)) == {(), (("a", b"DATA"),)}
+@pytest.mark.parametrize(("lines", "expected"), LEFT.values(), ids=LEFT)
+def test_a_crash_at_the_end_leaves(lines: list[str], expected: set[tuple[tuple[str, bytes], ...]]):
+    log = log_of(*lines)
+    assert ends(log, last(log)) == expected
 
 
 def test_the_fsync_of_a_directory_keeps_the_name_but_not_the_bytes():
@@ -52,29 +65,9 @@ def test_the_fsync_of_a_directory_keeps_the_name_but_not_the_bytes():
     assert {b"", b"DATA", bytes(4)} <= found
 
 
-def test_data_that_both_fsyncs_cover_is_safe():
-    log = log_of(OPEN, WRITE, SYNC, SYNC_FOLDER)
-    assert ends(log, last(log)) == {(("a", b"DATA"),)}
-
-
 def test_a_crash_before_the_fsync_returns_may_lose_everything():
     log = log_of(OPEN, WRITE, SYNC, SYNC_FOLDER)
     assert () in ends(log, 4)
-
-
-def test_an_fsync_does_not_cover_writes_that_began_after_it():
-    log = log_of(
-        OPEN,
-        f"2 fsync(4<{PLACE}> <unfinished ...>",
-        f'1 rename("{PLACE}/NAME", "{PLACE}/b") = 0',
-        "2 <... fsync resumed>) = 0",
-    )
-    assert ends(log, last(log)) == {(("a", b""),), (("b", b""),)}
-
-
-def test_a_rename_is_kept_as_a_whole_or_not_at_all():
-    log = log_of(OPEN, WRITE, SYNC, SYNC_FOLDER, f'1 rename("{PLACE}/NAME", "{PLACE}/b") = 0')
-    assert ends(log, last(log)) == {(("a", b"DATA"),), (("b", b"DATA"),)}
 
 
 def test_entries_of_one_directory_may_be_kept_in_any_order():
@@ -90,7 +83,7 @@ def test_names_of_one_file_share_their_bytes():
 
 
 def test_a_kill_loses_nothing():
-    log = log_of(OPEN, WRITE, f'1 rename("{PLACE}/NAME", "{PLACE}/b") = 0')
+    log = log_of(OPEN, WRITE, RENAME)
     killed = [state for rule, state in draw_systematic(log) if rule == "killed" and state.cut == last(log)]
     assert {tuple(tree(log, state).files) for state in killed} == {("b",)}
     assert {content(log, state, 1) for state in killed} == {b"DATA"}

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from jobs.harness import JobHarness, started_harness
@@ -30,6 +36,20 @@ class Result:
     def json(self) -> Any:
         """Its output as JSON."""
         return json.loads(self.out)
+
+    def printed(self, *texts: str, status: int = 0) -> Result:
+        """Check the exit status, and that the output has some texts."""
+        assert self.status == status, self.err
+        for text in texts:
+            assert text in self.out
+        return self
+
+    def refused(self, *texts: str, status: int = 2) -> Result:
+        """Check the exit status, and that the errors have some texts."""
+        assert self.status == status, self.err
+        for text in texts:
+            assert text in self.err
+        return self
 
 
 Command = Callable[..., Result]
@@ -102,6 +122,46 @@ def first_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def home(first_home: Path, tmp_path: Path) -> Path:
     """Attempt 1 saved 100, 200, 300; attempt 2 began from 200 and saved 250, 300; 400 was never completed."""
     return shutil.copytree(first_home, tmp_path / "run")
+
+
+def append_event(
+    home: Path, attempt: int, t: float, event: str, step: int | None, *, rank: int = 0, **more: object
+) -> None:
+    """Append a line to the history of a rank."""
+    line = {"t": t, "event": event, "step": step, "attempt": attempt, "rank": rank, **more}
+    open_store(home).append(names.history(attempt, rank), json.dumps(line).encode() + b"\n")
+
+
+def run_on_terminal(*words: object) -> tuple[str, bytes]:
+    """Run a command whose stderr is a terminal. Return stdout, and what is drawn on the terminal."""
+    pty = pytest.importorskip("pty")
+    person, terminal = pty.openpty()
+    drawn = bytearray()
+
+    def look() -> None:
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while seen := os.read(person, 1 << 16):
+                drawn.extend(seen)
+
+    looking = threading.Thread(target=look)  # beside it: a terminal that nobody reads from fills up
+    looking.start()
+    command = [sys.executable, "-m", "holdfast.cli", *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, text=True, check=False)
+    os.close(terminal)
+    looking.join()
+    os.close(person)
+    assert done.returncode == 0
+    return done.stdout, bytes(drawn)
+
+
+def runs_without_torch(*words: object) -> None:
+    """Run a command in a process of its own, and check that it succeeds without importing torch."""
+    code = (
+        "import sys; from holdfast.cli import main; s = main(sys.argv[1:]); print('torch' in sys.modules, s)"
+    )
+    command = [sys.executable, "-c", code, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
 
 
 def flip(path: Path, at: int = -1) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cli.conftest import Command
-from holdfast.checkpoint.format import names
+from cli.conftest import Command, append_event
 from holdfast.checkpoint.store import open_store
 from holdfast.cli.tables import Column, cut, lay_out, printable
 from making import make_checkpoint
@@ -28,11 +26,8 @@ def wide(home: Path) -> Path:
         tensors = {LONG.format(i): torch.full((1024, 3), float(i * step)) for i in range(3)}
         make_checkpoint(store, step, 12, [tensors], values=[{"note": WHY}])
     for number, event in enumerate(("saved", "persisted", "committed", "drain-failed")):
-        line = {
-            "t": 1.7e9 + number, "event": event, "step": 2_345_678, "attempt": 12, "rank": 1023,
-            "bytes": 123_456_789_012, "seconds": 754.2, "detail": WHY, "tier": "home",
-        }  # fmt: skip
-        store.append(names.history(12, 1023), json.dumps(line).encode() + b"\n")
+        more = {"bytes": 123_456_789_012, "seconds": 754.2, "detail": WHY, "tier": "home"}
+        append_event(home, 12, 1.7e9 + number, event, 2_345_678, rank=1023, **more)
     return home
 
 

@@ -32,10 +32,9 @@ def test_it_waits_until_all_files_are_in_the_bucket(holdfast: Command, mounted: 
 
 def test_remaining_files_are_listed(holdfast: Command, mounted: Mount):
     with (mounted.directory / "open").open("w"):
-        result = holdfast("drain", str(mounted.directory), "--timeout", "100ms")
-        assert result.status == 1
-        assert "being written" in result.out
-        assert "1 open for writing" in result.out
+        holdfast("drain", str(mounted.directory), "--timeout", "100ms").printed(
+            "being written", "1 open for writing", status=1
+        )
         facts = holdfast("drain", str(mounted.directory), "--status", "--json").json
         assert facts["is_drained"] is False
         assert [one["name"] for one in facts["written"]] == ["open"]
@@ -58,14 +57,8 @@ def test_a_dead_uploader_is_reported(holdfast: Command, mounted: Mount):
     assert "the uploader is dead" in result.err
 
 
-def test_any_other_directory_is_an_error(holdfast: Command, tmp_path: Path):
-    result = holdfast("drain", str(tmp_path))
-    assert result.status == 2
-    assert "is not a write-back directory" in result.err
-
-
-def test_a_file_in_place_of_the_directory_is_an_error(holdfast: Command, tmp_path: Path):
+@pytest.mark.parametrize("is_file", [False, True])
+def test_any_other_directory_or_file_is_an_error(holdfast: Command, tmp_path: Path, is_file: bool):
     (tmp_path / "file").write_bytes(b"")
-    result = holdfast("drain", str(tmp_path / "file"))
-    assert result.status == 2
-    assert "is not a write-back directory" in result.err
+    place = tmp_path / "file" if is_file else tmp_path
+    holdfast("drain", place).refused("is not a write-back directory")

@@ -42,9 +42,7 @@ def test_an_ended_job_is_removed_with_its_files(jobs: JobHarness, holdfast: Comm
 def test_a_running_job_is_never_removed(jobs: JobHarness, holdfast: Command) -> None:
     job = jobs.submit("until [ -e go ]; do sleep 0.02; done")
     jobs.wait(job, JobStatus.RUNNING)
-    result = holdfast("forget", job.id, "--force", "--yes")
-    assert result.status == 1
-    assert "is RUNNING, so it was not removed" in result.err
+    holdfast("forget", job.id, "--force", "--yes").refused("is RUNNING, so it was not removed", status=1)
     assert holdfast("forget", "--all-ended", "--json", "--yes").json == {
         "chosen": [],
         "forgotten": [],
@@ -74,9 +72,7 @@ def test_buckets_are_kept_and_a_job_with_files_that_were_not_uploaded_too(
     ended = jobs.wait(job)
     assert ended.status is JobStatus.SUCCEEDED
     assert "left out" in ended.reason
-    result = holdfast("forget", job.id, "--yes")
-    assert result.status == 1
-    assert "With --force these files are lost" in result.err
+    holdfast("forget", job.id, "--yes").refused("With --force these files are lost", status=1)
     assert jobs.files(job).path.exists()
     assert holdfast("forget", job.id, "--force", "--yes").status == 0
     assert not jobs.files(job).path.exists()

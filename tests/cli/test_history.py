@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.conftest import Command
+from cli.conftest import Command, append_event
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import open_store
 
@@ -16,17 +16,11 @@ from holdfast.checkpoint.store import open_store
 @pytest.fixture
 def home_with_events(home: Path) -> Path:
     """Make a home with the history of two attempts and two ranks, out of order across files."""
-    store = open_store(home)
-
-    def write(attempt: int, rank: int, t: float, event: str, step: int | None, **more: object) -> None:
-        line = {"t": t, "event": event, "step": step, "attempt": attempt, "rank": rank, **more}
-        store.append(names.history(attempt, rank), json.dumps(line).encode() + b"\n")
-
-    write(1, 0, 100.0, "staged", 100, bytes=1000, seconds=0.5)
-    write(1, 0, 103.0, "committed", 100, bytes=3_000_000_000, seconds=2.0, detail='ok, "fine"')
-    write(1, 1, 101.5, "staged", 100)
-    write(2, 0, 200.0, "restored", 100)
-    write(2, 0, 201.0, "ended", None)
+    append_event(home, 1, 100.0, "staged", 100, bytes=1000, seconds=0.5)
+    append_event(home, 1, 103.0, "committed", 100, bytes=3_000_000_000, seconds=2.0, detail='ok, "fine"')
+    append_event(home, 1, 101.5, "staged", 100, rank=1)
+    append_event(home, 2, 200.0, "restored", 100)
+    append_event(home, 2, 201.0, "ended", None)
     return home
 
 
@@ -101,11 +95,9 @@ def test_a_home_without_history_has_no_events(holdfast: Command, home: Path) -> 
 @pytest.fixture
 def tiered(home: Path) -> Path:
     """Make a home with the history of a drained save and a failed one."""
-    store = open_store(home)
 
-    def write(t: float, event: str, step: int, **more: object) -> None:
-        line = {"t": t, "event": event, "step": step, "attempt": 2, "rank": 0, **more}
-        store.append(names.history(2, 0), json.dumps(line).encode() + b"\n")
+    def write(t: float, event: str, step: int, **more: Any) -> None:
+        append_event(home, 2, t, event, step, **more)
 
     write(100.25, "saved", 50, bytes=4000, seconds=0.25, tier="")
     write(100.5, "staged", 50, bytes=4000, seconds=0.5, tier="")
@@ -175,19 +167,10 @@ def test_events_can_be_narrowed_to_a_tier(holdfast: Command, tiered: Path) -> No
 @pytest.fixture
 def home_with_losses(home_with_events: Path) -> Path:
     """Add losses: attempt 2 resumes from step 100 of attempt 1."""
-    store = open_store(home_with_events)
-    steps_of = {1: [99, 100, 101], 2: [101, 102]}
-    for attempt, steps in steps_of.items():
+    for attempt, steps in {1: [99, 100, 101], 2: [101, 102]}.items():
         values = {"loss": [float(attempt), 0.125, "nan"][: len(steps)], "lr": [0.1] * len(steps)}
-        line = {
-            "t": 100.0 * attempt + 50,
-            "event": "metrics",
-            "step": max(steps),
-            "attempt": attempt,
-            "rank": 0,
-        }
-        text = json.dumps({**line, "steps": steps, "values": values})
-        store.append(names.history(attempt, 0), text.encode() + b"\n")
+        t = 100.0 * attempt + 50
+        append_event(home_with_events, attempt, t, "metrics", max(steps), steps=steps, values=values)
     return home_with_events
 
 
@@ -220,7 +203,6 @@ def test_a_run_without_metrics_is_reported(holdfast: Command, home_with_events: 
 
 
 def test_an_unknown_event_is_an_error_with_the_valid_ones(holdfast: Command, home: Path) -> None:
-    result = holdfast("history", home, "--event", "comitted")
-    assert result.status == 2
-    assert "The event 'comitted' does not exist. Did you mean committed?" in result.err
-    assert "drained" in result.err
+    holdfast("history", home, "--event", "comitted").refused(
+        "The event 'comitted' does not exist. Did you mean committed?", "drained"
+    )

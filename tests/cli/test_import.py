@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast as package
-from cli.conftest import Command
+from cli.conftest import Command, run_on_terminal, runs_without_torch
 
 
 @pytest.fixture
@@ -46,9 +42,7 @@ def test_json_describes_the_import(holdfast: Command, source: Path, tmp_path: Pa
 
 def test_errors_are_status_2_and_damage_is_status_1(holdfast: Command, source: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    result = holdfast("import", tmp_path / "notes.txt", tmp_path / "run")
-    assert result.status == 2
-    assert "Supported are" in result.err
+    holdfast("import", tmp_path / "notes.txt", tmp_path / "run").refused("Supported are")
     assert holdfast("import", tmp_path / "gone", tmp_path / "run").status == 2
     os.truncate(source, 200)
     assert holdfast("import", source, tmp_path / "run").status == 1
@@ -56,39 +50,18 @@ def test_errors_are_status_2_and_damage_is_status_1(holdfast: Command, source: P
 
 
 def test_an_existing_home_is_not_changed(holdfast: Command, source: Path, home: Path) -> None:
-    result = holdfast("import", source, home)
-    assert result.status == 2
-    assert "already" in result.err
+    holdfast("import", source, home).refused("already")
 
 
 def test_a_safetensors_file_needs_no_torch(holdfast: Command, source: Path, tmp_path: Path) -> None:
     holdfast("import", source, tmp_path / "first")
     holdfast("export", tmp_path / "first", tmp_path / "a.safetensors")
-    words = ["import", str(tmp_path / "a.safetensors"), str(tmp_path / "run")]
-    code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+    runs_without_torch("import", tmp_path / "a.safetensors", tmp_path / "run")
     assert package.open(tmp_path / "run").keys() == ["model.w"]
 
 
 def test_a_terminal_shows_a_progress_bar(source: Path, tmp_path: Path) -> None:
     """The bar is drawn on stderr. stdout has only the result."""
-    pty = pytest.importorskip("pty")
-    person, terminal = pty.openpty()
-    drawn = bytearray()
-
-    def look() -> None:
-        with contextlib.suppress(OSError):  # how a terminal ends
-            while seen := os.read(person, 1 << 16):
-                drawn.extend(seen)
-
-    looking = threading.Thread(target=look)  # beside it: a terminal that nobody reads from fills up
-    looking.start()
-    command = [sys.executable, "-m", "holdfast.cli", "import", str(source), str(tmp_path / "run")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, text=True, check=False)
-    os.close(terminal)
-    looking.join()
-    os.close(person)
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) == 1
+    out, drawn = run_on_terminal("import", source, tmp_path / "run")
+    assert len(out.splitlines()) == 1
     assert b"\x1b[" in drawn

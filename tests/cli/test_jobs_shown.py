@@ -50,9 +50,9 @@ def test_nodes_are_labelled_and_a_missing_one_is_reported(jobs: JobHarness, hold
     out = holdfast("logs", job.id, "--tail", 1).out
     assert sorted(out.splitlines()) == ["(node 0) from 0", "(node 1) from 1"]
     assert holdfast("logs", job.id, "--tail", 1, "--node", 1).out == "from 1\n"
-    result = holdfast("logs", job.id, "--node", 2)
-    assert result.status == 2
-    assert f"Job {job.id} has no node 2: it has 2 nodes, counted from 0" in result.err
+    holdfast("logs", job.id, "--node", 2).refused(
+        f"Job {job.id} has no node 2: it has 2 nodes, counted from 0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,7 @@ def test_active_jobs_come_first_and_always(jobs: JobHarness, holdfast: Command) 
     assert [row["id"] for row in holdfast("queue", "--json", "--tail", 0).json] == [running.id]
     assert len(holdfast("queue", "--json", "--status", "failed").json) == 3
     assert [row["id"] for row in holdfast("queue", "--json", "--status", "RUNNING").json] == [running.id]
-    result = holdfast("queue", "--status", "sleeping")
-    assert result.status == 2
-    assert "Unknown status 'sleeping'" in result.err
+    holdfast("queue", "--status", "sleeping").refused("Unknown status 'sleeping'")
     (jobs.files(running).workdir(0) / "go").touch()
     jobs.wait(running)
 
@@ -235,9 +233,7 @@ def test_waiting_ends_with_the_last_job_and_the_first_failure(jobs: JobHarness, 
 
 def test_waiting_has_a_limit(jobs: JobHarness, holdfast: Command) -> None:
     job = jobs.submit(WAITS)
-    result = holdfast("wait", job.id, "--timeout", "50ms")
-    assert result.status == 2
-    assert "1 job did not end in time" in result.err
+    holdfast("wait", job.id, "--timeout", "50ms").refused("1 job did not end in time")
     holdfast("cancel", "--all")
     assert holdfast("wait", job.id).status == 1
 
@@ -246,8 +242,7 @@ def test_several_jobs_are_cancelled_by_number_by_name_and_all(jobs: JobHarness, 
     old = jobs.wait(jobs.submit("true", head="name: sweep"))
     running = [jobs.submit(WAITS, head=f"name: {name}") for name in ("one", "sweep", "sweep", "two")]
     ids = [job.id for job in running]
-    result = holdfast("cancel", "no-such", "sweep", old.id)
-    assert result.status == 2
+    result = holdfast("cancel", "no-such", "sweep", old.id).refused()
     assert result.out.splitlines() == [f"job {number} (sweep) is being cancelled" for number in ids[1:3]]
     assert f"Job {old.id} has already ended: SUCCEEDED" in result.err
     assert "no job named 'no-such'" in result.err

@@ -98,8 +98,7 @@ def test_a_home_without_checkpoints_is_not_an_error(holdfast: Command, tmp_path:
 
 
 def test_a_missing_home_is_an_error(holdfast: Command, tmp_path: Path) -> None:
-    result = holdfast("ls", tmp_path / "none")
-    assert result.status == 2
+    result = holdfast("ls", tmp_path / "none").refused()
     assert result.out == ""
     assert result.err.startswith("holdfast: ")
     assert "does not contain a run" in result.err
@@ -107,9 +106,7 @@ def test_a_missing_home_is_an_error(holdfast: Command, tmp_path: Path) -> None:
 
 
 def test_a_step_folder_as_home_is_rejected_with_its_home(holdfast: Command, home: Path) -> None:
-    result = holdfast("ls", home / "step-00000100")
-    assert result.status == 2
-    assert f"HOME is the folder above it: {home}." in result.err
+    holdfast("ls", home / "step-00000100").refused(f"HOME is the folder above it: {home}.")
 
 
 def test_a_damaged_run_document_is_reported_and_ignored(holdfast: Command, home: Path) -> None:
@@ -153,9 +150,7 @@ def test_with_a_local_folder_the_tiers_of_each_checkpoint_are_listed(
 
 def test_a_local_folder_of_another_run_is_rejected(holdfast: Command, home: Path, tmp_path: Path) -> None:
     make_home(open_store(tmp_path / "other"), run_id="run-two")
-    result = holdfast("ls", home, "--local", tmp_path / "other")
-    assert result.status == 2
-    assert "another run" in result.err
+    holdfast("ls", home, "--local", tmp_path / "other").refused("another run")
 
 
 def write_losses(home: Path, losses: dict[tuple[int, int], float]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as package
-from cli.conftest import Command
+from cli.conftest import Command, run_on_terminal, runs_without_torch
 from holdfast.cli import main, make_parser
 from holdfast.cli.commands import COMMANDS, load_command
 from holdfast.errors import Corrupt, NotFound
@@ -186,23 +186,13 @@ def test_a_closed_pipe_ends_the_command_quietly(home: Path) -> None:
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "history", "rm"])
 def test_commands_that_only_read_do_not_import_torch(command: str, home: Path) -> None:
     """All but `diff` are quick, and run where torch is not installed."""
-    words = [command, str(home), *(["--step", "100", "--dry-run"] if command == "rm" else [])]
-    code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+    runs_without_torch(command, home, *(["--step", "100", "--dry-run"] if command == "rm" else []))
 
 
 def test_verify_shows_a_progress_bar_on_a_terminal(home: Path) -> None:
     """The bar is drawn on stderr. stdout has only the result."""
-    pty = pytest.importorskip("pty")
-    person, terminal = pty.openpty()
-    command = [sys.executable, "-m", "holdfast.cli", "verify", str(home), "--all"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, text=True, check=False)
-    os.close(terminal)
-    drawn = os.read(person, 1 << 16)
-    os.close(person)
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) == 6
+    out, drawn = run_on_terminal("verify", home, "--all")
+    assert len(out.splitlines()) == 6
     assert b"\x1b[" in drawn
 
 

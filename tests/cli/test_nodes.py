@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main
+from cli.conftest import Command
 from holdfast.jobs.machines import MachineEvent, add_events
 
 
@@ -31,9 +30,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_list_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nodes"]) == 0
-    shown = capsys.readouterr().out
+def test_the_list_fits_80_columns(holdfast: Command) -> None:
+    shown = holdfast("nodes").printed().out
     assert max(map(len, shown.splitlines())) <= 80
     heading, first, *_ = shown.splitlines()
     assert heading.split()[:2] == ["NODE", "ATTEMPTS"]
@@ -42,21 +40,17 @@ def test_the_list_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "core 3 (float64)" in " ".join(shown.split())
 
 
-def test_json_has_the_standings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nodes", "--json"]) == 0
-    first, other = json.loads(capsys.readouterr().out)
-    assert first["name"] == "gpu-17"
+def test_json_has_the_standings(holdfast: Command) -> None:
+    first, other = holdfast("nodes", "--json").printed().json
+    assert (first["name"], first["failed_checks"]) == ("gpu-17", {"product": 1})
     assert first["stands_out"]
-    assert first["failed_checks"] == {"product": 1}
     assert (other["attempts"], other["lost"], other["stands_out"]) == (1, 0, False)
 
 
-def test_a_node_is_cleared_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["nodes", "--clear", "gpu-18", "--clear", "gpu-17"]) == 2
-    shown = capsys.readouterr()
+def test_a_node_is_cleared_and_others_are_refused(holdfast: Command) -> None:
+    shown = holdfast("nodes", "--clear", "gpu-18", "--clear", "gpu-17").refused("node named 'gpu-18'")
     assert shown.out == "cleared: gpu-17\n", "the one that exists"
-    assert "node named 'gpu-18'" in shown.err
-    main(["nodes"])
-    assert "gpu-17" not in capsys.readouterr().out
-    assert main(["nodes", "--clear", "gpu-17"]) != 0
-    assert "Nothing is remembered about a node named 'gpu-17'" in capsys.readouterr().err
+    assert "gpu-17" not in holdfast("nodes").out
+    again = holdfast("nodes", "--clear", "gpu-17")
+    assert again.status != 0
+    assert "Nothing is remembered about a node named 'gpu-17'" in again.err

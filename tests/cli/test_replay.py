@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from forked import forking
-from holdfast.cli.experiment import CheckpointComparison, DifferenceRow
-from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, MetricDifference, first_difference, judge
+from holdfast.cli.experiment import DifferenceRow
+from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, first_difference, judge
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
@@ -147,11 +147,9 @@ def test_two_ranks_are_replayed(tmp_path: Path) -> None:
 # -- the verdict, from comparisons -----------------------------------------------------------------------
 
 
-def found(*keys: str, values: tuple[str, ...] = ()) -> CheckpointComparison:
+def found(*keys: str, values: tuple[str, ...] = ()) -> list[DifferenceRow]:
     tensors = [DifferenceRow(key, "1 of 2 numbers") for key in keys]
-    return CheckpointComparison(
-        (*tensors, *(DifferenceRow(key, "1 and 2", is_tensor=False) for key in values)), 9
-    )
+    return [*tensors, *(DifferenceRow(key, "1 and 2", is_tensor=False) for key in values)]
 
 
 SAME = found()
@@ -160,7 +158,7 @@ SAME = found()
 @pytest.mark.parametrize(
     ("record", "again", "between", "expected"),
     [
-        (SAME, None, None, (SOUND, False)),
+        (SAME, [], [], (SOUND, False)),
         (found("w"), found("w"), SAME, (DIFFERS, False)),
         (found("w"), found("w", "b"), found("b"), (RANDOM, False)),
         (found("w"), SAME, found("w"), (RANDOM, True)),
@@ -171,9 +169,9 @@ SAME = found()
     ids=["equal", "wrong", "random", "once", "a time", "wrong beside a time", "unseeded and unused"],
 )
 def test_the_verdict_follows_from_three_comparisons(
-    record: CheckpointComparison,
-    again: CheckpointComparison | None,
-    between: CheckpointComparison | None,
+    record: list[DifferenceRow],
+    again: list[DifferenceRow],
+    between: list[DifferenceRow],
     expected: tuple[str, bool],
 ) -> None:
     verdict = judge(record, again, between)
@@ -184,5 +182,10 @@ def test_the_verdict_follows_from_three_comparisons(
 def test_the_first_metric_that_differs_is_found_and_nan_equals_nan() -> None:
     recorded = {5: {"loss": 1.0, "norm": math.nan}, 6: {"loss": 2.0}, 7: {"loss": 3.0}}
     replayed = {5: {"loss": 1.0, "norm": math.nan}, 6: {"loss": 2.5}, 8: {"loss": 9.0}}
-    assert first_difference(recorded, replayed) == MetricDifference(6, "loss", 2.0, 2.5)
+    assert first_difference(recorded, replayed) == {
+        "step": 6,
+        "name": "loss",
+        "recorded": 2.0,
+        "replayed": 2.5,
+    }
     assert first_difference(recorded, {5: recorded[5]}) is None

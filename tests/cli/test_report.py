@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.conftest import Command
-from holdfast.checkpoint.format import names
-from holdfast.checkpoint.store import open_store
+from cli.conftest import Command, append_event, runs_without_torch
 
 
 @pytest.fixture
 def interrupted(home: Path) -> Path:
     """Return a home in which attempt 2, claimed a second after the first, resumed from step 200."""
-    store = open_store(home)
 
-    def write(attempt: int, t: float, event: str, step: int, **more: object) -> None:
-        line = {"t": 1_700_000_001.0 + t, "event": event, "step": step, "attempt": attempt, "rank": 0, **more}
-        store.append(names.history(attempt, 0), json.dumps(line).encode() + b"\n")
+    def write(attempt: int, t: float, event: str, step: int, **more: Any) -> None:
+        append_event(home, attempt, 1_700_000_001.0 + t, event, step, **more)
 
     for step in (100, 200, 300):
         write(1, step / 1000 + 0.002, "saved", step, bytes=800, seconds=0.002)
@@ -68,9 +63,9 @@ def test_a_page_that_cannot_be_written_leaves_no_file(
     holdfast: Command, interrupted: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("vl_convert")
-    result = holdfast("report", interrupted, "-o", tmp_path / "nowhere" / "report.html")
-    assert result.status == 2
-    assert "Cannot write the report" in result.err
+    holdfast("report", interrupted, "-o", tmp_path / "nowhere" / "report.html").refused(
+        "Cannot write the report"
+    )
     (tmp_path / "taken").mkdir()
     assert holdfast("report", interrupted, "-o", tmp_path / "taken").status == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
@@ -80,9 +75,9 @@ def test_a_missing_library_is_reported_with_its_extra(
     holdfast: Command, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    result = holdfast("report", interrupted, "-o", tmp_path / "report.html")
-    assert result.status == 2
-    assert "pip install 'torch-holdfast[report]'" in result.err
+    holdfast("report", interrupted, "-o", tmp_path / "report.html").refused(
+        "pip install 'torch-holdfast[report]'"
+    )
     assert holdfast("report", interrupted).status == 0
 
 
@@ -93,10 +88,7 @@ def test_a_run_without_history_is_reported_as_far_as_possible(holdfast: Command,
 
 def test_a_page_does_not_import_torch(interrupted: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
-    words = ["report", str(interrupted), "-o", str(tmp_path / "report.html")]
-    code = f"import sys; from holdfast.cli import main; s = main({words}); print('torch' in sys.modules, s)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["False 0"], done.stderr
+    runs_without_torch("report", interrupted, "-o", tmp_path / "report.html")
 
 
 def test_a_missing_run_is_status_2(holdfast: Command, tmp_path: Path) -> None:

@@ -42,9 +42,7 @@ class Terminal(io.StringIO):
 
 def test_a_step_is_deleted_with_all_its_files(holdfast: Command, home: Path) -> None:
     before = files(home)
-    result = holdfast("rm", home, "--step", 100, "--yes")
-    assert result.status == 0
-    assert "deleted 1 checkpoint" in result.out
+    holdfast("rm", home, "--step", 100, "--yes").printed("deleted 1 checkpoint")
     gone = before - files(home)
     assert len(gone) == 5
     assert {name.partition("/")[0] for name in gone} == {"step-00000100"}
@@ -59,10 +57,7 @@ def test_a_step_of_one_attempt(holdfast: Command, home: Path) -> None:
 def test_the_newest_is_kept_and_nothing_else_is_touched(holdfast: Command, home: Path) -> None:
     before = files(home)
     for words in (["--step", 300], ["--before", 1000], ["--before", 301, "--superseded"]):
-        result = holdfast("rm", home, *words, "--yes")
-        assert result.status == 2
-        assert "newest complete" in result.err
-        assert "Nothing was deleted" in result.err
+        holdfast("rm", home, *words, "--yes").refused("newest complete", "Nothing was deleted")
     assert files(home) == before
 
 
@@ -153,9 +148,7 @@ def test_the_user_is_asked_on_a_terminal(
     holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_deleted: bool
 ) -> None:
     monkeypatch.setattr("sys.stdin", Terminal(answer))
-    result = holdfast("rm", home, "--step", 100)
-    assert result.status == 0
-    assert "delete these checkpoints? [y/N]" in result.out
+    holdfast("rm", home, "--step", 100).printed("delete these checkpoints? [y/N]")
     assert (home / "step-00000100").exists() is not is_deleted
 
 
@@ -166,9 +159,7 @@ def test_yes_does_not_ask(holdfast: Command, home: Path, monkeypatch: pytest.Mon
 
 
 def test_a_choice_is_required(holdfast: Command, home: Path) -> None:
-    result = holdfast("rm", home, "--yes")
-    assert result.status == 2
-    assert "Choose what to delete" in result.err
+    holdfast("rm", home, "--yes").refused("Choose what to delete")
 
 
 def test_the_manifest_is_deleted_first(home: Path) -> None:
@@ -189,10 +180,7 @@ def test_the_manifest_is_deleted_first(home: Path) -> None:
 @pytest.mark.parametrize("words", [[], ["--json"]])
 def test_without_a_terminal_yes_is_required(holdfast: Command, home: Path, words: list[str]) -> None:
     before = files(home)
-    result = holdfast("rm", home, "--step", 100, *words)
-    assert result.status == 2
-    assert "Add --yes" in result.err
-    assert "Nothing was deleted" in result.err
+    holdfast("rm", home, "--step", 100, *words).refused("Add --yes", "Nothing was deleted")
     assert files(home) == before
 
 

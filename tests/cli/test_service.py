@@ -61,9 +61,7 @@ def test_without_the_permission_to_linger_the_remedy_is_shown(
     holdfast: Command, programs: FakePrograms
 ) -> None:
     programs.add_systemd(allows_linger=False)
-    result = holdfast("service", "install")
-    assert result.status == 0
-    assert "sudo loginctl enable-linger" in result.err
+    assert "sudo loginctl enable-linger" in holdfast("service", "install").printed().err
     assert "sudo loginctl enable-linger" in holdfast("service", "status").err
     programs.set("loginctl.lingers")
     assert holdfast("service", "status").err == ""
@@ -72,16 +70,12 @@ def test_without_the_permission_to_linger_the_remedy_is_shown(
 def test_a_unit_that_systemd_refuses_leaves_nothing(holdfast: Command, programs: FakePrograms) -> None:
     programs.add_systemd()
     programs.set("systemctl.refuses")
-    result = holdfast("service", "install")
-    assert result.status == 2
-    assert "Unit file does not exist." in result.err
-    assert "crontab -e" in result.err
+    holdfast("service", "install").refused("Unit file does not exist.", "crontab -e")
     assert programs.units() == []
 
 
 def test_a_machine_without_systemd_shows_the_line_for_cron(holdfast: Command, programs: FakePrograms) -> None:
-    result = holdfast("service", "install")
-    assert result.status == 2
+    result = holdfast("service", "install").refused()
     found = holdfast("service", "status", "--json")
     assert found.status == 1
     assert found.json["unit"] is None
@@ -131,9 +125,7 @@ def test_a_folder_that_is_not_mounted_is_an_error(
     holdfast: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "missing"))
-    result = holdfast("service", "start")
-    assert result.status == 2
-    assert "does not exist" in result.err
+    holdfast("service", "start").refused("does not exist")
     assert not (tmp_path / "missing").exists()
 
 

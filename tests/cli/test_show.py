@@ -72,16 +72,11 @@ def test_filter_narrows_tensors_and_values(holdfast: Command, home: Path) -> Non
 
 def test_rank_chooses_the_values_of_a_rank(holdfast: Command, home: Path) -> None:
     assert holdfast("show", home, "--rank", 1, "--json").json["values"]["seed"] == 1
-    result = holdfast("show", home, "--rank", 2)
-    assert result.status == 2
-    assert "saved by 2 ranks, so rank 2 does not exist" in result.err
+    holdfast("show", home, "--rank", 2).refused("saved by 2 ranks, so rank 2 does not exist")
 
 
 def test_an_unknown_step_lists_the_existing_ones(holdfast: Command, home: Path) -> None:
-    result = holdfast("show", home, "--step", 7)
-    assert result.status == 2
-    assert "300" in result.err
-    assert "100" in result.err
+    holdfast("show", home, "--step", 7).refused("300", "100")
 
 
 def test_an_unreadable_newest_checkpoint_is_skipped_with_a_message(holdfast: Command, home: Path) -> None:
@@ -93,9 +88,7 @@ def test_an_unreadable_newest_checkpoint_is_skipped_with_a_message(holdfast: Com
 
 def test_a_damaged_part_is_damage(holdfast: Command, home: Path) -> None:
     flip(home / names.part(300, 2, 0))
-    result = holdfast("show", home)
-    assert result.status == 1
-    assert names.part(300, 2, 0) in result.err
+    holdfast("show", home).refused(names.part(300, 2, 0), status=1)
 
 
 @pytest.mark.parametrize(
@@ -129,23 +122,23 @@ def test_long_values_are_shortened_and_counted() -> None:
     assert len(format_value("x" * 10_000)) <= 100
 
 
-def test_fields_are_leaves_and_objects_of_their_own_are_not() -> None:
-    value = {
-        "config": SavedDataclass("t:Config", {"lr": 0.5, "points": [SavedNamedTuple("t:P", (("x", 1),))]}),
-        "args": argparse.Namespace(a=1),
-        "g": values.EntryRef("s.g"),
-        "counts": collections.defaultdict(None, {1: 2}),
-    }
-    found = {path: format_value(leaf) for path, leaf in leaves(values.encode(value, "s"), "s")}
-    assert found == {
-        "s.config.lr": "0.5",
-        "s.config.points[0].x": "1",
-        "s.args.a": "1",
-        "s.counts[1]": "2",
-    }
+FIELDS = {
+    "config": SavedDataclass("t:Config", {"lr": 0.5, "points": [SavedNamedTuple("t:P", (("x", 1),))]}),
+    "args": argparse.Namespace(a=1),
+    "g": values.EntryRef("s.g"),
+    "counts": collections.defaultdict(None, {1: 2}),
+}
+NESTED = {"a": 1, "b": {2: {"c": [{"d": 3}, {"d": values.TensorRef("t")}]}, "e": (1, 2)}, "f": [1, 2]}
 
 
-def test_leaves_are_the_values_in_mappings_and_lists_without_tensors() -> None:
-    value = {"a": 1, "b": {2: {"c": [{"d": 3}, {"d": values.TensorRef("t")}]}, "e": (1, 2)}, "f": [1, 2]}
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (FIELDS, {"s.config.lr": "0.5", "s.config.points[0].x": "1", "s.args.a": "1", "s.counts[1]": "2"}),
+        (NESTED, {"s.a": "1", "s.b[2].c[0].d": "3", "s.b['e']": "(1, 2)", "s.f": "[1, 2]"}),
+    ],
+    ids=["fields", "mappings and lists"],
+)
+def test_leaves_are_the_values_without_tensors_and_objects(value: object, expected: dict[str, str]) -> None:
     found = {path: format_value(leaf) for path, leaf in leaves(values.encode(value, "s"), "s")}
-    assert found == {"s.a": "1", "s.b[2].c[0].d": "3", "s.b['e']": "(1, 2)", "s.f": "[1, 2]"}
+    assert found == expected

@@ -42,8 +42,7 @@ def test_a_snippet_is_planned_and_its_unsupported_keys_are_listed(
 def test_the_bert_task_as_printed_lacks_a_value_that_is_named(
     files: dict[str, Path], holdfast: Command
 ) -> None:
-    result = holdfast("launch", files["bert"], "--dry-run")
-    assert result.status == 2
+    result = holdfast("launch", files["bert"], "--dry-run").refused()
     line = SNIPPETS["bert"].splitlines().index("  WANDB_API_KEY:") + 1
     assert f"{files['bert']}:{line}: envs.WANDB_API_KEY: WANDB_API_KEY has no value" in result.err
 

@@ -44,12 +44,8 @@ def test_the_text_has_the_line_and_the_suggestion(tmp_path: Path, holdfast: Comm
 
 
 def test_an_unknown_question_is_rejected(tmp_path: Path, holdfast: Command) -> None:
-    done = holdfast("tune", "--only", "luck", tmp_path / "train.py")
-    assert done.status == 2
-    assert "'luck'" in done.err
+    holdfast("tune", "--only", "luck", tmp_path / "train.py").refused("'luck'")
 
 
 def test_a_missing_script_is_rejected(holdfast: Command) -> None:
-    done = holdfast("tune", "nowhere.py")
-    assert done.status == 2
-    assert "does not exist" in done.err
+    holdfast("tune", "nowhere.py").refused("does not exist")

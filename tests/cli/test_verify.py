@@ -26,11 +26,9 @@ def test_all_verifies_every_checkpoint_with_a_manifest(holdfast: Command, home: 
 
 def test_a_flipped_bit_is_reported_with_its_file_and_tensor(holdfast: Command, home: Path) -> None:
     flip(home / names.data(300, 2, 1), at=4096)
-    result = holdfast("verify", home)
-    assert result.status == 1
-    assert "step 300, attempt 2: DAMAGED, 1 problem" in result.out
-    assert names.data(300, 2, 1) in result.out
-    assert "model.bias[0]" in result.out
+    holdfast("verify", home).printed(
+        "step 300, attempt 2: DAMAGED, 1 problem", names.data(300, 2, 1), "model.bias[0]", status=1
+    )
 
 
 def test_every_problem_is_reported(holdfast: Command, home: Path) -> None:
@@ -46,29 +44,21 @@ def test_every_problem_is_reported(holdfast: Command, home: Path) -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_an_unreadable_manifest_is_damage(holdfast: Command, home: Path, as_json: bool) -> None:
     flip(home / names.manifest(300, 2), at=100)
-    result = holdfast("verify", home, *["--json"] * as_json)
-    assert result.status == 1
-    assert "seal" in result.out
+    holdfast("verify", home, *["--json"] * as_json).printed("seal", status=1)
 
 
 def test_damage_of_other_steps_is_ignored(holdfast: Command, home: Path) -> None:
     flip(home / names.data(300, 2, 0))
     assert holdfast("verify", home, "--step", 100).status == 0
     assert holdfast("verify", home, "--step", 300, "--attempt", 1).status == 0
-    result = holdfast("verify", home, "--all")
-    assert result.status == 1
-    assert "5 checkpoints verified, 1 damaged" in result.out
+    holdfast("verify", home, "--all").printed("5 checkpoints verified, 1 damaged", status=1)
 
 
 def test_extra_files_are_reported_and_harmless(holdfast: Command, home: Path) -> None:
     (home / "step-00000300" / "rank-00007-a0002.safetensors").write_bytes(b"left behind")
-    result = holdfast("verify", home)
-    assert result.status == 0
-    assert "harmless: step-00000300/rank-00007-a0002.safetensors" in result.out
+    holdfast("verify", home).printed("harmless: step-00000300/rank-00007-a0002.safetensors")
 
 
 def test_nothing_to_verify_is_an_error(holdfast: Command, home: Path) -> None:
     for words in (("--step", 400), ("--step", 7), ("--attempt", 9)):
-        result = holdfast("verify", home, *words)
-        assert result.status == 2
-        assert "300 (attempt 2)" in result.err
+        holdfast("verify", home, *words).refused("300 (attempt 2)")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.running import EXAMPLES, ROOT, environment
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.jobs.engine import Job
@@ -21,8 +22,7 @@ from nursery import shared
 
 pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / "examples" / "bert_qa"
+FOLDER = EXAMPLES / "bert_qa"
 STEPS = 90
 OPTIONS = f"--max_steps {STEPS} --save_steps 25 --num_eval 30 --per_device_train_batch_size 4"
 
@@ -30,9 +30,8 @@ OPTIONS = f"--max_steps {STEPS} --save_steps 25 --num_eval 30 --per_device_train
 @pytest.fixture
 def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """One thread, no network, and nothing outside the test's folder."""
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     values = {
-        "PYTHONPATH": path,
+        "PYTHONPATH": environment()["PYTHONPATH"],
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "HOLDFAST_STATE": str(tmp_path / "state"),

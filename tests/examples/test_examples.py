@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 import signal
@@ -16,12 +15,10 @@ import pytest
 import torch
 
 import holdfast
+from examples.running import EXAMPLES, LIMIT_S, environment
 from nursery import shared
 from servers import reserve_port
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = ROOT / "examples"
-LIMIT_S = 600
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -29,9 +26,8 @@ def run_example(
     name: str, *arguments: object, launcher: tuple[str, ...] = (), **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run one example to its end, whatever that is."""
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     command = [*launcher, str(EXAMPLES / name), *map(str, arguments)]
-    return shared().run(command, env={**os.environ, "PYTHONPATH": path, **env}, timeout_s=LIMIT_S)
+    return shared().run(command, env={**environment(), **env}, timeout_s=LIMIT_S)
 
 
 def last_line(done: subprocess.CompletedProcess[str]) -> str:

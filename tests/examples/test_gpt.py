@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,13 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.running import EXAMPLES, run_on
 from holdfast.checkpoint.store import open_store
 from holdfast.train.lengths import PackedBatches
 from holdfast.watch.report import read_summary
 
-ROOT = Path(__file__).parent.parent.parent
-FOLDER = ROOT / "examples" / "gpt"
-LIMIT_S = 600
+FOLDER = EXAMPLES / "gpt"
 STEPS = 18
 SMALL = ("--steps", STEPS, "--every", 5, "--batch", 8, "--length", 64, "--bytes", 60_000)
 
@@ -106,25 +103,13 @@ def test_sequences_do_not_attend_to_each_other_and_padding_is_ignored() -> None:
 
 def start(home: Path, ranks: int, *options: object, **env: str) -> subprocess.CompletedProcess[str]:
     """Train on so many ranks, to the end if nothing happens."""
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    words = [sys.executable, *launcher, FOLDER / "train.py", "--home", home, *SMALL, *options]
-    return subprocess.run(
-        [str(word) for word in words],
-        env={
-            **os.environ,
-            "PYTHONPATH": path,
-            "OMP_NUM_THREADS": "1",
-            "HOLDFAST_TRUST_HOMES": str(home),
-            "TMPDIR": str(home.parent),
-            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-            **env,
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    given = {
+        "OMP_NUM_THREADS": "1",
+        "HOLDFAST_TRUST_HOMES": str(home),
+        "TMPDIR": str(home.parent),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+    }
+    return run_on(ranks, FOLDER / "train.py", "--home", home, *SMALL, *options, **given, **env)
 
 
 def losses(home: Path) -> dict[int, float]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-SCRIPT = ROOT / "examples" / "mnist_fsdp" / "train.py"
-LIMIT_S = 600
+from examples.running import EXAMPLES, LIMIT_S, ROOT, environment, run_on
+
+SCRIPT = EXAMPLES / "mnist_fsdp" / "train.py"
 SHORT = ("--data", "digits", "--side", "8", "--epochs", "2", "--no-dropout", "--every", "10")
 STEPS = 44  # two epochs of 1437 images in batches of 64
 
@@ -23,15 +23,7 @@ pytestmark = pytest.mark.ranks
 
 def train(home: Path, ranks: int, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the example on so many ranks to its end, whatever that is."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    return subprocess.run(
-        [sys.executable, *launcher, str(SCRIPT), "--home", str(home), *SHORT, *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return run_on(ranks, SCRIPT, "--home", home, *SHORT, *words, **env)
 
 
 def table(home: Path) -> dict[str, dict[str, Any]]:
@@ -87,17 +79,10 @@ def test_killed_and_resumed_on_other_numbers_of_ranks_it_follows_the_same_curve(
 
 @pytest.mark.slow
 def test_it_runs_as_a_job(tmp_path: Path) -> None:
-    env = {**os.environ, "HOLDFAST_STATE": str(tmp_path / "state"), "PYTHONPATH": str(ROOT / "src")}
+    env = {**environment(), "HOLDFAST_STATE": str(tmp_path / "state")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"  # torchrun of this environment
-    words = [
-        "launch",
-        str(SCRIPT.with_name("task.yaml")),
-        "--attach",
-        "--env",
-        "EPOCHS=1",
-        "--env",
-        "RANKS=2",
-    ]
+    task = str(SCRIPT.with_name("task.yaml"))
+    words = ["launch", task, "--attach", "--env", "EPOCHS=1", "--env", "RANKS=2"]
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.cli", *words],
         cwd=ROOT,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -13,9 +12,9 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
-EXAMPLE = ROOT / "examples" / "t5_summarize"
-LIMIT_S = 600
+from examples.running import EXAMPLES, run_on
+
+EXAMPLE = EXAMPLES / "t5_summarize"
 SMALL = ("--most", "160", "--epochs", "3", "--batch", "8", "--dropout", "0", "--every", "10", "--test", "6")
 
 pytest.importorskip("transformers", reason="needs the extra `examples`")
@@ -79,17 +78,8 @@ def test_every_sample_is_validated_once_in_equally_many_batches(pairs: Any, num_
 
 def run(num_ranks: int, home: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The example to its end, whatever that is."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *launcher, str(EXAMPLE / "train.py"), "--home", str(home), *SMALL, *arguments]
-    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    words = ("--home", home, *SMALL, *arguments)
+    return run_on(num_ranks, EXAMPLE / "train.py", *words, **{"HF_HUB_OFFLINE": "1", **env})
 
 
 def curve_of(path: Path) -> list[float]:

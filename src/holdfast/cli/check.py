@@ -155,9 +155,11 @@ def _differences(a: Path, b: Path, step: int) -> tuple[list[experiment.Differenc
             rows.append(experiment.DifferenceRow("(all)", "missing in the other run"))
             continue
         one, other = (experiment.open_side(os.fspath(folder / home), step) for folder in (a, b))
-        found = experiment.compare_sides(one, other, of_a="the uninterrupted run", of_b="the resumed run")
-        num_compared += found.num_compared
-        rows += found.rows
+        found, number = experiment.compare_sides(
+            one, other, of_a="the uninterrupted run", of_b="the resumed run"
+        )
+        num_compared += number
+        rows += found
     return rows, num_compared
 
 

@@ -42,22 +42,14 @@ class DifferenceRow:
     is_tensor: bool = True  # False: a plain value
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointComparison:
-    """Differences of two checkpoints, and the number of tensors and values that were compared."""
-
-    rows: tuple[DifferenceRow, ...]
-    num_compared: int
-
-
 def open_side(home: str, step: int, attempt: int | None = None) -> Side:
     """Open a checkpoint for a comparison."""
     store = open_store(home)
     return Side(store, open_checkpoint(store, step, attempt=attempt))
 
 
-def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> CheckpointComparison:
-    """Compare two checkpoints.
+def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> tuple[list[DifferenceRow], int]:
+    """Return the differences of two checkpoints, and the number of tensors and values that were compared.
 
     Args:
         of_a, of_b: the run that each is of, as in "only in the resumed run".
@@ -70,7 +62,7 @@ def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> CheckpointCompar
         rows.append(DifferenceRow(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
     values = ((key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values)
     rows += [DifferenceRow(key, how, is_tensor=False) for key, how in values]
-    return CheckpointComparison(tuple(rows), found.num_compared + len(a.checkpoint.values()))
+    return rows, found.num_compared + len(a.checkpoint.values())
 
 
 def print_rows(rows: Sequence[dict[str, str]]) -> None:

@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
@@ -37,14 +36,14 @@ class ReplayVerdict:
     """Verdict of a replay."""
 
     name: str
-    differences: tuple[experiment.DifferenceRow, ...]  # from the record, or of the replays if these differ
+    differences: list[experiment.DifferenceRow]  # from the record, or of the replays if these differ
     matches_once: bool  # one of two replays equals the record
 
 
 def judge(
-    record: experiment.CheckpointComparison,
-    again: experiment.CheckpointComparison | None,
-    between: experiment.CheckpointComparison | None,
+    record: list[experiment.DifferenceRow],
+    again: list[experiment.DifferenceRow],
+    between: list[experiment.DifferenceRow],
 ) -> ReplayVerdict:
     """Return the verdict.
 
@@ -52,75 +51,60 @@ def judge(
     that nobody has seeded. Without them, the others are compared, unless a tensor is among them.
 
     Args:
-        record: the first replay, compared with the record.
-        again: the second replay, compared with the record; None if the first one equals it.
-        between: both replays, compared with each other.
+        record: differences of the first replay from the record.
+        again: those of the second replay, if there was one.
+        between: those of the two replays.
     """
-    if not record.rows or again is None or between is None:
-        return ReplayVerdict(SOUND, (), matches_once=False)
-    if any(row.is_tensor and not row.key.startswith("rng.") for row in between.rows):
-        return ReplayVerdict(RANDOM, between.rows, matches_once=not again.rows)
-    varying = {row.key for row in between.rows}
-    rows = tuple(row for row in record.rows if row.key not in varying)
+    if not record:
+        return ReplayVerdict(SOUND, [], matches_once=False)
+    if any(row.is_tensor and not row.key.startswith("rng.") for row in between):
+        return ReplayVerdict(RANDOM, between, matches_once=not again)
+    varying = {row.key for row in between}
+    rows = [row for row in record if row.key not in varying]
     return ReplayVerdict(DIFFERS if rows else SOUND, rows, matches_once=False)
 
 
-@dataclass(frozen=True, slots=True)
-class MetricDifference:
-    """First recorded metric that differs between a run and its replay."""
-
-    step: int
-    name: str
-    recorded: float
-    replayed: float
+Metrics = Mapping[int, Mapping[str, float]]
+"""Values of metrics, by step and name."""
 
 
-def first_difference(
-    recorded: Mapping[int, Mapping[str, float]], replayed: Mapping[int, Mapping[str, float]]
-) -> MetricDifference | None:
-    """Return the first metric that differs; None if all that both have are equal."""
+def first_difference(recorded: Metrics, replayed: Metrics) -> dict[str, Any] | None:
+    """Return the first recorded metric that differs, as JSON; None if all that both have are equal."""
     for step in sorted(recorded.keys() & replayed.keys()):
         for name in sorted(recorded[step].keys() & replayed[step].keys()):
             one, other = recorded[step][name], replayed[step][name]
             if one != other and not (math.isnan(one) and math.isnan(other)):
-                return MetricDifference(step, name, one, other)
+                return {"step": step, "name": name, "recorded": one, "replayed": other}
     return None
 
 
 _MAX_SHOWN = 10
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedSpan:
-    """Steps that a run has trained from one checkpoint to a later one."""
-
-    start: Manifest
-    end: Manifest
-
-
-def find_span(store: Store, *, step: int | None = None, to_step: int | None = None) -> RecordedSpan:
-    """Return the span between two checkpoints of the current line.
+def find_span(store: Store, step: int | None, to_step: int | None) -> tuple[Manifest, Manifest]:
+    """Return two checkpoints of the current line, the second trained from the first.
 
     Args:
         step: step of the first one; by default that before the other.
         to_step: step of the other one; by default that after the first, or the newest.
     """
 
-    def find_listed() -> RecordedSpan:
+    def find_listed() -> tuple[Manifest, Manifest]:
         newest = open_checkpoint(store).manifest
         line = line_of(candidates(list_home(store)), newest.checkpoint_id, newest.ancestors).current
         attempts = {one.step: one.attempt for one in reversed(line)}  # of a step saved again, the newest
-        steps = _choose(sorted(attempts), step, to_step, store.url)
-        return RecordedSpan(*(open_checkpoint(store, one, attempts[one]).manifest for one in steps))
+        chosen = _choose(sorted(attempts), step, to_step, store.url)
+        first, last = (open_checkpoint(store, one, attempts[one]).manifest for one in chosen)
+        return first, last
 
-    span = from_listing(find_listed)
-    if span.start.world_size != span.end.world_size:
+    start, end = from_listing(find_listed)
+    if start.world_size != end.world_size:
         raise InvalidInput(
-            f"Step {span.start.step} was saved on {plural(span.start.world_size, 'rank')} and step "
-            f"{span.end.step} on {span.end.world_size}. Results depend on the number of ranks, so they "
-            "cannot be compared. Choose two steps of the same number with --step and --to."
+            f"Step {start.step} was saved on {plural(start.world_size, 'rank')} and step {end.step} on "
+            f"{end.world_size}. Results depend on the number of ranks, so they cannot be compared. Choose "
+            "two steps of the same number with --step and --to."
         )
-    return span
+    return start, end
 
 
 def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -> tuple[int, int]:
@@ -132,24 +116,23 @@ def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -
                 f"It holds those of steps {shown}."
             )
     if step is not None:
-        later = [one for one in steps if one > step] if to_step is None else [to_step]
-        pair = (step, later[0]) if later else None
+        first = step
+        last = min((one for one in steps if one > step), default=step) if to_step is None else to_step
     else:
         last = steps[-1] if to_step is None else to_step
-        earlier = [one for one in steps if one < last]
-        pair = (earlier[-1], last) if earlier else None
-    if pair is None or pair[0] >= pair[1]:
+        first = max((one for one in steps if one < last), default=last)
+    if first >= last:
         raise InvalidInput(
             f"A replay needs two checkpoints: one to start from, and a later one to compare with. {url} "
             f"holds those of {plural(len(steps), 'step')}: {', '.join(map(str, steps[-_MAX_SHOWN:]))}."
         )
-    return pair
+    return first, last
 
 
-def recorded_metrics(store: Store, span: RecordedSpan) -> dict[int, dict[str, float]]:
-    """Return the metrics that the run recorded between the two checkpoints, by step and name."""
+def _recorded_metrics(store: Store, start: Manifest, end: Manifest) -> Metrics:
+    """Return the metrics that the run recorded between the two checkpoints."""
     found = experiment.recorded_values(store)
-    return {step: values for step, values in found.items() if span.start.step < step <= span.end.step}
+    return {step: values for step, values in found.items() if start.step < step <= end.step}
 
 
 _EXAMPLES = """
@@ -182,11 +165,11 @@ def run(args: argparse.Namespace) -> int:
     words = experiment.script_words(args.script, args.args)
     timeout_s = parse_duration(args.timeout, "--timeout")
     store, _ = open_home(args.home)
-    span = find_span(store, step=args.step, to_step=args.to)
+    start, end = find_span(store, args.step, args.to)
     try:
         with experiment.trial_folder("replay", args.keep) as folder:
             trials = experiment.Trials(words, folder, timeout_s=timeout_s)
-            report = _Replay(store, absolute_place(args.home), span, trials).report()
+            report = _replay(store, absolute_place(args.home), start, end, trials)
     except Corrupt as error:  # 1 would mean that the replay differs
         print(f"holdfast: {error}", file=sys.stderr)
         return TROUBLE
@@ -197,75 +180,62 @@ def run(args: argparse.Namespace) -> int:
     return _STATUS[report["verdict"]]
 
 
-class _Replay:
-    """Replay of a span: one run, and a second one if the first differs from the record."""
-
-    def __init__(self, store: Store, place: str, span: RecordedSpan, trials: experiment.Trials) -> None:
-        self._store, self._place, self._span, self._trials = store, place, span, trials
-
-    def report(self) -> dict[str, Any]:
-        """Run the steps again, and return everything that was found."""
-        self._run("first")
-        record = self._compare_with_record("first")
-        again = between = None
-        if record.rows:
-            self._run("second")
-            again = self._compare_with_record("second")
-            between = self._compare_runs()
-        verdict = judge(record, again, between)
-        replayed = recorded_metrics(open_store(os.fspath(self._home("first"))), self._span)
-        metric = first_difference(recorded_metrics(self._store, self._span), replayed)
-        start, end = self._span.start, self._span.end
-        return {
-            "home": self._store.url,
-            "step": start.step,
-            "attempt": start.attempt,
-            "to_step": end.step,
-            "to_attempt": end.attempt,
-            "world_size": end.world_size,
-            "verdict": verdict.name,
-            "matches_once": verdict.matches_once,
-            "num_compared": record.num_compared,
-            "differences": [asdict(row) for row in verdict.differences],
-            "metric": None if metric is None or verdict.name == SOUND else asdict(metric),
-        }
-
-    def _run(self, name: str) -> None:
-        """Run the steps once, from a copy of the first checkpoint."""
-        start, end = self._span.start, self._span.end
-        home = self._home(name)
-        home.mkdir(parents=True)
-        copy_checkpoint(self._store, open_store(os.fspath(home)), start)
-        what = f"{name} replay of steps {start.step} to {end.step}"
-        experiment.show_progress(what)
-        trace = self._trials.run(name, what, {"save_at": [end.step], "end_at": end.step})
-        if trace.restored != start.step:
-            raise InvalidInput(
-                f"The script did not restore step {start.step}, but {trace.restored or 'nothing'}. It must "
-                f"use the home {self._place}, restore, and train to step {end.step}. Give it the arguments "
-                "that the run had."
-            )
-
-    def _home(self, name: str) -> Path:
-        return place_in_sandbox(self._trials.homes(name), self._place)
-
-    def _compare_with_record(self, name: str) -> experiment.CheckpointComparison:
-        end = self._span.end
-        record = experiment.open_side(self._store.url, end.step, end.attempt)
-        replayed = experiment.open_side(os.fspath(self._home(name)), end.step)
-        if replayed.checkpoint.world_size != end.world_size:
-            raise InvalidInput(
-                f"The replay ran on {plural(replayed.checkpoint.world_size, 'rank')}, and the recorded steps "
-                f"on {end.world_size}. Results depend on the number of ranks: start as many."
-            )
-        return experiment.compare_sides(record, replayed, of_a="the record", of_b="the replay")
-
-    def _compare_runs(self) -> experiment.CheckpointComparison:
-        sides = (
-            experiment.open_side(os.fspath(self._home(name)), self._span.end.step)
-            for name in ("first", "second")
+def _replay(
+    store: Store, place: str, start: Manifest, end: Manifest, trials: experiment.Trials
+) -> dict[str, Any]:
+    """Run the steps, and again if the result differs from the record. Return everything that was found."""
+    recorded = experiment.open_side(store.url, end.step, end.attempt)
+    first = _run(store, place, start, end, trials, "first")
+    record, num_compared = experiment.compare_sides(recorded, first, of_a="the record", of_b="the replay")
+    again, between = [], []
+    if record:
+        second = _run(store, place, start, end, trials, "second")
+        again, _ = experiment.compare_sides(recorded, second, of_a="the record", of_b="the replay")
+        between, _ = experiment.compare_sides(
+            first, second, of_a="the first replay", of_b="the second replay"
         )
-        return experiment.compare_sides(*sides, of_a="the first replay", of_b="the second replay")
+    verdict = judge(record, again, between)
+    home = place_in_sandbox(trials.homes("first"), place)
+    replayed = _recorded_metrics(open_store(os.fspath(home)), start, end)
+    metric = first_difference(_recorded_metrics(store, start, end), replayed)
+    return {
+        "home": store.url,
+        "step": start.step,
+        "attempt": start.attempt,
+        "to_step": end.step,
+        "to_attempt": end.attempt,
+        "world_size": end.world_size,
+        "verdict": verdict.name,
+        "matches_once": verdict.matches_once,
+        "num_compared": num_compared,
+        "differences": [asdict(row) for row in verdict.differences],
+        "metric": None if verdict.name == SOUND else metric,
+    }
+
+
+def _run(
+    store: Store, place: str, start: Manifest, end: Manifest, trials: experiment.Trials, name: str
+) -> experiment.Side:
+    """Run the steps once, from a copy of the first checkpoint. Return the last checkpoint."""
+    home = place_in_sandbox(trials.homes(name), place)
+    home.mkdir(parents=True)
+    copy_checkpoint(store, open_store(os.fspath(home)), start)
+    what = f"{name} replay of steps {start.step} to {end.step}"
+    experiment.show_progress(what)
+    trace = trials.run(name, what, {"save_at": [end.step], "end_at": end.step})
+    if trace.restored != start.step:
+        raise InvalidInput(
+            f"The script did not restore step {start.step}, but {trace.restored or 'nothing'}. It must "
+            f"use the home {place}, restore, and train to step {end.step}. Give it the arguments that the "
+            "run had."
+        )
+    replayed = experiment.open_side(os.fspath(home), end.step)
+    if (num_ranks := replayed.checkpoint.world_size) != end.world_size:
+        raise InvalidInput(
+            f"The replay ran on {plural(num_ranks, 'rank')}, and the recorded steps on {end.world_size}. "
+            "Results depend on the number of ranks: start as many."
+        )
+    return replayed
 
 
 def _print(report: dict[str, Any]) -> None:

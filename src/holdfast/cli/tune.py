@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.cli.commands import CommandParser, Commands, count
 from holdfast.cli.homes import nearest_hint
@@ -119,22 +120,27 @@ def _print_compile(report: TuningReport) -> None:
     print("\nDoes torch.compile pay off?")
     columns = (
         Column("COMPILED", lambda one: NAMES[one.variant]),
-        Column("SPEED", lambda one: None if one.failure else f"{one.speed_up:.2f}x"),
-        Column("NOISE", lambda one: None if one.failure else f"{one.noise:.0%}", spare=2),
-        Column("WARM-UP", lambda one: None if one.failure else format_duration(one.warm_up_s)),
-        Column("EARNED BACK", lambda one: None if one.failure else _earned_back(one)),
-        Column(
-            "MEMORY OF A STEP",
-            lambda one: None if one.failure or one.memory_ratio is None else f"{one.memory_ratio:.2f}x",
-            spare=1,
-        ),
+        _measured("SPEED", lambda one: f"{one.speed_up:.2f}x"),
+        _measured("NOISE", lambda one: f"{one.noise:.0%}", spare=2),
+        _measured("WARM-UP", lambda one: format_duration(one.warm_up_s)),
+        _measured("EARNED BACK", _earned_back),
+        _measured("MEMORY OF A STEP", _memory, spare=1),
         Column("PAYS", lambda one: one.failure or _pays(one), "text"),
     )
     print_table(columns, report.verdicts)
 
 
+def _measured(heading: str, cell: Callable[[Any], object], spare: int = 0) -> Column:
+    """Return a column that is empty where a measurement has failed."""
+    return Column(heading, lambda one: None if one.failure else cell(one), spare=spare)
+
+
 def _earned_back(one: CompileVerdict) -> str:
     return "never" if one.break_even_steps is None else f"{one.break_even_steps} steps"
+
+
+def _memory(one: CompileVerdict) -> str | None:
+    return None if one.memory_ratio is None else f"{one.memory_ratio:.2f}x"
 
 
 def _pays(one: CompileVerdict) -> str:
@@ -148,13 +154,8 @@ def _print_batches(report: TuningReport) -> None:
     first = report.batches[0]
     columns = (
         Column("BATCH", lambda one: one.value, "right"),
-        Column(
-            "SAMPLES/S", lambda one: None if one.failure else f"{one.items_per_s / first.items_per_s:.2f}x"
-        ),
-        Column(
-            "MEMORY",
-            lambda one: None if one.failure or one.peak_bytes is None else format_bytes(one.peak_bytes),
-        ),
+        _measured("SAMPLES/S", lambda one: f"{one.items_per_s / first.items_per_s:.2f}x"),
+        _measured("MEMORY", lambda one: None if one.peak_bytes is None else format_bytes(one.peak_bytes)),
         Column("", lambda one: one.failure or ("now" if one is first else ""), "text"),
     )
     print_table(columns, report.batches)

@@ -12,9 +12,10 @@ from torch import nn
 import holdfast
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.train.batch import estimate_peak
-from holdfast.train.batch.benchmark import StepBenchmark
-from holdfast.train.batch.estimate import batch_size_of, resize
+from holdfast.train.batch.finder import find_memory_limit
+from holdfast.train.batch.step_cost import StepBenchmark, batch_size_of, resize
 from holdfast.train.batch.training_state import collect_training_state
+from stage.training import make_checkpointer
 from train.batch.training import PEAK_LIMIT, Training
 
 CPU = torch.device("cpu")
@@ -39,9 +40,7 @@ def test_the_largest_batch_is_found_and_nothing_is_changed(
     """Estimated, or with real steps where a value is read: it fits, and 5 % more would not."""
     training = Training(reads=reads, warm=warm)
     before, parameters = training.fingerprint(), list(training.model.parameters())
-    found = holdfast.fit_batch(
-        training.step, training.sample, training.state, memory_limit=PEAK_LIMIT, tuned_batch_size=5000
-    )
+    found = training.fit(memory_limit=PEAK_LIMIT, tuned_batch_size=5000)
     assert training.fingerprint() == before
     assert all(one is other for one, other in zip(parameters, training.model.parameters(), strict=True))
     assert training.sample["note"] == "kept"
@@ -60,7 +59,7 @@ def test_the_largest_batch_is_found_and_nothing_is_changed(
 def test_no_other_size_is_better(limit: int, reads: bool) -> None:
     """Compare with every size from 2 on."""
     training = Training(reads=reads)
-    found = holdfast.fit_batch(training.step, training.sample, training.state, memory_limit=limit, quiet=True)
+    found = training.fit(memory_limit=limit, quiet=True)
     size, truth = 2, 0
     while real_peak(training, size) <= limit:
         truth, size = size, size + 1
@@ -116,19 +115,16 @@ def saved(training: Training) -> dict[str, Any]:
 
 def test_a_resumed_run_does_not_search_again(tmp_path: Path) -> None:
     training, found = Training(), holdfast.BatchFit()
-    options: dict[str, Any] = {"every": 5, "watches": [holdfast.Preemption(signals=False)], "quiet": True}
-    with holdfast.Checkpointer(tmp_path, {**saved(training), "batch": found}, **options) as ckpt:
+    with make_checkpointer(tmp_path, {**saved(training), "batch": found}, every=5) as ckpt:
         assert ckpt.restore() is None
-        holdfast.fit_batch(
-            training.step, training.sample, training.state, memory_limit="4MB", result=found, quiet=True
-        )
+        training.fit(memory_limit="4MB", result=found, quiet=True)
         for _ in ckpt.steps(3):
             training.step(resize(training.sample, found.size))
     resumed, kept = Training(), holdfast.BatchFit()
-    with holdfast.Checkpointer(tmp_path, {**saved(resumed), "batch": kept}, **options) as ckpt:
+    with make_checkpointer(tmp_path, {**saved(resumed), "batch": kept}, every=5) as ckpt:
         assert ckpt.restore() == 3
         num_steps = resumed.num_steps
-        again = holdfast.fit_batch(resumed.step, resumed.sample, resumed.state, memory_limit=1, result=kept)
+        again = resumed.fit(memory_limit=1, result=kept)
     assert again is kept
     assert resumed.num_steps == num_steps
     assert kept.state_dict() == found.state_dict()
@@ -138,7 +134,7 @@ def test_if_the_smallest_batch_does_not_fit_the_error_gives_its_peak() -> None:
     training = Training()
     before = training.fingerprint()
     with pytest.raises(InvalidInput, match=r"Not even a batch of 2 fits in 100 kB .*peak is \d{3} kB"):
-        holdfast.fit_batch(training.step, training.sample, training.state, memory_limit="100kB")
+        training.fit(memory_limit="100kB")
     assert training.fingerprint() == before
 
 
@@ -181,19 +177,15 @@ def test_a_state_that_cannot_be_restored_is_rejected() -> None:
 
 def test_the_global_batch_is_kept_by_accumulation(capsys: pytest.CaptureFixture[str]) -> None:
     training = Training()
-    found = holdfast.fit_batch(
-        training.step,
-        training.sample,
-        training.state,
-        memory_limit="2.2MB",
-        max_size=64,
-        global_batch_size=1024,
-    )
+    found = training.fit(memory_limit="2.2MB", max_size=64, global_batch_size=1024)
     num = -(-1024 // found.size)
-    assert (
-        f"to keep a global batch of 1024: accumulate {num} micro-batches of at most"
-        in capsys.readouterr().err
-    )
+    printed = capsys.readouterr().err
+    assert f"to keep a global batch of 1024: accumulate {num} micro-batches of at most" in printed
+
+
+def test_ranks_on_one_host_share_its_available_memory() -> None:
+    alone, shared = (find_memory_limit(CPU, 0, num_sharing=num) for num in (1, 4))
+    assert 0 < shared < alone / 2
 
 
 def test_batches_are_cut_and_repeated_along_the_first_dimension() -> None:

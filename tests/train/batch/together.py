@@ -18,9 +18,7 @@ def with_limits(rank: int, *limits: int) -> dict[str, Any]:
     """Search with a different memory limit on each rank."""
     training = Training()
     before = training.fingerprint()
-    found = holdfast.fit_batch(
-        training.step, training.sample, training.state, memory_limit=limits[rank], quiet=True
-    )
+    found = training.fit(memory_limit=limits[rank], quiet=True)
     assert training.fingerprint() == before
     return found.state_dict()
 

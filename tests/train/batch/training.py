@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import holdfast
+
 PEAK_LIMIT = 8_000_000
 
 
@@ -44,6 +46,10 @@ class Training:
             "more": [self.scheduler, self.average, {"generator": self.generator}],
             "epoch": 3,
         }
+
+    def fit(self, **options: Any) -> holdfast.BatchFit:
+        """Search for a batch size."""
+        return holdfast.fit_batch(self.step, self.sample, self.state, **options)
 
     def step(self, batch: dict[str, Any]) -> None:
         """Run one step and keep its gradients."""

@@ -7,16 +7,16 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import holdfast
 from holdfast.errors import InvalidInput
 from holdfast.train.data.progress import EpochLayout
 from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
+from stage.training import make_checkpointer
+from train.data.numbers import Numbers
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
 
@@ -178,40 +178,20 @@ def test_if_fewer_units_than_ranks_are_left_the_next_epoch_starts() -> None:
     assert second.epoch == 1
 
 
-class Numbers(torch.utils.data.Dataset[int]):
-    """Dataset whose samples are their indices."""
-
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __len__(self) -> int:
-        return self.num
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
 def test_batches_in_a_loader_resume_from_a_checkpoint(tmp_path: Any) -> None:
     lengths = [1 + (7 * number) % 30 for number in range(50)]
 
     def batches_of(loader: DataLoader[int]) -> Any:
         return itertools.chain.from_iterable(loader for _ in itertools.count())
 
-    whole = make("buckets", lengths, 8)
-    expected = [
-        batch.tolist()
-        for batch in itertools.islice(batches_of(DataLoader(Numbers(50), batch_sampler=whole)), 12)
-    ]
+    whole = batches_of(DataLoader(Numbers(50), batch_sampler=make("buckets", lengths, 8)))
+    expected = [batch.tolist() for batch in itertools.islice(whole, 12)]
     first = make("buckets", lengths, 8)
-    with holdfast.Checkpointer(
-        tmp_path, {"batches": first}, every=9, quiet=True, watches=[holdfast.Preemption(signals=False)]
-    ) as ckpt:
+    with make_checkpointer(tmp_path, {"batches": first}, every=9) as ckpt:
         given = batches_of(DataLoader(Numbers(50), batch_sampler=first))
         assert [next(given).tolist() for _ in ckpt.steps(9)] == expected[:9]
     second = make("buckets", lengths, 8)
-    with holdfast.Checkpointer(
-        tmp_path, {"batches": second}, every=50, quiet=True, watches=[holdfast.Preemption(signals=False)]
-    ) as ckpt:
+    with make_checkpointer(tmp_path, {"batches": second}, every=50) as ckpt:
         assert ckpt.restore() == 9
         given = batches_of(DataLoader(Numbers(50), batch_sampler=second))
         assert [next(given).tolist() for _ in range(3)] == expected[9:]

@@ -51,29 +51,45 @@ def test_a_network_without_layers_is_divided_by_size_as_in_the_tutorial() -> Non
     assert "no repeated layers" in found.found
 
 
-def test_a_parent_of_small_modules_is_a_block_if_they_are_large_together() -> None:
-    """Two linears of 6 parameters are too small alone; together they reach the limit."""
-    pairs = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "b": nn.Linear(2, 2)})
-    assert find_blocks(pairs, wrap=12).names == ("a",)
+def pair() -> nn.Module:
+    return nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), Layer(3)])
 
 
-def test_attention_is_never_divided_because_it_does_not_call_its_projection() -> None:
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)})
-    assert find_blocks(model, wrap=1).names == ("attention",)
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(Layer(3), Layer(3)) for _ in range(2)))
 
 
-def test_members_of_nested_lists_are_blocks_because_lists_are_never_called() -> None:
-    def pair() -> nn.Module:
-        return nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), Layer(3)])
-
-    model = nn.ModuleDict({"layers": nn.ModuleList([pair(), pair()])})
-    assert find_blocks(model).names == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
+def twice(layer: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"layers": nn.ModuleList([layer, layer, Layer(3)])})
 
 
-def test_the_outermost_repeated_modules_are_the_blocks() -> None:
-    deep = nn.Sequential(*(nn.Sequential(Layer(3), Layer(3)) for _ in range(2)))
-    assert find_blocks(deep).names == ("0", "1")
-    assert find_blocks(nn.ModuleDict({"body": deep})).names == ("body.0", "body.1")
+SMALL = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "b": nn.Linear(2, 2)})
+NESTED = nn.ModuleDict({"layers": nn.ModuleList([pair(), pair()])})
+FOUND = {
+    # Two linears of 6 parameters are too small alone; together they reach the limit.
+    "a parent of small modules that are large together": (SMALL, 12, ("a",)),
+    "attention, which does not call its projection": (
+        nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2)}), 1, ("attention",),
+    ),
+    "members of nested lists, which are never called": (
+        NESTED, None, ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"),
+    ),
+    "the outermost repeated modules": (deep(), None, ("0", "1")),
+    "the outermost repeated modules of a part": (
+        nn.ModuleDict({"body": deep()}), None, ("body.0", "body.1"),
+    ),
+    "a layer that is used repeatedly, once": (twice(Layer(3)), None, ("layers.0", "layers.2")),
+    "inner modules before outer ones": (
+        Gpt(num_layers=1), ["Layer", "Attention"], ("layers.0.attention", "layers.0"),
+    ),
+    "none, as given": (Gpt(), [], ()),
+    "modules of a conv net by size": (ConvNet(), None, ("fc1",)),  # 240 x 90 parameters exceed the limit
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "wrap", "names"), FOUND.values(), ids=FOUND)
+def test_the_blocks_are(model: nn.Module, wrap: Any, names: tuple[str, ...]) -> None:
+    assert find_blocks(model, wrap=wrap).names == names
 
 
 def test_a_module_that_shares_a_parameter_with_another_part_stays_with_the_root() -> None:
@@ -90,12 +106,6 @@ def test_two_modules_with_a_common_child_stay_with_the_root() -> None:
     assert find_blocks(model).names == ("layers.1",)
 
 
-def test_a_layer_that_is_used_repeatedly_is_one_block() -> None:
-    layer = Layer(3)
-    model = nn.ModuleDict({"layers": nn.ModuleList([layer, layer, Layer(3)])})
-    assert find_blocks(model).names == ("layers.0", "layers.2")
-
-
 def test_without_repeated_layers_the_no_split_modules_are_blocks() -> None:
     model: Any = nn.ModuleDict({"only": Layer(3)})
     model._no_split_modules = ["Layer"]
@@ -109,15 +119,9 @@ def test_blocks_can_be_given_by_class_or_name(wrap: Any) -> None:
     assert find_blocks(Gpt(), wrap=wrap).names == ("layers.0", "layers.1", "layers.2")
 
 
-def test_inner_blocks_come_before_outer_ones() -> None:
-    found = find_blocks(Gpt(num_layers=1), wrap=["Layer", "Attention"])
-    assert found.names == ("layers.0.attention", "layers.0")
-
-
-def test_blocks_can_be_given_as_modules_or_as_an_empty_list() -> None:
+def test_blocks_can_be_given_as_modules() -> None:
     model = Gpt()
     assert find_blocks(model, wrap=model.layers[1]).names == ("layers.1",)
-    assert find_blocks(model, wrap=[]).names == ()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +195,3 @@ def test_layers_of_transformers_models_are_found_on_meta(
     with torch.device("meta"):
         model = kind(kind.config_class(**options))
     assert kinds(model, find_blocks(model).names)[block] >= 2
-
-
-def test_a_small_conv_net_has_one_block_by_size() -> None:
-    assert find_blocks(ConvNet()).names == ("fc1",)  # 240 x 90 parameters are more than the limit

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-import holdfast
 from elastic.conftest import Worlds
 from nursery import shared
+from stage.training import make_checkpointer
 from train.sharding.models import make
 from train.sharding.parity import Curve, whole_curve
 from train.sharding.starts import fails_while_sending, from_different_ranks, from_meta, generated, rejection
@@ -36,9 +36,7 @@ def home(tmp_path: Path) -> Path:
     """The home of a run with a checkpoint of a GPT."""
     model = make("gpt")
     home = tmp_path / "home"
-    with holdfast.Checkpointer(
-        home, {"net": model, "step": 1}, quiet=True, watches=[holdfast.Preemption(signals=False)]
-    ) as ckpt:
+    with make_checkpointer(home, {"net": model, "step": 1}) as ckpt:
         ckpt.save(1)
         ckpt.wait()
     return home

@@ -63,14 +63,11 @@ def test_measurements_survive_json() -> None:
     assert decode_dataclass(SyncMeasurements, json.dumps(dataclasses.asdict(syncs)), "syncs") == syncs
 
 
-def test_a_sync_in_every_step_is_a_finding() -> None:
-    (one,) = findings.find_syncs(SyncMeasurements("cpu", 10, (sync(),)), 0.1)
+def test_a_sync_in_every_step_is_a_finding_and_an_occasional_one_is_not() -> None:
+    syncs = SyncMeasurements("cpu", 10, (sync(), sync(OTHER, num_steps=1), sync(OTHER, num_steps=2)))
+    (one,) = findings.find_syncs(syncs, 0.1)
     assert (one.kind, one.place) == ("sync", LINE)
     assert "every step" in one.seen
-
-
-def test_an_occasional_sync_is_not_a_finding() -> None:
-    assert findings.find_syncs(SyncMeasurements("cpu", 10, (sync(num_steps=1), sync(num_steps=2))), 0.1) == []
 
 
 def test_a_sync_that_breaks_the_graph_is_one_finding() -> None:
@@ -89,7 +86,8 @@ def test_one_or_two_recompiles_are_not_a_finding(num_times: int, hit_limit: bool
     assert bool(findings.find_recompiles(GraphMeasurements(1, (), (one,), 10), 5)) == is_finding
 
 
-def test_waiting_is_reported_with_the_best_number_of_workers() -> None:
+def test_waiting_is_a_finding_with_the_best_number_of_workers_or_on_the_dataset() -> None:
+    assert findings.find_input(STEPS, measure_throughput(STEPS.steps, "cpu"), []) == []
     waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4, 512),) * 5)
     now = measure_throughput(waiting.steps, "cpu")
     trials = [trial(0, 40), trial(1, 70, step_s=0.06), trial(2, 90, step_s=0.04), trial(4, 0, failure="no")]
@@ -97,18 +95,8 @@ def test_waiting_is_reported_with_the_best_number_of_workers() -> None:
     assert one.place == LOADER.place
     assert "`num_workers=2`" in one.change
     assert one.share == pytest.approx(0.6)
-
-
-def test_if_workers_do_not_help_the_finding_is_on_the_dataset() -> None:
-    waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4, 512),) * 5)
-    (one,) = findings.find_input(
-        waiting, measure_throughput(waiting.steps, "cpu"), [trial(0, 40), trial(2, 41, step_s=0.099)]
-    )
-    assert one.place == LOADER.sample_code
-
-
-def test_little_waiting_is_not_a_finding() -> None:
-    assert findings.find_input(STEPS, measure_throughput(STEPS.steps, "cpu"), []) == []
+    (one,) = findings.find_input(waiting, now, [trial(0, 40), trial(2, 41, step_s=0.099)])
+    assert one.place == LOADER.sample_code, "workers do not help"
 
 
 def test_compiling_is_suggested_only_if_it_pays() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.train.tuning.timing_watcher import useful_lengths
+from holdfast.train.tuning.eager_watchers import useful_lengths
 
 
 @given(st.lists(st.integers(1, 20), min_size=4, max_size=12), st.integers(0, 3))

@@ -28,23 +28,23 @@ def step(wall_s: float, *, wait_s: float = 0.0, is_odd: bool = False) -> StepTim
     return StepTiming(wall_s, wall_s / 2, wait_s, 8, 64, None, is_odd)
 
 
-def test_a_clear_gain_pays_after_a_number_of_steps() -> None:
-    verdict = judge_compile(race([0.2] * 8, [0.1] * 8, warm_up_s=10.0))
-    assert verdict.pays
-    assert not verdict.costs
-    assert verdict.speed_up == pytest.approx(2.0)
-    assert verdict.break_even_steps == 100
-
-
-def test_a_clear_loss_never_pays() -> None:
-    verdict = judge_compile(race([0.1] * 8, [0.13] * 8))
-    assert verdict.costs
-    assert verdict.break_even_steps is None
-
-
-def test_a_gain_below_three_percent_does_not_pay() -> None:
-    verdict = judge_compile(race([1.02] * 20, [1.0] * 20))
-    assert (verdict.pays, verdict.costs, verdict.break_even_steps) == (False, False, None)
+@pytest.mark.parametrize(
+    ("eager", "compiled", "pays", "costs", "break_even_steps"),
+    [
+        ([0.2] * 8, [0.1] * 8, True, False, 100),
+        ([0.1] * 8, [0.13] * 8, False, True, None),
+        ([1.02] * 20, [1.0] * 20, False, False, None),
+        ([0.1], [], False, False, None),
+    ],
+    ids=["a clear gain", "a clear loss", "a gain below three percent", "too few steps"],
+)
+def test_compiling_pays_after_a_number_of_steps_or_costs_or_neither(
+    eager: list[float], compiled: list[float], pays: bool, costs: bool, break_even_steps: int | None
+) -> None:
+    verdict = judge_compile(race(eager, compiled, warm_up_s=10.0))
+    assert (verdict.pays, verdict.costs, verdict.break_even_steps) == (pays, costs, break_even_steps)
+    assert verdict.speed_up == (pytest.approx(eager[0] / compiled[0]) if compiled else 0.0)
+    assert bool(verdict.failure) == (not compiled)
 
 
 def test_a_gain_within_the_spread_does_not_pay() -> None:
@@ -52,13 +52,6 @@ def test_a_gain_within_the_spread_does_not_pay() -> None:
     eager = [1.05 * generator.uniform(0.7, 1.3) for _ in range(8)]
     compiled = [generator.uniform(0.7, 1.3) for _ in range(8)]
     assert not judge_compile(race(eager, compiled)).pays
-
-
-def test_too_few_steps_are_a_failure() -> None:
-    verdict = judge_compile(race([0.1], []))
-    assert verdict.failure
-    assert not verdict.pays
-    assert not verdict.costs
 
 
 @given(
@@ -72,14 +65,11 @@ def test_a_verdict_never_both_pays_and_costs(eager: list[float], compiled: list[
     assert (verdict.break_even_steps is not None) == verdict.pays
 
 
-def test_steps_that_start_an_epoch_do_not_count() -> None:
-    steps = [step(0.1), step(0.1), step(5.0, is_odd=True), step(0.1)]
-    assert measure_throughput(steps, "cpu").items_per_s == pytest.approx(80)
-
-
-def test_steps_that_start_an_epoch_count_if_they_are_the_majority() -> None:
-    steps = [step(0.1), step(0.3, is_odd=True), step(0.3, is_odd=True)]
-    assert measure_throughput(steps, "cpu").step_s == pytest.approx(0.3)
+def test_steps_that_start_an_epoch_count_only_if_they_are_the_majority() -> None:
+    few = [step(0.1), step(0.1), step(5.0, is_odd=True), step(0.1)]
+    assert measure_throughput(few, "cpu").items_per_s == pytest.approx(80)
+    many = [step(0.1), step(0.3, is_odd=True), step(0.3, is_odd=True)]
+    assert measure_throughput(many, "cpu").step_s == pytest.approx(0.3)
 
 
 def test_work_is_cpu_time_on_a_cpu_and_wall_time_elsewhere() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.cli.demo.scenario import DemoOutcome
@@ -71,25 +73,19 @@ def _optimizer_wait_s(outcome: DemoOutcome) -> float:
     return max(0.0, statistics.median(after) - statistics.median(others)) if after and others else 0.0
 
 
-def _recoveries(outcome: DemoOutcome) -> list[Recovery]:
-    found = []
-    for attempt, failure in enumerate(outcome.failures, start=2):
-        event = outcome.restored(attempt)
-        if event is None:
-            continue
-        found.append(
-            Recovery(
-                what=failure.what,
-                at_step=failure.at_step,
-                status=failure.status,
+def _recoveries(outcome: DemoOutcome) -> Iterator[Recovery]:
+    for attempt, (failed, start) in enumerate(itertools.pairwise(outcome.starts), start=2):
+        if (event := outcome.restored(attempt)) is not None and failed.status is not None:
+            yield Recovery(
+                what=failed.failure,
+                at_step=failed.step,
+                status=failed.status,
                 restored=event["step"],
-                steps_lost=failure.at_step - event["step"],
+                steps_lost=failed.step - event["step"],
                 passed_over="skipped step" in event.get("detail", ""),
                 restore_s=event["seconds"],
-                back_s=outcome.starts[attempt - 1].first_step_s if attempt <= len(outcome.starts) else None,
+                back_s=start.first_step_s,
             )
-        )
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +99,8 @@ class DemoClaim:
 
 def check_claims(outcome: DemoOutcome) -> list[DemoClaim]:
     """Check every claim of the demo."""
-    killed, again, preempted = outcome.failures
+    killed, again, preempted, ending = outcome.starts
     began, after_damage, last = (outcome.restored_step(attempt) for attempt in (2, 3, 4))
-    ending = outcome.survivor
     return [
         DemoClaim(
             "killed with SIGKILL while a save was being written",
@@ -121,16 +116,14 @@ def check_claims(outcome: DemoOutcome) -> list[DemoClaim]:
             "killed with SIGKILL again, between two saves",
             again.status == -signal.SIGKILL
             and began is not None
-            and again.at_step > outcome.damage.step > began,
-            f"exit status {again.status} after step {again.at_step}",
+            and again.step > outcome.damage.step > began,
+            f"exit status {again.status} after step {again.step}",
         ),
         _damage_passed_over(outcome, after_damage),
         DemoClaim(
             "preempted with SIGTERM while saving: it saved, and ended with the status for a restart",
-            preempted.status == PREEMPTED_STATUS
-            and preempted.saving is not None
-            and last == preempted.at_step,
-            f"exit status {preempted.status} after step {preempted.at_step}; attempt 4 restored step {last}",
+            preempted.status == PREEMPTED_STATUS and preempted.saving is not None and last == preempted.step,
+            f"exit status {preempted.status} after step {preempted.step}; attempt 4 restored step {last}",
         ),
         DemoClaim(
             "finished, and wrote its done marker",
@@ -139,7 +132,7 @@ def check_claims(outcome: DemoOutcome) -> list[DemoClaim]:
         ),
         DemoClaim(
             "its last checkpoint verifies",
-            outcome.problems == (),
+            outcome.problems == [],
             "the checkpoint is missing"
             if outcome.problems is None
             else "; ".join(outcome.problems) or "every byte was hashed again",
@@ -152,7 +145,7 @@ def _damage_passed_over(outcome: DemoOutcome, found: int | None) -> DemoClaim:
     damage, event = outcome.damage, outcome.restored(3)
     message = f"skipped step {damage.step} of attempt {damage.attempt}"
     in_history = event is not None and message in event.get("detail", "")
-    on_stderr = any(message in line for start in outcome.starts[2:3] for line in start.output)
+    on_stderr = any(message in line for line in outcome.starts[2].output)
     older = found is not None and found < damage.step
     return DemoClaim(
         "a flipped byte in the newest checkpoint was found and reported, and the one before restored",
@@ -163,7 +156,7 @@ def _damage_passed_over(outcome: DemoOutcome, found: int | None) -> DemoClaim:
 
 
 def _equal(outcome: DemoOutcome) -> DemoClaim:
-    one, other = outcome.reference, outcome.survivor
+    one, other = outcome.reference, outcome.starts[-1]
     whole = one.status == 0 and one.step == other.step == outcome.steps
     is_equal = one.sha256 == other.sha256
     return DemoClaim(

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import IO, TYPE_CHECKING, TypeVar
 
 import holdfast
 from holdfast.checkpoint.format import names, run
@@ -36,29 +36,31 @@ _POLL_S = 0.001  # a save is in flight for less than a tenth of a second
 _LIMIT_S = 300.0
 
 
+@dataclass(slots=True)
+class Start:
+    """One start of a training: what it has sent so far, and its end."""
+
+    name: str  # "reference" or "survivor"
+    step: int = 0  # newest completed step
+    status: int | None = None  # exit status, after its end; -N if signal N ended it
+    sha256: str | None = None  # of weights and optimizer, after it has finished
+    failure: str = ""  # name of the failure that ended it
+    saving: int | None = None  # step of the save in progress at that failure
+    output: list[str] = field(default_factory=list)  # lines on stderr
+    first_step_s: float | None = None  # from its start to the end of its first step
+    optimizer_s: dict[int, float] = field(default_factory=dict)  # duration of optimizer.step(), by step
+
+
 class Child:
-    """A running training.
+    """A running training, which two threads record and show.
 
     Args:
         options: its command line.
-        on_step: called with step and loss after each step, in another thread.
-        on_line: called with each line that it writes to stderr, in another thread.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: list[str],
-        *,
-        on_step: Callable[[int, float], None],
-        on_line: Callable[[str], None],
-    ) -> None:
-        self.name = name
-        self.step = 0  # newest completed step
-        self.sha256: str | None = None  # of weights and optimizer, after it has finished
-        self.optimizer_s: dict[int, float] = {}  # duration of optimizer.step(), by step
-        self.first_step_s: float | None = None  # from its start to the end of its first step
-        self.output: list[str] = []  # lines on stderr
+    def __init__(self, name: str, options: list[str], screen: Screen) -> None:
+        self.record = Start(name)
+        self._screen = screen
         self._began = time.monotonic()
         self._process = subprocess.Popen(
             command(f"{__package__}.training", *options),
@@ -69,38 +71,33 @@ class Child:
             text=True,
             start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
-        self._receivers = [
-            threading.Thread(target=self._receive_steps, args=(on_step,), daemon=True),
-            threading.Thread(target=self._receive_lines, args=(on_line,), daemon=True),
+        receivers = (self._process.stdout, self._receive_facts), (self._process.stderr, self._receive_line)
+        self._threads = [
+            threading.Thread(target=_each_line, args=receiver, daemon=True) for receiver in receivers
         ]
-        for thread in self._receivers:
+        for thread in self._threads:
             thread.start()
 
-    def _receive_steps(self, on_step: Callable[[int, float], None]) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                try:
-                    facts = json.loads(line)
-                except ValueError:
-                    continue  # cut off by the kill, or output of a library
-                if not isinstance(facts, dict):
-                    continue
-                if "sha256" in facts:
-                    self.sha256 = facts["sha256"]
-                    continue
-                if self.first_step_s is None:
-                    self.first_step_s = time.monotonic() - self._began
-                self.step = facts["step"]
-                self.optimizer_s[self.step] = facts["optimizer_s"]
-                on_step(self.step, facts["loss"])
+    def _receive_facts(self, line: str) -> None:
+        record = self.record
+        try:
+            facts = json.loads(line)
+        except ValueError:
+            return  # cut off by the kill, or output of a library
+        if not isinstance(facts, dict):
+            return
+        if "sha256" in facts:
+            record.sha256 = facts["sha256"]
+            return
+        if record.first_step_s is None:
+            record.first_step_s = time.monotonic() - self._began
+        record.step = facts["step"]
+        record.optimizer_s[record.step] = facts["optimizer_s"]
+        self._screen.show_step(record.name, record.step, facts["loss"])
 
-    def _receive_lines(self, on_line: Callable[[str], None]) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for line in lines:
-                self.output.append(line.rstrip())
-                on_line(line.rstrip())
+    def _receive_line(self, line: str) -> None:
+        self.record.output.append(line)
+        self._screen.show_output(line)
 
     def wait_for(self, condition: Callable[[], _T], name: str) -> _T:
         """Wait until `condition()` is true, and return its value."""
@@ -110,9 +107,9 @@ class Child:
             if status is not None or time.monotonic() > deadline:
                 how = f"is still running after {format_duration(_LIMIT_S)}"
                 how = how if status is None else f"ended with status {status}"
-                tail = "\n".join(self.output[-20:])
+                tail = "\n".join(self.record.output[-20:])
                 raise RetryLater(
-                    f"The {self.name} of the demo {how}, before {name}. The end of its output:\n{tail}"
+                    f"The {self.record.name} of the demo {how}, before {name}. The end of its output:\n{tail}"
                 )
             time.sleep(_POLL_S)
         return found
@@ -121,23 +118,29 @@ class Child:
         """Send a signal to the process, if it is still running."""
         self._process.send_signal(number)
 
-    def wait(self) -> int:
+    def wait(self) -> Start:
         """Wait until the process has ended and all its output is received."""
         try:
-            status = self._process.wait(_LIMIT_S)
+            self.record.status = self._process.wait(_LIMIT_S)
         except subprocess.TimeoutExpired as error:
             raise RetryLater(
-                f"The {self.name} of the demo has not ended after {format_duration(_LIMIT_S)}."
+                f"The {self.record.name} of the demo has not ended after {format_duration(_LIMIT_S)}."
             ) from error
-        for thread in self._receivers:
+        for thread in self._threads:
             thread.join(_LIMIT_S)
-        return status
+        return self.record
 
     def end(self) -> None:
         """Kill the process, if it is still running."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
+
+
+def _each_line(lines: IO[str], receive: Callable[[str], None]) -> None:
+    with lines:
+        for line in lines:
+            receive(line.rstrip())
 
 
 _BLOCK_BYTES = 16 << 20
@@ -157,15 +160,14 @@ def write_raw(folder: Path, num_bytes: int) -> RawWrite:
     num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
     noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
     noise.write(os.urandom(len(noise)))  # some disks and hosts compress data
-    path = folder / "raw"
+    path, is_direct = folder / "raw", True
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
-        is_direct = True
+        fd = os.open(path, flags | os.O_DIRECT, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        is_direct = False
+        fd, is_direct = os.open(path, flags, 0o644), False
     began = time.perf_counter()
     try:
         done = 0
@@ -207,49 +209,19 @@ NUM_SAVES = 12
 _KEEPERS_LIMIT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """One failure of the survivor."""
-
-    what: str
-    status: int  # exit status; -N if signal N ended it
-    at_step: int  # its newest completed step
-    saving: int | None  # step of the save in progress when the signal was sent
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """One start of the survivor."""
-
-    output: tuple[str, ...]  # lines on stderr
-    first_step_s: float | None
-    optimizer_s: dict[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """End of a training."""
-
-    status: int
-    step: int
-    sha256: str | None
-
-
 @dataclass(slots=True)
 class DemoOutcome:
     """Observations during the scenario."""
 
     steps: int
     every: int
-    reference: Ending
-    survivor: Ending
-    failures: tuple[Failure, ...]
-    starts: tuple[Start, ...]
+    reference: Start
+    starts: list[Start]  # of the survivor: three that failed, and the last
     damage: Damage
-    raw_writes: tuple[RawWrite, ...]
+    raw_writes: list[RawWrite]
     done_step: int | None
-    events: list[Event] = field(default_factory=list)
-    problems: tuple[str, ...] | None = None  # of the last checkpoint; None if it is missing
+    events: list[Event]
+    problems: list[str] | None  # of the last checkpoint; None if it is missing
 
     def restored(self, attempt: int) -> Event | None:
         """Return the event of an attempt's restore, or None."""
@@ -281,7 +253,6 @@ class Scenario:
         self.steps, self.every, self.num_bytes = steps, steps // NUM_SAVES, num_bytes
         self.folder, self.screen = folder, screen
         self.children: list[Child] = []
-        self.failures: list[Failure] = []
         self.raw_writes: list[RawWrite] = []
 
     def run(self) -> DemoOutcome:
@@ -290,13 +261,13 @@ class Scenario:
             reference = self._start("reference")
             damage = self._run_failures()
             self.screen.show_event("the survivor starts again, without further failures")
-            survivor = self._start("survivor")
-            endings = [Ending(child.wait(), child.step, child.sha256) for child in (survivor, reference)]
+            self._start("survivor").wait()
+            reference.wait()
         finally:
             for child in self.children:
                 child.end()
             self.wait_for_keepers()
-        return self._outcome(endings[1], endings[0], damage)
+        return self._outcome(damage)
 
     def _run_failures(self) -> Damage:
         """Run the survivor up to its last failure."""
@@ -323,12 +294,7 @@ class Scenario:
         if name == "survivor":
             options += ["--home", self.home, "--hold", "0" if self.is_far else hold]
             options += ["--local", str(self.near)] if self.is_far else []
-        child = Child(
-            name,
-            options,
-            on_step=lambda step, loss: self.screen.show_step(name, step, loss),
-            on_line=self.screen.show_output,
-        )
+        child = Child(name, options, self.screen)
         self.children.append(child)
         return child
 
@@ -342,20 +308,20 @@ class Scenario:
         at_step: int = 0,
     ) -> None:
         """Send a signal at a step or during a save, and wait for the end."""
-        saving = None
+        record = child.record
         if saving_from is None:
-            child.wait_for(lambda: child.step >= at_step, f"step {at_step}")
+            child.wait_for(lambda: record.step >= at_step, f"step {at_step}")
         else:
             name = f"a save of step {saving_from} or later"
-            saving = child.wait_for(lambda: self._unfinished(saving_from), name)
+            record.saving = child.wait_for(lambda: self._unfinished(saving_from), name)
         child.send(number)
-        where = f"at step {child.step}"
-        if saving:
-            where += f", while the save of step {saving} was being written"
+        where = f"at step {record.step}"
+        if record.saving:
+            where += f", while the save of step {record.saving} was being written"
         self.screen.show_event(f"{number.name} to the survivor {where}")
-        status = child.wait()
-        self.failures.append(Failure(what, status, child.step, saving))
-        self.screen.show_event(f"the survivor ended with status {status} after step {child.step}")
+        record.failure = what
+        child.wait()
+        self.screen.show_event(f"the survivor ended with status {record.status} after step {record.step}")
         self.wait_for_keepers()
         if self.is_far:
             shutil.rmtree(self.near)
@@ -364,7 +330,7 @@ class Scenario:
     def _write_raw(self, child: Child, at_step: int) -> None:
         """Time a raw write while both trainings run."""
         name = f"step {at_step} without a save in progress"
-        child.wait_for(lambda: child.step >= at_step and self._unfinished(0) is None, name)
+        child.wait_for(lambda: child.record.step >= at_step and self._unfinished(0) is None, name)
         sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
         self.raw_writes.append(write_raw(self.folder, max(sizes, default=self.num_bytes)))
 
@@ -398,24 +364,16 @@ class Scenario:
                 raise RetryLater(f"A keeper of {self.home} has not ended after {_KEEPERS_LIMIT_S:.0f} s.")
             time.sleep(0.01)
 
-    def _outcome(self, reference: Ending, survivor: Ending, damage: Damage) -> DemoOutcome:
+    def _outcome(self, damage: Damage) -> DemoOutcome:
         store = open_store(self.home)
-        survivors = [child for child in self.children if child.name == "survivor"]
-        outcome = DemoOutcome(
-            steps=self.steps,
-            every=self.every,
-            reference=reference,
-            survivor=survivor,
-            failures=tuple(self.failures),
-            starts=tuple(Start(tuple(one.output), one.first_step_s, one.optimizer_s) for one in survivors),
-            damage=damage,
-            raw_writes=tuple(self.raw_writes),
-            done_step=None,
-            events=read_lines(store)[0],
-        )
+        reference, *starts = (child.record for child in self.children)
+        done_step = problems = None
         with contextlib.suppress(HoldfastError):  # then its claim fails
-            outcome.done_step = run.parse(run.Done, store.get(names.DONE), names.DONE).step
+            done_step = run.parse(run.Done, store.get(names.DONE), names.DONE).step
         with contextlib.suppress(HoldfastError):
             report = holdfast.open(self.home, step=self.steps).verify()
-            outcome.problems = tuple(problem.message for problem in report.problems)
-        return outcome
+            problems = [problem.message for problem in report.problems]
+        events, _ = read_lines(store)
+        return DemoOutcome(
+            self.steps, self.every, reference, starts, damage, self.raw_writes, done_step, events, problems
+        )

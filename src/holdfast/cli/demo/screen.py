@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import TextIO
 
 from rich.console import Console
@@ -13,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.demo.claims import DemoClaim, Figures, Recovery
-from holdfast.cli.tables import terminal_width
+from holdfast.cli.tables import Column, print_table, terminal_width
 from holdfast.system.units import format_bytes, format_duration
 
 _PIPED_WIDTH = 120
@@ -84,9 +86,10 @@ class Screen:
     def show_results(self, claims: list[DemoClaim], figures: Figures) -> None:
         """Print the tables, and every claim with its evidence."""
         self.console.print()
-        self.console.print(_recovery_table(figures.recoveries))
+        print_table(_RECOVERY_COLUMNS, figures.recoveries)
         self.console.print()
-        self.console.print(_figures_table(figures))
+        saving = Column("SAVING", itemgetter(0)), Column("", itemgetter(1), "right")
+        print_table(saving, _saving_rows(figures))
         self._line(Text(" " * 7), Text(_SHARE_VARIES, style="dim"))
         self.console.print()
         for claim in claims:
@@ -105,31 +108,30 @@ def _bars(console: Console) -> Progress:
     )
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
+def _status(one: Recovery) -> str:
+    return signal.Signals(-one.status).name if one.status < 0 else str(one.status)
 
 
-def _recovery_table(recoveries: tuple[Recovery, ...]) -> Table:
-    table = _table("FAILURE", "EXIT", "AT STEP", "RESTORED", "STEPS LOST", "RESTORE TOOK", "TRAINING AFTER")
-    for one in recoveries:
-        what = f"{one.what}, newest damaged" if one.passed_over else one.what
-        back = "-" if one.back_s is None else format_duration(one.back_s)
-        exit_ = signal.Signals(-one.status).name if one.status < 0 else one.status
-        numbers = (exit_, one.at_step, one.restored, one.steps_lost, format_duration(one.restore_s), back)
-        table.add_row(what, *map(str, numbers))
-    return table
+def _back(one: Recovery) -> str | None:
+    return None if one.back_s is None else format_duration(one.back_s)
 
 
-def _figures_table(figures: Figures) -> Table:
+_RECOVERY_COLUMNS = (
+    Column("FAILURE", lambda one: f"{one.what}, newest damaged" if one.passed_over else one.what),
+    Column("EXIT", _status, "right"),
+    Column("AT STEP", lambda one: one.at_step, "right"),
+    Column("RESTORED", lambda one: one.restored, "right"),
+    Column("STEPS LOST", lambda one: one.steps_lost, "right"),
+    Column("RESTORE TOOK", lambda one: format_duration(one.restore_s), "right"),
+    Column("TRAINING AFTER", _back, "right"),
+)
+
+
+def _saving_rows(figures: Figures) -> Iterator[tuple[str, str]]:
     raw = "raw O_DIRECT write" if figures.raw_is_direct else "raw buffered write (no O_DIRECT here)"
-    table = _table("SAVING", "")
-    table.add_row("saves", f"{figures.num_saves} of {format_bytes(figures.num_bytes)}")
-    table.add_row("save() blocked the loop, median", format_duration(figures.blocked_s))
-    table.add_row("optimizer.step() waited for the copy, median", format_duration(figures.optimizer_wait_s))
-    table.add_row("background write, durable and hashed, median", f"{figures.write_bps / 1e9:.2f} GB/s")
-    table.add_row(f"{raw} of the same size, median", f"{figures.raw_bps / 1e9:.2f} GB/s")
-    table.add_row("background write / raw write", f"{figures.write_share:.0%}")
-    return table
+    yield "saves", f"{figures.num_saves} of {format_bytes(figures.num_bytes)}"
+    yield "save() blocked the loop, median", format_duration(figures.blocked_s)
+    yield "optimizer.step() waited for the copy, median", format_duration(figures.optimizer_wait_s)
+    yield "background write, durable and hashed, median", f"{figures.write_bps / 1e9:.2f} GB/s"
+    yield f"{raw} of the same size, median", f"{figures.raw_bps / 1e9:.2f} GB/s"
+    yield "background write / raw write", f"{figures.write_share:.0%}"

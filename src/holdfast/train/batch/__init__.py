@@ -1,6 +1,5 @@
 """The batch size that fits in memory and reaches full throughput, found by measuring."""
 
-from holdfast.train.batch.estimate import estimate_peak
 from holdfast.train.batch.finder import Search, fit_batch
 from holdfast.train.batch.learning_rates import (
     Accumulation,
@@ -10,6 +9,7 @@ from holdfast.train.batch.learning_rates import (
     scale_rates,
 )
 from holdfast.train.batch.result import BatchFit, Probe, choose_size
+from holdfast.train.batch.step_cost import estimate_peak
 
 __all__ = [
     "Accumulation",

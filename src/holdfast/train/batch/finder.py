@@ -17,10 +17,15 @@ from holdfast.system import host_memory
 from holdfast.system.environment import read_integer
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration, plural
-from holdfast.train.batch.benchmark import STEPS_PER_PROBE, StepBenchmark
-from holdfast.train.batch.estimate import batch_size_of, estimate_peak, resize
 from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
 from holdfast.train.batch.result import BatchFit, Probe, choose_size
+from holdfast.train.batch.step_cost import (
+    STEPS_PER_PROBE,
+    StepBenchmark,
+    batch_size_of,
+    estimate_peak,
+    resize,
+)
 from holdfast.train.batch.training_state import Snapshot, TrainingState, collect_training_state, count_bytes
 
 _PRECISION = 0.03

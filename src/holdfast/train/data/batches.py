@@ -20,6 +20,7 @@ from holdfast.checkpoint.state.loader_watch import num_returned
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.rawbytes import view_bytes
+from holdfast.system.units import plural
 from holdfast.train.data.progress import (
     BatchProgress,
     Cursor,
@@ -31,6 +32,8 @@ from holdfast.train.data.progress import (
 )
 
 Unit = TypeVar("Unit")
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _MAX_AHEAD = 8  # steps that a program may read ahead of training, besides the worker processes of a loader
 
@@ -110,6 +113,16 @@ class Batches(ABC, Generic[Unit]):
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return the facts that the order depends on, besides the seed. A resume compares them."""
+
+    def _check_samples(self, number: int, settings: str = "", *, is_wrong: bool = False) -> None:
+        """Raise if some samples do not fill one batch, or if a setting is wrong."""
+        if is_wrong or number < (self.batch_size if self.drop_last else self._num_shares):
+            raise InvalidInput(
+                f"{plural(number, 'sample')} do not fill one batch of {self.batch_size} for "
+                f"{plural(self.world_size, 'rank')} (accumulation_steps={self.accumulation_steps}, "
+                f"drop_last={self.drop_last}{settings}).",
+                rank=self.rank,
+            )
 
     # -- iteration -------------------------------------------------------------------------------------------
 
@@ -302,6 +315,15 @@ def _check_use(of_caller: Mapping[str, Any], batches: Batches[Any]) -> None:
         "Pass it as DataLoader(data, batch_sampler=...), without batch_size, shuffle and drop_last.",
         rank=batches.rank,
     )
+
+
+def keep_two(kept: dict[_Key, _Value], key: _Key, make: Callable[[], _Value]) -> _Value:
+    """Return the value of a key. It is made unless it is one of the newest two, which are kept."""
+    if key not in kept:
+        while len(kept) > 1:
+            del kept[next(iter(kept))]
+        kept[key] = make()
+    return kept[key]
 
 
 def fingerprint(lengths: Sequence[int]) -> str:

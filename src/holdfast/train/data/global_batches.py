@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from holdfast.errors import InvalidInput
-from holdfast.system.units import plural
-from holdfast.train.data.batches import Batches
+from holdfast.train.data.batches import Batches, keep_two
 
 _NUM_ROUNDS = 8
 _FIRST, _SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd: any multiplier with many alternating bits
@@ -87,13 +85,7 @@ class GlobalBatches(Batches[int]):
 
     def __init__(self, num_samples: int, batch_size: int, *, shuffle: bool = True, **options: Any) -> None:
         super().__init__(batch_size, **options)
-        if num_samples < (batch_size if self.drop_last else self._num_shares):
-            raise InvalidInput(
-                f"{plural(num_samples, 'sample')} do not fill one batch of {batch_size} for "
-                f"{plural(self.world_size, 'rank')} (accumulation_steps={self.accumulation_steps}, "
-                f"drop_last={self.drop_last}).",
-                rank=self.rank,
-            )
+        self._check_samples(num_samples)
         self.num_samples, self.shuffle = num_samples, shuffle
         self._blocks: dict[tuple[int, int], list[int]] = {}  # of the order, by epoch and number; two
 
@@ -112,10 +104,9 @@ class GlobalBatches(Batches[int]):
         return [self._block(epoch, place // _BLOCK)[place % _BLOCK] for place in offsets]
 
     def _block(self, epoch: int, number: int) -> list[int]:
-        if (epoch, number) not in self._blocks:
-            while len(self._blocks) > 1:
-                del self._blocks[next(iter(self._blocks))]
+        def compute() -> list[int]:
             permute = KeyedPermutation(self.num_samples, f"{self.seed}/{epoch}".encode())
-            places = torch.arange(number * _BLOCK, min((number + 1) * _BLOCK, self.num_samples))
-            self._blocks[epoch, number] = permute(places).tolist()
-        return self._blocks[epoch, number]
+            return permute(torch.arange(start, min(start + _BLOCK, self.num_samples))).tolist()
+
+        start = number * _BLOCK
+        return keep_two(self._blocks, (epoch, number), compute)

@@ -156,22 +156,14 @@ _MAX_SKIPPED = 1_000  # skipped ranges of a run
 
 
 class Pass:
-    """One iteration over the rest of an epoch, which draws batches.
-
-    Attributes:
-        iterator: weak reference to it.
-        cursor: position after the newest batch; None before the first.
-        epoch: its epoch.
-        is_ended: it has drawn all batches.
-        num_completed: batches whose steps are complete.
-    """
+    """One iteration over the rest of an epoch, which draws batches."""
 
     def __init__(self, iterator: object) -> None:
         self.iterator = weakref.ref(iterator)
-        self.cursor: Cursor | None = None
-        self.epoch = 0
-        self.is_ended = False
-        self.num_completed = 0
+        self.cursor: Cursor | None = None  # position after the newest batch; None before the first
+        self.epoch = 0  # its epoch, from the first batch on
+        self.is_ended = False  # it has drawn all batches
+        self.num_completed = 0  # batches whose steps are complete
 
 
 class BatchProgress:

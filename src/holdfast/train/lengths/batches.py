@@ -2,41 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar, final
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeVar, final
 
 import torch
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
-from holdfast.train.data.batches import Batches, fingerprint
+from holdfast.train.data.batches import Batches, fingerprint, keep_two
 
 Unit = TypeVar("Unit")
 
 
-class ArrangedEpochs(Generic[Unit]):
-    """Units of epochs in order. The newest two are kept, since arranging them sorts all lengths.
+class ArrangedBatches(Batches[Unit]):
+    """Batches of samples of given lengths. All units of an epoch are arranged at once, by sorting."""
 
-    Args:
-        arrange: returns all units of an epoch, in an order that a generator decides.
-    """
+    def __init__(self, lengths: Sequence[int], batch_size: int, **options: Any) -> None:
+        super().__init__(batch_size, **options)
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._mark = fingerprint(lengths)
+        self._arranged: dict[int, list[Unit]] = {}  # by epoch; two
 
-    def __init__(self, seed: int, arrange: Callable[[torch.Generator], list[Unit]]) -> None:
-        self._seed, self._arrange = seed, arrange
-        self._kept: dict[int, list[Unit]] = {}
+    @abstractmethod
+    def _arrange(self, generator: torch.Generator) -> list[Unit]:
+        """Return all units of an epoch, in an order that a generator decides."""
 
-    def units(self, epoch: int) -> list[Unit]:
-        """Return the units of an epoch, in order."""
-        if epoch not in self._kept:
-            generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % 2**63)
-            while len(self._kept) > 1:
-                del self._kept[next(iter(self._kept))]
-            self._kept[epoch] = self._arrange(generator)
-        return self._kept[epoch]
+    def _arrange_epoch(self, epoch: int) -> list[Unit]:
+        def arrange() -> list[Unit]:
+            seed = (self.seed * 1_000_003 + epoch) % 2**63
+            return self._arrange(torch.Generator().manual_seed(seed))
+
+        return keep_two(self._arranged, epoch, arrange)
+
+    def _count_units(self, epoch: int) -> int:
+        return len(self._arrange_epoch(epoch))
+
+    def _units(self, epoch: int, offsets: Sequence[int]) -> list[Unit]:
+        arranged = self._arrange_epoch(epoch)
+        return [arranged[offset] for offset in offsets]
 
 
 @final
-class BucketBatches(Batches[int]):
+class BucketBatches(ArrangedBatches[int]):
     """Global batches of samples of similar length. Yields lists of the indices of this rank.
 
     All samples are shuffled, sorted by length within pools of several batches, and divided into batches,
@@ -53,25 +61,12 @@ class BucketBatches(Batches[int]):
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, *, pool: int = 20, **options: Any) -> None:
-        super().__init__(batch_size, **options)
-        if len(lengths) < (batch_size if self.drop_last else self._num_shares) or pool < 0:
-            raise InvalidInput(
-                f"{plural(len(lengths), 'sample')} do not fill one batch of {batch_size} for "
-                f"{plural(self.world_size, 'rank')} (accumulation_steps={self.accumulation_steps}, "
-                f"drop_last={self.drop_last}, pool={pool}).",
-                rank=self.rank,
-            )
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        super().__init__(lengths, batch_size, **options)
         self._pool = pool
-        self._mark = fingerprint(lengths)
-        self._epochs = ArrangedEpochs(self.seed, self._arrange)
+        self._check_samples(len(lengths), f", {pool=}", is_wrong=pool < 0)
 
     def _count_units(self, epoch: int) -> int:
         return len(self._lengths)
-
-    def _units(self, epoch: int, offsets: Sequence[int]) -> list[int]:
-        arranged = self._epochs.units(epoch)
-        return [arranged[offset] for offset in offsets]
 
     def _identity(self) -> dict[str, Any]:
         return {"lengths": self._mark, "pool": self._pool}
@@ -90,7 +85,7 @@ class BucketBatches(Batches[int]):
 
 
 @final
-class PackedBatches(Batches[list[int]]):
+class PackedBatches(ArrangedBatches[list[int]]):
     """Global batches of rows of several samples each. Yields lists of lists of indices.
 
     All samples are shuffled, and packed by first fit within pools. As the `batch_sampler=` of a DataLoader
@@ -110,17 +105,14 @@ class PackedBatches(Batches[list[int]]):
     def __init__(
         self, lengths: Sequence[int], batch_size: int, *, row_length: int, pool: int = 10_000, **options: Any
     ) -> None:
-        super().__init__(batch_size, **options)
+        super().__init__(lengths, batch_size, **options)
         if pool < 1 or not lengths:
             raise InvalidInput(
                 f"PackedBatches needs at least one sample and pool >= 1, got "
                 f"{plural(len(lengths), 'sample')} and {pool=}.",
                 rank=self.rank,
             )
-        self._lengths = list(lengths)
         self._row_length, self._pool = row_length, pool
-        self._mark = fingerprint(lengths)
-        self._epochs = ArrangedEpochs(self.seed, self._arrange)
         min_rows = batch_size if self.drop_last else self._num_shares
         if self._count_units(0) < min_rows:  # also rejects samples that are too long, before training starts
             raise InvalidInput(
@@ -130,13 +122,6 @@ class PackedBatches(Batches[list[int]]):
                 rank=self.rank,
             )
 
-    def _count_units(self, epoch: int) -> int:
-        return len(self._epochs.units(epoch))
-
-    def _units(self, epoch: int, offsets: Sequence[int]) -> list[list[int]]:
-        arranged = self._epochs.units(epoch)
-        return [arranged[offset] for offset in offsets]
-
     def _identity(self) -> dict[str, Any]:
         return {"lengths": self._mark, "row_length": self._row_length, "pool": self._pool}
 
@@ -145,7 +130,7 @@ class PackedBatches(Batches[list[int]]):
         rows: list[list[int]] = []
         for pool in torch.randperm(len(self._lengths), generator=generator).split(self._pool):
             members = pool.tolist()
-            packed = first_fit([self._lengths[index] for index in members], self._row_length)
+            packed = first_fit(self._lengths[pool].tolist(), self._row_length)
             rows += [[members[position] for position in row] for row in packed]
         order = torch.randperm(len(rows), generator=generator).tolist()  # else the emptiest rows come last
         return [rows[position] for position in order]

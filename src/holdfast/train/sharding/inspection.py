@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,16 +129,10 @@ def _facts(node: ModuleNode) -> str:
 
 def _runs(nodes: Sequence[ModuleNode]) -> Iterator[tuple[ModuleNode, str]]:
     """Yield nodes with their labels, equal neighbours as one: `(0-5): 6 x Block`."""
-    start = 0
-    while start < len(nodes):
-        end = start + 1
-        while end < len(nodes) and nodes[end] == nodes[start] and nodes[end].name.isdigit():
-            end += 1
-        label = nodes[start].name
-        if end - start > 1:
-            label += f"-{nodes[end - 1].name}, {end - start} times"
-        yield nodes[start], label
-        start = end
+    for _, run in itertools.groupby(nodes, key=lambda node: node if node.name.isdigit() else node.name):
+        first, *others = run
+        more = f"-{others[-1].name}, {len(others) + 1} times" if others else ""
+        yield first, first.name + more
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -170,7 +165,7 @@ def describe(model: nn.Module) -> Description:
     plain = [p for p in model.parameters() if id(p) not in known]
     plain_bytes = sum(p.nbytes for p in plain)
     layout = None if mesh is None else MeshLayout(mesh.size(), mesh.shape[-1])
-    root = _Tree(model).root
+    root = _tree_of(model)
     return Description(
         kind=root.kind,
         layout=layout,
@@ -225,43 +220,43 @@ def _unsharded(model: nn.Module) -> str:
     return "not sharded; call holdfast.shard(model) to shard it"
 
 
-class _Tree:
-    """Builder of the tree of a model's modules. Tied parameters count at their first occurrence."""
+def _tree_of(model: nn.Module) -> ModuleNode:
+    """Return the tree of a model's modules. Tied parameters count at their first occurrence."""
+    names: dict[int, list[str]] = {}
+    counted: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name.replace("_checkpoint_wrapped_module.", ""))
 
-    def __init__(self, model: nn.Module) -> None:
-        self._names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._names.setdefault(id(parameter), []).append(name.replace("_checkpoint_wrapped_module.", ""))
-        self._counted: set[int] = set()
-        self.root = self._node("", model, "", is_root=True)
-
-    def _node(self, name: str, module: nn.Module, path: str, *, is_root: bool = False) -> ModuleNode:
-        unit = _unit(module, is_root=is_root) if isinstance(module, FSDPModule) else None
-        inner = _unwrapped(module)
-        if not is_root and not any(isinstance(m, FSDPModule) for m in inner.modules() if m is not module):
-            count, tied = self._count(inner.parameters(), path)
-            return ModuleNode(name, _kind(inner), count, unit, tied)
-        count, tied = self._count(inner.parameters(recurse=False), path)
-        children = tuple(
-            self._node(child_name, child, f"{path}.{child_name}" if path else child_name)
-            for child_name, child in inner.named_children()
-            if any(True for _ in child.parameters())
-        )
-        return ModuleNode(name, _kind(inner), count, unit, tied, children)
-
-    def _count(self, parameters: Iterable[torch.Tensor], path: str) -> tuple[int, tuple[str, ...]]:
-        """Return the number of elements not counted yet, and the names that these parameters are tied to."""
-        own = f"{path}." if path else ""
-        count, tied = 0, []
+    def count(parameters: Iterable[torch.Tensor], path: str) -> tuple[int, tuple[str, ...]]:
+        """Return the number of elements not counted yet, and the names that the parameters are tied to."""
+        number, tied = 0, []
         for parameter in parameters:
-            first, *others = self._names[id(parameter)]
-            if id(parameter) in self._counted:
+            first, *others = names[id(parameter)]
+            if id(parameter) in counted:
                 tied.append(first)
                 continue
-            self._counted.add(id(parameter))
-            count += parameter.numel()
-            tied += [name for name in others if path and not name.startswith(own)]
-        return count, tuple(tied)
+            counted.add(id(parameter))
+            number += parameter.numel()
+            tied += [name for name in others if path and not name.startswith(path)]
+        return number, tuple(tied)
+
+    def node(name: str, module: nn.Module, path: str) -> ModuleNode:
+        is_root = module is model
+        unit = _unit(module, is_root=is_root) if isinstance(module, FSDPModule) else None
+        inner = _unwrapped(module)
+        is_whole = not is_root and not any(
+            isinstance(part, FSDPModule) for part in inner.modules() if part is not module
+        )
+        number, tied = count(inner.parameters(recurse=is_whole), path)
+        children = () if is_whole else inner.named_children()
+        nodes = tuple(
+            node(child_name, child, f"{path}{child_name}.")
+            for child_name, child in children
+            if any(True for _ in child.parameters())
+        )
+        return ModuleNode(name, _kind(inner), number, unit, tied, nodes)
+
+    return node("", model, "")
 
 
 def _unit(module: Any, *, is_root: bool) -> Unit:

@@ -16,32 +16,21 @@ from holdfast.system.environment import read_integer
 from holdfast.system.units import plural
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessGroupInfo:
-    """The process group from the view of one rank."""
-
-    rank: int
-    num_ranks: int
-    device: str  # device type to compute on, such as "cpu" or "cuda"
-    backend: str  # backend for tensors of that device, such as "gloo" or "nccl"
-
-
-def ensure_process_group(device: str | None) -> ProcessGroupInfo:
-    """Return the process group. A single process without one gets a group of one.
+def ensure_process_group(device: str | None) -> str:
+    """Return the device type to compute on. A single process without a process group gets a group of one.
 
     Ranks: not collective.
     """
     accelerator = accelerator_type()
     if not dist.is_initialized():
         _make_group_of_one(accelerator if device is None else device)
-    backends = backends_of(None)
-    chosen = choose_device(device, accelerator, backends)
+    chosen = choose_device(device, accelerator, backends_of(None))
     if chosen == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise Unsupported(
             f"torch {torch.__version__} supports sharded models (FSDP2) on accelerators only. Install "
             "torch 2.7 or newer to shard on CPUs. Nothing was changed."
         )
-    return ProcessGroupInfo(dist.get_rank(), dist.get_world_size(), chosen, backends[chosen])
+    return chosen
 
 
 def accelerator_type() -> str | None:

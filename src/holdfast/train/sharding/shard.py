@@ -182,21 +182,22 @@ def shard(
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
-    group = ensure_process_group(device)
-    layout = make_mesh_layout(shards, group.num_ranks)
+    device = ensure_process_group(device)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    layout = make_mesh_layout(shards, num_ranks)
     blocks = find_blocks(model, wrap)
     _check_dtypes(model, blocks)
     digest = digest_model(model)
-    digests = [digest] * group.num_ranks
-    if group.num_ranks > 1:
+    digests = [digest] * num_ranks
+    if num_ranks > 1:
         dist.all_gather_object(digests, digest)
-    source = choose_source(model, digests, weights, group.rank)
-    make_units(model, blocks.names, layout, group.device, options)
+    source = choose_source(model, digests, weights, rank)
+    make_units(model, blocks.names, layout, device, options)
     if digest.on_meta:
-        materialize(model, group.device, cpu_offload=cpu_offload)
-    sent_bytes = 0 if source is None else broadcast_weights(model, source, group.device, group.rank)
+        materialize(model, device, cpu_offload=cpu_offload)
+    sent_bytes = 0 if source is None else broadcast_weights(model, source, device, rank)
     _check_sharded(model, layout)
-    if group.rank == 0 and not quiet:
+    if rank == 0 and not quiet:
         _print(model, blocks, source and f"loaded {source.description}, {sent_bytes:,} bytes sent")
     return model
 

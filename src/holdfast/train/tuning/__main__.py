@@ -18,13 +18,12 @@ import torch
 
 from holdfast.system.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
-from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
-from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
+from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
-from holdfast.train.tuning.script_profile import RunSpec, read_spec, write_result
-from holdfast.train.tuning.sync_watcher import SyncWatcher
-from holdfast.train.tuning.timing_watcher import TimingWatcher
-from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
+from holdfast.train.tuning.questions import RunSpec
+from holdfast.train.tuning.script_profile import read_spec, write_result
+from holdfast.train.tuning.step_profile import make_watcher
+from holdfast.train.tuning.tracker import StepTracker, StopRun
 
 
 def main(own: Path) -> int:
@@ -38,8 +37,7 @@ def main(own: Path) -> int:
     compiled_at: list[SourceLine] = []
     _note_compile(compiled_at)
     _keep_saves(own / "saves")
-    settings = None if spec.loader is None else LoaderSettings(spec.loader, spec.num_workers, spec.batch_size)
-    loaders = LoaderMonitor(settings)
+    loaders = LoaderMonitor(spec.loader)
     results: list[Any] = []
 
     def receive(facts: Any) -> None:
@@ -47,7 +45,7 @@ def main(own: Path) -> int:
         if is_first:
             write_result(own, {"facts": dataclasses.asdict(facts)})
 
-    tracker = StepTracker(_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
+    tracker = StepTracker(make_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
     tracker.start()
     has_failed = False
     try:
@@ -65,16 +63,6 @@ def main(own: Path) -> int:
         if not results and is_first:
             write_result(own, {"failure": "the script ended without an optimizer step"})
     return int(has_failed)
-
-
-def _watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> StepWatcher[Any]:
-    if spec.question == "steps":
-        return TimingWatcher(spec.num_steps, loaders, compiled_at=compiled_at)
-    if spec.question == "syncs":
-        return SyncWatcher(spec.num_steps)
-    if spec.question == "graphs":
-        return GraphWatcher(spec.num_steps, compiles_itself=spec.compiles_itself)
-    return CompileWatcher(spec.variant, spec.num_steps)
 
 
 def _run(spec: RunSpec) -> None:

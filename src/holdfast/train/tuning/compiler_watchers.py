@@ -18,6 +18,7 @@ from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, g
 from typing_extensions import override
 
 from holdfast.train.tuning import source_lines, tracker
+from holdfast.train.tuning.eager_watchers import DeviceClock
 from holdfast.train.tuning.measurements import (
     CompileMeasurements,
     GraphBreak,
@@ -25,7 +26,6 @@ from holdfast.train.tuning.measurements import (
     Recompile,
     SourceLine,
 )
-from holdfast.train.tuning.timing_watcher import DeviceClock
 from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo, traceable
 
 _SHAPE_WORDS = ("size", "stride", "shape", "rank mismatch")

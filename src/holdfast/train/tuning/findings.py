@@ -15,8 +15,6 @@ from holdfast.train.tuning.measurements import (
     MIN_GAIN,
     CompileVerdict,
     GraphMeasurements,
-    HostSync,
-    Recompile,
     RowLengths,
     SourceLine,
     StepMeasurements,
@@ -66,34 +64,27 @@ _OTHERWISE = "Do it every so many steps, or outside of the step."
 
 def find_syncs(syncs: SyncMeasurements, step_s: float) -> list[Finding]:
     """Find lines that make the host wait in most steps. Occasional syncs are not findings."""
-    return [
-        _sync_finding(sync, syncs, step_s)
-        for sync in syncs.found
-        if sync.num_steps >= max(2, _MIN_SHARE_OF_STEPS * syncs.num_steps)
-    ]
-
-
-def _sync_finding(sync: HostSync, syncs: SyncMeasurements, step_s: float) -> Finding:
-    each_s, times = (total / max(1, syncs.num_steps) for total in (sync.seconds, sync.num_times))
-    is_each = sync.num_steps >= syncs.num_steps - 1  # code after the last step is not watched
-    frequency = "every step" if is_each else f"{sync.num_steps} of {plural(syncs.num_steps, 'step')}"
-    library = f", by {sync.inside.file}:{sync.inside.line}" if sync.inside else ""
-    count = f", {times:.0f} times" if times > 1.5 else ""
-    where = " in the model" if sync.in_forward else ""
-    is_long = each_s > _NOTICEABLE * step_s
-    costs = f"the host waits {format_duration(each_s)} per step"
-    if syncs.device == "cpu":
-        cost = f"{format_duration(each_s)} per step" if is_long else "nothing"
-        costs = f"{cost} on this CPU; on a GPU the host waits until the device has finished its queue"
-    return Finding(
-        kind="sync",
-        place=sync.place,
-        seen=f"{sync.kind}{where} in {frequency}{count}{library}",
-        costs=costs,
-        change=_CHANGES.get(sync.kind, _OTHERWISE),
-        after=f"at best {format_duration(max(0.0, step_s - each_s))} per step" if is_long else "no wait",
-        share=each_s / step_s if step_s else None,
-    )
+    found = []
+    for sync in syncs.found:
+        if sync.num_steps < max(2, _MIN_SHARE_OF_STEPS * syncs.num_steps):
+            continue
+        each_s, times = (total / max(1, syncs.num_steps) for total in (sync.seconds, sync.num_times))
+        is_each = sync.num_steps >= syncs.num_steps - 1  # code after the last step is not watched
+        frequency = "every step" if is_each else f"{sync.num_steps} of {plural(syncs.num_steps, 'step')}"
+        library = f", by {sync.inside.file}:{sync.inside.line}" if sync.inside else ""
+        count = f", {times:.0f} times" if times > 1.5 else ""
+        where = " in the model" if sync.in_forward else ""
+        is_long = each_s > _NOTICEABLE * step_s
+        costs = f"the host waits {format_duration(each_s)} per step"
+        if syncs.device == "cpu":
+            cost = f"{format_duration(each_s)} per step" if is_long else "nothing"
+            costs = f"{cost} on this CPU; on a GPU the host waits until the device has finished its queue"
+        after = f"at best {format_duration(max(0.0, step_s - each_s))} per step" if is_long else "no wait"
+        change = _CHANGES.get(sync.kind, _OTHERWISE)
+        seen = f"{sync.kind}{where} in {frequency}{count}{library}"
+        share = each_s / step_s if step_s else None
+        found.append(Finding("sync", sync.place, seen, costs, change, after, share))
+    return found
 
 
 def find_breaks(graphs: GraphMeasurements, syncs: Sequence[Finding]) -> list[Finding]:
@@ -123,27 +114,24 @@ def _line(place: SourceLine | None) -> tuple[str, int] | None:
 
 def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]:
     """Find functions that are compiled repeatedly."""
-    return [
-        _recompile_finding(one, graphs, num_shapes)
-        for one in graphs.recompiles
-        if one.num_times >= _MIN_RECOMPILES or one.hit_limit
-    ]
-
-
-def _recompile_finding(one: Recompile, graphs: GraphMeasurements, num_shapes: int) -> Finding:
-    why = one.reasons[0] if one.reasons else "unknown"
-    if one.is_shape:
-        seen = f"`{one.function}` is recompiled for new shapes ({num_shapes} distinct ones): {why}"
-        change = (
-            "Pad to a multiple or use buckets, so that few shapes occur; or compile one graph for all of "
-            "them: `dynamic=None` or `True`, `torch._dynamo.mark_dynamic`."
-        )
-    else:
-        seen = f"`{one.function}` is recompiled because a constant in its graph changed: {why}"
-        change = "Keep values that change in every step out of the model, or make them tensors (buffers)."
-    given_up = "; then the compiler gave up, and it runs eagerly" if one.hit_limit else ""
-    costs = f"recompiled {one.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}"
-    return Finding("recompile", one.place, seen, costs, change, "compiled once")
+    found = []
+    for one in graphs.recompiles:
+        if one.num_times < _MIN_RECOMPILES and not one.hit_limit:
+            continue
+        why = one.reasons[0] if one.reasons else "unknown"
+        if one.is_shape:
+            seen = f"`{one.function}` is recompiled for new shapes ({num_shapes} distinct ones): {why}"
+            change = (
+                "Pad to a multiple or use buckets, so that few shapes occur; or compile one graph for all of "
+                "them: `dynamic=None` or `True`, `torch._dynamo.mark_dynamic`."
+            )
+        else:
+            seen = f"`{one.function}` is recompiled because a constant in its graph changed: {why}"
+            change = "Keep values that change in every step out of the model, or make them tensors (buffers)."
+        given_up = "; then the compiler gave up, and it runs eagerly" if one.hit_limit else ""
+        costs = f"recompiled {one.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}"
+        found.append(Finding("recompile", one.place, seen, costs, change, "compiled once"))
+    return found
 
 
 # -- input ---------------------------------------------------------------------------------------------------

@@ -136,8 +136,6 @@ class CompileMeasurements:
     step_s: float  # duration of a complete eager step, in the same unit
     eager_bytes: int | None  # peak memory of an eager step, beyond its start
     compiled_bytes: int | None
-    losses: tuple[float, ...] = ()
-    failure: str = ""
 
 
 MIN_GAIN = 0.03  # smallest difference that counts. Steps of the same program differ by 3 to 4 %
@@ -174,8 +172,8 @@ class CompileVerdict:
 
 def judge_compile(race: CompileMeasurements) -> CompileVerdict:
     """Return the verdict on a comparison of compiled and eager steps."""
-    if race.failure or len(race.eager_s) < 2 or len(race.compiled_s) < 2:
-        why = race.failure or "too few steps without compilation"
+    if len(race.eager_s) < 2 or len(race.compiled_s) < 2:
+        why = "too few steps without compilation"
         return CompileVerdict(race.variant, 0.0, 0.0, race.warm_up_s, None, None, why)
     eager, compiled = statistics.median(race.eager_s), statistics.median(race.compiled_s)
     noise = max(MIN_GAIN, 2 * math.hypot(_error(race.eager_s), _error(race.compiled_s)))

@@ -12,12 +12,12 @@ from holdfast.errors import InvalidInput
 from holdfast.train.batch.training_state import Snapshot, collect_training_state
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
+from holdfast.train.tuning.eager_watchers import SyncWatcher, TimingWatcher
 from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
-from holdfast.train.tuning.measurements import judge_compile, measure_throughput
-from holdfast.train.tuning.sync_watcher import SyncWatcher
-from holdfast.train.tuning.timing_watcher import TimingWatcher
-from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun, T
+from holdfast.train.tuning.measurements import SourceLine
+from holdfast.train.tuning.questions import Profile, RunSpec
+from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
 
 
 def tune(
@@ -55,56 +55,34 @@ def tune(
     if not kept:
         raise InvalidInput("tune() got no batches. Pass a data loader or a list of batches.")
     snapshot = Snapshot(collect_training_state(state))
+    spec = RunSpec("steps", getattr(step, "__qualname__", "step"), (), num_steps)
     try:
-        return _profile(step, kept, num_steps, compares_compiled=compile)
+        profile = Profile(lambda spec, _: _measure(step, kept, spec), spec, ("syncs", "shapes"))
+        if compile:
+            torch._dynamo.reset()
+            profile.race("whole")
+            torch._dynamo.reset()
+        profile.findings += findings.find_compile(profile.steps, profile.verdicts)
+        return profile.report()
     finally:
         snapshot.restore()
 
 
-def _profile(
-    step: Callable[[Any], object], batches: Sequence[Any], num_steps: int, *, compares_compiled: bool
-) -> TuningReport:
-    def measure(watcher: StepWatcher[T], loaders: LoaderMonitor | None = None) -> T:
-        return _measure(step, batches, watcher, loaders or LoaderMonitor())
-
-    loaders = LoaderMonitor()
-    steps = measure(TimingWatcher(num_steps, loaders, compiled_at=[]), loaders)
-    now = measure_throughput(steps.steps, steps.device)
-    paddings = findings.compare_lengths(steps.lengths)
-    syncs = findings.find_syncs(measure(SyncWatcher(num_steps)), now.step_s)
-    graphs = measure(GraphWatcher(num_steps, compiles_itself=False))
-    breaks = findings.find_breaks(graphs, syncs)
-    recompiles = findings.find_recompiles(graphs, len(set(steps.shapes)))
-    verdicts = []
-    if compares_compiled:
-        torch._dynamo.reset()
-        verdicts.append(judge_compile(measure(CompileWatcher("whole", num_steps))))
-        torch._dynamo.reset()
-    found = [
-        *findings.find_padding(steps, paddings),
-        *breaks,
-        *findings.exclude_lines(syncs, breaks),
-        *findings.exclude_lines(recompiles, breaks),
-        *findings.find_compile(steps, verdicts),
-    ]
-    failures = (f"graphs: the compiler cannot trace the model: {graphs.failure}",) if graphs.failure else ()
-    return TuningReport(
-        script=getattr(step, "__qualname__", "step"),
-        steps=steps,
-        throughput=now,
-        findings=tuple(sorted(found, key=lambda one: -(one.share or 0.0))),
-        verdicts=tuple(verdicts),
-        paddings=paddings,
-        unanswered=failures,
-    )
+def make_watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> StepWatcher[Any]:
+    """Return the watcher for a question."""
+    if spec.question == "steps":
+        return TimingWatcher(spec.num_steps, loaders, compiled_at=compiled_at)
+    if spec.question == "syncs":
+        return SyncWatcher(spec.num_steps)
+    if spec.question == "graphs":
+        return GraphWatcher(spec.num_steps, compiles_itself=spec.compiles_itself)
+    return CompileWatcher(spec.variant, spec.num_steps)
 
 
-def _measure(
-    step: Callable[[Any], object], batches: Sequence[Any], watcher: StepWatcher[T], loaders: LoaderMonitor
-) -> T:
-    """Return the measurements of a watcher over some steps."""
-    results: list[T] = []
-    tracker = StepTracker(watcher, loaders, on_result=results.append)
+def _measure(step: Callable[[Any], object], batches: Sequence[Any], spec: RunSpec) -> Any:
+    """Return the measurements of some steps, as a specification has it."""
+    loaders, results = LoaderMonitor(), []
+    tracker = StepTracker(make_watcher(spec, loaders, []), loaders, on_result=results.append)
     tracker.start()
     try:
         for number, batch in enumerate(itertools.cycle(batches)):

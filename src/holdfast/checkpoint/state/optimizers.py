@@ -39,7 +39,7 @@ _get_values = operator.methodcaller("values")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLayout:
-    """Positions and names of the tensors and plain values in an optimizer's state, while `facts` stay the same."""
+    """Positions and names of the values in an optimizer's state, valid while `facts` stay the same."""
 
     facts: tuple[Any, ...]  # see `_facts`
     alive: tuple[Any, ...]  # objects whose ids are in the facts
@@ -52,7 +52,7 @@ class OptimizerLayout:
 
 
 def _facts(optimizer: Optimizer, parameter_names: dict[int, str]) -> tuple[Any, ...] | None:
-    """Return the identities of an optimizer's parameters, and keys and types of its state; None without dicts."""
+    """Return the facts that a layout depends on: identities, and keys and types of state; None without dicts."""
     states = optimizer.state.values()
     if not {dict}.issuperset(map(type, states)):
         return None
@@ -167,7 +167,7 @@ class OptimizerEntry(StateEntry):
     def _find_layout(
         self, collector: TensorCollector, named: Named, facts: tuple[Any, ...]
     ) -> OptimizerLayout | None:
-        """Return the layout of a state of plain values and tensors that are not composite; None for any other."""
+        """Return the layout of a state of plain values and tensors, none of them composite; else None."""
         state = self.value.state
         place = {id(owner): i for i, owner in enumerate(state)}
         pairs = [(fqn, parameter) for fqn, parameter in chain.from_iterable(named) if id(parameter) in place]

@@ -30,7 +30,7 @@ class SavedOptimizer:
 
 
 def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
-    """Return the saved optimizer under a key for the live groups of parameters, and record all differences."""
+    """Return the saved optimizer for the live groups of parameters, and record all differences."""
     parts = list(plan.all_values(key))
     for values in parts:
         _check_saved(key, values)
@@ -66,7 +66,7 @@ def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
 def _options(
     key: str, plan: Load, groups: list[dict[str, Any]], live: list[list[str]]
 ) -> list[dict[str, Any] | None]:
-    """Return the saved options of the group with the same parameters as each live one, or with some of them."""
+    """Return for each live group the options of a saved one with the same parameters, or with some."""
     primary = {plan.rename(alias): plan.rename(name) for alias, name in plan.tied.items()}
     held = [{primary.get(name, name) for name in map(plan.rename, group["params"])} for group in groups]
     found: list[dict[str, Any] | None] = []

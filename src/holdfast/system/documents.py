@@ -24,21 +24,14 @@ MAX_COUNT = 2**53 - 1
 """Greatest count, size and offset: the greatest integer that every JSON reader keeps exactly."""
 MAX_TEXT_CHARS = 1 << 16  # characters of a text whose member has no limit of its own
 
-_MANY_ITEMS = 16  # from here on, checking them as a whole takes less time
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LONG_INTEGER = b"0" * (
-    MAX_DIGITS + 1
-)  # once all digits are zeros; a regular expression takes ten times as long
+_LONG_INTEGER = b"0" * (MAX_DIGITS + 1)  # once all digits are zeros
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_NUMBER = 1.7e308
 _MAX_INTEGER = 2**64 - 1
 _T = TypeVar("_T")
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
-
-
-class _Refused(ValueError):
-    pass
 
 
 def decode(
@@ -62,11 +55,16 @@ def decode(
         )
     try:
         data = text.encode() if isinstance(text, str) else bytes(text)
-        value = (_SLOW if _has_long_integer(data, max_depth) else _FAST).decode(data.decode())
+        bare = _STRING.sub(b"", data)
+        _check_depth(bare, max_depth)
+        # A regular expression takes ten times as long.
+        has_long_integer = _LONG_INTEGER in bare.translate(_DIGITS_AS_ZEROS)
+        value = (_SLOW if has_long_integer else _FAST).decode(data.decode())
         if not any_text and _ESCAPED_SURROGATE.search(data):
             _check_texts(value)
     except (ValueError, RecursionError) as error:
-        raise Corrupt(f"{what} is not valid JSON: {_reason(error)}.", key=what) from error
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"[:200]
+        raise Corrupt(f"{what} is not valid JSON: {reason}.", key=what) from error
     return value
 
 
@@ -82,17 +80,6 @@ def decode_object(
     return Fields(decode(text, what, max_bytes=max_bytes, max_depth=max_depth, any_text=any_text), what)
 
 
-def _has_long_integer(data: bytes, max_depth: int) -> bool:
-    """Return True if a JSON text may have an integer that is too long; raise if it is nested too deeply."""
-    bare = _STRING.sub(b"", data)
-    _check_depth(bare, max_depth)
-    return _LONG_INTEGER in bare.translate(_DIGITS_AS_ZEROS)
-
-
-def _reason(error: ValueError | RecursionError) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"[:200]
-
-
 def _check_depth(bare: bytes, max_depth: int) -> None:
     brackets = bare.translate(None, _NO_BRACKETS)
     left = brackets
@@ -104,7 +91,7 @@ def _check_depth(bare: bytes, max_depth: int) -> None:
     for bracket in brackets if left else b"":
         depth += 1 if bracket in b"[{" else -1
         if depth > max_depth:
-            raise _Refused(f"it is nested more than {max_depth} deep")
+            raise ValueError(f"it is nested more than {max_depth} deep")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -112,29 +99,29 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise _Refused(f"the key {shown(twice)} is in an object twice")
+        raise ValueError(f"the key {shown(twice)} is in an object twice")
     return members
 
 
 def _integer(digits: str) -> int:
     if len(digits.removeprefix("-")) > MAX_DIGITS:
-        raise _Refused(f"it holds an integer of {len(digits)} digits; at most {MAX_DIGITS} are allowed")
+        raise ValueError(f"it holds an integer of {len(digits)} digits; at most {MAX_DIGITS} are allowed")
     return int(digits)
 
 
 def _number(digits: str) -> float:
     if len(digits) > MAX_NUMBER_CHARS:
-        raise _Refused(
+        raise ValueError(
             f"it holds a number of {len(digits)} characters; at most {MAX_NUMBER_CHARS} are allowed"
         )
     number = float(digits)
     if not math.isfinite(number):
-        raise _Refused(f"it holds the number {digits}, which is not finite")
+        raise ValueError(f"it holds the number {digits}, which is not finite")
     return number
 
 
 def _constant(name: str) -> NoReturn:
-    raise _Refused(f"it holds {name}, which is not JSON")
+    raise ValueError(f"it holds {name}, which is not JSON")
 
 
 _FAST = json.JSONDecoder(object_pairs_hook=_object, parse_float=_number, parse_constant=_constant)
@@ -186,12 +173,6 @@ def refuse(what: str, name: str, expected: str, found: object) -> NoReturn:
     raise Corrupt(f"{what}: {name} should be {expected}, found {shown(found)}.", key=what)
 
 
-def _are_integers(items: list[Any], at_least: int, at_most: int) -> bool:
-    if len(items) < _MANY_ITEMS:
-        return all(type(item) is int and at_least <= item <= at_most for item in items)
-    return set(map(type, items)) == {int} and at_least <= min(items) and max(items) <= at_most
-
-
 def read_integers(
     value: Any, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
 ) -> tuple[int, ...]:
@@ -199,15 +180,13 @@ def read_integers(
     if (
         type(value) is list
         and (max_items is None or len(value) <= max_items)
-        and _are_integers(value, at_least, at_most)
+        and {int}.issuperset(map(type, value))
+        and (not value or (at_least <= min(value) and max(value) <= at_most))
     ):
         return tuple(value)
     most = "" if max_items is None else f"at most {max_items} "
-    bad = (
-        value
-        if type(value) is not list
-        else next((one for one in value if type(one) is not int or not at_least <= one <= at_most), value)
-    )
+    items = value if type(value) is list else ()
+    bad = next((one for one in items if type(one) is not int or not at_least <= one <= at_most), value)
     raise ValueError(f"expected an array of {most}integers from {at_least} to {at_most}, found {shown(bad)}")
 
 
@@ -349,8 +328,11 @@ Count = Annotated[int, Bounds()]
 def read_members(cls: type[_T], body: Fields) -> _T:
     """Return a dataclass from the members of its fields; others are ignored, and null is a default."""
     hints, required = _fields_of(cls)
-    given = {name: body.members[name] for name in hints if name in body.members}
-    members = {name: value for name, value in given.items() if value is not None or name in required}
+    members = {
+        name: value
+        for name, value in body.members.items()
+        if name in required or (name in hints and value is not None)
+    }
     return read_dataclass(cls, members, body.what)
 
 
@@ -365,8 +347,8 @@ def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
     hints, required = _fields_of(cls)
     for name in members.keys() - hints.keys():
         raise Corrupt(f"{what} has the unknown member {shown(name)}.", key=what)
-    if lacking := [name for name in hints if name in required - members.keys()]:
-        raise Corrupt(f"{what} lacks {lacking[0]!r}.", key=what)
+    if lacking := required - members.keys():
+        raise Corrupt(f"{what} lacks {min(lacking, key=list(hints).index)!r}.", key=what)
     arguments = {name: read_as(hints[name], member, f"{what}: {name}") for name, member in members.items()}
     try:
         return cls(**arguments)
@@ -378,11 +360,7 @@ def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
 def _fields_of(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    required = frozenset(
-        field.name
-        for field in fields
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    )
+    required = frozenset(field.name for field in fields if field.default is field.default_factory)  # missing
     return {field.name: hints[field.name] for field in fields}, required
 
 
@@ -392,10 +370,15 @@ def read_as(hint: Any, value: Any, what: str) -> Any:
     if hint is Any or hint is object:
         return value
     if origin is Annotated:
-        return _read_annotated(arguments[0], arguments[1], value, what)
+        hint, mark = arguments[0], arguments[1]
+        if not isinstance(mark, Bounds):
+            return mark(value, what)
+        found = read_as(hint, value, what)
+        mark.check(found, what)
+        return found
     if origin in (typing.Union, types.UnionType):
         return _read_as_one_of(arguments, value, what)
-    if origin in _ARRAYS:
+    if origin in (tuple, list, frozenset, set):
         return _read_as_array(origin, arguments, value, what)
     if origin in (dict, Mapping):
         return {
@@ -414,30 +397,14 @@ def _read_plain(hint: Any, value: Any, what: str) -> Any:
         if value not in [one.value for one in hint]:
             raise Corrupt(f"{what} should be a {hint.__name__}, found {shown(value)}.", key=what)
         return hint(value)
-    if not _is_plain(hint, value):
+    if hint is float and type(value) in (int, float) and abs(value) <= MAX_NUMBER:
+        return float(value)
+    is_plain = hint in (str, bool, int, type(None)) and type(value) is hint
+    if not is_plain or (hint is int and abs(value) > _MAX_INTEGER):
         raise Corrupt(
             f"{what} should be of type {getattr(hint, '__name__', hint)}, found {shown(value)}.", key=what
         )
-    return float(value) if hint is float else value
-
-
-def _read_annotated(hint: Any, mark: Any, value: Any, what: str) -> Any:
-    if not isinstance(mark, Bounds):
-        return mark(value, what)
-    found = read_as(hint, value, what)
-    mark.check(found, what)
-    return found
-
-
-_ARRAYS: dict[Any, Any] = {tuple: tuple, list: list, frozenset: frozenset, set: set}
-
-
-def _is_plain(hint: Any, value: Any) -> bool:
-    if hint is float:
-        return type(value) in (int, float) and abs(value) <= MAX_NUMBER
-    if hint is int:
-        return type(value) is int and abs(value) <= _MAX_INTEGER
-    return hint in (str, bool, type(None)) and type(value) is hint
+    return value
 
 
 def _read_as_one_of(hints: tuple[Any, ...], value: Any, what: str) -> Any:
@@ -454,7 +421,7 @@ def _read_as_array(origin: Any, hints: tuple[Any, ...], value: Any, what: str) -
         if len(hints) != len(value):
             refuse(what, "it", f"an array of {len(hints)} items", value)
         return tuple(read_as(hint, item, what) for hint, item in zip(hints, value, strict=True))
-    return _ARRAYS[origin](read_as(hints[0], item, what) for item in value)
+    return origin([read_as(hints[0], item, what) for item in value])
 
 
 def _read_key(hint: Any, name: str, what: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -52,9 +52,7 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
     tensors, disputed = dict(catalogs[0].tensors), dict[str, tuple[int, int]]()
     if len(catalogs) > 1:
         tensors, disputed = _unite(catalogs, ranks_of, work)
-    tied: dict[str, str] = {}
-    for catalog in catalogs:
-        tied.update(catalog.tied)
+    tied = {alias: name for catalog in catalogs for alias, name in catalog.tied.items()}
     _check_held(tensors, catalogs, ranks_of)
     for name, (rank_a, rank_b) in disputed.items():
         raise InvalidInput(
@@ -140,7 +138,13 @@ def _unite(
             holders are the same nevertheless, the assignment to writers differed, because one of them lacks a
             tensor or has one more. That is better reported as a difference of holders.
     """
-    is_same = _Comparison()
+    compared: dict[tuple[int, int], bool] = {}  # each pair once, since lists of ranks may be long
+
+    def is_same(a: object, b: object) -> bool:
+        if a is not b and (id(a), id(b)) not in compared:
+            compared[id(a), id(b)] = a == b
+        return a is b or compared[id(a), id(b)]
+
     disputed: dict[str, tuple[int, int]] = {}
     listed: dict[str, list[Tensor]] = {}  # as all ranks list them, those without a rule
     tensors = dict(catalogs[0].tensors)
@@ -150,69 +154,62 @@ def _unite(
             known = tensors.setdefault(name, tensor)
             if known is tensor:
                 first_in[name] = index
-            elif not (
+                continue
+            is_cut_alike = is_same(known.partitioning, tensor.partitioning)
+            if (
                 (known.dtype, known.shape, known.frozen) == (tensor.dtype, tensor.shape, tensor.frozen)
-                and is_same(known.partitioning, tensor.partitioning)
+                and is_cut_alike
                 and is_same(known.held_by, tensor.held_by)
             ):
-                pair = ranks_of[first_in[name]][0], ranks_of[index][0]
-                _check_alike(name, known, tensor, pair, is_same)
-                if isinstance(known.partitioning, ListedPartitioning) and isinstance(
-                    tensor.partitioning, ListedPartitioning
-                ):
-                    listed.setdefault(name, [known]).append(tensor)
-                elif not is_same(known.partitioning, tensor.partitioning):
-                    disputed.setdefault(name, pair)
-    united = _Union(work)
-    for name, found in listed.items():
-        partitioning, held_by = united.of(name, found)
-        tensors[name] = replace(tensors[name], partitioning=partitioning, held_by=held_by)
+                continue
+            pair = ranks_of[first_in[name]][0], ranks_of[index][0]
+            are_listed = _are_listed(known, tensor)
+            _check_alike(
+                name, known, tensor, pair, are_held_alike=are_listed or is_same(known.held_by, tensor.held_by)
+            )
+            if are_listed:
+                listed.setdefault(name, [known]).append(tensor)
+            elif not is_cut_alike:
+                disputed.setdefault(name, pair)
+    tensors |= _united(tensors, listed, work)
     return tensors, disputed
 
 
-class _Comparison:
-    """Comparison of long-lived objects. Each pair is compared once, since lists of ranks may be long."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], bool] = {}
-
-    def __call__(self, a: object, b: object) -> bool:
-        if a is b:
-            return True
-        key = id(a), id(b)
-        if key not in self._found:
-            self._found[key] = a == b
-        return self._found[key]
+def _are_listed(*tensors: Tensor) -> bool:
+    return all(isinstance(one.partitioning, ListedPartitioning) for one in tensors)
 
 
-class _Union:
-    """Regions and holders merged from several catalogs, once for all tensors with the same lists."""
+def _united(
+    tensors: dict[str, Tensor], listed: dict[str, list[Tensor]], work: _Work
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors without a rule, with the regions and holders of all catalogs."""
+    unions: dict[tuple[int, ...], tuple[ListedPartitioning, tuple[int, ...]]] = {}
+    for name, found in listed.items():
+        key = tuple(id(thing) for one in found for thing in (one.partitioning, one.held_by))
+        if key not in unions:  # once for all tensors with the same lists
+            unions[key] = _union(name, found, work)
+        partitioning, held_by = unions[key]
+        yield name, replace(tensors[name], partitioning=partitioning, held_by=held_by)
 
-    def __init__(self, work: _Work) -> None:
-        self._work = work
-        self._found: dict[tuple[int, ...], tuple[ListedPartitioning, tuple[int, ...]]] = {}
 
-    def of(self, name: str, listed: Sequence[Tensor]) -> tuple[ListedPartitioning, tuple[int, ...]]:
-        """Return all regions of a tensor, and the ranks that hold it."""
-        key = tuple(id(thing) for one in listed for thing in (one.partitioning, one.held_by))
-        if key not in self._found:
-            regions: dict[int, tuple[Region, ...]] = {}
-            holders: set[int] = set()
-            for one in listed:
-                assert isinstance(one.partitioning, ListedPartitioning)
-                self._work.count(len(one.partitioning.rows) + len(one.held_by), name)
-                for rank, own in _by_rank(one.partitioning.rows).items():
-                    if regions.setdefault(rank, own) != own:
-                        raise InvalidInput(
-                            f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
-                            f"{_as_list(regions[rank])}, another {_as_list(own)}.",
-                            rank=rank,
-                            key=name,
-                        )
-                holders.update(one.held_by)
-            rows = tuple((rank, region) for rank, own in regions.items() for region in own)
-            self._found[key] = ListedPartitioning(rows), tuple(sorted(holders))
-        return self._found[key]
+def _union(name: str, listed: Sequence[Tensor], work: _Work) -> tuple[ListedPartitioning, tuple[int, ...]]:
+    """Return all regions of a tensor that several catalogs list, and the ranks that hold it."""
+    regions: dict[int, tuple[Region, ...]] = {}
+    holders: set[int] = set()
+    for one in listed:
+        assert isinstance(one.partitioning, ListedPartitioning)
+        work.count(len(one.partitioning.rows) + len(one.held_by), name)
+        for rank, own in _by_rank(one.partitioning.rows).items():
+            if regions.setdefault(rank, own) != own:
+                raise InvalidInput(
+                    f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
+                    f"{_as_list(regions[rank])}, another {_as_list(own)}.",
+                    rank=rank,
+                    key=name,
+                )
+        holders.update(one.held_by)
+    rows = tuple((rank, region) for rank, own in regions.items() for region in own)
+    return ListedPartitioning(rows), tuple(sorted(holders))
 
 
 def _by_rank(rows: Iterable[Row]) -> dict[int, tuple[Region, ...]]:
@@ -222,9 +219,7 @@ def _by_rank(rows: Iterable[Row]) -> dict[int, tuple[Region, ...]]:
     return {rank: tuple(regions) for rank, regions in found.items()}
 
 
-def _check_alike(
-    name: str, a: Tensor, b: Tensor, ranks: tuple[int, int], is_same: Callable[[object, object], bool]
-) -> None:
+def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int], *, are_held_alike: bool) -> None:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise InvalidInput(
             f"Ranks disagree about {name}: rank {ranks[0]} has {a.dtype}{list(a.shape)}, rank {ranks[1]} has "
@@ -232,9 +227,7 @@ def _check_alike(
             rank=ranks[1],
             key=name,
         )
-    if not is_same(a.held_by, b.held_by) and not (
-        isinstance(a.partitioning, ListedPartitioning) and isinstance(b.partitioning, ListedPartitioning)
-    ):
+    if not are_held_alike:
         raise InvalidInput(
             f"Ranks disagree about the holders of {name}: rank {ranks[0]} lists {_some(a.held_by)}, rank "
             f"{ranks[1]} lists {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
@@ -309,11 +302,7 @@ def check_regions(name: str, shape: tuple[int, ...], rows: Sequence[Row], work: 
         both = a.overlap(b)
         assert both is not None
         who = f"Ranks {rank_b} and {rank_a} both hold" if rank_a != rank_b else f"Rank {rank_a} holds twice"
-        raise InvalidInput(
-            f"{who} the region {_as_slices(both)} of {name}.",
-            rank=rank_a,
-            key=name,
-        )
+        raise InvalidInput(f"{who} the region {_as_slices(both)} of {name}.", rank=rank_a, key=name)
     gap = _find_gap(shape, [region for _, region in held])
     if gap is None:
         message = f"The regions of {name} do not cover its shape {list(shape)} exactly once."

@@ -78,32 +78,41 @@ class Catalog:
         for name, tensor, region in self.written_by(rank):
             number = number + 1 if name == before else 0
             before = name
-            yield Shard(
-                name,
-                tensor.dtype,
-                tensor.shape,
-                region.offsets,
-                region.sizes,
-                frozen=tensor.frozen,
-                number=number,
-            )
+            yield Shard(name, tensor.dtype, tensor.shape, *region, frozen=tensor.frozen, number=number)
 
 
 def catalog_text(catalog: Catalog) -> bytes:
     """Return canonical JSON of a catalog on one line. Costly, so callers cache it."""
-    cuts, groups = _Numbered(), _Numbered()
+    cuts: dict[Any, int] = {}
+    groups: dict[Any, int] = {}
+    known: dict[int, int] = {}
     rows = {
-        name: [t.dtype, t.shape, cuts.number(t.partitioning), groups.number(t.held_by), int(t.frozen)]
+        name: [
+            t.dtype,
+            t.shape,
+            _number(cuts, t.partitioning, known),
+            _number(groups, t.held_by, known),
+            int(t.frozen),
+        ]
         for name, t in catalog.tensors.items()
     }
-    return dumps(
-        {
-            "cuts": [_partitioning_body(one) for one in cuts.found],
-            "groups": list(groups.found),
-            "tensors": rows,
-            "tied": catalog.tied,
-        }
-    )
+    bodies = [
+        {"splits": one.splits, "ranks": one.ranks}
+        if isinstance(one, EvenPartitioning)
+        else {"boxes": [[rank, *region] for rank, region in one.rows]}
+        for one in cuts
+    ]
+    return dumps({"cuts": bodies, "groups": list(groups), "tensors": rows, "tied": catalog.tied})
+
+
+def _number(numbers: dict[Any, int], thing: Any, known: dict[int, int]) -> int:
+    """Return the number of an object, the same one for equal objects, in order of appearance."""
+    # By identity first: thousands of tensors share a few partitionings, and comparing those of a thousand
+    # ranks is slow.
+    found = known.get(id(thing))
+    if found is None:
+        found = known[id(thing)] = numbers.setdefault(thing, len(numbers))
+    return found
 
 
 def parse_catalog(text: bytes, what: str) -> Catalog:
@@ -122,32 +131,11 @@ def _parse(text: bytes) -> Catalog:
     num_dims = [_num_dims(one) for one in partitionings]
     rows = body.fields("tensors").members
     tensors = {name: _tensor(name, row, partitionings, groups, num_dims) for name, row in rows.items()}
-    return Catalog(tensors, _tied(body.fields("tied").members))
-
-
-class _Numbered:
-    """Assigns the same number to equal objects, in order of appearance.
-
-    By identity first: thousands of tensors share a few partitionings, and comparing those of a thousand ranks
-    is slow.
-    """
-
-    def __init__(self) -> None:
-        self.found: dict[Any, int] = {}
-        self._by_id: dict[int, int] = {}
-
-    def number(self, thing: Any) -> int:
-        """Return the number of an object, which must live as long as this."""
-        known = self._by_id.get(id(thing))
-        if known is None:
-            known = self._by_id[id(thing)] = self.found.setdefault(thing, len(self.found))
-        return known
-
-
-def _partitioning_body(partitioning: Partitioning) -> dict[str, Any]:
-    if isinstance(partitioning, EvenPartitioning):
-        return {"splits": partitioning.splits, "ranks": partitioning.ranks}
-    return {"boxes": [[rank, *region] for rank, region in partitioning.rows]}
+    tied = body.fields("tied").members
+    for alias, name in tied.items():
+        if type(name) is not str:
+            raise ValueError(f"{shown(alias)} is an alias of {shown(name)}, which is not a name")
+    return Catalog(tensors, tied)
 
 
 # Anybody can seal anything: the rest of the code relies on these checks.
@@ -155,8 +143,8 @@ def _partitioning_body(partitioning: Partitioning) -> dict[str, Any]:
 
 def _partitioning(body: Fields) -> Partitioning:
     if "boxes" in body:
-        return ListedPartitioning(tuple(_region_row(row) for row in body.array("boxes")))
-    splits = tuple(_split(row) for row in body.array("splits", max_items=MAX_SPLITS))
+        return ListedPartitioning(tuple(map(_region_row, body.array("boxes"))))
+    splits = tuple(map(_split, body.array("splits", max_items=MAX_SPLITS)))
     ranks = body.integers("ranks", at_most=MAX_RANKS - 1)
     if not ranks:
         raise ValueError(f"a partitioning of {len(splits)} splits without a writer")
@@ -228,10 +216,3 @@ def check_size(name: str, dtype: str, shape: tuple[int, ...]) -> None:
     """Check the shape of a tensor without elements, which no bytes limit."""
     if 0 in shape and math.prod(filter(None, shape)) * ITEM_BYTES[dtype] > MAX_TENSOR_BYTES:
         raise ValueError(f"tensor {shown(name)} has the impossible shape {shown(list(shape))}")
-
-
-def _tied(body: dict[str, Any]) -> dict[str, str]:
-    for alias, name in body.items():
-        if type(name) is not str:
-            raise ValueError(f"{shown(alias)} is an alias of {shown(name)}, which is not a name")
-    return body

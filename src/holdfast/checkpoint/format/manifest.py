@@ -78,27 +78,39 @@ class Manifest(OfCheckpoint):
 def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
     """Merge all parts of a checkpoint, each with its document's bytes, into a manifest.
 
-    It reads the parts one after the other and keeps none of them, because those of a thousand ranks contain
-    many hashes.
-
-    Args:
-        parts: of all ranks, in the order of ranks; at least one.
+    It reads the parts, at least one, in the order of ranks, and keeps none of them but the first, because
+    those of a thousand ranks contain many hashes.
     """
-    merging = _Merging()
+    first: Part | None = None
+    files: list[PartFile] = []
+    catalogs: dict[str, tuple[int, bytes]] = {}  # number and text, by digest
+    num_shards: list[int] = []  # by rank
+    each: dict[str, tuple[Tensor, int]] = {}  # the first rank's tensor, and that rank
     try:
         for part, text in parts:
-            merging.add(part, text)
-        agreed = merging.agree()
-        _check_tied(agreed.tied, agreed.tensors.keys() | merging.each.keys())
+            first = first or part
+            _check_same_checkpoint(part, first)
+            _check_rank(part.rank, len(files))
+            number, _ = catalogs.setdefault(part.catalog_digest, (len(catalogs), part.catalog_text))
+            frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
+            sizes = len(text), digest(text), part.file.num_bytes, frozen_bytes
+            files.append(PartFile(part.rank, *sizes, number))
+            num_shards.append(part.num_shards)
+            for name, dtype, shape, _ in part.own:
+                each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
+        assert first is not None
+        _check_complete(files, first.world_size)
+        texts = tuple(text for _, text in catalogs.values())
+        agreed = agree(texts, tuple(file.catalog for file in files))
+        _check_written(agreed, num_shards, each)
     except InvalidInput as error:
-        step = merging.first.step
+        assert first is not None
         raise InvalidInput(
-            f"Step {step} was not committed: {error} Earlier checkpoints remain.",
-            step=step,
+            f"Step {first.step} was not committed: {error} Earlier checkpoints remain.",
+            step=first.step,
             rank=error.rank,
             key=error.key,
         ) from error
-    first = merging.first
     return Manifest(
         id=id,
         run=first.run,
@@ -107,71 +119,38 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
         world_size=first.world_size,
         ancestors=first.ancestors,
         created_unix_s=created_unix_s,
-        parts=tuple(merging.files),
-        tensors=agreed.tensors | {name: tensor for name, (tensor, _) in merging.each.items()},
+        parts=tuple(files),
+        tensors=agreed.tensors | {name: tensor for name, (tensor, _) in each.items()},
         tied=agreed.tied,
-        catalogs=tuple(merging.catalogs.values()),
+        catalogs=texts,
     )
 
 
-class _Merging:
-    """Facts about the parts that have been merged so far."""
+def _check_rank(found: int, expected: int) -> None:
+    if found != expected:
+        raise InvalidInput(f"the part of rank {expected} is missing; found that of rank {found}.", rank=found)
 
-    def __init__(self) -> None:
-        self.files: list[PartFile] = []
-        self.catalogs: dict[str, bytes] = {}  # by digest
-        self._numbers: dict[str, int] = {}  # of catalogs, by digest
-        self.each: dict[str, tuple[Tensor, int]] = {}  # the first rank's tensor, and that rank
-        self._num_shards: list[int] = []  # by rank
-        self._first: Part | None = None
 
-    @property
-    def first(self) -> Part:
-        """The part of the first rank."""
-        assert self._first is not None
-        return self._first
+def _check_complete(files: list[PartFile], world_size: int) -> None:
+    if len(files) != world_size:
+        raise InvalidInput(f"it needs the parts of {world_size} ranks, found {len(files)}.")
 
-    def add(self, part: Part, text: bytes) -> None:
-        """Add the next rank's part."""
-        if self._first is None:
-            self._first = part
-        _check_same_checkpoint(part, self._first)
-        if part.rank != len(self.files):
+
+def _check_written(agreed: Agreement, num_shards: list[int], each: dict[str, tuple[Tensor, int]]) -> None:
+    for rank, (found, expected) in enumerate(zip(num_shards, agreed.num_shards, strict=True)):
+        if found != expected:
             raise InvalidInput(
-                f"the part of rank {len(self.files)} is missing; found that of rank {part.rank}.",
-                rank=part.rank,
+                f"rank {rank} wrote {found} shards, but the catalogs list {expected}.", rank=rank
             )
-        self.catalogs.setdefault(part.catalog_digest, part.catalog_text)
-        frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
-        catalog = self._numbers.setdefault(part.catalog_digest, len(self._numbers))
-        self.files.append(
-            PartFile(part.rank, len(text), digest(text), part.file.num_bytes, frozen_bytes, catalog)
-        )
-        self._num_shards.append(part.num_shards)
-        for name, dtype, shape, _ in part.own:
-            self.each.setdefault(name, (Tensor(dtype, shape, None), part.rank))
-
-    def agree(self) -> Agreement:
-        """Make the checks that need all parts."""
-        if len(self.files) != self.first.world_size:
+    for name, (_, rank) in each.items():
+        if name in agreed.tensors:
             raise InvalidInput(
-                f"it needs the parts of {self.first.world_size} ranks, found {len(self.files)}."
+                f"Ranks disagree about {name}: rank {rank} has its own, but rank "
+                f"{agreed.tensors[name].held_by[0]} lists it as shared by several ranks.",
+                rank=rank,
+                key=name,
             )
-        agreed = agree(tuple(self.catalogs.values()), tuple(file.catalog for file in self.files))
-        for rank, (found, expected) in enumerate(zip(self._num_shards, agreed.num_shards, strict=True)):
-            if found != expected:
-                raise InvalidInput(
-                    f"rank {rank} wrote {found} shards, but the catalogs list {expected}.", rank=rank
-                )
-        for name, (_, rank) in self.each.items():
-            if name in agreed.tensors:
-                raise InvalidInput(
-                    f"Ranks disagree about {name}: rank {rank} has its own, but rank "
-                    f"{agreed.tensors[name].held_by[0]} lists it as shared by several ranks.",
-                    rank=rank,
-                    key=name,
-                )
-        return agreed
+    _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
 
 
 def _check_same_checkpoint(part: Part, first: Part) -> None:

@@ -16,33 +16,30 @@ DONE = "done.json"
 
 # Only names that the functions below write: ASCII digits, leading zeros only up to the fixed width, so that
 # no two names mean the same, and numbers within the limits of the format.
-_STEP = r"step-([0-9]{8}|[1-9][0-9]{8,14})"
-_A = r"a([0-9]{4}|[1-9][0-9]{4,8})"
-_STEP_DIR = re.compile(_STEP)
-_ATTEMPT = re.compile(rf"attempts/{_A}\.json")
-_HISTORY = re.compile(rf"history/{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})\.jsonl")
-_MANIFEST = re.compile(rf"{_STEP}/manifest-{_A}\.json")
-_REFUSAL = re.compile(rf"{_STEP}/refused-{_A}\.json")
-_SKIPPED = re.compile(rf"{_STEP}/passed-{_A}\.json")
-_METRICS = re.compile(rf"{_STEP}/metrics-{_A}\.json")
-_RANK_FILE = re.compile(
-    rf"{_STEP}/rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-{_A}(\.json|\.safetensors|-frozen\.safetensors)"
-)
-
-_ROLLBACK = re.compile(rf"attempts/{_A}-rollback\.json")
-_EMPTIED = re.compile(rf"attempts/{_A}-emptied\.json")
+_STEP = r"step-(?P<step>[0-9]{8}|[1-9][0-9]{8,14})"
+_A = r"a(?P<attempt>[0-9]{4}|[1-9][0-9]{4,8})"
+_RANK = r"rank-(?P<rank>[0-9]{5}|[1-9][0-9]{5,6})"
+_FORMS = {
+    "part": (rf"{_STEP}/{_RANK}-{_A}\.json", MAX_DOCUMENT_BYTES),
+    "data": (rf"{_STEP}/{_RANK}-{_A}\.safetensors", None),
+    "frozen": (rf"{_STEP}/{_RANK}-{_A}-frozen\.safetensors", None),
+    "manifest": (rf"{_STEP}/manifest-{_A}\.json", MAX_DOCUMENT_BYTES),
+    "refusal": (rf"{_STEP}/refused-{_A}\.json", MAX_SMALL_BYTES),
+    "skipped": (rf"{_STEP}/passed-{_A}\.json", MAX_SMALL_BYTES),
+    "metrics": (rf"{_STEP}/metrics-{_A}\.json", MAX_SMALL_BYTES),
+    "attempt": (rf"attempts/{_A}\.json", MAX_SMALL_BYTES),
+    "emptied": (rf"attempts/{_A}-emptied\.json", MAX_SMALL_BYTES),
+    "rollback": (rf"attempts/{_A}-rollback\.json", MAX_SMALL_BYTES),
+    "history": (rf"history/{_A}-{_RANK}\.jsonl", MAX_LOG_BYTES),
+    "run": (rf"{re.escape(RUN)}|{re.escape(DONE)}", MAX_SMALL_BYTES),
+    "step-other": (rf"{_STEP}(?:/(?s:.)*)?", None),
+}
+"""Form of the names of each kind of object, and the most bytes that one may have."""
+_PATTERNS = {kind: re.compile(form) for kind, (form, _) in _FORMS.items()}
+_OF_THE_RUN = ("emptied", "rollback", "history", "run")
 _NUMBERED = re.compile(
     r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
 )
-_LIMITS = {
-    "attempt": MAX_SMALL_BYTES,
-    "refusal": MAX_SMALL_BYTES,
-    "skipped": MAX_SMALL_BYTES,
-    "metrics": MAX_SMALL_BYTES,
-    "manifest": MAX_DOCUMENT_BYTES,
-    "part": MAX_DOCUMENT_BYTES,
-}
-_KINDS = {".json": "part", ".safetensors": "data", "-frozen.safetensors": "frozen"}
 
 
 class CheckpointId(NamedTuple):
@@ -137,47 +134,10 @@ def history(attempt_number: int, rank: int) -> str:
     return f"history/a{attempt_number:04d}-rank-{rank:05d}.jsonl"
 
 
-def parse_history(name: str) -> tuple[int, int] | None:
-    """Return attempt and rank of a log, or None for another name."""
-    found = _HISTORY.fullmatch(name)
-    return (int(found[1]), int(found[2])) if found else None
-
-
 def attempt_in(name: str) -> int | None:
     """Return the attempt number in the name of any object, or None."""
     found = _NUMBERED.fullmatch(name)
     return int(found[1]) if found else None
-
-
-def parse_emptied(name: str) -> int | None:
-    """Return the attempt number of a record of deletion, or None for another name."""
-    found = _EMPTIED.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def parse_rollback(name: str) -> int | None:
-    """Return the attempt number of the record of a rollback, or None for another name."""
-    found = _ROLLBACK.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def check_size(name: str, num_bytes: int) -> None:
-    """Raise for a document larger than its kind allows, before it is read."""
-    limit = _limit_of(name)
-    if limit is not None and num_bytes > limit:
-        raise Corrupt(
-            f"{name} was not read: it has {num_bytes} bytes; documents of its kind have at most {limit}.",
-            key=name,
-        )
-
-
-def _limit_of(name: str) -> int | None:
-    if name in (RUN, DONE) or parse_emptied(name) is not None or parse_rollback(name) is not None:
-        return MAX_SMALL_BYTES
-    if parse_history(name):
-        return MAX_LOG_BYTES
-    facts = parse(name)
-    return None if facts is None else _LIMITS.get(facts.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,19 +154,42 @@ class Parsed(OfCheckpoint):
 
 
 def parse(name: str) -> Parsed | None:
-    """Parse an object's name; return None for a name outside of this format."""
-    if found := _MANIFEST.fullmatch(name):
-        return Parsed("manifest", step=int(found[1]), attempt=int(found[2]))
-    if found := _RANK_FILE.fullmatch(name):
-        return Parsed(_KINDS[found[4]], step=int(found[1]), rank=int(found[2]), attempt=int(found[3]))
-    if found := _REFUSAL.fullmatch(name):
-        return Parsed("refusal", step=int(found[1]), attempt=int(found[2]))
-    if found := _SKIPPED.fullmatch(name):
-        return Parsed("skipped", step=int(found[1]), attempt=int(found[2]))
-    if found := _METRICS.fullmatch(name):
-        return Parsed("metrics", step=int(found[1]), attempt=int(found[2]))
-    if found := _ATTEMPT.fullmatch(name):
-        return Parsed("attempt", attempt=int(found[1]))
-    if found := _STEP_DIR.fullmatch(name.partition("/")[0]):
-        return Parsed("step-other", step=int(found[1]))
+    """Parse an object's name; return None for a name outside of this format, and for those of the run."""
+    found = _parse(name)
+    return None if found is None or found.kind in _OF_THE_RUN else found
+
+
+def parse_history(name: str) -> tuple[int, int] | None:
+    """Return attempt and rank of a log, or None for another name."""
+    found = _parse(name)
+    return (found.attempt, found.rank) if found is not None and found.kind == "history" else None
+
+
+def parse_emptied(name: str) -> int | None:
+    """Return the attempt number of a record of deletion, or None for another name."""
+    found = _parse(name)
+    return found.attempt if found is not None and found.kind == "emptied" else None
+
+
+def parse_rollback(name: str) -> int | None:
+    """Return the attempt number of the record of a rollback, or None for another name."""
+    found = _parse(name)
+    return found.attempt if found is not None and found.kind == "rollback" else None
+
+
+def check_size(name: str, num_bytes: int) -> None:
+    """Raise for a document larger than its kind allows, before it is read."""
+    found = _parse(name)
+    limit = None if found is None else _FORMS[found.kind][1]
+    if limit is not None and num_bytes > limit:
+        raise Corrupt(
+            f"{name} was not read: it has {num_bytes} bytes; documents of its kind have at most {limit}.",
+            key=name,
+        )
+
+
+def _parse(name: str) -> Parsed | None:
+    for kind, pattern in _PATTERNS.items():
+        if found := pattern.fullmatch(name):
+            return Parsed(kind, **{fact: int(number) for fact, number in found.groupdict().items()})
     return None

@@ -81,31 +81,23 @@ class Part:
 
     @cached_property
     def catalog_starts(self) -> tuple[int, ...]:
-        """Byte offset of each shard that the catalog assigns to this rank.
-
-        They are parsed at the first use.
-        """
+        """Byte offset of each shard that the catalog assigns to this rank, parsed at the first use."""
         try:
             return read_integers(decode(self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES))
         except (ValueError, Corrupt) as error:
-            raise Corrupt(
-                f"{self.what} is sealed, but its starts cannot be parsed: {error}.",
-                step=self.step,
-                rank=self.rank,
-                key=self.what,
-            ) from error
+            raise self._corrupt(f"is sealed, but its starts cannot be parsed: {error}.") from error
+
+    def _corrupt(self, why: str) -> Corrupt:
+        return Corrupt(f"{self.what} {why}", step=self.step, rank=self.rank, key=self.what)
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """All shards, in the order of `starts`."""
         shared = list(self.catalog.shards_of(self.rank))
         if len(shared) != len(self.catalog_starts):
-            raise Corrupt(
-                f"{self.what} lists the starts of {len(self.catalog_starts)} shards, but by its catalog "
-                f"rank {self.rank} wrote {len(shared)}.",
-                step=self.step,
-                rank=self.rank,
-                key=self.what,
+            raise self._corrupt(
+                f"lists the starts of {len(self.catalog_starts)} shards, but by its catalog "
+                f"rank {self.rank} wrote {len(shared)}."
             )
         own = (Shard.whole(name, dtype, shape, per_rank=True) for name, dtype, shape, _ in self.own)
         return (*shared, *own)
@@ -140,14 +132,10 @@ def draft(
     catalog: bytes,
     catalog_digest: str = "",
 ) -> bytes:
-    """Return a part without facts about its files, made when a save is staged.
+    """Return a part without facts about its files, made when a save is staged; see `Part`.
 
-    Args:
-        values: tagged JSON, see `values.encode`.
-        own: name, dtype, shape and start of each per-rank tensor.
-        starts: of the shards that the catalog assigns to this rank, in its order.
-        catalog: from `catalog.catalog_text`.
-        catalog_digest: its digest, if the caller has it already.
+    `starts` are those of the shards that the catalog, a text, assigns to this rank. A caller that has the
+    catalog's digest already passes it.
     """
     facts = dumps(
         {
@@ -202,31 +190,19 @@ def finish(
     frozen: DataFile | None = None,
     watches: Sections = MappingProxyType({}),
 ) -> bytes:
-    """Return the part document: the draft and the facts about its files, sealed.
-
-    Args:
-        watches: findings about the files.
-    """
+    """Return the part document: the draft, and the facts and findings about its files, sealed."""
     facts, catalog, starts = draft_text.split(b"\n", 3)[:3]
-    sizes = dumps(
-        {
-            "file": _sizes(file),
-            "frozen": None if frozen is None else _sizes(frozen),
-            **sections.members(watches),
-        }
-    )
-    hashes = [dumps(one.hashes) for one in (file, frozen) if one is not None]
-    return seal(b"\n".join((facts[:-1] + b"," + sizes[1:], catalog, starts, *hashes)))
+    files = [one for one in (file, frozen) if one is not None]
+    sizes = [[one.num_bytes, one.chunk_bytes] for one in files]
+    members = {"file": sizes[0], "frozen": sizes[1] if frozen else None, **sections.members(watches)}
+    hashes = [dumps(one.hashes) for one in files]
+    return seal(b"\n".join((facts[:-1] + b"," + dumps(members)[1:], catalog, starts, *hashes)))
 
 
 def differ_in_watches_only(one: bytes, other: bytes, what: str) -> bool:
     """Return True if two part documents describe the same files of the same save."""
     first, second = (replace(parse(text, what), watches={}) for text in (one, other))
     return first == second
-
-
-def _sizes(file: DataFile) -> list[int]:
-    return [file.num_bytes, file.chunk_bytes]
 
 
 def parse(document: bytes, what: str) -> Part:
@@ -286,14 +262,15 @@ def _has_form_of_integers(line: bytes) -> bool:
 
 def read_ancestors(body: Fields) -> Ancestors:
     """Return the ancestors in a document."""
-    return tuple(_ancestor(row) for row in body.array("ancestors"))
-
-
-def _ancestor(row: Any) -> CheckpointId:
-    attempt, step = columns(row, 2, "an ancestor")
-    (attempt,) = read_integers([attempt], at_most=MAX_ATTEMPT)
-    (step,) = read_integers([step], at_most=MAX_STEP)
-    return CheckpointId(attempt=attempt, step=step)
+    found: list[CheckpointId] = []
+    for row in body.array("ancestors"):
+        attempt, step = columns(row, 2, "an ancestor")
+        found += map(
+            CheckpointId,
+            read_integers([attempt], at_most=MAX_ATTEMPT),
+            read_integers([step], at_most=MAX_STEP),
+        )
+    return tuple(found)
 
 
 def _own(row: Any) -> tuple[str, str, tuple[int, ...], int]:

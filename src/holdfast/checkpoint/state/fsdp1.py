@@ -19,7 +19,7 @@ from holdfast.checkpoint.state.entry import Replication, StateEntry
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.modules import EXTRA, canonical
 from holdfast.checkpoint.state.optimizers import capture_groups, is_state_tensor_name
-from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, options_of
+from holdfast.checkpoint.state.saved_optimizer import find_saved, options_of
 from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_dtensor, is_sharded_tensor
@@ -173,30 +173,24 @@ class FSDP1OptimizerEntry(StateEntry):
     def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
-        saved = SavedOptimizer(self.key, plan)
         models = {name: value for name, _, value, _ in self._module.rows()}
         groups = self._state_dict()["param_groups"]
-        chosen = [saved.choose(i, [self._name(f) for f in g["params"]]) for i, g in enumerate(groups)]
+        names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
+        saved = find_saved(self.key, plan, names)
         made: dict[str, dict[str, Any]] = {}
         shared: set[str] = set()  # parameters that are given the saved state of another one too
-        for group in groups:
-            for fqn in group["params"]:
-                name = self._name(fqn)
-                saved_state, is_shared = saved.state_of(name)
-                if saved_state is None:
-                    continue
+        for fqn in (fqn for group in groups for fqn in group["params"]):
+            if (name := self._name(fqn)) in saved.states:
+                state, is_shared = saved.states[name]
                 shared.update({fqn} if is_shared else ())
-                made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in saved_state.tensors.items()}
-                plan.read_tree(saved_state.trees)
-                for key, tree in saved_state.trees.items():
-                    made[fqn][key] = partial(plan.insert, tree)
-        saved.skip_the_rest()
-        for options in chosen:
-            plan.read_tree(options)
+                plan.read_tree(state.trees)
+                made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in state.tensors.items()}
+                made[fqn].update((key, partial(plan.insert, tree)) for key, tree in state.trees.items())
+        plan.read_tree(saved.options)
 
         def finish() -> None:
             new = []
-            for group, options in zip(groups, chosen, strict=True):
+            for group, options in zip(groups, saved.options, strict=True):
                 new.append({**group, **plan.insert(options_of(options or {}))})
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
             state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, compress
@@ -22,7 +22,7 @@ from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.composite_load import plan_state
 from holdfast.checkpoint.state.entry import Replication, StateEntry
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
-from holdfast.checkpoint.state.saved_optimizer import SavedOptimizer, SavedState, options_of
+from holdfast.checkpoint.state.saved_optimizer import SavedState, find_saved, options_of
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
@@ -39,89 +39,26 @@ _get_values = operator.methodcaller("values")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerLayout:
-    """Positions of the tensors and plain values in an optimizer's state; `read` returns the current ones."""
+    """Positions and names of the values in an optimizer's state, valid while `facts` stay the same."""
 
-    parameter_names: dict[int, str]  # of the state at that time; compared by identity
-    parameters: list[torch.Tensor]
-    group_sizes: list[int]
-    owners: list[torch.Tensor]  # parameters with state, in the order of the optimizer's state
-    order: list[int]  # indices of `owners` in the order of the groups, the same on all ranks
-    keys: list[list[Any]]  # state keys of each of `owners`, in the order of the groups
-    types: list[type]  # of all values, in the order of the groups
-    is_tensor: list[bool]  # of each of these
+    facts: tuple[Any, ...]  # see `_facts`
+    alive: tuple[Any, ...]  # objects whose ids are in the facts
+    order: list[int]  # indices of the states in the order of the groups, the same on all ranks
+    is_tensor: list[bool]  # of each value in this order
     leaves: list[tuple[int, str, Any]]  # of the others: index, name of the parameter, state key
     fqns: list[list[str]]  # names of the parameters of each group
     names: list[str]  # of the tensors
     roles: list[Role]
 
-    def read(self, optimizer: Optimizer, parameter_names: dict[int, str]) -> list[Any] | None:
-        """Return the values of an optimizer's state in order, or None if the layout changed."""
-        groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
-        if (
-            self.parameter_names is not parameter_names
-            or list(map(len, groups)) != self.group_sizes
-            or len(state) != len(self.owners)
-            # Identity, since tensors that are equal are not one and the same.
-            or not all(map(operator.is_, chain.from_iterable(groups), self.parameters))
-            or not all(map(operator.is_, state, self.owners))
-        ):
-            return None
-        found = list(state.values())
-        ordered = [found[i] for i in self.order]
-        if list(map(list, ordered)) != self.keys:
-            return None
-        values = list(chain.from_iterable(map(_get_values, ordered)))
-        return values if list(map(type, values)) == self.types else None
 
-    def divide(self, values: list[Any]) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Divide values from `read` into tensors, as `names`, and others by parameter and state key."""
-        others: dict[str, Any] = {}
-        for i, fqn, key in self.leaves:
-            others.setdefault(fqn, {})[key] = values[i]
-        return values if not others else list(compress(values, self.is_tensor)), others
-
-
-def find_layout(
-    optimizer: Optimizer,
-    parameter_names: dict[int, str],
-    named: Sequence[Sequence[tuple[str, torch.Tensor]]],
-    prefix: str,
-    role: Callable[[str, torch.Tensor], Role],
-) -> OptimizerLayout | None:
-    """Return the layout of a state of plain values and tensors that are not composite; None for any other.
-
-    Args:
-        parameter_names: names of the state's parameters by id.
-        named: the optimizer's parameters with their names, group by group.
-        prefix: of the names of all tensors.
-        role: returns the role of the state tensors of a parameter.
-    """
-    state = optimizer.state
-    place = {id(owner): i for i, owner in enumerate(state)}
-    pairs = [(fqn, parameter) for group in named for fqn, parameter in group if id(parameter) in place]
-    if len(pairs) != len(state) or not all(type(state[parameter]) is dict for _, parameter in pairs):
-        return None  # state that is shared, or of parameters outside of all groups
-    rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
-    is_tensor = [isinstance(v, torch.Tensor) and is_state_tensor_name(key) for _, _, key, v in rows]
-    if not all(flag or type(row[3]) in PLAIN_TYPES for flag, row in zip(is_tensor, rows, strict=True)):
+def _facts(optimizer: Optimizer, parameter_names: dict[int, str]) -> tuple[Any, ...] | None:
+    """Return the facts that a layout depends on: identities, and keys and types of state; None without dicts."""
+    states = optimizer.state.values()
+    if not {dict}.issuperset(map(type, states)):
         return None
-    tensors = list(compress(rows, is_tensor))
-    if any(is_composite(value) for *_, value in tensors):
-        return None
-    return OptimizerLayout(
-        parameter_names=parameter_names,
-        parameters=[parameter for group in named for _, parameter in group],
-        group_sizes=[len(group) for group in named],
-        owners=list(state),
-        order=[place[id(parameter)] for _, parameter in pairs],
-        keys=[list(state[parameter]) for _, parameter in pairs],
-        types=[type(value) for *_, value in rows],
-        is_tensor=is_tensor,
-        leaves=[(i, fqn, key) for i, (fqn, _, key, _) in enumerate(rows) if not is_tensor[i]],
-        fqns=[[fqn for fqn, _ in group] for group in named],
-        names=[f"{prefix}{fqn}.{key}" for fqn, _, key, _ in tensors],
-        roles=[role(fqn, parameter) for fqn, parameter, _, _ in tensors],
-    )
+    parameters_of = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    types = list(map(type, chain.from_iterable(map(_get_values, states))))
+    return id(parameter_names), parameters_of, list(map(id, optimizer.state)), list(map(list, states)), types
 
 
 def is_state_tensor_name(key: Any) -> bool:
@@ -130,6 +67,8 @@ def is_state_tensor_name(key: Any) -> bool:
 
 
 Names = Callable[[], dict[int, str]]
+Named = list[list[tuple[str, torch.Tensor]]]
+"""Parameters with their names, group by group."""
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 """Code of the function that torch wraps around every step() to run its hooks."""
 
@@ -207,39 +146,67 @@ class OptimizerEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        names, layout = collector.table.parameter_names, self._layout
-        values = layout.read(self.value, names) if layout is not None else None
-        if layout is None or values is None:
-            named = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
-            prefix = f"{self.key}.state."
-            layout = find_layout(self.value, names, named, prefix, lambda *pair: self._role(collector, *pair))
-            values = layout.read(self.value, names) if layout is not None else None
-            self._layout = layout
-            if layout is None or values is None:
+        optimizer, names = self.value, collector.table.parameter_names
+        facts, layout = _facts(optimizer, names), self._layout
+        if layout is None or layout.facts != facts:
+            named = _named(optimizer, names)
+            layout = self._layout = None if facts is None else self._find_layout(collector, named, facts)
+            if layout is None:
                 return self._capture_each(collector, named)
-        groups = capture_groups(self, self.value.param_groups, layout.fqns, collector, named_types=True)
-        tensors, others = layout.divide(values)
+        states = list(optimizer.state.values())
+        values = list(chain.from_iterable(states[i].values() for i in layout.order))
+        others: dict[str, Any] = {}
+        for i, fqn, key in layout.leaves:
+            others.setdefault(fqn, {})[key] = values[i]
+        groups = capture_groups(self, optimizer.param_groups, layout.fqns, collector, named_types=True)
+        tensors = values if not others else list(compress(values, layout.is_tensor))
         is_collected = collector.collect_all(layout.names, layout.roles, tensors)
         assert is_collected, "a layout has no composite tensors"
         return {"param_groups": groups, "state": encode(others, f"{self.key}.state")}
 
-    def _capture_each(self, collector: TensorCollector, named: list[list[tuple[str, torch.Tensor]]]) -> Any:
+    def _find_layout(
+        self, collector: TensorCollector, named: Named, facts: tuple[Any, ...]
+    ) -> OptimizerLayout | None:
+        """Return the layout of a state of plain values and tensors, none of them composite; else None."""
+        state = self.value.state
+        place = {id(owner): i for i, owner in enumerate(state)}
+        pairs = [(fqn, parameter) for fqn, parameter in chain.from_iterable(named) if id(parameter) in place]
+        if len(pairs) != len(state):
+            return None  # state that is shared, or of parameters outside of all groups
+        rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
+        is_tensor = [isinstance(v, torch.Tensor) and is_state_tensor_name(key) for _, _, key, v in rows]
+        tensors = list(compress(rows, is_tensor))
+        leaves = [(i, *row) for i, row in enumerate(rows) if not is_tensor[i]]
+        are_plain = all(type(value) in PLAIN_TYPES for *_, value in leaves)
+        if not are_plain or any(is_composite(value) for *_, value in tensors):
+            return None
+        return OptimizerLayout(
+            facts=facts,
+            alive=(collector.table.parameter_names, named, list(state)),
+            order=[place[id(parameter)] for _, parameter in pairs],
+            is_tensor=is_tensor,
+            leaves=[(i, fqn, key) for i, fqn, _, key, _ in leaves],
+            fqns=[[fqn for fqn, _ in group] for group in named],
+            names=[f"{self.key}.state.{fqn}.{key}" for fqn, _, key, _ in tensors],
+            roles=[self._role(collector, fqn, parameter) for fqn, parameter, _, _ in tensors],
+        )
+
+    def _capture_each(self, collector: TensorCollector, named: Named) -> Any:
         """Capture state of any kind: with containers, or without a parameter."""
         other: dict[str, Any] = {}
-        shared: dict[Any, Any] = {}
         fqns = [[fqn for fqn, _ in group] for group in named]
         groups = capture_groups(self, self.value.param_groups, fqns, collector, named_types=True)
         for fqn, parameter in chain.from_iterable(named):
             if state := self.value.state.get(parameter):
                 self._capture_state(collector, fqn, parameter, state, other)
         role = Role(self.replication or Replication.REPLICATED, is_owned=True)
-        for name, value in self.value.state.items():
-            if not isinstance(name, torch.Tensor):
-                shared[name] = collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
+        shared = {
+            name: collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
+            for name, value in self.value.state.items()
+            if not isinstance(name, torch.Tensor)
+        }
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
-        if shared:
-            values["shared"] = encode(shared, f"{self.key}.state")
-        return values
+        return {**values, "shared": encode(shared, f"{self.key}.state")} if shared else values
 
     def _capture_state(
         self,
@@ -271,62 +238,75 @@ class OptimizerEntry(StateEntry):
     def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
         if plan.lacks(self.key):
             return
-        saved = SavedOptimizer(self.key, plan)
-        names = self._names()
-        groups = [list(_named(i, group, names)) for i, group in enumerate(self.value.param_groups)]
-        chosen = [saved.choose(i, [fqn for fqn, _ in group]) for i, group in enumerate(groups)]
-        for options, group in zip(chosen, groups, strict=True):
+        optimizer: Optimizer = self.value
+        named = _named(optimizer, self._names())
+        saved = find_saved(self.key, plan, [[fqn for fqn, _ in group] for group in named])
+        made: list[tuple[torch.Tensor, Callable[[], dict[Any, Any]]]] = []
+        for options, group in zip(saved.options, named, strict=True):
             for fqn, parameter in group:
-                state, is_shared = saved.state_of(fqn)
-                if state is not None:
-                    self._plan_state(plan, parameter, state, options or {}, is_shared)
-        saved.skip_the_rest()
-        self._plan_groups(plan, chosen)
-        self._plan_shared(plan, saved.shared)
+                if fqn in saved.states:
+                    make = self._plan_state(plan, parameter, *saved.states[fqn], options or {})
+                    made.append((parameter, make))
+        set_options = self._plan_options(plan, saved.options)
+        plan.read_tree(saved.shared)
+
+        def finish() -> None:
+            for parameter, make in made:
+                if state := make():
+                    optimizer.state[parameter] = state
+                else:
+                    optimizer.state.pop(parameter, None)
+            set_options()
+            for name in list(optimizer.state):
+                if not isinstance(name, torch.Tensor) and name not in saved.shared:
+                    del optimizer.state[name]
+            optimizer.state.update(plan.insert(saved.shared))
+            # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+        plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_state(
-        self, plan: Load, parameter: torch.Tensor, saved: SavedState, options: dict[str, Any], is_shared: bool
-    ) -> None:
-        """Plan to restore the state of a parameter; as a copy if another parameter gets the same one."""
+        self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_shared: bool, options: dict[str, Any]
+    ) -> Callable[[], dict[Any, Any]]:
+        """Plan to read the state of a parameter; return a function that returns it.
+
+        It is a copy if another parameter gets the same one.
+        """
         live: dict[Any, Any] = self.value.state.get(parameter, {})
+        device = plan.device_of(parameter)
         kept: dict[str, torch.Tensor] = {}
         made: dict[str, Maker] = {}
         for name, saved_name in saved.tensors.items():
-            device = _device(name, plan, saved_name, parameter, options)
-            if _fits(live.get(name), plan, saved_name, device if name == "step" else None):
+            is_counter = name == "step" and not plan.shape(saved_name)
+            is_on_host = is_counter and not (options.get("capturable") or options.get("fused"))
+            place = torch.device("cpu") if is_on_host else device
+            if _fits(live.get(name), plan, saved_name, place if name == "step" else None):
                 kept[name] = live[name]
                 plan.fill(saved_name, live[name], saved_name)
             else:
-                made[name] = _new(plan, saved_name, parameter, device)
-        composites: dict[str, Maker] = {}
+                made[name] = _new(plan, saved_name, parameter, place)
         trees: dict[str, Any] = {}
         for name, tree in saved.trees.items():
             label = f"{self.key}.state.{saved.fqn}.{name}"
             if isinstance(tree, SavedTensor):
-                composites[name] = plan_state(plan, self.value, parameter, tree, live.get(name), label)
-            elif has_saved_form(tree):
-                found = plan.fit(tree, live.get(name), label)
-                trees.update({} if found is None else {name: found.tree})
-            else:
+                made[name] = plan_state(plan, self.value, parameter, tree, live.get(name), label)
+            elif not has_saved_form(tree):
                 trees[name] = tree
-        plan.read_tree(trees, plan.device_of(parameter))
+            elif (found := plan.fit(tree, live.get(name), label)) is not None:
+                trees[name] = found.tree
+        plan.read_tree(trees, device)
 
-        def finish() -> None:
-            found = {name: make() for name, make in made.items()}
-            if saved.trees:
-                place = plan.device_of(parameter)
-                new = insert_tensors(trees, lambda name: plan.tensor(name, place))
-                new.update({name: make() for name, make in composites.items()})
-                found |= {name: new[name] for name in saved.trees if name in new}
-            state: dict[Any, Any] = kept | (deepcopy(found) if is_shared else found)
-            if state:
-                self.value.state[parameter] = state
-            else:
-                self.value.state.pop(parameter, None)
+        def make() -> dict[Any, Any]:
+            found = insert_tensors(trees, lambda name: plan.tensor(name, device))
+            found |= {name: make() for name, make in made.items()}
+            ordered = {name: found[name] for name in (*saved.tensors, *saved.trees) if name in found}
+            return kept | (deepcopy(ordered) if is_shared else ordered)
 
-        plan.add_step(LoadPhase.OPTIMIZER, finish)
+        return make
 
-    def _plan_groups(self, plan: Load, chosen: list[dict[str, Any] | None]) -> None:
+    def _plan_options(self, plan: Load, chosen: list[dict[str, Any] | None]) -> Callable[[], None]:
+        """Plan to read the options of all groups; return a function that sets them."""
         met: list[dict[str, Any]] = []
         for i, options in enumerate(chosen):
             live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
@@ -338,34 +318,19 @@ class OptimizerEntry(StateEntry):
                     met[i][name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
             plan.read_tree(met[i])
 
-        def clone(name: str) -> torch.Tensor:
-            return plan.tensor(name).clone()
-
-        def finish() -> None:
+        def set_options() -> None:
             seen: set[int] = set()
-            for i, (options, live) in enumerate(zip(chosen, self.value.param_groups, strict=True)):
-                is_split = id(options) in seen  # two live groups must not share a tensor
+            for options, found, live in zip(chosen, met, self.value.param_groups, strict=True):
+                new = plan.insert(found)
+                if id(options) in seen:  # two live groups must not share a tensor
+                    new = insert_tensors(found, lambda name: plan.tensor(name).clone())
                 seen.add(id(options))
-                for name, value in insert_tensors(met[i], clone if is_split else plan.tensor).items():
-                    is_plain = is_plain_value(value)
-                    live[name] = value if is_plain else plan.updates.update(live.get(name), value)
+                for name, value in new.items():
+                    live[name] = (
+                        value if is_plain_value(value) else plan.updates.update(live.get(name), value)
+                    )
 
-        plan.add_step(LoadPhase.OPTIMIZER, finish)
-
-    def _plan_shared(self, plan: Load, shared: dict[Any, Any]) -> None:
-        """Plan to restore state that is of no parameter, after that of all parameters."""
-        plan.read_tree(shared)
-
-        def finish() -> None:
-            optimizer: Optimizer = self.value
-            for name in list(optimizer.state):
-                if not isinstance(name, torch.Tensor) and name not in shared:
-                    del optimizer.state[name]
-            optimizer.state.update(plan.insert(shared))
-            # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
-            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
-
-        plan.add_step(LoadPhase.OPTIMIZER, finish)
+        return set_options
 
 
 def capture_groups(
@@ -388,9 +353,11 @@ def capture_groups(
     return found
 
 
-def _named(index: int, group: dict[str, Any], names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for j, parameter in enumerate(group["params"]):
-        yield names.get(id(parameter)) or f"group{index}.{j}", parameter
+def _named(optimizer: Optimizer, names: dict[int, str]) -> Named:
+    return [
+        [(names.get(id(one)) or f"group{i}.{j}", one) for j, one in enumerate(group["params"])]
+        for i, group in enumerate(optimizer.param_groups)
+    ]
 
 
 def _new(plan: Load, saved_name: str, parameter: torch.Tensor, device: torch.device) -> Maker:
@@ -406,16 +373,6 @@ def _new(plan: Load, saved_name: str, parameter: torch.Tensor, device: torch.dev
     if type(parameter) in PLAIN:
         return lambda: laid_out_like(plan.tensor(saved_name, device), parameter)
     return lambda: plan.tensor(saved_name, device)
-
-
-def _device(
-    name: str, plan: Load, saved_name: str, parameter: torch.Tensor, options: dict[str, Any]
-) -> torch.device:
-    """Return the device of a state tensor: its parameter's, or the host for a step counter."""
-    is_counter = name == "step" and not plan.shape(saved_name)
-    if is_counter and not (options.get("capturable") or options.get("fused")):
-        return torch.device("cpu")
-    return plan.device_of(parameter)
 
 
 def _fits(live: Any, plan: Load, saved_name: str, device: torch.device | None) -> bool:

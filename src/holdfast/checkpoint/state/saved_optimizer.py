@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from holdfast.checkpoint.state.load import PARAMETER_MARK, Load
 from holdfast.checkpoint.state.tree import references
@@ -19,93 +19,88 @@ class SavedState:
     trees: dict[str, Any]
 
 
-@final
+@dataclass(frozen=True, slots=True)
 class SavedOptimizer:
-    """A saved optimizer, as the source for the live one under a key."""
+    """A saved optimizer, as the source for the live one."""
 
-    def __init__(self, key: str, plan: Load) -> None:
-        self._key = key
-        self._plan = plan
-        values = _joined(key, list(plan.all_values(key)))
-        self._groups: list[dict[str, Any]] = values["param_groups"]
-        self.shared: dict[Any, Any] = values["shared"]
-        self._states = self._index(values["state"])
-        self._taken: set[str] = set()
-        for group in self._groups:
-            plan.used.update(references(group))
-
-    def state_of(self, fqn: str) -> tuple[SavedState | None, bool]:
-        """Return the state of a live parameter, and whether another one that it was tied to has it too."""
-        found = self._states.get(fqn)
-        if found is None:
-            self._plan.missing.append(f"{self._key}{PARAMETER_MARK}{fqn}")
-            return None, False
-        is_shared = found.fqn in self._taken
-        if is_shared:
-            self._plan.notes.append(
-                f"{self._key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not "
-                "now; each has a copy of the saved value and optimizer state."
-            )
-        self._taken.add(found.fqn)
-        return found, is_shared
-
-    def skip_the_rest(self) -> None:
-        """Record saved parameters that no live one uses as unexpected, each once."""
-        for saved in {one.fqn: one for one in self._states.values()}.values():
-            if saved.fqn not in self._taken:
-                self._plan.unexpected.append(f"{self._key}{PARAMETER_MARK}{saved.fqn}")
-                self._plan.used.update(saved.tensors.values(), references(saved.trees))
-
-    def choose(self, index: int, fqns: list[str]) -> dict[str, Any] | None:
-        """Return the saved options of the group with the same parameters, or of one that had some of them."""
-        plan, groups = self._plan, self._groups
-        primary = {plan.rename(alias): plan.rename(name) for alias, name in plan.tied.items()}
-        wanted = set(map(primary.get, fqns, fqns))
-        renamed = [list(map(plan.rename, group["params"])) for group in groups]
-        held = [set(map(primary.get, names, names)) for names in renamed]
-        if index < len(groups) and held[index] == wanted:
-            return groups[index]
-        for group, names in zip(groups, held, strict=True):
-            if names == wanted:
-                return group
-        sources = [group for group, names in zip(groups, held, strict=True) if names & wanted]
-        if not sources:
-            return None
-        if any(options_of(group) != options_of(sources[0]) for group in sources):
-            plan.notes.append(
-                f"{self._key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
-                "different options. It uses those of the first. Set the options after the restore if needed."
-            )
-        return sources[0]
-
-    def _index(self, state: dict[str, Any]) -> dict[str, SavedState]:
-        """Return the saved state of each parameter by live name. Tied ones appear several times."""
-        plan = self._plan
-        fqns = [fqn for group in self._groups for fqn in group["params"]]
-        found = {fqn: SavedState(fqn, {}, state.get(fqn, {})) for fqn in fqns}
-        prefix = f"{plan.saved_key(self._key)}.state."
-        in_trees = set(references(state))
-        for name in plan.saved_names.values():
-            if name.startswith(prefix) and name not in in_trees:
-                fqn, _, state_key = name[len(prefix) :].rpartition(".")
-                if fqn in found and state_key.isidentifier():
-                    found[fqn].tensors[state_key] = name
-        pairs = [*plan.tied.items(), *((name, alias) for alias, name in plan.tied.items())]
-        index = {plan.rename(alias): found[fqn] for alias, fqn in pairs if fqn in found}
-        return index | {plan.rename(fqn): one for fqn, one in found.items()}
+    options: list[dict[str, Any] | None]  # by live group; None without a saved one
+    states: dict[str, tuple[SavedState, bool]]
+    """By live parameter: its state, and whether another one that it was tied to has it too."""
+    shared: dict[Any, Any]  # state that is of no parameter
 
 
-def _joined(key: str, parts: list[Any]) -> dict[str, Any]:
-    """Return an optimizer's saved values of all parts as one. The first part with a parameter wins."""
+def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
+    """Return the saved optimizer for the live groups of parameters, and record all differences."""
+    parts = list(plan.all_values(key))
     for values in parts:
         _check_saved(key, values)
     groups = [group for values in parts for group in values["param_groups"]]
     state: dict[str, Any] = {}
     shared: dict[Any, Any] = {}
-    for values in reversed(parts):
-        state.update(values["state"])
-        shared.update(values.get("shared", {}))
-    return {"param_groups": groups, "state": state, "shared": shared}
+    for values in reversed(parts):  # the first part with a parameter wins
+        state |= values["state"]
+        shared |= values.get("shared", {})
+    index = _index(key, plan, groups, state)
+    taken: set[str] = set()
+    states: dict[str, tuple[SavedState, bool]] = {}
+    for fqn in (fqn for names in live for fqn in names):
+        found = index.get(fqn)
+        if found is None:
+            plan.missing.append(f"{key}{PARAMETER_MARK}{fqn}")
+            continue
+        if found.fqn in taken:
+            plan.notes.append(
+                f"{key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not "
+                "now; each has a copy of the saved value and optimizer state."
+            )
+        states[fqn] = found, found.fqn in taken
+        taken.add(found.fqn)
+    for fqn, saved in {saved.fqn: saved for saved in index.values()}.items():
+        if fqn not in taken:
+            plan.unexpected.append(f"{key}{PARAMETER_MARK}{fqn}")
+            plan.used.update(saved.tensors.values(), references(saved.trees))
+    plan.used.update(references(groups))
+    return SavedOptimizer(_options(key, plan, groups, live), states, shared)
+
+
+def _options(
+    key: str, plan: Load, groups: list[dict[str, Any]], live: list[list[str]]
+) -> list[dict[str, Any] | None]:
+    """Return for each live group the options of a saved one with the same parameters, or with some."""
+    primary = {plan.rename(alias): plan.rename(name) for alias, name in plan.tied.items()}
+    held = [{primary.get(name, name) for name in map(plan.rename, group["params"])} for group in groups]
+    found: list[dict[str, Any] | None] = []
+    for index, fqns in enumerate(live):
+        wanted = {primary.get(fqn, fqn) for fqn in fqns}
+        same = [i for i, names in enumerate(held) if names == wanted]
+        sources = [groups[i] for i, names in enumerate(held) if names & wanted]
+        if same:
+            found.append(groups[index if index in same else same[0]])
+            continue
+        found.append(sources[0] if sources else None)
+        if any(options_of(group) != options_of(sources[0]) for group in sources):
+            plan.notes.append(
+                f"{key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
+                "different options. It uses those of the first. Set the options after the restore if needed."
+            )
+    return found
+
+
+def _index(
+    key: str, plan: Load, groups: list[dict[str, Any]], state: dict[str, Any]
+) -> dict[str, SavedState]:
+    """Return the saved state of each parameter by live name. Tied ones appear several times."""
+    found = {fqn: SavedState(fqn, {}, state.get(fqn, {})) for group in groups for fqn in group["params"]}
+    prefix = f"{plan.saved_key(key)}.state."
+    in_trees = set(references(state))
+    for name in plan.saved_names.values():
+        if name.startswith(prefix) and name not in in_trees:
+            fqn, _, state_key = name[len(prefix) :].rpartition(".")
+            if fqn in found and state_key.isidentifier():
+                found[fqn].tensors[state_key] = name
+    pairs = [*plan.tied.items(), *((name, alias) for alias, name in plan.tied.items())]
+    index = {plan.rename(alias): found[fqn] for alias, fqn in pairs if fqn in found}
+    return index | {plan.rename(fqn): one for fqn, one in found.items()}
 
 
 def _check_saved(key: str, values: Any) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from holdfast.adapters.kit.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_coordinator import (
-    StoreRanks,
     TagCoordinator,
     TagPlan,
     is_grouped,

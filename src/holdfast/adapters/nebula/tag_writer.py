@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from holdfast.adapters.kit.run import NO_NOTICES
-from holdfast.adapters.nebula.tag_coordinator import StoreRanks, TagPlan
+from holdfast.adapters.kit.store_ranks import StoreRanks
+from holdfast.adapters.nebula.tag_coordinator import TagPlan
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run, read_run
 from holdfast.checkpoint.keeper import Save

@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from holdfast.adapters.accelerate.session import end_preempted
 from holdfast.adapters.kit.attachment import insert_class, warn_of_persistent_workers
-from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
+from holdfast.adapters.kit.data import (
+    DividedBatches,
+    bytes_of,
+    capture_process,
+    prepare_undivided,
+    set_process,
+    tensor_of,
+)
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
 
@@ -316,16 +322,7 @@ def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_dev
     batches = batches_of(loader)
     assert batches is not None
     _check_ranks(own, batches)
-    prepared = prepare_data_loader(
-        loader,
-        own.device,
-        num_processes=1,
-        process_index=0,
-        put_on_device=own.device_placement if on_device is None else on_device,
-        rng_types=own.rng_types.copy(),
-        dispatch_batches=False,
-        non_blocking=own.non_blocking,
-    )
+    prepared = prepare_undivided(own, loader, on_device=on_device)
     prepared._drop_last = True  # else gather_for_metrics cuts the last batch as if the others were whole
     own._dataloaders.append(prepared)
     return prepared

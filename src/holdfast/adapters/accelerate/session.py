@@ -89,14 +89,21 @@ class Session(TrainerRun):
     def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
         accelerator, config = self._accelerator, self._accelerator.project_configuration
-        self._wait_for_limit()
+        self._settle()
+        while self.doomed and self.pending:  # saves may be faster than the disk
+            with suppress(HoldfastError):  # a later one may succeed
+                self.pending[0].wait_durable()
+            self._settle()
         self.notices.end_step(self._save_s)
         name = self._name_of(output_dir)
         reason, step, gone = self._agree_on_save(name)
         folder = self._folders.path(name)
         models = saved_models(accelerator, str(folder))
         replaced = [one for one, known in self._names.items() if known == name]
-        surplus = self._surplus() if config.automatic_checkpoint_naming else []
+        # Their folders are removed later.
+        limit = config.total_limit if config.automatic_checkpoint_naming else None
+        surplus = [] if limit is None else sorted(self._names)[: max(0, len(self._names) + 1 - limit)]
+        self.doomed |= {one: self._names[one] for one in surplus}
         for one in {*gone, *replaced, *surplus}:
             self._names.pop(one, None)
         self._names[step] = name
@@ -160,16 +167,6 @@ class Session(TrainerRun):
         self._folders.make(name, step, complete=self._complete)
         return [step, *gone]
 
-    def _surplus(self) -> list[int]:
-        """Return the steps beyond `total_limit`. Their folders are removed later."""
-        limit = self._accelerator.project_configuration.total_limit
-        if limit is None:
-            return []
-        steps = sorted(self._names)
-        surplus = steps[: max(0, len(steps) + 1 - limit)]
-        self.doomed |= {step: self._names[step] for step in surplus}
-        return surplus
-
     def _checkpoint(self, step: int, models: list[int]) -> None:
         accelerator = self._accelerator
         self._warn_of_gradients()
@@ -209,14 +206,6 @@ class Session(TrainerRun):
             self._folders.remove(name)
             self._complete.discard(step)
 
-    def _wait_for_limit(self) -> None:
-        """Wait until folders that are not needed are removed: saves may be faster than the disk."""
-        self._settle()
-        while self.doomed and self.pending:
-            with suppress(HoldfastError):  # a later one may succeed
-                self.pending[0].wait_durable()
-            self._settle()
-
     # -- loading ---------------------------------------------------------------------------------------------
 
     def choose(self, asked: str | os.PathLike[str] | None) -> str | None:
@@ -226,7 +215,13 @@ class Session(TrainerRun):
             A folder that Accelerate has written itself and that was checked; None for a checkpoint in a home,
             which `load` loads.
         """
-        self._finish_saves()
+        self.wait_settled()  # a failed save is no choice
+        self._settle()
+        self._complete = set(self.ranks.of_rank_0(lambda: sorted(self._complete)))
+        existing = self.ranks.of_rank_0(
+            lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
+        )
+        self._names = {step: self._names[step] for step in existing}
         path = None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
         if path is None or os.path.realpath(path) == os.path.realpath(self.home):
             chosen = self._newest()
@@ -337,16 +332,6 @@ class Session(TrainerRun):
         if config.automatic_checkpoint_naming:
             numbers = [automatic_number(one) for one in self.ranks.of_rank_0(self._folders.list)]
             config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
-
-    def _finish_saves(self) -> None:
-        """Wait until no save is under way."""
-        self.wait_settled()  # a failed save is no candidate
-        self._settle()
-        self._complete = set(self.ranks.of_rank_0(lambda: sorted(self._complete)))
-        existing = self.ranks.of_rank_0(
-            lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
-        )
-        self._names = {step: self._names[step] for step in existing}
 
     # -- the end ---------------------------------------------------------------------------------------------
 

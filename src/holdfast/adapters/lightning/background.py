@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from torch.optim import Optimizer
 
@@ -248,27 +248,22 @@ class BackgroundSaver:
         if folder in self._folders:
             return
         self._folders.add(folder)
-        lacking = self._lacking(folder)
-        for content in self._earlier:
-            path = self.place.absolute(content.facts.path)
-            is_known = folder_of(path) == folder or (is_local(path) and self._is_written(path, content))
-            if is_known and content.step != self._last:
-                self._written.add(content.step)
-        if is_local(folder):
-            remove_partial_files(Path(folder))
-        for path, content in lacking.items():
-            self._written.discard(content.step)
-            if not is_local(path) or may_replace(Path(path)):
-                self._add(_Job(path, content.step))
-
-    def _lacking(self, folder: str) -> dict[str, HomeContent]:
-        """Return a folder's newest earlier checkpoints per path without a current file, oldest first."""
-        found: dict[str, HomeContent] = {}
+        newest: dict[str, HomeContent] = {}  # by path in the folder
         for content in self._earlier:
             path = self.place.absolute(content.facts.path)
             if folder_of(path) == folder:
-                found.setdefault(path, content)
-        return {path: one for path, one in reversed(found.items()) if not self._is_written(path, one)}
+                newest.setdefault(path, content)
+            elif not is_local(path) or not self._is_written(path, content):
+                continue
+            if content.step != self._last:
+                self._written.add(content.step)
+        lacking = [(path, one) for path, one in newest.items() if not self._is_written(path, one)]
+        if is_local(folder):
+            remove_partial_files(Path(folder))
+        for path, content in reversed(lacking):  # the oldest first
+            self._written.discard(content.step)
+            if not is_local(path) or may_replace(Path(path)):
+                self._add(_Job(path, content.step))
 
     def _is_written(self, path: str, content: HomeContent) -> bool:
         """Return True if a file exists that is not older than a checkpoint."""
@@ -296,21 +291,18 @@ class BackgroundSaver:
         found: dict[tuple[CheckpointId, str], HomeContent | None] = {}
         for content in self._contents():
             if content.facts.is_full:
-                found[content.checkpoint_id, str(self._path_in(folders, content))] = content
-        for path in folders[0].glob("*.ckpt"):
-            file = None if path.is_symlink() else read_id(path)
-            if file is not None and file.is_full:
-                found.setdefault((file.checkpoint_id, str(path)), None)
+                path = Path(self.place.absolute(content.facts.path))
+                is_known = any(is_inside(str(path), one) for one in folders)
+                found[content.checkpoint_id, str(path if is_known else folders[0] / path.name)] = content
+        for file in folders[0].glob("*.ckpt"):
+            id_ = None if file.is_symlink() else read_id(file)
+            if id_ is not None and id_.is_full:
+                found.setdefault((id_.checkpoint_id, str(file)), None)
         for (one, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
             if self._is_good(Path(path), one) or (content and self._put_back(content, Path(path))):
                 return path
             warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
         return None
-
-    def _path_in(self, folders: Sequence[Path], content: HomeContent) -> Path:
-        path = self.place.absolute(content.facts.path)
-        is_known = any(is_inside(path, folder) for folder in folders)
-        return Path(path) if is_known else folders[0] / PurePosixPath(path).name
 
     def _put_back(self, content: HomeContent, path: Path) -> bool:
         """Write a missing or damaged file; return False if that is not possible."""

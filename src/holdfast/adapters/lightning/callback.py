@@ -247,7 +247,9 @@ class HoldfastCheckpoint(ModelCheckpoint):
             super().on_train_batch_end(trainer, *args, **kwargs)
         self._notify_loggers()
         if notices is not None and _may_stop(trainer, notices):
-            self._save_and_stop(trainer, notices)
+            self._save_notice(trainer)
+            notices.finish()
+            raise Preempted(trainer.global_step, str(notices.reason))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due."""
@@ -332,11 +334,6 @@ class HoldfastCheckpoint(ModelCheckpoint):
             self._save_notice(trainer)
         reason = f"{notices.reason}; {type(error).__name__} has ended the next batch: {error}"
         raise Preempted(self._last_global_step_saved, reason) from error
-
-    def _save_and_stop(self, trainer: Any, notices: Notices) -> None:
-        self._save_notice(trainer)
-        notices.finish()
-        raise Preempted(trainer.global_step, str(notices.reason))
 
     def _save_notice(self, trainer: Any) -> None:
         """Save this step unless it is saved already, and wait until its file is written."""

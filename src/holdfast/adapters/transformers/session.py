@@ -67,7 +67,12 @@ class Session(TrainerRun):
     def __init__(
         self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
     ) -> None:
-        _check_optimizer(trainer.optimizer)
+        if type(trainer.optimizer).__name__ == "LayerWiseDummyOptimizer":
+            raise Unsupported(
+                "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer "
+                "nor Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such "
+                'as optim="galore_adamw".'
+            )
         self.must_evaluate = False  # the evaluation of this step is left to the next start, after a notice
         self._trainer, self._args, self._ignored_keys = trainer, trainer.args, ignored_keys
         self._feed, self._writes_folders = settings.feed, settings.folders
@@ -333,7 +338,14 @@ class Session(TrainerRun):
         self._state[PROGRESS] = dataclasses.asdict(progress)
         self._last = self.save_step(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
         if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
-            self._push(self._folders.path(step))
+            # The Hub takes its files from a folder of the Trainer's own.
+            folder = self._folders.path(step)
+            trainer.save_model(folder, _internal_call=True)
+            if not self._args.save_only_model:
+                trainer._save_optimizer_and_scheduler(folder)
+                trainer._save_scaler(folder)
+                trainer._save_rng_state(folder)
+            trainer._push_from_checkpoint(folder)
         for one in self._pop_surplus():
             if one in self._in_home:
                 self.checkpointer.delete(one)
@@ -350,16 +362,6 @@ class Session(TrainerRun):
         best = self._trainer.state.best_global_step
         if best and best in self._steps:
             self._trainer.state.best_model_checkpoint = self._folders.path(best)
-
-    def _push(self, folder: str) -> None:
-        """Push to the Hub, which takes its files from a folder of the Trainer's own."""
-        trainer = self._trainer
-        trainer.save_model(folder, _internal_call=True)
-        if not self._args.save_only_model:
-            trainer._save_optimizer_and_scheduler(folder)
-            trainer._save_scaler(folder)
-            trainer._save_rng_state(folder)
-        trainer._push_from_checkpoint(folder)
 
     def _pop_surplus(self) -> list[int]:
         """Return the steps beyond the Trainer's limit, and those that training has passed again."""
@@ -440,13 +442,3 @@ def _best_rule(args: TrainingArguments) -> Keep:
         return Keep(last=None)
     metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     return Keep(last=None, metric=metric, mode="max" if args.greater_is_better else "min")
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Check that the state of an optimizer is in reach, and not in hooks."""
-    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
-        raise Unsupported(
-            "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer nor "
-            "Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such as "
-            'optim="galore_adamw".'
-        )

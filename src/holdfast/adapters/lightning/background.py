@@ -255,8 +255,7 @@ class BackgroundSaver:
                 newest.setdefault(path, content)
             elif not is_local(path) or not self._is_written(path, content):
                 continue
-            if content.step != self._last:
-                self._written.add(content.step)
+            self._written.add(content.step)
         lacking = [(path, one) for path, one in newest.items() if not self._is_written(path, one)]
         if is_local(folder):
             remove_partial_files(Path(folder))

@@ -133,7 +133,7 @@ def listed_by_nebula(home: Path) -> int:
 
 def next_after_nebula(home: Path) -> int | None:
     store = local.LocalStore(home)
-    return tag_index.TagIndex(str(home), [tag_index.Tier("home", store)]).last_step()
+    return tag_index.TagIndex(str(home), {"home": store}).last_step()
 
 
 CHOOSERS: dict[str, tuple[str, Callable[[Path], int | None]]] = {

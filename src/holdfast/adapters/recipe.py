@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import xxhash
 
@@ -76,8 +76,11 @@ def save_checkpoint(
             step = arguments.get(name)
             if step is None:
                 return func(*args, **kwargs)
+            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+                raise InvalidInput(f"A step must be a whole number from 0 on, not {step!r}.")
             series = _Series(Path(save_dir), checkpoint_prefix)
-            result = series.save(_check_step(step), lambda: func(*args, **kwargs), _model_type(arguments))
+            model = arguments.get("model", next(iter([*arguments.values()][1:]), None))
+            result = series.save(step, lambda: func(*args, **kwargs), type(model).__name__)
             series.prune(max_checkpoints, step)
             series.report(step)
             return result
@@ -171,7 +174,12 @@ class _Series:
         try:
             seen = self._stat_files(step)
             result = write()
-            files = {name: self._make_durable(name) for name in self._new_files(step, seen)}
+            files: dict[str, _File] = {}
+            for name in self._new_files(step, seen):
+                with (self._folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
+                self._store.sync(posixpath.dirname(name))
+                files[name] = _hash_file(self._folder / name)
         except BaseException:
             self._move_back(earlier)  # after a kill, the next load does this
             raise
@@ -268,14 +276,6 @@ class _Series:
                         looks[name] = info.st_size, info.st_mtime_ns, info.st_ino
         return looks
 
-    def _make_durable(self, name: str) -> _File:
-        """Fsync and hash a file."""
-        path = self._folder / name
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        self._store.sync(posixpath.dirname(name))
-        return _hash_file(path)
-
     # -- load ------------------------------------------------------------------------------------------------
 
     def load(self, call: Callable[[int], _T]) -> _T | None:
@@ -337,7 +337,9 @@ class _Series:
         try:
             return call(step), ""
         except FileNotFoundError as error:
-            if is_verified and not self._is_below(error.filename):
+            named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
+            folder = self._folder.absolute()
+            if is_verified and not (named is not None and named.absolute().is_relative_to(folder)):
                 raise
             return None, f"it has no {error.filename}" if is_verified else _unverified(error)
         except Exception as error:
@@ -393,11 +395,6 @@ class _Series:
                 return f"{name} is damaged: expected {wanted}, found {found}"
         return ""
 
-    def _is_below(self, filename: Any) -> bool:
-        if not isinstance(filename, (str, bytes)):
-            return False
-        return Path(os.fsdecode(filename)).absolute().is_relative_to(self._folder.absolute())
-
     def _metadata_name(self, step: int) -> str:
         return f"{self._prefix}_step_{step}_metadata.json"
 
@@ -424,19 +421,8 @@ def _hash_file(path: Path) -> _File:
     return _File(num_bytes, hashed.hexdigest())
 
 
-def _check_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise InvalidInput(f"A step must be a whole number from 0 on, not {step!r}.")
-    return step
-
-
 def _step_name(signature: inspect.Signature) -> str:
     names = list(signature.parameters)
     if not names:
         raise InvalidInput("The decorated function has no arguments. It needs one named `step`.")
     return "step" if "step" in names else names[0]
-
-
-def _model_type(arguments: dict[str, Any]) -> str:
-    model = arguments.get("model", next(iter([*arguments.values()][1:]), None))
-    return type(model).__name__

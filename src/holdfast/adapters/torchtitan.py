@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import pickle
 import re
 import sys
@@ -29,21 +28,16 @@ from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 _NEEDED = "torchtitan.components.checkpointer"
 
 
-def _check_version() -> None:
-    """Check that the installed torchtitan lets its config choose a checkpoint manager."""
-    if importlib.util.find_spec("torchtitan") is None:
-        raise Unsupported(
-            "holdfast.adapters.torchtitan needs torchtitan, which is not installed. "
-            "Install it: pip install 'torchtitan>=0.3'."
-        )
-    if importlib.util.find_spec(_NEEDED) is None:
-        raise Unsupported(
-            f"This torchtitan has no {_NEEDED}, so its config cannot choose a checkpoint manager. Upgrade "
-            "it: pip install 'torchtitan>=0.3'."
-        )
-
-
-_check_version()
+if importlib.util.find_spec("torchtitan") is None:
+    raise Unsupported(
+        "holdfast.adapters.torchtitan needs torchtitan, which is not installed. "
+        "Install it: pip install 'torchtitan>=0.3'."
+    )
+if importlib.util.find_spec(_NEEDED) is None:
+    raise Unsupported(
+        f"This torchtitan has no {_NEEDED}, so its config cannot choose a checkpoint manager. Upgrade "
+        "it: pip install 'torchtitan>=0.3'."
+    )
 
 from torchtitan.components.checkpointer import (  # noqa: E402 - the check is first
     DATALOADER,
@@ -170,7 +164,13 @@ class HoldfastCheckpointManager(CheckpointManager):
         checkpointer.should_save(curr_step)  # only for a notice: the trainer has its own rhythm
         is_due = self._should_save(curr_step, last_step)
         if last_step:
-            self._save_last(curr_step)
+            # The step itself is saved whole, so that a restart finds the training complete. It is saved last,
+            # so that a kill meanwhile repeats the export, and also if the export fails.
+            try:
+                if self.last_save_model_only:
+                    self._save_last_step(curr_step)
+            finally:
+                checkpointer.finish(curr_step)
         elif is_due or checkpointer.preempted:
             checkpointer.save(curr_step)
             if self._is_blocking:
@@ -178,18 +178,6 @@ class HoldfastCheckpointManager(CheckpointManager):
         if checkpointer.preempted and not last_step:
             checkpointer.stop(curr_step)
         return is_due
-
-    def _save_last(self, step: int) -> None:
-        """Save the last step, and export the model if `last_save_model_only` is set.
-
-        The step itself is saved whole, so that a restart finds the training complete. It is saved last, so
-        that a kill meanwhile repeats the export, and also if the export fails.
-        """
-        try:
-            if self.last_save_model_only:
-                self._save_last_step(step)
-        finally:
-            self._own().finish(step)
 
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing: the optimizers' next step waits for the copy."""
@@ -208,10 +196,19 @@ class HoldfastCheckpointManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         stock, own, exported = self._ranks.of_rank_0(lambda: self._choices(step))
         if stock is not None and (own is None or stock > own):
-            found = self._load_stock(stock)
+            try:
+                found = super()._load(stock)
+            except CheckpointException:
+                _check_metadata(self.folder, stock)
+                raise
             self._continue_home(stock)
             return found
-        self._check_excluded()
+        for name in self.exclude_from_loading:
+            if name not in self.states:
+                raise ValueError(
+                    f"exclude_from_loading names {name!r}, which the trainer does not have. It has "
+                    f"{', '.join(sorted(self.states))}."
+                )
         restored = self._restore(step, is_listed=own is not None)
         if restored is None and exported is not None:
             raise InvalidInput(
@@ -224,20 +221,13 @@ class HoldfastCheckpointManager(CheckpointManager):
         self._set_position(restored, attempt=self._own().restored_attempt)
         return True
 
-    def _load_stock(self, step: int) -> bool:
-        """Load a checkpoint of torchtitan's own manager."""
-        try:
-            return super()._load(step)
-        except CheckpointException:
-            _check_metadata(self.folder, step)
-            raise
-
     def _restore(self, step: int, *, is_listed: bool) -> int | None:
         """Restore a step, or the newest one for -1. Return None if the home does not have it.
 
         The Checkpointer finds more than a listing: also a save whose keeper was killed before the manifest.
         """
-        only = self._keys_to_load()
+        excluded = keys_of(self.exclude_from_loading, self._live)
+        only = [key for key in self._live if key not in excluded] if excluded else None
         if step == -1:
             return self._own().restore(only=only)
         try:
@@ -299,18 +289,6 @@ class HoldfastCheckpointManager(CheckpointManager):
                 "initial_load_model_only=False."
             )
 
-    def _check_excluded(self) -> None:
-        for name in self.exclude_from_loading:
-            if name not in self.states:
-                raise ValueError(
-                    f"exclude_from_loading names {name!r}, which the trainer does not have. It has "
-                    f"{', '.join(sorted(self.states))}."
-                )
-
-    def _keys_to_load(self) -> list[str] | None:
-        excluded = keys_of(self.exclude_from_loading, self._live)
-        return [key for key in self._live if key not in excluded] if excluded else None
-
     def _set_position(self, step: int, home: str | None = None, *, attempt: int | None = None) -> None:
         for value in self._live.values():
             if isinstance(value, DataPosition):
@@ -335,15 +313,12 @@ def _home_of(path: str) -> tuple[str, int | None] | None:
     if _has_run(path):
         return path, None
     match = _STEP_FOLDER.fullmatch(path)
-    return (match[1], int(match[2])) if match and _has_run(match[1]) and not _is_stock(path) else None
+    is_stock = filesystem.isfile(filesystem.join(path, _METADATA))
+    return (match[1], int(match[2])) if match and _has_run(match[1]) and not is_stock else None
 
 
 def _has_run(path: str) -> bool:
     return filesystem.isfile(filesystem.join(path, _RUN))
-
-
-def _is_stock(path: str | os.PathLike[str]) -> bool:
-    return filesystem.isfile(filesystem.join(path, ".metadata"))
 
 
 class Stateful(Protocol):
@@ -406,23 +381,17 @@ class DataPosition:
         saved, self._saved = self._saved, None
         if saved is None:
             return
-        self._keep_generator()
+        loader: Any = self._dataloader
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+            # A new iterator draws the seed of its workers, and the restored generator is past the draw of the
+            # uninterrupted training. torchtitan makes one iterator in each process.
+            loader.generator = torch.Generator()
+            loader.generator.set_state(torch.get_rng_state())
         if not saved.keys() >= self._dataloader.state_dict().keys():
             opened = open_loaded(home, step, attempt)
             ranks = (opened.values(rank).get(DATALOADER, {}) for rank in range(opened.world_size))
             saved = {key: value for found in ranks for key, value in found.items()}
         self._dataloader.load_state_dict(saved)
-
-    def _keep_generator(self) -> None:
-        """Give the loader a copy of the restored generator, for the seed of its workers.
-
-        A new iterator draws that seed, and the restored generator is past the draw of the uninterrupted
-        training. torchtitan makes one iterator in each process.
-        """
-        loader: Any = self._dataloader
-        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
-            loader.generator = torch.Generator()
-            loader.generator.set_state(torch.get_rng_state())
 
 
 def live_objects(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,9 +424,5 @@ def _numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 def keys_of(names: Collection[str], live: Collection[str]) -> list[str]:
     """Return the keys of live objects that belong to some of torchtitan's states."""
-    return [key for key in live if key in names or _without_number(key) in names]
-
-
-def _without_number(key: str) -> str | None:
-    name, _, number = key.rpartition("_")
-    return name if number.isdigit() and name in (MODEL, OPTIMIZER) else None
+    numbered = re.compile(f"({MODEL}|{OPTIMIZER})_[0-9]+")
+    return [key for key in live if key in names or ((of := numbered.fullmatch(key)) and of[1] in names)]

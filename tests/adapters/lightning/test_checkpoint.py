@@ -20,7 +20,9 @@ pytestmark = [
 ]
 
 from holdfast.adapters.lightning import HoldfastCheckpoint, HoldfastCheckpointIO  # noqa: E402
+from holdfast.adapters.lightning.background import BackgroundSaver  # noqa: E402
 from holdfast.adapters.lightning.ckpt_file import HomeContent  # noqa: E402
+from holdfast.adapters.lightning.places import HomePlace  # noqa: E402
 from holdfast.errors import Corrupt  # noqa: E402
 
 
@@ -57,6 +59,11 @@ def model(**hparams: Any) -> Any:
     return Model(**hparams)
 
 
+def newest(home: Path, folder: str) -> str | None:
+    """Return the newest file of a folder, with the checkpoints of a home."""
+    return BackgroundSaver(HomePlace(str(home)), "8GiB").newest(folder)
+
+
 def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
@@ -78,9 +85,8 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> Non
 
     class Look(importlib.import_module("lightning.pytorch").Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            assert callback._io is not None
-            callback._io.wait()
-            saved_s, notices = callback._io.save_s, callback._notices
+            callback._saver.wait()
+            saved_s, notices = callback._saver.save_s, callback._notices
             watcher = notices and notices._watcher
             assert watcher is not None
             watcher.expect_save = lambda save_s: found.append((save_s, saved_s))
@@ -186,7 +192,7 @@ def test_trainer_save_checkpoint_outside_of_training_writes_the_file(tmp_path: P
 def test_weights_only_files_are_not_resumed_from(tmp_path: Path) -> None:
     run = trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_weights_only=True))
     run.fit(model())
-    assert HoldfastCheckpointIO(tmp_path / "ckpt.holdfast").newest(str(tmp_path / "ckpt")) is None
+    assert newest(tmp_path / "ckpt.holdfast", str(tmp_path / "ckpt")) is None
 
 
 def test_a_trainer_with_another_checkpoint_io_is_refused(tmp_path: Path) -> None:
@@ -307,7 +313,7 @@ def test_a_home_cannot_have_a_file_of_the_user_replaced(tmp_path: Path) -> None:
     make_home(tmp_path / "home", run / "notes.txt")
     (run / "notes.txt").write_text("mine")
     with pytest.warns(UserWarning, match="damaged, so an older one is used"):
-        assert HoldfastCheckpointIO(tmp_path / "home").newest(str(run)) is None
+        assert newest(tmp_path / "home", str(run)) is None
     make_home(tmp_path / "home", run / "new.ckpt")
     assert (run / "notes.txt").read_text() == "mine"
 
@@ -322,7 +328,7 @@ def test_a_home_cannot_choose_a_path_outside_of_the_folder(tmp_path: Path, path:
     (run / "link").symlink_to(tmp_path)
     make_home(tmp_path / "home", other)
     other.unlink()
-    assert HoldfastCheckpointIO(tmp_path / "home").newest(str(run)) == str(run / other.name)
+    assert newest(tmp_path / "home", str(run)) == str(run / other.name)
     make_home(tmp_path / "home", run / "new.ckpt")
     assert not other.exists()
     assert (run / "new.ckpt").exists()
@@ -343,7 +349,7 @@ def test_fifos_in_place_of_files_do_not_block(tmp_path: Path) -> None:
     for name in ("new.ckpt", "z.ckpt"):
         os.mkfifo(run / name)
     with pytest.warns(UserWarning, match="damaged, so an older one is used"):
-        assert HoldfastCheckpointIO(tmp_path / "home").newest(str(run)) == str(run / "old.ckpt")
+        assert newest(tmp_path / "home", str(run)) == str(run / "old.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -365,6 +371,6 @@ def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any
         tmp_path / "home", quiet=True, watches=[holdfast.Preemption("none", signals=False)]
     ) as ckpt:
         ckpt.save(1, {"checkpoint": {}, "lightning": {**facts, **change}})
-    assert HoldfastCheckpointIO(tmp_path / "home").newest(str(tmp_path / "run")) is None
+    assert newest(tmp_path / "home", str(tmp_path / "run")) is None
     with pytest.raises(Corrupt, match="Lightning's part of"):
         HomeContent.open(str(tmp_path / "home"))

@@ -44,8 +44,8 @@ def content() -> dict[str, Any]:
     }
 
 
-def save(saver: BackgroundSaver, path: Path, given: dict[str, Any], **facts: Any) -> None:
-    saver.save(pickle_content(given), str(path), FACTS, **facts)
+def save(saver: BackgroundSaver, path: Path, given: dict[str, Any]) -> None:
+    saver.save(pickle_content(given), str(path), FACTS)
 
 
 def test_a_file_has_the_content_that_torch_save_writes(saver: BackgroundSaver, tmp_path: Path) -> None:
@@ -105,10 +105,11 @@ def test_a_changed_byte_is_found(saver: BackgroundSaver, tmp_path: Path, part: s
 
 def test_equal_tensors_of_one_moment_are_saved_once(saver: BackgroundSaver, tmp_path: Path) -> None:
     weight = torch.ones(100_000)
-    save(saver, tmp_path / "a.ckpt", {"w": weight, "best": 1}, moment=1)
-    save(saver, tmp_path / "last.ckpt", {"w": weight, "best": 2}, moment=1)
-    weight.add_(1)
-    save(saver, tmp_path / "b.ckpt", {"w": weight, "best": 3}, moment=1)
+    with saver.moment():
+        save(saver, tmp_path / "a.ckpt", {"w": weight, "best": 1})
+        save(saver, tmp_path / "last.ckpt", {"w": weight, "best": 2})
+        weight.add_(1)
+        save(saver, tmp_path / "b.ckpt", {"w": weight, "best": 3})
     saver.wait()
     loaded = [torch.load(tmp_path / f"{name}.ckpt") for name in ("a", "last", "b")]
     assert [(one["best"], int(one["w"][0])) for one in loaded] == [(1, 1), (2, 1), (3, 2)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - its documented place
 
-from holdfast.adapters.nebula.tag_coordinator import StoreRanks
+from holdfast.adapters.kit.store_ranks import StoreRanks
 from holdfast.checkpoint.format.messages import pack, unpack
 from holdfast.errors import Corrupt, HoldfastError, MissingKey, NotFound, RetryLater, TimedOut
 from nursery import shared

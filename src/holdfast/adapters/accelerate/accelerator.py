@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +12,7 @@ from accelerate.utils import DistributedType
 from typing_extensions import override
 
 from holdfast.adapters.accelerate.data_position import (
-    BatchPosition,
+    DataPosition,
     UnpreparedGenerators,
     add_position,
     batches_of,
@@ -29,15 +28,6 @@ from holdfast.errors import InvalidInput, Unsupported
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Arguments of `attach` for one Accelerator."""
-
-    home: Home | None  # None until the first folder is named, beside which it is
-    root: Path | None  # folder of the folders that are named, if it is known
-    options: Mapping[str, Any]  # of the Checkpointer
 
 
 def folder_of_checkpoints(accelerator: Accelerator) -> Path | None:
@@ -99,37 +89,31 @@ def check_load_arguments(arguments: dict[str, Any]) -> bool:
 
 
 class HoldfastAccelerator(Accelerator):
-    """Accelerator that saves and loads with Holdfast. `attach` inserts it before the class `Accelerator`.
+    """Accelerator that saves and loads with Holdfast. `attach` inserts it before the class `Accelerator`."""
 
-    Attributes:
-        holdfast_settings: settings given to `attach`.
-        holdfast_session: saves and loads; None while the home is not known, and after `end_training`.
-    """
-
-    holdfast_settings: Settings
-    holdfast_session: Session | None = None
+    holdfast_home: Home | None  # None until the first folder is named, beside which it is
+    holdfast_root: Path | None  # folder of the folders that are named, if it is known
+    holdfast_options: Mapping[str, Any]  # of the Checkpointer
+    holdfast_session: Session | None = None  # None while the home is not known, and after `end_training`
 
     def open_session(self, folder: str | os.PathLike[str] | None = None) -> Session:
-        """Return the session, which is opened at the first call.
-
-        Args:
-            folder: folder beside which the home is, if it is not known.
+        """Return the session, which is opened at the first call, with a home beside `folder` if it has none.
 
         Ranks: collective.
         """
         if self.holdfast_session is None or not self.holdfast_session.is_open:
-            settings = self.holdfast_settings
-            if settings.home is None:
+            if self.holdfast_home is None or self.holdfast_root is None:
                 if folder is None:
                     raise InvalidInput(
                         "Neither a folder is named nor automatic_checkpoint_naming is set. Nothing was done. "
                         "Pass a folder, or set project_dir and automatic_checkpoint_naming in "
                         "ProjectConfiguration."
                     )
-                root = Path(folder).absolute().parent
-                settings = Settings(parse_home(root / HOME), root, settings.options)
-                self.holdfast_settings = settings
-            self.holdfast_session = Session(self, settings)
+                self.holdfast_root = Path(folder).absolute().parent
+                self.holdfast_home = parse_home(self.holdfast_root / HOME)
+            self.holdfast_session = Session(
+                self, self.holdfast_home, self.holdfast_root, self.holdfast_options
+            )
         return self.holdfast_session
 
     @override
@@ -201,7 +185,7 @@ class HoldfastAccelerator(Accelerator):
         A loader with GlobalBatches is at its position already, and is returned itself.
         """
         position = getattr(dataloader, "holdfast_position", None)
-        if isinstance(position, BatchPosition):
+        if isinstance(position, DataPosition) and position.batches is not None:
             return dataloader if position.check_skip(num_batches) else ()
         return follow_position(
             super().skip_first_batches(dataloader, num_batches), dataloader, continues=num_batches > 0
@@ -262,14 +246,11 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     for loader in accelerator._dataloaders:
         check_prepared(loader)
     root = folder_of_checkpoints(accelerator)
-    if home is not None:
-        parsed = parse_home(home)
-        if root is None:
-            root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent
-    else:
-        parsed = None if root is None else parse_home(root / HOME)
+    parsed = parse_home(home) if home is not None else None if root is None else parse_home(root / HOME)
+    if parsed is not None and root is None:
+        root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent
     attached = insert_class(accelerator, HoldfastAccelerator, before=Accelerator)
-    attached.holdfast_settings = Settings(parsed, root, options)
+    attached.holdfast_home, attached.holdfast_root, attached.holdfast_options = parsed, root, options
     for loader in accelerator._dataloaders:
         add_position(loader)
     if parsed is not None:

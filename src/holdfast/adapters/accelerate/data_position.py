@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from holdfast.adapters.accelerate.session import end_preempted
 from holdfast.adapters.kit.attachment import insert_class, warn_of_persistent_workers
-from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
+from holdfast.adapters.kit.data import (
+    DividedBatches,
+    bytes_of,
+    capture_process,
+    prepare_undivided,
+    set_process,
+    tensor_of,
+)
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
 
@@ -25,15 +30,19 @@ BETWEEN, WITHIN, AT_END = "between", "within", "at end"
 
 
 class DataPosition:
-    """Position of one loader. Each rank saves its own.
+    """Position of one loader. Each rank saves its own; with GlobalBatches it is the same on all ranks.
 
-    The number of used batches is not part of it: the script has it, or a StatefulDataLoader.
+    The number of used batches is part of it with GlobalBatches only, of which a batch counts as used once the
+    next one is requested, or the state is saved. Else the script has it, or a StatefulDataLoader.
 
     A stateful loader makes the iterator of its first pass when it is prepared, and draws from its generators
     then. So that pass began before the loader was prepared.
     """
 
     def __init__(self, loader: Any, before: UnpreparedGenerators | None = None) -> None:
+        self.batches = batches_of(loader)
+        if self.batches is not None:
+            before = None
         self._loader = loader
         self._active: Any = None  # loader of the pass that is under way
         if is_stateful(loader) and before is None:
@@ -44,33 +53,48 @@ class DataPosition:
         self._pending: dict[str, Any] | None = None  # position from a checkpoint, until a pass begins
         self._is_continued = False  # the pass that is under way began before the checkpoint
         self._has_begun = False  # there has been a pass
+        self._num_before = 0  # batches of the epoch that earlier passes have used
+        self._num_given = 0  # batches of the epoch that were given, while a pass is under way
+        self._num_steps = 0  # optimizer steps of this pass that were counted
 
     # -- the state -------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        if self._pending is not None:  # nothing has been read since it was loaded
-            return self._pending
         active = self._loader if self._active is None else self._active
-        return {
+        phase = BETWEEN if self._active is None else AT_END if active.end_of_dataloader else WITHIN
+        if self._active is not None:
+            self._reach()
+        # Nothing has been read since a pending one was loaded.
+        found = self._pending or {
             "epoch": active.iteration,
-            "phase": self._phase(),
+            "phase": phase,
             "has_begun": self._has_begun,
             "at_start": self._at_start,
             "generators": _states_of(own_generators(self._loader)),
             "loader": self._loader.state_dict() if is_stateful(self._loader) else None,
             "num_ranks": PartialState().num_processes,
         }
+        if self.batches is None:
+            return found
+        return {**found, "num_used": self.num_used, "batches": self.batches.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position. A pass that is under way is not changed."""
+        if self.batches is not None:
+            if "batches" not in state:
+                raise InvalidInput(
+                    "The checkpoint has no position of GlobalBatches: it was saved with another kind of "
+                    "loader. Training has not begun. Prepare the loader that the run was saved with."
+                )
+            self.batches.load_state_dict(state["batches"])
+            self._num_before = 0 if state["phase"] == AT_END else state["num_used"]
         loader, self._active, self._has_begun = self._loader, None, state["has_begun"]
         self._has_first = self._has_first and not self._has_begun
         if self._has_first:
             self._at_start = state["at_start"]
         loader.set_epoch(state["epoch"])
-        num_ranks = PartialState().num_processes
-        if state["num_ranks"] != num_ranks:
+        if state["num_ranks"] != PartialState().num_processes:
             self._pending = None
             self._load_elsewhere(state)
             return
@@ -84,23 +108,15 @@ class DataPosition:
 
     def _load_elsewhere(self, state: dict[str, Any]) -> None:
         """Load a position of another number of ranks, once the epoch is set."""
-        if state["phase"] != BETWEEN:
+        if self.batches is not None and state["phase"] == AT_END:
+            self._loader.iteration += 1
+        elif self.batches is None and state["phase"] != BETWEEN:
             warn(
                 f"The position in the data is of {state['num_ranks']} ranks, and this run has "
                 f"{PartialState().num_processes}. The epoch is set, and the batches of the rest of it differ "
                 "from those of an unbroken run. GlobalBatches in the loader resume on any number.",
                 ResumeWarning,
             )
-
-    @property
-    def _continues_itself(self) -> bool:
-        """True if the next pass of the loader is the rest of the saved pass."""
-        return is_stateful(self._loader)
-
-    def _phase(self) -> str:
-        if self._active is None:
-            return BETWEEN
-        return AT_END if self._active.end_of_dataloader else WITHIN
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
@@ -110,6 +126,9 @@ class DataPosition:
         Returns:
             States of the generators for `set_back`, if it continues the pass of a checkpoint.
         """
+        if self.batches is not None:
+            self.batches.complete_steps(0)
+            self._num_given, self._num_steps = self._num_before, 0
         pending, self._pending = self._pending, None
         self._has_begun = True
         self._active, now = loader, capture_generators(self._loader)
@@ -118,8 +137,8 @@ class DataPosition:
         self._has_first = self._is_continued = False
         if pending is None or pending["phase"] == BETWEEN:
             return None
-        continues = loader.holdfast_continues or (self._continues_itself and pending["phase"] == WITHIN)
-        if not continues:
+        continues_itself = is_stateful(self._loader) or self.batches is not None
+        if not (loader.holdfast_continues or (continues_itself and pending["phase"] == WITHIN)):
             if pending["phase"] == AT_END and loader.iteration == pending["epoch"]:
                 loader.iteration += 1  # that pass is over
             return None
@@ -129,7 +148,23 @@ class DataPosition:
 
     def give(self, number: int) -> bool:
         """Record a batch that training gets. Return False if it is to be left out."""
+        if self.batches is None:
+            return True
+        # The batches continue at a whole step. Gradients of a part of one are not saved, but it was used.
+        in_step = self._num_before % self.batches.accumulation_steps
+        if number <= in_step:
+            return False
+        self._reach()
+        self._num_given = self._num_before - in_step + number
         return True
+
+    def _reach(self) -> None:
+        """Count the steps of the batches that were given."""
+        if self.batches is not None:
+            parts = self.batches.accumulation_steps
+            num_steps = self._num_given // parts - self._num_before // parts
+            self.batches.complete_steps(num_steps - self._num_steps)
+            self._num_steps = num_steps
 
     def set_back(self, now: dict[str, Any] | None) -> None:
         """Set the generators back to their states before a continued pass began."""
@@ -138,15 +173,35 @@ class DataPosition:
 
     def leave(self) -> None:
         """Leave a pass before its end."""
-        self._active = None
+        self._reach()
+        self._num_before, self._active = self._num_given, None
 
     def end(self, loader: Any, *, is_empty: bool) -> None:
         """End a pass."""
-        self._active = None
+        self._reach()
+        self._num_before, self._active = 0, None
         if is_empty and self._is_continued:
             self._loader.iteration = loader.iteration + 1  # Accelerate does not count a pass without a batch
         elif not is_empty:
             self._loader.iteration = loader.iteration
+
+    @property
+    def num_used(self) -> int:
+        """Number of this rank's GlobalBatches of the epoch that training has used."""
+        return self._num_before if self._active is None else self._num_given
+
+    def check_skip(self, num_batches: int) -> bool:
+        """Return True if the epoch continues after a number of GlobalBatches; False if that is its end."""
+        assert self.batches is not None
+        if num_batches == len(self.batches) and self.num_used == 0:
+            return False
+        if num_batches not in (0, self.num_used):
+            raise InvalidInput(
+                f"skip_first_batches was to skip {num_batches} batches of a loader with GlobalBatches that "
+                f"has used {self.num_used} of its epoch. Nothing was skipped. Iterate over the loader "
+                "itself: it continues at its position. batches.skip() leaves samples out."
+            )
+        return True
 
 
 class UnpreparedGenerators:
@@ -160,14 +215,12 @@ class UnpreparedGenerators:
 
     def states(self, loader: Any) -> dict[str, Any]:
         """Return the states that the generators of the prepared loader had, as `capture_generators`."""
-        own = {name: self._state_of(one) for name, one in own_generators(loader).items()}
+        own: dict[str, bytes] = {}
+        for name, one in own_generators(loader).items():
+            # Accelerate has seeded those that did not exist before.
+            fresh = torch.Generator(one.device).manual_seed(one.initial_seed()).get_state()
+            own[name] = bytes_of(next((state for before, state in self._own if before is one), fresh))
         return {**self._process, "own": own}
-
-    def _state_of(self, generator: torch.Generator) -> bytes:
-        """Return the state of a generator; Accelerate has seeded those that did not exist before."""
-        fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
-        state = next((state for one, state in self._own if one is generator), fresh)
-        return bytes_of(state)
 
 
 def is_stateful(loader: Any) -> bool:
@@ -211,99 +264,6 @@ def _set_states(owned: dict[str, torch.Generator], states: dict[str, bytes]) -> 
             generator.set_state(tensor_of(states[name]))
 
 
-class BatchPosition(DataPosition):
-    """Position of one loader with GlobalBatches. It is the same on all ranks.
-
-    A batch counts as used once the next one is requested, or the state is saved.
-    """
-
-    def __init__(self, loader: Any, batches: DividedBatches) -> None:
-        super().__init__(loader)
-        self._batches = batches
-        self._num_before = 0  # batches of the epoch that earlier passes have used
-        self._num_given = 0  # batches of the epoch that were given, while a pass is under way
-        self._num_steps = 0  # optimizer steps of this pass that were counted
-
-    @property
-    def num_used(self) -> int:
-        """Number of this rank's batches of the epoch that training has used."""
-        return self._num_before if self._active is None else self._num_given
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._active is not None:
-            self._reach()
-        return {**super().state_dict(), "num_used": self.num_used, "batches": self._batches.state_dict()}
-
-    @override
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "batches" not in state:
-            raise InvalidInput(
-                "The checkpoint has no position of GlobalBatches: it was saved with another kind of loader. "
-                "Training has not begun. Prepare the loader that the run was saved with."
-            )
-        self._batches.load_state_dict(state["batches"])
-        self._num_before = 0 if state["phase"] == AT_END else state["num_used"]
-        super().load_state_dict(state)
-
-    @override
-    def _load_elsewhere(self, state: dict[str, Any]) -> None:
-        if state["phase"] == AT_END:
-            self._loader.iteration += 1
-
-    @property
-    @override
-    def _continues_itself(self) -> bool:
-        return True
-
-    @override
-    def begin(self, loader: Any) -> dict[str, Any] | None:
-        self._batches.complete_steps(0)
-        self._num_given, self._num_steps = self._num_before, 0
-        return super().begin(loader)
-
-    @override
-    def give(self, number: int) -> bool:
-        # The batches continue at a whole step. Gradients of a part of one are not saved, but it was used.
-        in_step = self._num_before % self._batches.accumulation_steps
-        if number <= in_step:
-            return False
-        self._reach()
-        self._num_given = self._num_before - in_step + number
-        return True
-
-    def _reach(self) -> None:
-        """Count the steps of the batches that were given."""
-        parts = self._batches.accumulation_steps
-        num_steps = self._num_given // parts - self._num_before // parts
-        self._batches.complete_steps(num_steps - self._num_steps)
-        self._num_steps = num_steps
-
-    @override
-    def leave(self) -> None:
-        self._reach()
-        self._num_before = self._num_given
-        super().leave()
-
-    @override
-    def end(self, loader: Any, *, is_empty: bool) -> None:
-        self._reach()
-        self._num_before = 0
-        super().end(loader, is_empty=is_empty)
-
-    def check_skip(self, num_batches: int) -> bool:
-        """Return True if the epoch continues after a number of batches; False if that is its end."""
-        if num_batches == len(self._batches) and self.num_used == 0:
-            return False
-        if num_batches not in (0, self.num_used):
-            raise InvalidInput(
-                f"skip_first_batches was to skip {num_batches} batches of a loader with GlobalBatches that "
-                f"has used {self.num_used} of its epoch. Nothing was skipped. Iterate over the loader "
-                "itself: it continues at its position. batches.skip() leaves samples out."
-            )
-        return True
-
-
 def batches_of(loader: Any) -> DividedBatches | None:
     """Return the GlobalBatches that a loader reads, or None."""
     found = getattr(loader, "batch_sampler", None)
@@ -316,16 +276,7 @@ def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_dev
     batches = batches_of(loader)
     assert batches is not None
     _check_ranks(own, batches)
-    prepared = prepare_data_loader(
-        loader,
-        own.device,
-        num_processes=1,
-        process_index=0,
-        put_on_device=own.device_placement if on_device is None else on_device,
-        rng_types=own.rng_types.copy(),
-        dispatch_batches=False,
-        non_blocking=own.non_blocking,
-    )
+    prepared = prepare_undivided(own, loader, on_device=on_device)
     prepared._drop_last = True  # else gather_for_metrics cuts the last batch as if the others were whole
     own._dataloaders.append(prepared)
     return prepared
@@ -401,10 +352,7 @@ def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any
     """Have a prepared loader record its position. Returns the same loader."""
     if not isinstance(_position_of(loader), DataPosition):
         insert_class(loader, PositionedLoader, before=type(loader))
-        batches = batches_of(loader)
-        loader.holdfast_position = (
-            DataPosition(loader, before) if batches is None else BatchPosition(loader, batches)
-        )
+        loader.holdfast_position = DataPosition(loader, before)
         if getattr(loader, "persistent_workers", False) and loader.generator is None:
             warn_of_persistent_workers("persistent_workers")
     return loader

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,7 +146,8 @@ class Folders:
                     self._home,
                 )
                 self.make(name, step, complete=complete)
-        for folder in self._marked():
+        markers = sorted(self.root.glob(f"*/{_MARKER}"))
+        for folder in [path.parent for path in markers if path.parent.name != HOME]:
             marker = read_marker(folder)
             if marker is None or not self.is_ours(marker) or set(marker.steps) & set(complete):
                 continue
@@ -154,9 +155,6 @@ class Folders:
                 self.remove(self.name(folder))
             else:
                 self.remove_interrupted(self.name(folder))
-
-    def _marked(self) -> Iterable[Path]:
-        return [path.parent for path in sorted(self.root.glob(f"*/{_MARKER}")) if path.parent.name != HOME]
 
     def remove_interrupted(self, name: str) -> None:
         """Remove the folder of an interrupted save; move it aside if hooks have written to it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ from holdfast.adapters.accelerate.folders import (
 )
 from holdfast.adapters.kit.attachment import unwrapped
 from holdfast.adapters.kit.data import DividedBatches
-from holdfast.adapters.kit.run import Notices, TrainerRun, split_notices
+from holdfast.adapters.kit.run import Choice, Notices, TrainerRun, split_notices
+from holdfast.checkpoint.run.options import Home
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import (
     Corrupt,
@@ -38,48 +39,35 @@ from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
-    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator, Settings
+    from holdfast.adapters.accelerate.accelerator import HoldfastAccelerator
 
 _log = get_logger("adapters")
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """State to load."""
-
-    folder: str
-    step: int | None  # None for a folder that Accelerate has written itself
-    home: str | None = None  # of the checkpoint, if it is another run's
 
 
 class Session(TrainerRun):
     """Saves and loads of one Accelerator. All methods but `forget` are collective."""
 
-    def __init__(self, accelerator: HoldfastAccelerator, settings: Settings) -> None:
-        assert settings.home is not None, "a session has a home"
-        assert settings.root is not None, "a session has a folder of checkpoints"
+    def __init__(
+        self, accelerator: HoldfastAccelerator, home: Home, root: Path, options: Mapping[str, Any]
+    ) -> None:
         self._accelerator = accelerator
         self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
-        preemption, watches = split_notices(settings.options.get("watches", ()))
-        super().__init__(settings.home, self._state, settings.options, group=None, watches=watches)
+        preemption, watches = split_notices(options.get("watches", ()))
+        super().__init__(home, self._state, options, group=None, watches=watches)
         self.notices = Notices(preemption.sources, self.ranks, signals=preemption.signals)
         self.saved_step = 0  # newest durable save of this process
         self.is_open = True  # until it is closed, also by a new session of this process for the same home
         for other in [one for one in _sessions if one.home == self.home]:
             other.close()  # a process trains one run in a home, and this is its training now
-        self._folders = Folders(settings.root, self.home, writes=_writes(accelerator))
+        # The ranks that write Accelerate's own files create folders.
+        is_on_each_node = accelerator.project_configuration.save_on_each_node
+        writes = accelerator.is_local_main_process if is_on_each_node else accelerator.is_main_process
+        self._folders = Folders(root, self.home, writes=writes)
         self._names: dict[int, str] = {}  # of the folders of all checkpoints, by step
         self._complete: set[int] = set()  # steps that were complete when they were listed, or are since
         self._copies_at_once = False
         self._save_s = 0.0  # time of the last durable save
-        self._chosen: Candidate | None = None
-        self._match_folders()
-        _sessions.add(self)
-
-    # -- the beginning ---------------------------------------------------------------------------------------
-
-    def _match_folders(self) -> None:
-        """Read the names of the folders, and make the folders match the home."""
+        self._chosen: Choice | None = None
         self.checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
         self._complete = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
         self._has_begun = not self._complete
@@ -87,6 +75,7 @@ class Session(TrainerRun):
         self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
         every = range(self.ranks.world_size)
         self.ranks.first_of(every, lambda: self._folders.tidy(self._names, self._complete))
+        _sessions.add(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -100,14 +89,21 @@ class Session(TrainerRun):
     def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
         accelerator, config = self._accelerator, self._accelerator.project_configuration
-        self._wait_for_limit()
+        self._settle()
+        while self.doomed and self.pending:  # saves may be faster than the disk
+            with suppress(HoldfastError):  # a later one may succeed
+                self.pending[0].wait_durable()
+            self._settle()
         self.notices.end_step(self._save_s)
         name = self._name_of(output_dir)
         reason, step, gone = self._agree_on_save(name)
         folder = self._folders.path(name)
         models = saved_models(accelerator, str(folder))
         replaced = [one for one, known in self._names.items() if known == name]
-        surplus = self._surplus() if config.automatic_checkpoint_naming else []
+        # Their folders are removed later.
+        limit = config.total_limit if config.automatic_checkpoint_naming else None
+        surplus = [] if limit is None else sorted(self._names)[: max(0, len(self._names) + 1 - limit)]
+        self.doomed |= {one: self._names[one] for one in surplus}
         for one in {*gone, *replaced, *surplus}:
             self._names.pop(one, None)
         self._names[step] = name
@@ -164,26 +160,12 @@ class Session(TrainerRun):
                 f"Checkpoint directory {folder} ({config.iteration}) already exists. Nothing was saved. Call "
                 "load_state() first, or set iteration in ProjectConfiguration to the number to start with."
             )
-        step = self._next_step(name)
+        # The folder's number, if it is greater than all before.
+        newest = max([*self._complete, *(save.step for save in self.pending)], default=-1)
+        step = max(newest + 1, number_of(Path(name).name) or 0)
         gone = [one for one, known in self._names.items() if not self._folders.path(known).is_dir()]
         self._folders.make(name, step, complete=self._complete)
         return [step, *gone]
-
-    def _next_step(self, name: str) -> int:
-        """Return the step of a new checkpoint: the folder's number, if it is greater than all before."""
-        newest = max([*self._complete, *(save.step for save in self.pending)], default=-1)
-        number = number_of(Path(name).name)
-        return newest + 1 if number is None or number <= newest else number
-
-    def _surplus(self) -> list[int]:
-        """Return the steps beyond `total_limit`. Their folders are removed later."""
-        limit = self._accelerator.project_configuration.total_limit
-        if limit is None:
-            return []
-        steps = sorted(self._names)
-        surplus = steps[: max(0, len(steps) + 1 - limit)]
-        self.doomed |= {step: self._names[step] for step in surplus}
-        return surplus
 
     def _checkpoint(self, step: int, models: list[int]) -> None:
         accelerator = self._accelerator
@@ -224,14 +206,6 @@ class Session(TrainerRun):
             self._folders.remove(name)
             self._complete.discard(step)
 
-    def _wait_for_limit(self) -> None:
-        """Wait until folders that are not needed are removed: saves may be faster than the disk."""
-        self._settle()
-        while self.doomed and self.pending:
-            with suppress(HoldfastError):  # a later one may succeed
-                self.pending[0].wait_durable()
-            self._settle()
-
     # -- loading ---------------------------------------------------------------------------------------------
 
     def choose(self, asked: str | os.PathLike[str] | None) -> str | None:
@@ -241,21 +215,27 @@ class Session(TrainerRun):
             A folder that Accelerate has written itself and that was checked; None for a checkpoint in a home,
             which `load` loads.
         """
-        self._finish_saves()
+        self.wait_settled()  # a failed save is no choice
+        self._settle()
+        self._complete = set(self.ranks.of_rank_0(lambda: sorted(self._complete)))
+        existing = self.ranks.of_rank_0(
+            lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
+        )
+        self._names = {step: self._names[step] for step in existing}
         path = None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
         if path is None or os.path.realpath(path) == os.path.realpath(self.home):
             chosen = self._newest()
         else:
-            chosen = Candidate(*self.ranks.of_rank_0(lambda: astuple(self._of_path(Path(path)))))
+            chosen = Choice(*self.ranks.of_rank_0(lambda: astuple(self._of_path(Path(path)))))
         self._chosen = chosen
-        return chosen.folder if chosen.step is None else None
+        return chosen.folder if chosen.home is None else None
 
-    def _newest(self) -> Candidate:
-        """Return the newest candidate that verifies."""
+    def _newest(self) -> Choice:
+        """Return the newest choice that verifies."""
         rows = self.ranks.of_rank_0(lambda: [list(astuple(one)) for one in self._newest_first()])
-        for found in (Candidate(*row) for row in rows):
+        for found in (Choice(*row) for row in rows):
             try:
-                if found.step is None:
+                if found.home is None:
                     self.ranks.of_rank_0(lambda folder=found.folder: self._check_stock(Path(folder)))
                 else:
                     self.checkpointer.continue_from(found.step, verify=True)
@@ -268,29 +248,32 @@ class Session(TrainerRun):
             raise InvalidInput(f"There is no state to load in {where}. Nothing was loaded.")
         raise Corrupt(f"None of the states in {where} can be loaded; see above. Nothing was loaded.")
 
-    def _newest_first(self) -> list[Candidate]:
-        """Return all candidates of the run. Accelerate's own are among them if their names have an order."""
+    def _newest_first(self) -> list[Choice]:
+        """Return all choices of the run. Accelerate's own are among them if their names have an order."""
         steps = sorted(self._names, reverse=True)
-        own = [Candidate(str(self._folders.path(self._names[step])), step) for step in steps]
+        own = [Choice(str(self._folders.path(self._names[step])), step, self.home) for step in steps]
         if not self._accelerator.project_configuration.automatic_checkpoint_naming:
             return own
-        numbered = [
-            self._folders.path(one) for one in self._folders.list() if automatic_number(one) is not None
+        stock = [
+            Choice(str(path), number)
+            for name in self._folders.list()
+            if (number := automatic_number(name)) is not None
+            and is_stock(path := self._folders.path(name))
+            and read_marker(path) is None
         ]
-        stock = [Candidate(str(one), None) for one in numbered if is_stock(one) and read_marker(one) is None]
         return sorted([*own, *stock], key=_number, reverse=True)
 
-    def _of_path(self, path: Path) -> Candidate:
-        """Return the candidate of a folder that `save_state` was called with."""
+    def _of_path(self, path: Path) -> Choice:
+        """Return the choice of a folder that `save_state` was called with."""
         if not path.is_dir():
             raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")
         marker = read_marker(path)
         if marker is None:
             self._check_stock(path)
-            return Candidate(str(path), None)
+            return Choice(str(path), 0)
         if not self._folders.is_ours(marker):
             check_endpoint(marker.home, f"The folder {path}", own=self.home)
-            return Candidate(str(path), marker.steps[-1], marker.home)
+            return Choice(str(path), marker.steps[-1], marker.home)
         steps = [step for step in marker.steps if step in self._complete]
         if not steps:
             newest = self._newest_first()
@@ -299,7 +282,7 @@ class Session(TrainerRun):
                 f"{path} is of a save that was interrupted before it was complete in {self.home}. Nothing "
                 f"was loaded. {advice} If attach() is given the home, it removes such folders at the start."
             )
-        return Candidate(str(path), steps[-1])
+        return Choice(str(path), steps[-1], self.home)
 
     def _check_stock(self, folder: Path) -> None:
         """Check a folder that Accelerate has written itself."""
@@ -312,7 +295,6 @@ class Session(TrainerRun):
         """Load the chosen checkpoint."""
         chosen, self._chosen = self._chosen, None
         assert chosen is not None, "something was chosen"
-        assert chosen.step is not None, "a checkpoint was chosen"
         accelerator = self._accelerator
         models = loaded_models(accelerator, chosen.folder)
         self._state.clear()
@@ -320,7 +302,7 @@ class Session(TrainerRun):
         self._state.update({FOLDERS: {}, PROGRESS: {}})
         is_partial = len(models) < len(accelerator._models)
         only = [*self._state, GENERATORS] if is_partial else None
-        if chosen.home is None:
+        if chosen.home in (None, self.home):
             self.checkpointer.restore(chosen.step, strict=strict, only=only)
         else:
             with self.reader_of(chosen.home, self._state) as elsewhere:
@@ -329,7 +311,7 @@ class Session(TrainerRun):
         accelerator.step = self._state[PROGRESS]["step"]
         self._set_iteration(self._state[PROGRESS]["iteration"])
         self._has_begun = True
-        self.announce("loaded step %d of %s (%s)", chosen.step, chosen.home or self.home, chosen.folder)
+        self.announce("loaded step %d of %s (%s)", chosen.step, chosen.home, chosen.folder)
 
     def continue_after(self, folder: str) -> None:
         """Continue the run after a folder that Accelerate has written itself was loaded."""
@@ -351,16 +333,6 @@ class Session(TrainerRun):
             numbers = [automatic_number(one) for one in self.ranks.of_rank_0(self._folders.list)]
             config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
 
-    def _finish_saves(self) -> None:
-        """Wait until no save is under way."""
-        self.wait_settled()  # a failed save is no candidate
-        self._settle()
-        self._complete = set(self.ranks.of_rank_0(lambda: sorted(self._complete)))
-        existing = self.ranks.of_rank_0(
-            lambda: [step for step, name in self._names.items() if self._folders.path(name).is_dir()]
-        )
-        self._names = {step: self._names[step] for step in existing}
-
     # -- the end ---------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
@@ -378,15 +350,8 @@ class Session(TrainerRun):
         _sessions.discard(self)
 
 
-def _writes(accelerator: HoldfastAccelerator) -> bool:
-    """Return True if this rank creates folders: the ranks that write Accelerate's own files do."""
-    if accelerator.project_configuration.save_on_each_node:
-        return accelerator.is_local_main_process
-    return accelerator.is_main_process
-
-
-def _number(candidate: Candidate) -> int:
-    number = automatic_number(Path(candidate.folder).name)
+def _number(choice: Choice) -> int:
+    number = automatic_number(Path(choice.folder).name)
     return -1 if number is None else number
 
 

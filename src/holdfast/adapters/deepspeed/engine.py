@@ -39,7 +39,9 @@ def check_engine(engine: Any) -> None:
             "Pipeline engines are not supported: they write their layers without the engine's checkpoint "
             "names. The engine was not changed. Leave attach() out, and save as DeepSpeed does."
         )
-    if engine.zero_nvme_offload_optimizer() or _keeps_parameters_on_nvme(engine):
+    offload = engine.zero_offload_param()
+    device = None if offload is None else str(getattr(offload.device, "value", offload.device))
+    if engine.zero_nvme_offload_optimizer() or device == "nvme":
         raise Unsupported(
             "The engine keeps state in files of its own (offload to NVMe), which Holdfast does not save. "
             'The engine was not changed. Offload to "cpu", or leave attach() out.'
@@ -52,17 +54,8 @@ def check_engine(engine: Any) -> None:
         )
 
 
-def _keeps_parameters_on_nvme(engine: Any) -> bool:
-    offload = engine.zero_offload_param()
-    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
-
-
 class HoldfastEngine(DeepSpeedEngine):
-    """Engine whose checkpoints are Holdfast's. `attach` puts it before the class of an engine.
-
-    Attributes:
-        holdfast_session: the saves and loads of the engine.
-    """
+    """Engine whose checkpoints are Holdfast's. `attach` puts it before the class of an engine."""
 
     holdfast_session: Session
 

@@ -2,9 +2,8 @@
 
 # DeepSpeed has no type information.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownVariableType=false
-# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
-# pyright: reportUnknownArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -68,13 +67,16 @@ def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_
         sizes = [size for _, size in live.groups[group]]
         if stage == _PARTITIONED:
             return split_each(parts, sizes, rank=rank, world_size=world_size)
-        return _split_flat(parts, sum(sizes), rank, live.partition_sizes[group])
+        size = live.partition_sizes[group]
+        whole = torch.cat([part.detach().flatten() for part in parts])[: sum(sizes)]
+        return _padded(whole[rank * size : (rank + 1) * size], size)
 
     first[flat_key] = [
         split(group, [state[flat_key][group] for state in states]) for group in range(len(live.groups))
     ]
     first[base_key] = _reshard_base([state[base_key] for state in states], states, flat_key, split)
-    first["partition_count"] = _counts(first.get("partition_count"), world_size)
+    saved = first.get("partition_count")
+    first["partition_count"] = [world_size] * len(saved) if isinstance(saved, list) else world_size
     return first
 
 
@@ -104,12 +106,6 @@ def _reshard_base(
     return {**bases[0], "state": made}
 
 
-def _split_flat(parts: Sequence[torch.Tensor], total: int, rank: int, size: int) -> torch.Tensor:
-    """Return a rank's partition of a flat group, padded with zeros."""
-    whole = torch.cat([part.detach().flatten() for part in parts])[:total]
-    return _padded(whole[rank * size : (rank + 1) * size], size)
-
-
 def split_each(
     parts: Sequence[torch.Tensor], sizes: Sequence[int], *, rank: int, world_size: int
 ) -> torch.Tensor:
@@ -126,10 +122,6 @@ def split_each(
 def _padded(tensor: torch.Tensor, size: int) -> torch.Tensor:
     padding = torch.zeros(size - tensor.numel(), dtype=tensor.dtype)
     return torch.cat([tensor, padding])
-
-
-def _counts(saved: Any, world_size: int) -> Any:
-    return [world_size] * len(saved) if isinstance(saved, list) else world_size
 
 
 _RANK = re.compile(r"((?:bf16_)?zero_pp_rank_)(\d+)(_mp_rank_00_(optim|model)_states\.pt)")
@@ -185,7 +177,9 @@ class ReshardedFiles:
         states = [one["optimizer_state_dict"] for one in contents]
         if any(map(any, states[0].get("param_alignment_paddings", ()))):
             raise self._refused("its parameters are aligned", "The optimizer was not loaded")
-        live = self._live(_partition_sizes(self._engine.optimizer))
+        flat = getattr(self._engine.optimizer, "single_partition_of_fp32_groups", None)
+        flat = self._engine.optimizer.fp32_partitioned_groups_flat if flat is None else flat
+        live = self._live(one.numel() for one in flat)
         return {**contents[0], "optimizer_state_dict": reshard(states, live, rank, self._world_size)}
 
     def _live(self, sizes: Iterable[int]) -> Layout:
@@ -195,11 +189,6 @@ class ReshardedFiles:
 def _layout(shapes: Iterable[Mapping[str, Iterable[int]]], sizes: Iterable[int]) -> Layout:
     groups = (tuple((name, math.prod(shape)) for name, shape in group.items()) for group in shapes)
     return Layout(tuple(groups), tuple(sizes))
-
-
-def _partition_sizes(optimizer: Any) -> list[int]:
-    flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    return [one.numel() for one in (optimizer.fp32_partitioned_groups_flat if flat is None else flat)]
 
 
 _NAME = "get_fp32_state_dict_from_zero_checkpoint"
@@ -220,7 +209,8 @@ def returning_weights(files: SavedFiles) -> Iterator[None]:
 def merge_weights(files: SavedFiles) -> dict[str, torch.Tensor]:
     """Return the whole weights in full precision, and the buffers."""
     models = [files.load(name) for name in _names(files, "_model_states.pt")]
-    flats = [_flat(files.load(name)) for name in _names(files, "_optim_states.pt")]
+    optimizers = [files.load(name)["optimizer_state_dict"] for name in _names(files, "_optim_states.pt")]
+    flats = [torch.cat([one.detach().flatten() for one in each[_FLAT_3]]) for each in optimizers]
     first = models[0]
     buffers = set(first["buffer_names"])
     made = {name: value for name, value in first["module"].items() if name in buffers}
@@ -235,11 +225,6 @@ def merge_weights(files: SavedFiles) -> dict[str, torch.Tensor]:
 def _names(files: SavedFiles, end: str) -> list[str]:
     """Return the names of the files with this suffix, ordered by rank."""
     return sorted((name for name in files.owners if name.endswith(end)), key=lambda name: files.owners[name])
-
-
-def _flat(content: Mapping[str, Any]) -> torch.Tensor:
-    groups: Iterable[torch.Tensor] = content["optimizer_state_dict"]["fp32_flat_groups"]
-    return torch.cat([one.detach().flatten() for one in groups])
 
 
 def _merge(parts: Sequence[torch.Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:

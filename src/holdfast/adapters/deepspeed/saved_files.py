@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -91,21 +91,19 @@ class SavedFiles:
 
     def load(self, name: str) -> Any:
         """Load the content of a file, with tensors on the CPU."""
-        packed = self._find(name)
-        return unpack(packed.tree, packed.kinds)
-
-    def _find(self, name: str) -> Packed:
         own = self._own[META]["partitions"].get(name) if self._own else None
         if own is not None:
-            return packed_of(name, own, self._own[own["key"]])
-        if name not in self.owners:
+            packed = packed_of(name, own, self._own[own["key"]])
+        elif name in self.owners:
+            packed = read_partition(self.checkpoint, self.owners[name], META, name)
+        else:
             raise NotFound(
                 f"{self.facts.tag} (step {self.checkpoint.step}) does not have the file {name!r}. It has "
                 f"{sorted(self.owners)}.",
                 step=self.checkpoint.step,
                 key=name,
             )
-        return read_partition(self.checkpoint, self.owners[name], META, name)
+        return unpack(packed.tree, packed.kinds)
 
 
 def name_in(folder: str, path: str) -> str | None:
@@ -146,7 +144,12 @@ class RunHome(TrainerRun):
 
     def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
         """Save the files of this rank under a tag. Returns the step of the checkpoint."""
-        self._check_may_save()
+        if not self._may_save:
+            newest = self.ranks.of_rank_0(self.checkpointer.latest_step)
+            if newest is not None:
+                what = "this engine has not loaded it"
+                self.refuse_new_run(newest, what, "saved", "Call engine.load_checkpoint() first")
+            self._may_save = True
         step = max(facts.global_steps, self.last + 1)
         self.settle()
         self._save = self.save_step(step, make_state(facts, files), optimizers=private)
@@ -156,15 +159,6 @@ class RunHome(TrainerRun):
         if replaced is not None and replaced != step:
             self.checkpointer.delete(replaced)
         return step
-
-    def _check_may_save(self) -> None:
-        if self._may_save:
-            return
-        newest = self.ranks.of_rank_0(self.checkpointer.latest_step)
-        if newest is not None:
-            what = "this engine has not loaded it"
-            self.refuse_new_run(newest, what, "saved", "Call engine.load_checkpoint() first")
-        self._may_save = True
 
     def was_dropped(self) -> bool:
         """Return True if a rank has dropped the last save: its memory was written meanwhile."""
@@ -185,25 +179,14 @@ class RunHome(TrainerRun):
         """
         if self._may_save and self._step_of:
             self.checkpointer.wait()
-        if tag is None:
-            found = self._load_step(None, rng=rng)
-            if found is not None and not found.facts.is_latest:
-                found = self._load_latest(rng=rng)
-        else:
+        if tag is not None:
             self.checkpointer.continue_from()  # a dead process's save may become complete here
-            step = self.ranks.of_rank_0(lambda: self._find(tag))
-            found = None if step is None else self._load_step(step, rng=rng)
-        return found
-
-    def continue_after(self) -> None:
-        """Continue the run after a checkpoint from outside of the home was loaded."""
-        self.last = self.checkpointer.continue_from() or 0
-        self._may_save = True
-
-    def _load_latest(self, *, rng: bool) -> SavedFiles | None:
-        """Load the newest checkpoint that was saved as the latest."""
-        every = self._list()
-        steps = self.ranks.of_rank_0(lambda: [one.step for one, facts in every if facts.is_latest])
+            steps = self._steps_where(lambda facts: facts.tag == tag)
+            return self._load_step(steps[0], rng=rng) if steps else None
+        found = self._load_step(None, rng=rng)
+        if found is None or found.facts.is_latest:
+            return found
+        steps = self._steps_where(lambda facts: facts.is_latest)
         for step in steps:
             try:
                 return self._load_step(step, rng=rng)
@@ -212,6 +195,11 @@ class RunHome(TrainerRun):
         if steps:
             raise Corrupt(f"{self.home} has {len(steps)} checkpoints to resume from, and all are damaged.")
         return None
+
+    def continue_after(self) -> None:
+        """Continue the run after a checkpoint from outside of the home was loaded."""
+        self.last = self.checkpointer.continue_from() or 0
+        self._may_save = True
 
     def _load_step(self, step: int | None, *, rng: bool) -> SavedFiles | None:
         own = self.checkpointer.load(step, rng=rng)
@@ -225,15 +213,18 @@ class RunHome(TrainerRun):
         self._step_of[facts.tag] = found
         checkpoint = open_loaded(self.home, found, attempt)
         is_equal = checkpoint.world_size == self.ranks.world_size
-        owners = self._owners(own) if is_equal else self.ranks.of_rank_0(lambda: _read_owners(checkpoint))
+        if is_equal:
+            every = self.ranks.gather(list(own[META]["partitions"]))
+        else:
+            parts = range(checkpoint.world_size)
+            every = self.ranks.of_rank_0(
+                lambda: [list(checkpoint.values(rank)[META]["partitions"]) for rank in parts]
+            )
+        owners = {name: rank for rank, names in reversed(list(enumerate(every))) for name in names}
         return SavedFiles(facts, own if is_equal else {}, checkpoint, owners)
 
-    def _owners(self, own: Mapping[str, Any]) -> dict[str, int]:
-        every = self.ranks.gather(list(own[META]["partitions"]))
-        return {name: rank for rank, names in reversed(list(enumerate(every))) for name in names}
-
-    def _find(self, tag: str) -> int | None:
-        return next((one.step for one, facts in self._list() if facts.tag == tag), None)
+    def _steps_where(self, is_wanted: Callable[[Facts], bool]) -> list[int]:
+        return self.ranks.of_rank_0(lambda: [one.step for one, facts in self._list() if is_wanted(facts)])
 
     def _list(self) -> list[tuple[CheckpointId, Facts]]:
         """Return the checkpoints with their facts, the newest first. Damaged ones are left out."""
@@ -247,8 +238,3 @@ class RunHome(TrainerRun):
                 continue
             found.append((checkpoint.manifest.checkpoint_id, facts))
         return sorted(found, key=lambda one: one[0], reverse=True)
-
-
-def _read_owners(checkpoint: Checkpoint) -> dict[str, int]:
-    every = ((rank, checkpoint.values(rank)) for rank in reversed(range(checkpoint.world_size)))
-    return {name: rank for rank, values in every for name in values[META]["partitions"]}

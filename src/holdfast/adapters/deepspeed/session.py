@@ -18,7 +18,6 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch.optim import Optimizer
 
 from holdfast.adapters.deepspeed.resharding import ReshardedFiles
 from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles, name_in, pack_file
@@ -96,35 +95,21 @@ def memory_of_engine(engine: Any) -> list[PrivateMemory]:
     These are partitions in full precision and the state of the optimizer. What belongs to the module is left
     out: scripts may write to it at any time, for example to exchange averaged weights.
     """
-    inner = _trained_by(engine.optimizer)
-    return [] if inner is None else private_memory(_tensors_of(inner), _tensors_of_module(engine.module))
-
-
-def _trained_by(optimizer: Any) -> Optimizer | None:
-    """Return the optimizer of torch's interface that makes all changes; None if others may make some."""
+    optimizer, module = engine.optimizer, engine.module
     if type(optimizer) in _WRAPPERS:
         optimizer = None if getattr(optimizer, "zenflow", False) else optimizer.optimizer
     kind = type(optimizer)
     is_plain = kind in _PLAIN or kind.__module__.startswith("torch.optim.")
     # DeepSpeed itself updates the momentum of every optimizer with this name, during the backward pass.
-    return optimizer if is_plain and "muon" not in kind.__name__.lower() else None
-
-
-def _tensors_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
-    yield from optimizer.state  # under ZeRO 3 the groups are empty between two steps
-    for slots in optimizer.state.values():
-        yield from (one for one in slots.values() if isinstance(one, torch.Tensor))
-
-
-def _tensors_of_module(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.buffers()
-    for one in module.parameters():
-        yield one
-        partition = getattr(one, "ds_tensor", None)  # under ZeRO 3
-        if partition is not None:
-            yield partition
+    if not is_plain or "muon" in kind.__name__.lower():
+        return []
+    owned = [one for group in optimizer.param_groups for one in group["params"]]
+    owned += optimizer.state  # under ZeRO 3 the groups are empty between two steps
+    slots = (one for of_tensor in optimizer.state.values() for one in of_tensor.values())
+    owned += [one for one in slots if isinstance(one, torch.Tensor)]
+    shared = [*module.buffers(), *module.parameters()]
+    partitions = (getattr(one, "ds_tensor", None) for one in module.parameters())  # under ZeRO 3
+    return private_memory(owned, [*shared, *(one for one in partitions if one is not None)])
 
 
 _log = get_logger("deepspeed")
@@ -220,11 +205,20 @@ class Session:
         """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists."""
         self.wait_copied()
         run = self._open(folder)
-        if self._engine.load_universal_checkpoint() or self._is_stock(run, folder, tag):
+        if self._engine.load_universal_checkpoint():
+            return None
+        stock = run.ranks.of_rank_0(lambda: stock_tag(folder, tag))
+        if stock is not None and stock not in run.tags():
             return None
         found = run.load(tag, rng=rng)
+        if found is None and tag is not None and stock is None:
+            raise NotFound(
+                f"{run.home} does not have a checkpoint with the tag {tag!r}, and {folder} does not have "
+                f"files of DeepSpeed's own for it. Nothing was loaded. The tags in the home are "
+                f"{run.tags()}.",
+                key=tag,
+            )
         if found is None:
-            self._check_exists(run, folder, tag)
             return None
         self._needs_client_state = found.facts.has_client_state
         saved, live = found.checkpoint.world_size, run.ranks.world_size
@@ -233,26 +227,11 @@ class Session:
             _log.warning("%d ranks saved it: the %d ranks here have new random numbers", saved, live)
         return found if saved == live else ReshardedFiles(found, self._engine)
 
-    def _check_exists(self, run: RunHome, folder: str, tag: str | None) -> None:
-        """Check that DeepSpeed itself has written the checkpoint of a tag."""
-        if tag is None or run.ranks.of_rank_0(lambda: stock_tag(folder, tag)) is not None:
-            return
-        raise NotFound(
-            f"{run.home} does not have a checkpoint with the tag {tag!r}, and {folder} does not have files "
-            f"of DeepSpeed's own for it. Nothing was loaded. The tags in the home are {run.tags()}.",
-            key=tag,
-        )
-
     def continue_after_stock(self) -> None:
         """Continue the home after a checkpoint that DeepSpeed has written itself."""
         assert self._current is not None
         self._needs_client_state = True  # not known, and it must not be lost
         self._current.continue_after()
-
-    def _is_stock(self, run: RunHome, folder: str, tag: str | None) -> bool:
-        """Return True if DeepSpeed itself has written the checkpoint to load."""
-        stock = run.ranks.of_rank_0(lambda: stock_tag(folder, tag))
-        return stock is not None and stock not in run.tags()
 
     # -- steps -----------------------------------------------------------------------------------------------
 

@@ -11,12 +11,7 @@ from holdfast.system.callsite import warn
 
 
 def check_versions(extra: str, oldest: Mapping[str, tuple[int, int]]) -> None:
-    """Check that packages are installed, in versions that an adapter supports.
-
-    Args:
-        extra: name of the adapter, and of the extra that installs them.
-        oldest: the oldest version of each package, such as `{"deepspeed": (0, 19)}`.
-    """
+    """Check that the packages of an extra, each with its oldest supported version, are installed."""
     for name, least in oldest.items():
         try:
             found = version(name)
@@ -35,12 +30,7 @@ def check_attach(
 ) -> None:
     """Check the arguments of an adapter's `attach`. An object is attached once.
 
-    Args:
-        target: object to attach to.
-        added: class that it is to get.
-        options: options that the user has given.
-        decided: options that the object decides, with the places to set them.
-        name: name of the object in messages.
+    `decided` are options that the object decides, each with the place to set it.
     """
     check_no_rollback(options, f"attach() of this {name}")
     for option, fix in decided.items():
@@ -87,11 +77,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def warn_of_persistent_workers(option: str) -> None:
-    """Warn that a resume within an epoch draws other random numbers.
-
-    Args:
-        option: the option that keeps the workers of a loader after an epoch.
-    """
+    """Warn of an option that keeps the workers of a loader after an epoch."""
     warn(
         f"The run will not resume exactly within an epoch, because of {option}=True: a loader draws a seed "
         "for its workers when it starts them, from the generator of dropout. After a resume they start "

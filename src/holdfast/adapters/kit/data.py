@@ -30,12 +30,10 @@ class DividedBatches(Protocol):
         ...
 
     def complete_steps(self, num_steps: int) -> None:
-        """Set the number of completed optimizer steps."""
-        ...
+        """Count optimizer steps that were completed since the last call."""
 
     def skip(self, start: int, stop: int) -> None:
         """Leave out a range of units."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
@@ -43,7 +41,6 @@ class DividedBatches(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a position."""
-        ...
 
 
 def capture_process() -> dict[str, Any]:
@@ -76,3 +73,19 @@ def tensor_of(data: bytes) -> torch.Tensor:
 def bytes_of(state: torch.Tensor) -> bytes:
     """Return the state of a generator as bytes."""
     return state.cpu().numpy().tobytes()
+
+
+def prepare_undivided(accelerator: Any, loader: Any, *, on_device: bool | None = None) -> Any:
+    """Prepare a loader for Accelerate whose batches divide the data among the ranks themselves."""
+    from accelerate.data_loader import prepare_data_loader  # here, since not every trainer needs Accelerate
+
+    return prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement if on_device is None else on_device,
+        rng_types=list(accelerator.rng_types or ()),
+        dispatch_batches=False,
+        non_blocking=accelerator.non_blocking,
+    )

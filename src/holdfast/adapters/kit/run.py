@@ -7,6 +7,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -44,10 +45,17 @@ def split_notices(watches: Iterable[Watch] | None) -> tuple[Preemption, list[Wat
     return found, [NO_NOTICES, *(one for one in given if not isinstance(one, Preemption))]
 
 
-class TrainerRun:
-    """Run of a trainer that owns the loop and the rhythm of saves.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Checkpoint to load, which a folder of the trainer names."""
 
-    A door's session is a subclass, which adds what its trainer needs.
+    folder: str
+    step: int
+    home: str | None = None  # None for a folder that the trainer has written itself
+
+
+class TrainerRun:
+    """Run of a trainer that owns the loop and the rhythm of saves: a door's session is a subclass.
 
     Args:
         home: home of the run.
@@ -56,9 +64,6 @@ class TrainerRun:
         decided: options of the Checkpointer that the door decides.
 
     Attributes:
-        checkpointer: its Checkpointer, which prints nothing.
-        ranks: its ranks.
-        home: absolute path or URL of the home.
         pending: saves that are not settled yet, the oldest first.
         doomed: folders of deleted checkpoints, by step. They go once a newer checkpoint is durable.
 
@@ -91,14 +96,7 @@ class TrainerRun:
         silenced: Iterable[type[Warning]] = (),
         **options: Any,
     ) -> Save:
-        """Save a step in the background.
-
-        Args:
-            step: the step.
-            state: dictionary to save, for a run without live objects.
-            silenced: categories of warnings that do not apply to this trainer.
-            options: other arguments of `Checkpointer.save`.
-        """
+        """Save a step in the background, without warnings that do not apply to this trainer."""
         given = () if state is None else (state,)
         with warnings.catch_warnings():
             for category in silenced:
@@ -135,14 +133,7 @@ class TrainerRun:
     # -- the run that the home holds -------------------------------------------------------------------------
 
     def refuse_new_run(self, newest: int, what: str, done: str, advice: str) -> None:
-        """Refuse to begin anew in a home that holds a run.
-
-        Args:
-            newest: newest step of the home.
-            what: what the script did, or left out.
-            done: what was not done.
-            advice: call that continues the run.
-        """
+        """Refuse to begin anew in a home that holds a run; `advice` is the call that continues it."""
         raise InvalidInput(
             f"{self.home} holds a run up to step {newest}, and {what}. Nothing was {done}. {advice} to "
             "continue it. To begin anew, give attach() another home, or delete this one: "
@@ -187,13 +178,7 @@ def open_loaded(home: str, step: int, attempt: int | None) -> Checkpoint:
 class Notices:
     """Preemption notices of one training, which all ranks agree on. Ctrl-C keeps its usual effect.
 
-    Args:
-        sources: sources other than signals, see `holdfast.checkpoint.run.options.Preemption`.
-        ranks: ranks that agree.
-        signals: signals are notices too.
-
-    Attributes:
-        agreed: reason of the notice that all ranks have agreed on; None while there is none.
+    `agreed` is the reason of the notice that all ranks have agreed on, and None while there is none.
     """
 
     def __init__(self, sources: str | Iterable[str] | None, ranks: Ranks, *, signals: bool) -> None:
@@ -214,13 +199,9 @@ class Notices:
         self._watcher.end_step(save_s)
 
     def exchange(self, *flags: bool) -> tuple[bool, ...]:
-        """Exchange notices with the other ranks. With several ranks, the result is one call late.
+        """Exchange notices with the other ranks; return for each of `flags` whether it is true on any rank.
 
-        Args:
-            flags: other facts to exchange.
-
-        Returns:
-            For each of `flags`, whether it is true on any rank. All ranks return the same.
+        With several ranks, the result is one call late.
 
         Ranks: collective; every rank calls it equally often.
         """
@@ -241,11 +222,7 @@ class Notices:
 
 
 class PrivateMemory(Optimizer):
-    """Stand-in for a trainer's optimizer, with the memory that no script writes to.
-
-    `Checkpointer.save` copies the memory of optimizers beside training. Whichever optimizer has some of it
-    waits for the copy in its step.
-    """
+    """Stand-in for a trainer's optimizer: memory that no script writes to, which a save copies later."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__(list(tensors), {})
@@ -256,14 +233,10 @@ class PrivateMemory(Optimizer):
 
 
 def private_memory(owned: Iterable[torch.Tensor], shared: Iterable[torch.Tensor]) -> list[PrivateMemory]:
-    """Return an optimizer's memory that may be copied beside the next steps; [] without any.
+    """Return the tensors that only the optimizer's step writes to, to be copied beside it; [] without any.
 
-    Memory of devices is left out: writes through `.data` cannot be detected there.
-
-    Args:
-        owned: tensors that only the optimizer's step writes to.
-        shared: tensors that scripts and callbacks may write to at any time, such as the weights. What shares
-            their memory is left out.
+    Those in memory that scripts may write to at any time (`shared`) are left out. So is memory of devices:
+    writes through `.data` cannot be detected there.
     """
     addresses = {_storage_of(tensor) for tensor in shared}
     found = {id(one): one for one in owned if one.numel() and _storage_of(one) not in addresses}

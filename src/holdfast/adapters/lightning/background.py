@@ -6,17 +6,16 @@ import contextlib
 import os
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from operator import itemgetter
-from pathlib import Path, PurePosixPath
-from typing import TypeVar, final
+from pathlib import Path
 
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from holdfast.adapters.kit.run import NO_NOTICES
+from holdfast.adapters.kit.store_ranks import sole_rank
 from holdfast.adapters.lightning.ckpt_file import (
     Facts,
     FileId,
@@ -33,7 +32,6 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.commit import find_loadable
 from holdfast.checkpoint.keeper import Save, wait_for_orphans
-from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Memory
 from holdfast.checkpoint.store import open_store
@@ -50,36 +48,6 @@ from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
 from holdfast.system.log import get_logger
 from holdfast.watch.compiled.trainer import CompileCache
-
-_T = TypeVar("_T")
-
-
-@final
-class SoleRank(RankGroup):
-    """One rank that saves by itself: Lightning gives a whole checkpoint to rank 0."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-
-    @override
-    def gather(self, value: _T) -> list[_T]:
-        return [value]
-
-    @override
-    def share(self, value: _T) -> _T:
-        return value
-
-    @override
-    def exchange_flags(
-        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
-    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-        """Return the values unchanged."""
-        return flags, numbers
-
-    @override
-    def barrier_and_close(self) -> None:
-        """Do nothing."""
-
 
 _log = get_logger("lightning")
 _ORPHANS_S = 600.0
@@ -105,51 +73,67 @@ class _Job:
 
     def was_dropped(self, *, wait: bool) -> bool:
         """Return True if the copy of its save was torn."""
-        if self.save is not None and wait:
+        if self.save is None or self.is_removed:
+            return False
+        if wait:
             with contextlib.suppress(HoldfastError):
                 self.save.wait_staged()
-        return self.save is not None and isinstance(self.save.failed, InvalidInput)
+        return isinstance(self.save.failed, InvalidInput)
 
 
 class BackgroundSaver:
     """Saver of one rank. Each save is staged at once, and written by the keeper and a thread.
 
-    The home holds the newest checkpoint, and those whose files are not written yet.
+    The home holds the newest checkpoint, and those whose files are not written yet. A copy in another process
+    opens the home by itself.
+
+    Attributes:
+        is_training: returns True while a Trainer trains: then saves may complete in the background.
+        private: returns the memory that is copied after a save has returned.
+        save_s: time of the last save, until its file was written.
     """
 
     def __init__(self, place: HomePlace, memory: int | str | Memory) -> None:
-        self.place = place
-        self._memory = memory
+        self.place, self._memory = place, memory
+        self.is_training: Callable[[], bool] = lambda: True
+        self.private: Callable[[], Iterable[Optimizer]] = tuple
+        self.save_s = 0.0
+        self._moment: object = None  # block without training
         self._checkpointer: Checkpointer | None = None
         self._base: int | None = None  # step that the next saves continue
         self._last = 0  # step of the newest save
-        self.save_s = 0.0  # time of the last save, until its file was written
-        self._shared: tuple[object, tuple[object, ...], Save] | None = None
+        self._shared: tuple[tuple[object, ...], Save] | None = None  # moment and marks of a save
         self._jobs: list[_Job] = []  # of the present Checkpointer
         self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
         self._folders: set[str] = set()  # folders of the files of this session
         self._written: set[int] = set()  # steps in the home whose files are written
         self._writer: ThreadPoolExecutor | None = None  # one thread
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.place, self._memory)
+
     # -- saves -----------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        pickled: Pickled,
-        path: str,
-        facts: Facts,
-        *,
-        moment: object = None,
-        private: Iterable[Optimizer] = (),
-    ) -> None:
+    @contextlib.contextmanager
+    def moment(self, private: Callable[[], Iterable[Optimizer]] = tuple) -> Iterator[None]:
+        """Mark a block without training. Tensors that do not change in it are saved once."""
+        self._moment, self.private = object(), private
+        try:
+            yield
+        finally:
+            self._moment, self.private = None, tuple
+
+    def save(self, pickled: Pickled, path: str, facts: Facts, private: Iterable[Optimizer] = ()) -> None:
         """Save a checkpoint for a path."""
         checkpointer = self._open()
         self._sort_out(folder_of(path))
         self._warn_of_failures()
-        save, own = self._shared_save(pickled, moment), pickled.data
-        if save is None:
+        marks = () if self._moment is None else (self._moment, *pickled.marks())
+        if marks and self._shared is not None and self._shared[0] == marks:
+            save, own = self._shared[1], pickled.data
+        else:
             save, own = self._save(checkpointer, pickled, facts, private), None
-            self._shared = None if moment is None else (moment, pickled.marks(), save)
+            self._shared = (marks, save)
         for job in self._jobs:
             if job.path == path:
                 job.is_removed = True  # replaced by this one
@@ -168,13 +152,6 @@ class BackgroundSaver:
             save = checkpointer.save(step, make_state(pickled, facts), optimizers=private)
         self._last = step
         return save
-
-    def _shared_save(self, pickled: Pickled, moment: object) -> Save | None:
-        """Return the save of this moment with the same tensors, or None."""
-        if moment is None or self._shared is None:
-            return None
-        of, marks, save = self._shared
-        return save if of == moment and marks == pickled.marks() else None
 
     def continue_from(self, file: FileId) -> None:
         """Continue from the checkpoint of a file with the next save."""
@@ -195,12 +172,12 @@ class BackgroundSaver:
         return found
 
     def is_pending(self, path: str) -> bool:
-        """Return True if a file will be written at this path."""
+        """Return True if a file will be written at this absolute path."""
         return any(job.path == path and not job.is_removed and not job.written.done() for job in self._jobs)
 
     def dropped(self, *, wait: bool) -> list[str]:
         """Return the paths whose saves were dropped: something wrote to the memory while it was copied."""
-        return [job.path for job in self._jobs if not job.is_removed and job.was_dropped(wait=wait)]
+        return [job.path for job in self._jobs if job.was_dropped(wait=wait)]
 
     def _add(self, job: _Job) -> None:
         if self._writer is None:
@@ -239,20 +216,21 @@ class BackgroundSaver:
             keep=None,
             memory=self._memory,
             watches=[NO_NOTICES, CompileCache("off")],
-            group=SoleRank(),
+            group=sole_rank(),
             quiet=True,
         )
         steps = checkpointer.all_steps()
         base = self._base if self._base in steps else None
         self._last = checkpointer.continue_from(base) or 0
         self._checkpointer = checkpointer
-        self._earlier = [one for one in self.contents() if one.step in steps]
+        self._earlier = [one for one in self._contents() if one.step in steps]
         return checkpointer
 
     def sort_out(self, folder: str) -> None:
-        """Sort out a folder before the first save to it, which may never come."""
-        self._open()
-        self._sort_out(folder)
+        """Write the missing files of a folder and remove incomplete ones: a save may never come."""
+        if not is_local(self.place.home) or Path(self.place.home).is_dir():
+            self._open()
+            self._sort_out(folder)
 
     def write_as(self, found: str, path: str) -> None:
         """Write the checkpoint of a file to another path too, if that is not current."""
@@ -270,27 +248,21 @@ class BackgroundSaver:
         if folder in self._folders:
             return
         self._folders.add(folder)
-        lacking = self._lacking(folder)
-        for content in self._earlier:
-            path = self.place.absolute(content.facts.path)
-            is_known = folder_of(path) == folder or (is_local(path) and self._is_written(path, content))
-            if is_known:
-                self._written.add(content.step)
-        if is_local(folder):
-            remove_partial_files(Path(folder))
-        for path, content in lacking.items():
-            self._written.discard(content.step)
-            if not is_local(path) or may_replace(Path(path)):
-                self._add(_Job(path, content.step))
-
-    def _lacking(self, folder: str) -> dict[str, HomeContent]:
-        """Return a folder's newest earlier checkpoints per path without a current file, oldest first."""
-        found: dict[str, HomeContent] = {}
+        newest: dict[str, HomeContent] = {}  # by path in the folder
         for content in self._earlier:
             path = self.place.absolute(content.facts.path)
             if folder_of(path) == folder:
-                found.setdefault(path, content)
-        return {path: one for path, one in reversed(found.items()) if not self._is_written(path, one)}
+                newest.setdefault(path, content)
+            elif not is_local(path) or not self._is_written(path, content):
+                continue
+            self._written.add(content.step)
+        lacking = [(path, one) for path, one in newest.items() if not self._is_written(path, one)]
+        if is_local(folder):
+            remove_partial_files(Path(folder))
+        for path, content in reversed(lacking):  # the oldest first
+            self._written.discard(content.step)
+            if not is_local(path) or may_replace(Path(path)):
+                self._add(_Job(path, content.step))
 
     def _is_written(self, path: str, content: HomeContent) -> bool:
         """Return True if a file exists that is not older than a checkpoint."""
@@ -301,38 +273,35 @@ class BackgroundSaver:
 
     def write_again(self, path: str) -> bool:
         """Write the file of a path from the home; return False if no checkpoint there verifies."""
-        for content in self.contents():
+        for content in self._contents():
             if self.place.absolute(content.facts.path) == path:
                 with contextlib.suppress(Corrupt, NotFound):
                     write_ckpt(content, Path(path))
                     return True
         return False
 
-    def newest(self, folder: Path, others: Sequence[Path] = ()) -> str | None:
-        """Return the file of the newest checkpoint of the home or a folder that verifies.
+    def newest(self, folder: str, others: Sequence[str] = ()) -> str | None:
+        """Return the file of the newest checkpoint of the home or a local folder that verifies.
 
         Those from which training cannot resume are left out. A missing or damaged file is written again. If
         the home names a path outside of the folder and the others, the file has the same name in the folder.
         """
+        folders = [Path(one) for one in (folder, *others) if is_local(one)]
         found: dict[tuple[CheckpointId, str], HomeContent | None] = {}
-        for content in self.contents():
+        for content in self._contents():
             if content.facts.is_full:
-                path = self._path_in((folder, *others), content)
-                found[content.checkpoint_id, str(path)] = content
-        for path in folder.glob("*.ckpt"):
-            file = None if path.is_symlink() else read_id(path)
-            if file is not None and file.is_full:
-                found.setdefault((file.checkpoint_id, str(path)), None)
+                path = Path(self.place.absolute(content.facts.path))
+                is_known = any(is_inside(str(path), one) for one in folders)
+                found[content.checkpoint_id, str(path if is_known else folders[0] / path.name)] = content
+        for file in folders[0].glob("*.ckpt"):
+            id_ = None if file.is_symlink() else read_id(file)
+            if id_ is not None and id_.is_full:
+                found.setdefault((id_.checkpoint_id, str(file)), None)
         for (one, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
             if self._is_good(Path(path), one) or (content and self._put_back(content, Path(path))):
                 return path
             warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
         return None
-
-    def _path_in(self, folders: Sequence[Path], content: HomeContent) -> Path:
-        path = self.place.absolute(content.facts.path)
-        is_known = any(is_inside(path, folder) for folder in folders)
-        return Path(path) if is_known else folders[0] / PurePosixPath(path).name
 
     def _put_back(self, content: HomeContent, path: Path) -> bool:
         """Write a missing or damaged file; return False if that is not possible."""
@@ -352,7 +321,7 @@ class BackgroundSaver:
             return False
         return file is not None and file.checkpoint_id == checkpoint
 
-    def contents(self) -> list[HomeContent]:
+    def _contents(self) -> list[HomeContent]:
         """Return the checkpoints in the home, the newest first. Damaged ones are left out."""
         wait_for_orphans(self.place.home, timeout_s=_ORPHANS_S, notify=_log.info)
         store, found = open_store(self.place.home), []

@@ -2,12 +2,9 @@
 
 # The annotations are values and no strings, because LightningCLI reads them.
 
-import contextlib
-import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,8 +14,9 @@ from weakref import proxy
 import torch
 
 from holdfast.adapters.kit.run import Notices, PrivateMemory, private_memory
+from holdfast.adapters.lightning.background import BackgroundSaver
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
-from holdfast.adapters.lightning.places import absolute, home_beside, is_local
+from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local
 from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
 from holdfast.adapters.lightning.resume_point import (
     KEY,
@@ -46,21 +44,17 @@ def memory_of_trainer(trainer: Any) -> list[PrivateMemory]:
     ones. Optimizers that are not torch's are left out too, since others may write to their state.
     """
     module = trainer.lightning_module
-    return private_memory(_state_tensors(trainer), [*module.parameters(), *module.buffers()])
+    found = [
+        value
+        for optimizer in trainer.optimizers
+        if type(optimizer).__module__.startswith("torch.optim.")
+        for slots in optimizer.state.values()
+        for value in slots.values()
+        if type(value) is torch.Tensor and value.device.type == "cpu" and value.is_leaf
+    ]
+    return private_memory(found, [*module.parameters(), *module.buffers()])
 
 
-def _state_tensors(trainer: Any) -> Iterator[torch.Tensor]:
-    for optimizer in trainer.optimizers:
-        if type(optimizer).__module__.startswith("torch.optim."):
-            for slots in optimizer.state.values():
-                yield from (one for one in slots.values() if _is_plain(one))
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.device.type == "cpu" and value.is_leaf
-
-
-_moments = itertools.count()
 _RANKS_S = 3600.0
 """Longest wait for a rank that does not reach the end of its batch."""
 
@@ -131,7 +125,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         self._point: dict[str, Any] | None = None  # to be restored before training
         self._has_batch = False  # the checkpoint was saved at the end of a batch
         self._unsent: list[tuple[Any, str]] = []  # loggers to be notified once a file is written
-        self._io: HoldfastCheckpointIO | None = None
+        self._saver = BackgroundSaver(HomePlace(""), memory)  # until `setup` it saves nothing
         self._found: str | None = None  # file that "last" means
 
     @property
@@ -144,7 +138,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Set the trainer's CheckpointIO, and record the position in the data."""
         super().setup(trainer, pl_module, stage)
-        self._io = self._set_io(trainer)
+        self._saver = self._set_io(trainer).saver_for(f"{absolute(self.dirpath)}/any.ckpt")
+        self._saver.is_training = lambda: _is_fitting(trainer)
         if stage == "fit":
             watch_position(trainer)
 
@@ -153,9 +148,9 @@ class HoldfastCheckpoint(ModelCheckpoint):
         _check_strategy(strategy)
         found = strategy.checkpoint_io
         if type(found) is TorchCheckpointIO:
-            home = home_beside(self.dirpath) if self._home is None else absolute(self._home)
-            found = HoldfastCheckpointIO(home, memory=self._memory)
-            strategy.checkpoint_io = found
+            found = strategy.checkpoint_io = HoldfastCheckpointIO(
+                self._home_for(self.dirpath), memory=self._memory
+            )
         if not isinstance(found, HoldfastCheckpointIO):
             raise InvalidInput(
                 f"HoldfastCheckpoint needs its own CheckpointIO, but the Trainer has {type(found).__name__}. "
@@ -163,14 +158,16 @@ class HoldfastCheckpoint(ModelCheckpoint):
                 "ModelCheckpoint."
             )
         if found.home is None:
-            found.home = home_beside(self.dirpath) if self._home is None else absolute(self._home)
+            found.home = self._home_for(self.dirpath)
         if self._home is not None and absolute(self._home) != found.home:
             raise InvalidInput(
                 f"HoldfastCheckpoint has the home {absolute(self._home)}, but another callback or plugin of "
                 f"this Trainer saves to {found.home}. Nothing was saved. Use one home for all of them."
             )
-        found.is_training = lambda: _is_fitting(trainer)
         return found
+
+    def _home_for(self, folder: str) -> str:
+        return home_beside(folder) if self._home is None else absolute(self._home)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the generators and data positions of a checkpoint until training begins."""
@@ -205,8 +202,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Complete what a killed process has left, also if no step of training is left."""
         super().on_fit_start(trainer, pl_module)
-        if trainer.is_global_zero and self._io is not None:
-            self._io.sort_out(self.dirpath)
+        if trainer.is_global_zero:
+            self._saver.sort_out(absolute(self.dirpath))
         self._renew_last(trainer)
 
     def _renew_last(self, trainer: Any) -> None:
@@ -218,8 +215,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
         last = self.last_model_path or self.format_checkpoint_name(self._monitor_candidates(trainer), name)
         if self.save_last == "link" and last != found:
             self._link_checkpoint(trainer, found, last)
-        elif trainer.is_global_zero and self._io is not None:
-            self._io.write_as(found, last)
+        elif trainer.is_global_zero:
+            self._saver.write_as(found, last)
         self.last_model_path = last
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -243,28 +240,30 @@ class HoldfastCheckpoint(ModelCheckpoint):
         reach_batch(trainer)
         notices = self._notices
         if notices is not None:
-            notices.end_step(0.0 if self._io is None else self._io.save_s)
-            if any(notices.exchange(bool(self._dropped(trainer)))):
+            notices.end_step(self._saver.save_s)
+            if any(notices.exchange(bool(self._saver.dropped(wait=False)))):
                 self._replace_dropped(trainer)
-        with self._moment(private=lambda: memory_of_trainer(trainer)):
+        with self._saver.moment(lambda: memory_of_trainer(trainer)):
             super().on_train_batch_end(trainer, *args, **kwargs)
         self._notify_loggers()
         if notices is not None and _may_stop(trainer, notices):
-            self._save_and_stop(trainer, notices)
+            self._save_notice(trainer)
+            notices.finish()
+            raise Preempted(trainer.global_step, str(notices.reason))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due."""
-        with self._moment():
+        with self._saver.moment():
             super().on_train_epoch_end(trainer, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due."""
-        with self._moment(private=lambda: memory_of_trainer(trainer)):
+        with self._saver.moment(lambda: memory_of_trainer(trainer)):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save if it is due, and wait until all files are written."""
-        with self._moment():
+        with self._saver.moment():
             super().on_train_end(trainer, pl_module)
         self._wait(trainer)
         if self._notices is not None:
@@ -275,21 +274,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
         if isinstance(exception, SystemExit) and isinstance(exception, SIGTERMException):
             self._save_notice(trainer)
             exception.code = PREEMPTED_STATUS
-        with self._moment():
+        with self._saver.moment():
             super().on_exception(trainer, pl_module, exception)
-
-    @contextlib.contextmanager
-    def _moment(self, private: Callable[[], list[PrivateMemory]] | None = None) -> Iterator[None]:
-        """Mark a block without training. Tensors that do not change in it are saved once."""
-        io = self._io
-        if io is None:
-            yield
-            return
-        io.moment, io.private = next(_moments), private
-        try:
-            yield
-        finally:
-            io.moment = io.private = None
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         """Save a checkpoint. The loggers are notified when its file is written."""
@@ -300,14 +286,10 @@ class HoldfastCheckpoint(ModelCheckpoint):
             self._unsent += [(logger, filepath) for logger in trainer.loggers]
             self._notify_loggers()
 
-    def _dropped(self, trainer: Any, *, wait: bool = False) -> list[str]:
-        """Return the paths whose saves were dropped, on the rank that saves."""
-        return self._io.dropped(wait=wait) if trainer.is_global_zero and self._io is not None else []
-
     def _replace_dropped(self, trainer: Any) -> None:
         """Save the present state for the paths whose saves were dropped, copied at once."""
-        paths = trainer.strategy.broadcast(self._dropped(trainer, wait=True))
-        with self._moment():
+        paths = trainer.strategy.broadcast(self._saver.dropped(wait=True))
+        with self._saver.moment():
             for path in paths:
                 trainer.save_checkpoint(path)
         if paths and trainer.is_global_zero:
@@ -323,7 +305,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Notify the loggers of files that are written: some of them send the file."""
         waiting = []
         for logger, path in self._unsent:
-            if self._io is not None and self._io.is_pending(path):
+            if self._saver.is_pending(absolute(path)):
                 waiting.append((logger, path))
             else:
                 logger.after_save_checkpoint(proxy(self))
@@ -331,7 +313,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:
         """Return True if a file exists or will be written. All ranks return the same."""
-        is_pending = trainer.is_global_zero and self._io is not None and self._io.is_pending(filepath)
+        is_pending = self._saver.is_pending(absolute(filepath))
         if trainer.strategy.reduce_boolean_decision(is_pending, all=False):
             return True
         return bool(super().file_exists(filepath, trainer))
@@ -353,16 +335,11 @@ class HoldfastCheckpoint(ModelCheckpoint):
         reason = f"{notices.reason}; {type(error).__name__} has ended the next batch: {error}"
         raise Preempted(self._last_global_step_saved, reason) from error
 
-    def _save_and_stop(self, trainer: Any, notices: Notices) -> None:
-        self._save_notice(trainer)
-        notices.finish()
-        raise Preempted(trainer.global_step, str(notices.reason))
-
     def _save_notice(self, trainer: Any) -> None:
         """Save this step unless it is saved already, and wait until its file is written."""
         if self._last_global_step_saved != trainer.global_step and trainer.global_step > 0:
             metrics = self._monitor_candidates(trainer)
-            with self._moment():
+            with self._saver.moment():
                 if not self.save_last:
                     self._save_checkpoint(trainer, self.format_checkpoint_name(metrics))
                 self._save_last_checkpoint(trainer, metrics)
@@ -370,9 +347,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     def _wait(self, trainer: Any) -> None:
         self._replace_dropped(trainer)
-        if trainer.is_global_zero and self._io is not None:
-            self._io.wait()
-            self._notify_loggers()
+        self._saver.wait()  # other ranks have nothing to wait for
+        self._notify_loggers()
         trainer.strategy.barrier()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -401,12 +377,11 @@ class HoldfastCheckpoint(ModelCheckpoint):
             for one in (self, *trainer.checkpoint_callbacks)
             if isinstance(one, HoldfastCheckpoint)
         )
-        home = home_beside(folder) if self._home is None else absolute(self._home)
+        home = self._home_for(folder)
         if is_local(folder) and Path(home).is_dir():
-            newest = HoldfastCheckpointIO(home).newest(folder, others)
-            self._found = newest
-            if newest is not None:
-                return {newest}
+            self._found = BackgroundSaver(HomePlace(home), self._memory).newest(folder, others)
+            if self._found is not None:
+                return {self._found}
         return set(super()._find_last_checkpoints(trainer))
 
 

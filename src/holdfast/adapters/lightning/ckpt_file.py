@@ -165,15 +165,6 @@ def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
     }
 
 
-def _read_facts(facts: Fields) -> Facts:
-    path = facts.text("path", max_chars=_MAX_PATH_CHARS)
-    if "\0" in path or not is_text(path):
-        refuse(facts.what, "path", "the path of a file", path)
-    global_step = facts.integer("global_step") if "global_step" in facts else None
-    epoch = facts.integer("epoch") if "epoch" in facts else None
-    return Facts(path, global_step, epoch, facts.flag("is_full"))
-
-
 class HomeContent:
     """One of Lightning's checkpoints in a home, opened for reading. Every byte is verified."""
 
@@ -187,7 +178,11 @@ class HomeContent:
                 step=checkpoint.step,
             )
         facts = Fields(values, f"Lightning's part of {checkpoint!r}")
-        self.facts = _read_facts(facts)
+        path = facts.text("path", max_chars=_MAX_PATH_CHARS)
+        if "\0" in path or not is_text(path):
+            refuse(facts.what, "path", "the path of a file", path)
+        step, epoch = (facts.integer(key) if key in facts else None for key in ("global_step", "epoch"))
+        self.facts = Facts(path, step, epoch, facts.flag("is_full"))
         self._names = [f"{_TENSORS}.{name}" for name in facts.texts("names")]
         for name in (*self._names, f"{_FACTS}.{_PICKLED}"):
             if name not in checkpoint:
@@ -310,8 +305,7 @@ def may_replace(path: Path) -> bool:
 def verify_ckpt(path: Path) -> FileId | None:
     """Hash all records of a file, and return the checkpoint that it was written from.
 
-    Returns:
-        None if the file does not contain hashes: Holdfast did not write it.
+    Without hashes that is None: Holdfast did not write it.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -319,7 +313,10 @@ def verify_ckpt(path: Path) -> FileId | None:
             if found is None:
                 return None
             root, facts = found
-            damaged = _damaged_record(file, archive, root, facts)
+            hashes = facts.fields("records").members
+            damaged = next(
+                (name for name in hashes if _hash(file, archive.getinfo(root + name)) != hashes[name]), None
+            )
     except Corrupt:
         raise
     except DAMAGED as error:
@@ -327,14 +324,6 @@ def verify_ckpt(path: Path) -> FileId | None:
     if damaged is not None:
         raise Corrupt(f"{path} is damaged: its record {damaged} does not match its hash.", key=str(path))
     return _id(facts)
-
-
-def _damaged_record(file: IO[bytes], archive: zipfile.ZipFile, root: str, facts: Fields) -> str | None:
-    """Return the first record whose hash is wrong; None if all are right."""
-    for name, wanted in facts.fields("records").members.items():
-        if _hash(file, archive.getinfo(root + name)) != wanted:
-            return name
-    return None
 
 
 def _facts(archive: zipfile.ZipFile) -> tuple[str, Fields] | None:

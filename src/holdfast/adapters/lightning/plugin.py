@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
-from torch.optim import Optimizer
 
 from holdfast.adapters.lightning.background import BackgroundSaver
 from holdfast.adapters.lightning.ckpt_file import Facts, FileId, pickle_content, verify_ckpt
 from holdfast.adapters.lightning.packages import TorchCheckpointIO
-from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local
+from holdfast.adapters.lightning.places import HomePlace, absolute, folder_of, home_beside, is_local
 from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import Corrupt, SaveWarning
 from holdfast.system.callsite import warn
@@ -47,15 +46,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
     ) -> None:
         super().__init__()
         self.home = None if home is None else absolute(home)
-        self.moment: object = None
-        """Value that is equal for saves between which nothing trains; set by HoldfastCheckpoint."""
-        self.is_training: Callable[[], bool] | None = None
-        """Function that returns True while a Trainer trains: then saves may complete in the background."""
-        self.private: Callable[[], Iterable[Optimizer]] | None = None
-        """Function that returns the memory which is copied after a save has returned, while it is set."""
         self._memory, self._wait = memory, wait
         self._saver: BackgroundSaver | None = None
-        self._at_exit: weakref.finalize[Any, Any] | None = None
 
     # -- CheckpointIO ----------------------------------------------------------------------------------------
 
@@ -66,7 +58,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
         Args:
             checkpoint: content, as Lightning makes it. Its tensors are copied before this returns, but for
-                those in `private`.
+                those of the optimizers while a Trainer trains.
             path: path or fsspec URL of the file.
             storage_options: mapping of options for the file system of a URL, as for fsspec.
 
@@ -77,18 +69,17 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         Blocks: for the copy; outside of training until the file is written.
         """
         target = absolute(path)
-        saver = self._saver_for(target, _parse_options(storage_options, target))
+        saver = self.saver_for(target, _parse_options(storage_options, target))
         facts = Facts(
             saver.place.relative(target),
             _integer(checkpoint.get("global_step")),
             _integer(checkpoint.get("epoch")),
             all(key in checkpoint for key in _FULL),
         )
-        private = () if self.private is None or self._wait else self.private()
-        saver.save(pickle_content(checkpoint), target, facts, moment=self.moment, private=private)
+        saver.save(pickle_content(checkpoint), target, facts, () if self._wait else saver.private())
         if self._wait:
             saver.wait(target)
-        elif self.is_training is not None and not self.is_training():
+        elif not saver.is_training():
             saver.close()
 
     def load_checkpoint(
@@ -117,10 +108,10 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             self._saver.wait(target)
         if not is_local(target):
             return self._load_remote(target, map_location, weights_only)
-        file = self.verify(target)
+        file = self._verify(target)
         loaded = super().load_checkpoint(path, map_location, weights_only)
-        if file is not None:
-            self._continue_from(file, target)
+        if file is not None and (saver := self._existing_saver(target)) is not None:
+            saver.continue_from(file)
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -139,17 +130,6 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         if self._saver is not None:
             self._saver.close()
 
-    # -- for HoldfastCheckpoint ------------------------------------------------------------------------------
-
-    def is_pending(self, path: str | os.PathLike[str]) -> bool:
-        """Return True if a file will be written at this path."""
-        return self._saver is not None and self._saver.is_pending(absolute(path))
-
-    @property
-    def save_s(self) -> float:
-        """Time of the last save, until its file was written."""
-        return 0.0 if self._saver is None else self._saver.save_s
-
     def wait(self, path: str | os.PathLike[str] | None = None) -> None:
         """Wait until a file, or all files, are written.
 
@@ -159,15 +139,22 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         if self._saver is not None:
             self._saver.wait(None if path is None else absolute(path))
 
-    def dropped(self, *, wait: bool = False) -> list[str]:
-        """Return the paths whose saves were dropped: something wrote to the memory while it was copied.
+    # -- parts -----------------------------------------------------------------------------------------------
 
-        Args:
-            wait: wait until all saves are copied.
-        """
-        return [] if self._saver is None else self._saver.dropped(wait=wait)
+    def saver_for(self, path: str, storage_options: Mapping[str, Any] | None = None) -> BackgroundSaver:
+        """Return the saver. At the first call its home is that of the options, or the one beside a path."""
+        if self._saver is None:
+            self.home = self.home or home_beside(folder_of(path))
+            self._saver = BackgroundSaver(HomePlace(self.home, storage_options or {}), self._memory)
+            weakref.finalize(self, self._saver.close)
+        return self._saver
 
-    def verify(self, path: str) -> FileId | None:
+    def _existing_saver(self, path: str) -> BackgroundSaver | None:
+        """Return the saver of a loaded file, if there is a home that may hold it."""
+        has_home = self._saver is not None or self.home or Path(home_beside(folder_of(path))).is_dir()
+        return self.saver_for(path) if has_home else None
+
+    def _verify(self, path: str) -> FileId | None:
         """Verify a local file. A missing or damaged one is written again from the home.
 
         Returns:
@@ -179,7 +166,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
                 return verify_ckpt(Path(path))
             except Corrupt as error:
                 damage = error
-        saver = self._saver_for(path, {}) if self.home or _has_home(path) else None
+        saver = self._existing_saver(path)
         if saver is not None and saver.write_again(path):
             if damage is not None:
                 warn(f"{damage} It was written again from {saver.place.home}.", SaveWarning)
@@ -191,44 +178,6 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
                 key=path,
             )
         return None
-
-    def sort_out(self, folder: str) -> None:
-        """Write the missing files of a folder, and remove incomplete ones."""
-        if self.home is not None and (not is_local(self.home) or Path(self.home).is_dir()):
-            self._saver_for(f"{absolute(folder)}/any.ckpt", {}).sort_out(absolute(folder))
-
-    def write_as(self, found: str, path: str) -> None:
-        """Write the checkpoint of a file to another path too, if that is not current."""
-        if self._saver is not None:
-            self._saver.write_as(found, path)
-
-    def newest(self, folder: str, others: Sequence[str] = ()) -> str | None:
-        """Return the file of the newest checkpoint that verifies and is not weights only.
-
-        Checkpoints of the home and files in the folder are considered. A missing or damaged file is written
-        again.
-
-        Args:
-            folder: local folder of the run's files.
-            others: folders of other callbacks, whose files stay there.
-        """
-        saver = self._saver_for(f"{folder}/any.ckpt", {})
-        return saver.newest(Path(folder), [Path(one) for one in others if is_local(one)])
-
-    # -- parts -----------------------------------------------------------------------------------------------
-
-    def _saver_for(self, path: str, storage_options: Mapping[str, Any]) -> BackgroundSaver:
-        home = self.home or home_beside(path.rpartition("/")[0])
-        if self._saver is None:
-            self.home = home
-            self._saver = BackgroundSaver(HomePlace(home, storage_options), self._memory)
-            self._at_exit = weakref.finalize(self, _close, self._saver)
-        return self._saver
-
-    def _continue_from(self, file: FileId, path: str) -> None:
-        """Have the next saves continue from a loaded checkpoint."""
-        if self._saver is not None or self.home or _has_home(path):
-            self._saver_for(path, {}).continue_from(file)
 
     def _load_remote(self, url: str, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
         options = {} if self._saver is None else self._saver.place.storage_options
@@ -243,23 +192,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options: a copy in another process opens the home by itself."""
-        of_process = ("_saver", "_at_exit", "is_training", "moment", "private")
-        return {**vars(self), **dict.fromkeys(of_process)}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HoldfastCheckpointIO:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(self.__getstate__())
-        return copied
-
-
-def _close(saver: BackgroundSaver) -> None:
-    saver.close()
-
-
-def _has_home(path: str) -> bool:
-    """Return True if the default home of a file exists."""
-    return Path(home_beside(path.rpartition("/")[0])).is_dir()
+        return {**vars(self), "_saver": None}
 
 
 def _integer(value: Any) -> int | None:

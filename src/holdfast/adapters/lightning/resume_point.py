@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ class DataPosition:
     num_batches: int  # that training has used
     at_start: dict[str, Any] | None = None  # generators when the pass began; None if that is the next batch
     before_fetched: dict[str, Any] | None = None  # generators before the fetch of an unused batch
-    loaders: tuple[dict[str, Any], ...] = ()  # states of the loaders, if each has one; before that fetch
+    loaders: list[dict[str, Any]] = field(default_factory=list)  # their states, if each has one
 
 
 class PositionedLoader(CombinedLoader):
@@ -40,7 +40,7 @@ class PositionedLoader(CombinedLoader):
     def __init__(self, loaders: Any, mode: Any) -> None:
         super().__init__(loaders, mode)
         self._at_start: dict[str, Any] | None = None
-        self._before: tuple[dict[str, Any], tuple[dict[str, Any], ...]] | None = None  # the last fetch
+        self._before: tuple[dict[str, Any], list[dict[str, Any]]] | None = None  # the last fetch
         self._num_fetched = 0
         self._num_reached = 0  # batches that training has used
         self._begin_at: DataPosition | None = None
@@ -84,13 +84,6 @@ class PositionedLoader(CombinedLoader):
         for one, state in zip(self.batches, states, strict=True):
             one.load_state_dict(state)
 
-    def _check_loaders(self) -> None:
-        if any(not isinstance(getattr(one, "batch_sampler", None), DividedBatches) for one in self.flattened):
-            raise Unsupported(
-                "Some loaders of the training data have GlobalBatches, and others do not, so their positions "
-                "cannot be restored together. Nothing was trained. Give each of them GlobalBatches, or none."
-            )
-
     # -- record ----------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
@@ -109,10 +102,10 @@ class PositionedLoader(CombinedLoader):
             return DataPosition(num_batches, self._at_start, *self._before)
         return DataPosition(num_batches, self._at_start, None, self._loader_states())
 
-    def _loader_states(self) -> tuple[dict[str, Any], ...]:
+    def _loader_states(self) -> list[dict[str, Any]]:
         """Return the states of the loaders; none unless each has one."""
         states = [] if self.batches else self._state_dicts()
-        return tuple(states) if len(states) == len(self.flattened) else ()
+        return states if len(states) == len(self.flattened) else []
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that the loaders own, each once."""
@@ -138,7 +131,13 @@ class PositionedLoader(CombinedLoader):
         self._at_start, self._before = self.capture(), None
         self._num_fetched, self._num_reached, self._fetched = 0, 0, []
         if self.batches:
-            self._check_loaders()
+            samplers = [getattr(one, "batch_sampler", None) for one in self.flattened]
+            if not all(isinstance(one, DividedBatches) for one in samplers):
+                raise Unsupported(
+                    "Some loaders of the training data have GlobalBatches, and others do not, so their "
+                    "positions cannot be restored together. Nothing was trained. Give each of them "
+                    "GlobalBatches, or none."
+                )
             for one in self.batches:
                 one.complete_steps(0)
         super().__iter__()
@@ -182,7 +181,7 @@ class PositionedLoader(CombinedLoader):
         now = self.capture()
         self.restore(position.at_start)
         if position.loaders:
-            self._load_state_dicts(list(position.loaders))
+            self._load_state_dicts(position.loaders)
         iter(self)
         self._at_start = position.at_start
         self._pass_over(position)
@@ -247,9 +246,16 @@ def capture_point(trainer: Any) -> dict[str, Any]:
     own: dict[str, Any] = {"generators": capture_generators(), "position": None}
     if isinstance(loader, PositionedLoader):
         reach_batch(trainer)
-        own = {"generators": loader.capture(), "position": _position(trainer, loader)}
+        epoch_loop = trainer.fit_loop.epoch_loop
+        is_at_end = epoch_loop.batch_progress.is_last_batch or epoch_loop._num_ready_batches_reached()
+        position = DataPosition(0) if is_at_end else loader.position(num_used(trainer))
+        own = {"generators": loader.capture(), "position": asdict(position)}
         own["batches"] = [one.state_dict() for one in loader.batches]
-    return {"ranks": _gather(own)}
+    ranks: list[Any] = [own]
+    if dist.is_available() and dist.is_initialized():
+        ranks *= dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+    return {"ranks": ranks}
 
 
 def reach_batch(trainer: Any) -> None:
@@ -270,21 +276,6 @@ def has_begun(trainer: Any) -> bool:
     return progress.ready != progress.completed or isinstance(
         trainer.fit_loop._data_fetcher, DataLoaderIterDataFetcher
     )
-
-
-def _position(trainer: Any, loader: PositionedLoader) -> dict[str, Any]:
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    is_in_epoch = not (progress.is_last_batch or trainer.fit_loop.epoch_loop._num_ready_batches_reached())
-    found = loader.position(progress.current.ready) if is_in_epoch else DataPosition(0)
-    return {**asdict(found), "loaders": list(found.loaders)}
-
-
-def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return [own]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, own)
-    return every
 
 
 def complete_batch(checkpoint: dict[str, Any]) -> bool:
@@ -340,7 +331,9 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     """
     loader = trainer.fit_loop._combined_loader
     if isinstance(loader, PositionedLoader) and loader.batches:
-        _restore_batches(loader, point["ranks"][0])  # the same on all ranks
+        first = point["ranks"][0]  # the same on all ranks, of any number
+        loader.load_batches(first.get("batches", []))
+        loader.begin_at(DataPosition((first["position"] or {"num_batches": 0})["num_batches"]))
     if (num_ranks := len(point["ranks"])) != trainer.world_size:
         if isinstance(loader, PositionedLoader) and not loader.batches and loader.has_length:
             _continue_on_other_ranks(trainer, loader, point["ranks"])
@@ -354,7 +347,7 @@ def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
     if not isinstance(loader, PositionedLoader) or own["position"] is None:
         set_generators(own["generators"])
         return None
-    loader.begin_at(DataPosition(**{**own["position"], "loaders": tuple(own["position"]["loaders"])}))
+    loader.begin_at(DataPosition(**own["position"]))
     loader.restore(own["generators"])
     iter(trainer.fit_loop._data_fetcher)  # fetches ahead again, from the position, where it does at all
     return None
@@ -372,13 +365,6 @@ def _continue_on_other_ranks(trainer: Any, loader: PositionedLoader, ranks: list
         num_batches = trainer.num_training_batches
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     current.ready = current.started = current.processed = current.completed = num_batches
-
-
-def _restore_batches(loader: PositionedLoader, first: dict[str, Any]) -> None:
-    """Continue at the positions that any rank has saved, on any number of ranks."""
-    loader.load_batches(first.get("batches", []))
-    position = first["position"] or {"num_batches": 0}
-    loader.begin_at(DataPosition(position["num_batches"]))
 
 
 def check_batches(trainer: Any) -> None:

@@ -25,14 +25,9 @@ _RENAMED = {"nebula_load_path": "load_path"}
 _NEWEST = (None, "latest", "latest_universal")
 
 
-def _engine_class() -> Any:
-    """Return DeepSpeed's base class of engines, or `object` without DeepSpeed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return object
-    return importlib.import_module(f"{_ENGINES}.checkpoint_engine").CheckpointEngine
-
-
-_CheckpointEngine: Any = _engine_class()
+_CheckpointEngine: Any = object  # without DeepSpeed
+if importlib.util.find_spec("deepspeed") is not None:
+    _CheckpointEngine = importlib.import_module(f"{_ENGINES}.checkpoint_engine").CheckpointEngine
 
 
 def use_for_deepspeed() -> None:

@@ -244,7 +244,11 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
     if tagged is None:
         return ""
     index = tagged.index_of(name, 0)
-    path = _file_path(tagged, name)
+    # Other users may create folders in the temporary folder, and a run's id may be any string.
+    root = private_folder(Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}") / "exports"
+    manifest = tagged.checkpoint.manifest
+    version = f"a{manifest.attempt:04d}-step{manifest.step}"
+    path = root / digest(manifest.run.encode()) / version / key_of(name)
     if not path.exists():
         for folder in (path.parent.parent.parent, path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -252,14 +256,6 @@ def get_latest_checkpoint_path(name: str = "checkpoint", persist_path: Any = Non
         with atomic_file(path, overwrite=True) as partial:
             torch.save(tree, partial)
     return str(path)
-
-
-def _file_path(tagged: TaggedCheckpoint, name: str) -> Path:
-    # Other users may create folders in the temporary folder, and a run's id may be any string.
-    root = private_folder(Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}") / "exports"
-    manifest = tagged.checkpoint.manifest
-    run = digest(manifest.run.encode())
-    return root / run / f"a{manifest.attempt:04d}-step{manifest.step}" / key_of(name)
 
 
 def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:

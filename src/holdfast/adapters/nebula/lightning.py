@@ -36,9 +36,13 @@ class NebulaCheckpointIO(TorchCheckpointIO):
 
         Blocks: for the copy; with `is_best` until the checkpoint is in home.
         """
-        options = _options(storage_options)
+        options = dict(storage_options or {})
+        unknown = sorted(options.keys() - {"is_best", "persist_path"})
+        if unknown:
+            raise InvalidInput(f"storage_options may have is_best and persist_path, not {unknown}.")
         current, target = session(), Path(path).absolute()
-        tag = _tag_of(checkpoint, target)
+        tag = f"global_step{checkpoint.get('global_step')}"
+        tag = tag if named_step(tag) is not None else target.stem
         current.save(tag, PARTITION, checkpoint, 1, label=str(target))
         target.parent.mkdir(parents=True, exist_ok=True)
         PartitionMarker(current.home, tag, PARTITION).write(target)
@@ -88,20 +92,6 @@ class NebulaCallback(ModelCheckpoint):
         if not isinstance(trainer.strategy.checkpoint_io, NebulaCheckpointIO):
             trainer.strategy.checkpoint_io = NebulaCheckpointIO()
         super().setup(trainer, pl_module, stage)
-
-
-def _options(given: Any) -> dict[str, Any]:
-    options = dict(given or {})
-    unknown = sorted(options.keys() - {"is_best", "persist_path"})
-    if unknown:
-        raise InvalidInput(f"storage_options may have is_best and persist_path, not {unknown}.")
-    return options
-
-
-def _tag_of(checkpoint: dict[str, Any], target: Path) -> str:
-    step = checkpoint.get("global_step")
-    tag = f"global_step{step}" if isinstance(step, int) else target.stem
-    return tag if named_step(tag) is not None else target.stem
 
 
 def _load(marker: PartitionMarker, label: str, map_location: Any) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed import DistError
 
+from holdfast.adapters.kit.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_coordinator import (
-    StoreRanks,
     TagCoordinator,
     TagPlan,
     is_grouped,
@@ -23,12 +23,11 @@ from holdfast.adapters.nebula.tag_coordinator import (
 from holdfast.adapters.nebula.tag_index import (
     EXPLICIT,
     META,
+    VERSION,
     TaggedCheckpoint,
     TagIndex,
-    Tier,
     goes_back,
     key_of,
-    make_metadata,
     named_step,
     next_step,
 )
@@ -40,10 +39,10 @@ from holdfast.adapters.nebula.tag_writer import (
     existing_local,
     parse_location,
 )
-from holdfast.checkpoint.exchange.packed_value import Packed, pack
+from holdfast.checkpoint.exchange.packed_value import Packed, describe_partitions, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
-from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
 from holdfast.system import host_memory
 from holdfast.system.callsite import warn
@@ -117,11 +116,7 @@ class Session:
                 self._start_draft(tag, num_files)
 
     def save(self, tag: str, name: str, value: Any, num_files: int | None, label: str | None = None) -> bool:
-        """Save one partition of a tag. The last partition completes the tag.
-
-        Returns:
-            True if the partition is being saved, or False if it was skipped with a warning.
-        """
+        """Save one partition of a tag, which the last one completes; return False if it was skipped."""
         packed = pack(value, name)
         packed.check(name)
         key_of(name)
@@ -181,7 +176,9 @@ class Session:
         wanted = draft.num_files or 1
         if count < wanted:
             draft.files[name] = packed.copied()
-            self._start_watching()
+            if self._ranks.world_size > 1 and (self._watching is None or not self._watching.is_alive()):
+                self._watching = threading.Thread(target=self._watch, name="holdfast-nebula", daemon=True)
+                self._watching.start()
             return True
         if count > wanted:
             del self._drafts[draft.tag]
@@ -203,11 +200,7 @@ class Session:
         )
 
     def commit(self, tag: str) -> bool:
-        """Complete a tag with the files that it has.
-
-        Returns:
-            True if the tag is staged and submitted to the keeper.
-        """
+        """Complete a tag with the files that it has; return True if it is submitted to the keeper."""
         with self._lock:
             self._check_errors()
             draft = self._drafts.get(tag)
@@ -275,8 +268,11 @@ class Session:
         self._budget.check((t for packed in draft.files.values() for t in packed.tensors()), draft.tag)
         writer = self._get_writer(plan, draft.key)
         keyed = {name: (key_of(name), packed) for name, packed in draft.files.items()}
-        state = {key: packed.tree for key, packed in keyed.values()}
-        state[META] = make_metadata(draft.tag, draft.label, self._ranks.rank, keyed)
+        state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
+        state[META] = {
+            **{"version": VERSION, "tag": draft.tag, "label": draft.label, "rank": self._ranks.rank},
+            "partitions": describe_partitions(keyed),
+        }
         save = writer.write(plan, state)
         if plan.to_home:
             self._last_sent_s = time.monotonic()
@@ -291,9 +287,10 @@ class Session:
             writer.checkpointer.close()
             writer = self._writer = None
         if plan.begins or writer is None:
-            self._done.clear()
-            if plan.base is not None:
-                self._record_base(plan.base)
+            # The tag of the attempt's base is complete, and need not be saved again.
+            every = self.index().checkpoints() if plan.base is not None else ()
+            base = next((one for one in every if one.step == plan.base), None)
+            self._done = {} if base is None else {base.tag: CompleteTag(frozenset(base.names()), None)}
         if writer is None:
             name = f"{self._ranks.name}/{key}/ranks"
             ranks = StoreRanks(self._ranks.store, name, plan.members, self._ranks.rank, timeout_s=RANKS_S)
@@ -301,13 +298,6 @@ class Session:
         elif plan.begins:
             writer.begin(plan)
         return writer
-
-    def _record_base(self, step: int) -> None:
-        """Mark the tag of an attempt's base as complete. It need not be saved again then."""
-        for tagged in self.index().checkpoints():
-            if tagged.step == step:
-                self._done[tagged.tag] = CompleteTag(frozenset(tagged.names()), None)
-                return
 
     def _discard_if_back(self, tag: str) -> None:
         """Discard a complete tag after going back, because a new attempt saves it again."""
@@ -331,14 +321,8 @@ class Session:
         for plan, draft in sorted(decided, key=lambda pair: pair[0].step):
             self._submit(draft, plan)
 
-    def _start_watching(self) -> None:
-        """Start a thread that applies the decisions of other ranks between calls."""
-        if self._ranks.world_size == 1 or (self._watching is not None and self._watching.is_alive()):
-            return
-        self._watching = threading.Thread(target=self._watch, name="holdfast-nebula", daemon=True)
-        self._watching.start()
-
     def _watch(self) -> None:
+        """Apply the decisions of other ranks between calls, in a thread."""
         while not self._is_closed.wait(_WATCH_S):
             with self._lock:
                 try:
@@ -366,17 +350,17 @@ class Session:
         """Return the checkpoints of a home, by default in this session's tiers."""
         self._check_process()
         if persist_path is not None and (place := parse_location(persist_path)) != self.home:
-            return TagIndex(place, [Tier("home", open_store(place))])
+            return TagIndex(place, {"home": open_store(place)})
         wait_for_orphans(self.home, timeout_s=RANKS_S, notify=lambda _: None)
         with self._lock:
             if self._writer is not None:
                 self._writer.wait_complete()
             local = self._writer.local if self._writer is not None else existing_local(self.settings)
         held = MemoryTierStore(self.home)
-        tiers = [Tier("memory", held)] if held else []
+        tiers: dict[str, Store] = {"memory": held} if held else {}
         if local is not None:
-            tiers.append(Tier("local", open_store(local)))
-        return TagIndex(self.home, [*tiers, Tier("home", open_store(self.home))])
+            tiers["local"] = open_store(local)
+        return TagIndex(self.home, {**tiers, "home": open_store(self.home)})
 
     def newest(self, persist_path: Any = None) -> TaggedCheckpoint | None:
         """Return the newest checkpoint with valid bytes, among those complete at `path`, if given."""

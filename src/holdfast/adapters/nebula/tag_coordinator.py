@@ -1,94 +1,22 @@
-"""Ranks that save a tag together: their files so far, the agreed plan, and exchanges through a store."""
+"""Ranks that save a tag together: their files so far, and the agreed plan."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar, final
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
-from typing_extensions import override
 
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.format.messages import pack, unpack
-from holdfast.checkpoint.ranks import RankGroup
-from holdfast.errors import InvalidInput, RetryLater, Unsupported
+from holdfast.errors import InvalidInput, RetryLater
 from holdfast.system.documents import decode_dataclass, decode_object
 from holdfast.system.environment import read_integer
-
-_T = TypeVar("_T")
-_RANK_POLL_S = 0.01
-
-
-@final
-class StoreRanks(RankGroup):
-    """Some ranks of a process group, renumbered in their order.
-
-    They exchange values by keys of a store and not by collectives, because any thread may communicate while
-    training's own collectives run.
-    """
-
-    def __init__(self, store: Store, name: str, members: Sequence[int], me: int, *, timeout_s: float) -> None:
-        self.rank, self.world_size = list(members).index(me), len(members)
-        self._store, self._name, self._members, self._timeout_s = store, name, tuple(members), timeout_s
-        self._numbers = itertools.count()
-
-    @override
-    def gather(self, value: _T) -> list[_T]:
-        if self.world_size == 1:
-            return [value]
-        key = self._next()
-        self._store.set(f"{key}/{self.rank}", pack(value).decode())
-        return [self._value(f"{key}/{rank}", rank) for rank in range(self.world_size)]
-
-    @override
-    def share(self, value: _T) -> _T:
-        if self.world_size == 1:
-            return value
-        key = self._next()
-        if self.rank == 0:
-            self._store.set(key, pack(value).decode())
-            return value
-        return self._value(key, 0)
-
-    def _next(self) -> str:
-        return f"{self._name}/{next(self._numbers)}"
-
-    def _value(self, key: str, rank: int) -> Any:
-        # Any process that reaches the port can write to the store, so its values are not trusted.
-        return unpack(self._wait(key, rank), f"rank {self._members[rank]}")
-
-    def _wait(self, key: str, rank: int) -> bytes:
-        """Return the value of a key from a rank. It polls, because a blocking get blocks the store."""
-        deadline_s = time.monotonic() + self._timeout_s
-        while not self._store.check([key]):
-            if time.monotonic() > deadline_s:
-                raise RetryLater(
-                    f"Rank {self._members[rank]} did not respond within {self._timeout_s:.0f} s: it has "
-                    "died, hangs, or has not saved its files. Nothing was saved.",
-                    rank=self._members[rank],
-                )
-            time.sleep(_RANK_POLL_S)
-        return self._store.get(key)
-
-    def exchange_flags(
-        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
-    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-        """Return the values unchanged. Only a single rank may call it."""
-        if self.world_size > 1:
-            raise Unsupported("Ranks that communicate by a store do not exchange values at every step.")
-        return flags, numbers
-
-    def barrier_and_close(self) -> None:
-        """Do nothing: ranks do not wait for each other at a store."""
-
 
 _LEAVE_LIMIT = datetime.timedelta(seconds=30)
 _POLL_S = 0.001

@@ -16,7 +16,6 @@ import torch
 from holdfast.checkpoint.exchange.packed_value import (
     Packed,
     checked_metadata,
-    describe_partitions,
     partition_key,
     read_partition,
     rebuild,
@@ -104,16 +103,16 @@ MapLocation = Any
 
 def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
     """Return a tensor on the device that `map_location` selects."""
-    if map_location is None:
-        return _to_device(tensor, location)
-    if isinstance(map_location, Mapping):
-        return _to_device(tensor, str(map_location.get(location, location)))
     if callable(map_location) and not isinstance(map_location, torch.device):
-        return _call(tensor, location, map_location)
-    return tensor.to(map_location)
-
-
-def _to_device(tensor: torch.Tensor, location: str) -> torch.Tensor:
+        storage = map_location(tensor.untyped_storage(), location)
+        if storage is not None:
+            plain = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
+            found = torch.empty(0, dtype=tensor.dtype, device=plain.device)
+            return found.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
+    elif isinstance(map_location, Mapping):
+        location = str(map_location.get(location, location))
+    elif map_location is not None:
+        return tensor.to(map_location)
     try:
         return tensor.to(location)
     except (AssertionError, RuntimeError) as error:
@@ -123,25 +122,8 @@ def _to_device(tensor: torch.Tensor, location: str) -> torch.Tensor:
         ) from error
 
 
-def _call(tensor: torch.Tensor, location: str, function: Callable[[Any, str], Any]) -> torch.Tensor:
-    storage = function(tensor.untyped_storage(), location)
-    if storage is None:
-        return _to_device(tensor, location)
-    plain = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
-    found = torch.empty(0, dtype=tensor.dtype, device=plain.device)
-    return found.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-_VERSION = 1
+VERSION = 1
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class Tier:
-    """Tier with checkpoints of a run; `name` is "memory", "local" or "home"."""
-
-    name: str
-    store: Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +188,11 @@ class TaggedCheckpoint:
 
 
 class TagIndex:
-    """Checkpoints of one home."""
+    """Checkpoints of one home, in its tiers "memory", "local" and "home", the nearest first."""
 
-    def __init__(self, home: str, tiers: Sequence[Tier]) -> None:
-        self.home = home
-        self._tiers = tuple(tiers)
-        stores = [tier.store for tier in tiers]
-        self._store = stores[0] if len(stores) == 1 else TieredStore(stores)
+    def __init__(self, home: str, tiers: Mapping[str, Store]) -> None:
+        self.home, self._tiers = home, tiers
+        self._store = tiers["home"] if len(tiers) == 1 else TieredStore(list(tiers.values()))
 
     def checkpoints(self) -> Iterator[TaggedCheckpoint]:
         """Yield the checkpoints that were saved under tags, newest first."""
@@ -296,9 +276,8 @@ class TagIndex:
 
     def _candidates(self, *, only_home: bool = False) -> tuple[list[CheckpointId], dict[str, Listing]]:
         """Return all complete checkpoints, newest first, and the tiers' listings."""
-        listings = {tier.name: list_patiently(tier.store, _make_patience()) for tier in self._tiers}
-        tiers = [self._tiers[-1].name] if only_home else list(listings)
-        found = {one for name in tiers for one in candidates(listings[name])}
+        listings = {name: list_patiently(store, _make_patience()) for name, store in self._tiers.items()}
+        found = {one for name in (["home"] if only_home else listings) for one in candidates(listings[name])}
         return sorted(found, reverse=True), listings
 
     def _open(self, found: CheckpointId, listings: dict[str, Listing]) -> TaggedCheckpoint | None:
@@ -308,7 +287,12 @@ class TagIndex:
         meta = checkpoint.values(0).get(META)
         if not isinstance(meta, dict):
             return None
-        tiers = tuple(name for name, home in listings.items() if _has(name, home, found))
+        every = {name: listing.saved.get(found) for name, listing in listings.items()}
+        tiers = tuple(  # in memory, one file is enough
+            name
+            for name, saved in every.items()
+            if saved is not None and (saved.is_committed or (name == "memory" and bool(saved.data)))
+        )
         try:
             tagged = TaggedCheckpoint(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
             # Ranks may have completed a tag without any file.
@@ -322,7 +306,7 @@ class TagIndex:
 
     def __contains__(self, found: CheckpointId) -> bool:
         """Return True if a checkpoint is complete in home."""
-        saved = list_home(self._tiers[-1].store, step=found.step).saved.get(found)
+        saved = list_home(self._tiers["home"], step=found.step).saved.get(found)
         return saved is not None and saved.is_committed
 
     def last_step(self) -> int | None:
@@ -334,20 +318,6 @@ class TagIndex:
 
 def _make_patience() -> Patience:
     return Patience(LIMIT_S, lambda line: warn(line, SaveWarning))
-
-
-def _has(tier: str, home: Listing, checkpoint: CheckpointId) -> bool:
-    """Return True if a checkpoint is complete in a tier. In memory, one file is enough."""
-    saved = home.saved.get(checkpoint)
-    return saved is not None and (saved.is_committed or (tier == "memory" and bool(saved.data)))
-
-
-def make_metadata(
-    tag: str, label: str | None, rank: int, partitions: dict[str, tuple[str, Packed]]
-) -> dict[str, Any]:
-    """Return a part's metadata of its tag and partitions."""
-    entries = describe_partitions(partitions)
-    return {"version": _VERSION, "tag": tag, "label": label, "rank": rank, "partitions": entries}
 
 
 _FIRST_LINE = "This is no file of torch.save: the state is in a Holdfast checkpoint.\n"

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from holdfast.adapters.kit.run import NO_NOTICES
-from holdfast.adapters.nebula.tag_coordinator import StoreRanks, TagPlan
+from holdfast.adapters.kit.store_ranks import StoreRanks
+from holdfast.adapters.nebula.tag_coordinator import TagPlan
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run, read_run
 from holdfast.checkpoint.keeper import Save
@@ -179,38 +180,31 @@ class TagWriter:
 
     def __init__(self, settings: Settings, memory_bytes: int, plan: TagPlan, ranks: StoreRanks) -> None:
         self.members = plan.members
-        self.local = local_folder(settings, claim_run(open_store(settings.home)))
-        self._settings, self._memory_bytes = settings, memory_bytes
         self._save: Save | None = None  # the newest
-        try:
-            self.checkpointer = self._open(ranks)
-            self.begin(plan)
-        except Unsupported as error:
-            if self.local is None:
-                raise
-            warn(
-                f"Checkpoints are saved directly to {settings.home}, without a nearer copy: {error}",
-                SaveWarning,
-            )
-            self.local = None
-            self.checkpointer = self._open(ranks)
-            self.begin(plan)
-
-    def _open(self, ranks: StoreRanks) -> Checkpointer:
-        interval_s = self._settings.interval_s if self.local is not None else None
-        return Checkpointer(
-            Home(
-                self._settings.home,
-                every=None if interval_s is None else datetime.timedelta(seconds=interval_s),
-            ),
-            keep=None,
-            local=None if self.local is None else Local(self.local, keep=self._settings.keep_local),
-            memory=self._memory_bytes,
-            group=ranks,
-            quiet=True,
-            watches=[NO_NOTICES],
-            limits=Limits(rank_timeout=RANKS_S),
-        )
+        folder = local_folder(settings, claim_run(open_store(settings.home)))
+        for local in dict.fromkeys((folder, None)):
+            every = None if local is None else settings.interval_s
+            self.local = local
+            try:
+                self.checkpointer = Checkpointer(
+                    Home(settings.home, every=None if every is None else datetime.timedelta(seconds=every)),
+                    keep=None,
+                    local=None if local is None else Local(local, keep=settings.keep_local),
+                    memory=memory_bytes,
+                    group=ranks,
+                    quiet=True,
+                    watches=[NO_NOTICES],
+                    limits=Limits(rank_timeout=RANKS_S),
+                )
+                self.begin(plan)
+                break
+            except Unsupported as error:
+                if local is None:
+                    raise
+                warn(
+                    f"Checkpoints are saved directly to {settings.home}, without a nearer copy: {error}",
+                    SaveWarning,
+                )
 
     def begin(self, plan: TagPlan) -> None:
         """Begin an attempt that continues the base of a plan; collective over the ranks of the writer."""

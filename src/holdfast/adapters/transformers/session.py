@@ -13,7 +13,7 @@ from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import HubStrategy
 from typing_extensions import Self
 
-from holdfast.adapters.kit.run import TrainerRun
+from holdfast.adapters.kit.run import Choice, TrainerRun
 from holdfast.adapters.transformers.folders import (
     Folders,
     find_fault,
@@ -52,15 +52,6 @@ _log = get_logger("adapters")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """Checkpoint to resume from; without a home it is a folder that the Trainer has written itself."""
-
-    step: int
-    folder: str
-    home: str = ""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
     """Checkpoint of a home that training resumes from. It has been verified as a whole."""
 
@@ -76,7 +67,12 @@ class Session(TrainerRun):
     def __init__(
         self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
     ) -> None:
-        _check_optimizer(trainer.optimizer)
+        if type(trainer.optimizer).__name__ == "LayerWiseDummyOptimizer":
+            raise Unsupported(
+                "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer "
+                "nor Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such "
+                'as optim="galore_adamw".'
+            )
         self.must_evaluate = False  # the evaluation of this step is left to the next start, after a notice
         self._trainer, self._args, self._ignored_keys = trainer, trainer.args, ignored_keys
         self._feed, self._writes_folders = settings.feed, settings.folders
@@ -112,30 +108,33 @@ class Session(TrainerRun):
 
     def begin(self, asked: str | bool | None) -> str | None:
         """Choose the checkpoint that `train` asks for, and return its folder; None for a new training."""
-        if asked:
-            choice = self._choose(asked)
-        else:
-            self._check_new()
-            choice = None
-        self._list_steps(choice)
+        if not asked and (newest := self.ranks.of_rank_0(self.checkpointer.latest_step)) is not None:
+            what = "train() was called without resume_from_checkpoint"
+            self.refuse_new_run(newest, what, "trained", "Call train(resume_from_checkpoint=True)")
+        choice = self._choose(asked) if asked else None
+        self._in_home = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
+        every = {*self._in_home, *self.ranks.of_rank_0(self._folders.steps)}
+        if choice is not None:
+            self._superseded = {one for one in every if one > choice.step}
+        self._steps = sorted(every - self._superseded)
         if choice is None:
             return None
-        if not choice.home:
-            self._check_position(choice)
+        if choice.home is None and self._feed is not None:
+            raise InvalidInput(
+                f"{choice.folder} is the Trainer's own, without a position in the data, and attach() was "
+                "given data=, whose order is another one. Nothing was trained. Leave data= out to finish "
+                "this run, or begin a new one.",
+                step=choice.step,
+            )
+        if choice.home is None:
             return choice.folder
-        self._source = source = self._open(choice)
+        self._source = source = self._open(choice.step, choice.home)
         self._folders.make(choice.step, source.trainer_state, self._trainer.model, home=choice.home)
         self._folders.remove_interrupted(choice.step, self._in_home)
         self.ranks.gather(None)
         self._folders.make_readable(choice.step, source.trainer_state)
         self.announce("resuming from step %d of %s", choice.step, choice.home)
         return self._folders.path(choice.step)
-
-    def _check_new(self) -> None:
-        newest = self.ranks.of_rank_0(self.checkpointer.latest_step)
-        if newest is not None:
-            what = "train() was called without resume_from_checkpoint"
-            self.refuse_new_run(newest, what, "trained", "Call train(resume_from_checkpoint=True)")
 
     def _choose(self, asked: str | bool) -> Choice | None:
         """Return the checkpoint that `resume_from_checkpoint` asks for; None for "auto" without any."""
@@ -154,8 +153,8 @@ class Session(TrainerRun):
         step = self.checkpointer.continue_from(verify=True)
         stock = self.ranks.of_rank_0(lambda: self._newest_stock(after=step or 0))
         if stock is not None:
-            return Choice(stock, self._folders.path(stock))
-        return None if step is None else Choice(step, self._folders.path(step), self.home)
+            return Choice(self._folders.path(stock), stock)
+        return None if step is None else Choice(self._folders.path(step), step, self.home)
 
     def _newest_stock(self, *, after: int) -> int | None:
         """Return the step of the newest complete folder that the Trainer has written itself."""
@@ -182,15 +181,15 @@ class Session(TrainerRun):
         home = self.ranks.of_rank_0(lambda: self._folders.home_of(path))
         if self._folders.is_here(path) and step in steps:
             self.checkpointer.continue_from(step, verify=True)
-            return Choice(step, path, self.home)
+            return Choice(path, step, self.home)
         fault = self.ranks.of_rank_0(lambda: self._fault(Path(path)))
         if fault is None:
             self._go_back(step, steps, path)
-            return Choice(step, path)
+            return Choice(path, step)
         if home is not None and home != self.home:
             self.ranks.of_rank_0(lambda: check_endpoint(home, f"The folder {path}", own=self.home))
             self._go_back(step, steps, path)
-            return Choice(step, path, home)
+            return Choice(path, step, home)
         is_newer = self._folders.is_here(path) and bool(steps) and step > max(steps)
         if is_newer and self.ranks.of_rank_0(lambda: Path(path).is_dir() and not has_weights(Path(path))):
             _log.warning(
@@ -212,33 +211,15 @@ class Session(TrainerRun):
                 "Nothing was trained. Give attach() another home for a training that begins there."
             )
 
-    def _check_position(self, choice: Choice) -> None:
-        """Check that a checkpoint without a position in the data is not resumed with `data=`."""
-        if self._feed is not None:
-            raise InvalidInput(
-                f"{choice.folder} is the Trainer's own, without a position in the data, and attach() was "
-                "given data=, whose order is another one. Nothing was trained. Leave data= out to finish "
-                "this run, or begin a new one.",
-                step=choice.step,
-            )
-
-    def _list_steps(self, choice: Choice | None) -> None:
-        """List all checkpoints except those after the one that training resumes from."""
-        self._in_home = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
-        every = {*self._in_home, *self.ranks.of_rank_0(self._folders.steps)}
-        if choice is not None:
-            self._superseded = {one for one in every if one > choice.step}
-        self._steps = sorted(every - self._superseded)
-
     # -- the resume ------------------------------------------------------------------------------------------
 
-    def _open(self, choice: Choice) -> _Source:
+    def _open(self, step: int, home: str) -> _Source:
         checkpointer = self.checkpointer
-        if choice.home != self.home:
-            checkpointer = self._elsewhere = self.reader_of(choice.home, self._state)
-        checkpointer.restore(choice.step, only=[TRAINER_STATE, PROGRESS])
+        if home != self.home:
+            checkpointer = self._elsewhere = self.reader_of(home, self._state)
+        checkpointer.restore(step, only=[TRAINER_STATE, PROGRESS])
         progress = Progress(**self._state[PROGRESS])
-        return _Source(checkpointer, choice.step, self._state[TRAINER_STATE], progress)
+        return _Source(checkpointer, step, self._state[TRAINER_STATE], progress)
 
     @property
     def _resumed(self) -> _Source:
@@ -346,15 +327,7 @@ class Session(TrainerRun):
         self._folders.make(step, state, trainer.model)
         self._state.update(live_objects(trainer))
         self._state[TRAINER_STATE] = state
-        self._state[PROGRESS] = dataclasses.asdict(self._progress())
-        self._last = self.save_step(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
-        if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
-            self._push(self._folders.path(step))
-        self._delete_surplus()
-
-    def _progress(self) -> Progress:
-        trainer = self._trainer
-        return Progress(
+        progress = Progress(
             world_size=self.ranks.world_size,
             logged_step=trainer._globalstep_last_logged,
             loss_sum=trainer._tr_loss.item(),
@@ -362,6 +335,22 @@ class Session(TrainerRun):
             has_training=not self._args.save_only_model,
             counters=read_counters(trainer),
         )
+        self._state[PROGRESS] = dataclasses.asdict(progress)
+        self._last = self.save_step(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
+        if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
+            # The Hub takes its files from a folder of the Trainer's own.
+            folder = self._folders.path(step)
+            trainer.save_model(folder, _internal_call=True)
+            if not self._args.save_only_model:
+                trainer._save_optimizer_and_scheduler(folder)
+                trainer._save_scaler(folder)
+                trainer._save_rng_state(folder)
+            trainer._push_from_checkpoint(folder)
+        for one in self._pop_surplus():
+            if one in self._in_home:
+                self.checkpointer.delete(one)
+                self._in_home.discard(one)
+            self.doomed[one] = ""
 
     @property
     def _best(self) -> int | None:
@@ -374,29 +363,16 @@ class Session(TrainerRun):
         if best and best in self._steps:
             self._trainer.state.best_model_checkpoint = self._folders.path(best)
 
-    def _push(self, folder: str) -> None:
-        """Push to the Hub, which takes its files from a folder of the Trainer's own."""
-        trainer = self._trainer
-        trainer.save_model(folder, _internal_call=True)
-        if not self._args.save_only_model:
-            trainer._save_optimizer_and_scheduler(folder)
-            trainer._save_scaler(folder)
-            trainer._save_rng_state(folder)
-        trainer._push_from_checkpoint(folder)
-
-    def _delete_surplus(self) -> None:
+    def _pop_surplus(self) -> list[int]:
+        """Return the steps beyond the Trainer's limit, and those that training has passed again."""
         limit = self._args.save_total_limit
-        surplus_steps = surplus(self._steps, limit=limit, best=self._best)
+        found = surplus(self._steps, limit=limit, best=self._best)
         if limit:  # a superseded step that is saved again must not be deleted
             passed = {one for one in self._superseded if one < self._steps[-1]}
             self._superseded -= {*passed, self._steps[-1]}
-            surplus_steps += sorted(passed)
-        for step in surplus_steps:
-            if step in self._in_home:
-                self.checkpointer.delete(step)
-        self._steps = [one for one in self._steps if one not in surplus_steps]
-        self._in_home -= set(surplus_steps)
-        self.doomed |= dict.fromkeys(surplus_steps, "")
+            found += sorted(passed)
+        self._steps = [one for one in self._steps if one not in found]
+        return found
 
     def _remove_doomed(self) -> None:
         self.settle()
@@ -462,18 +438,7 @@ def _invalid(path: str, reason: str) -> str:
 
 def _best_rule(args: TrainingArguments) -> Keep:
     """Return a policy that keeps everything, with the Trainer's metric and mode."""
-    metric = args.metric_for_best_model
-    if not metric:
+    if not args.metric_for_best_model:
         return Keep(last=None)
-    name = metric if metric.startswith("eval_") else f"eval_{metric}"
-    return Keep(last=None, metric=name, mode="max" if args.greater_is_better else "min")
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Check that the state of an optimizer is in reach, and not in hooks."""
-    if type(optimizer).__name__ == "LayerWiseDummyOptimizer":
-        raise Unsupported(
-            "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer nor "
-            "Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such as "
-            'optim="galore_adamw".'
-        )
+    metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    return Keep(last=None, metric=metric, mode="max" if args.greater_is_better else "min")

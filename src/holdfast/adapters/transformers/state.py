@@ -8,14 +8,13 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.utils.import_utils import is_peft_available
 
 from holdfast.adapters.kit.attachment import unwrapped
-from holdfast.adapters.kit.data import DividedBatches
+from holdfast.adapters.kit.data import DividedBatches, prepare_undivided
 from holdfast.errors import InvalidInput, Unsupported
 
 MODEL = "model"
@@ -60,34 +59,21 @@ def trained_part(model: torch.nn.Module) -> torch.nn.Module:
 
     The weights below the adapters are not part of the Trainer's own checkpoints either.
     """
-    if not _is_peft_model(model):
-        return model
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return _part(model, trained | _adapter_names(model))
-
-
-def _is_peft_model(model: torch.nn.Module) -> bool:
-    """Return True if a model is PEFT's."""
     if not is_peft_available():
-        return False
-    from peft import PeftMixedModel, PeftModel
+        return model
+    from peft import PeftMixedModel, PeftModel, get_peft_model_state_dict
 
-    return isinstance(model, (PeftModel, PeftMixedModel))
-
-
-def _adapter_names(model: Any) -> set[str]:
-    """Return the names of the tensors that PEFT saves, of all adapters."""
-    from peft import get_peft_model_state_dict
-
-    state = dict(model.state_dict(keep_vars=True))
-    saved = {
-        id(tensor)
-        for adapter in model.peft_config
-        for tensor in get_peft_model_state_dict(
+    if not isinstance(model, (PeftModel, PeftMixedModel)):
+        return model
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    state: dict[str, torch.Tensor] = dict(model.state_dict(keep_vars=True))
+    for adapter in model.peft_config:
+        of_adapter = get_peft_model_state_dict(
             model, state_dict=state, adapter_name=adapter, save_embedding_layers=False
-        ).values()
-    }
-    return {name for name, tensor in state.items() if id(tensor) in saved}
+        )
+        saved = {id(tensor) for tensor in of_adapter.values()}
+        names |= {name for name, tensor in state.items() if id(tensor) in saved}
+    return _part(model, names)
 
 
 def _part(model: torch.nn.Module, names: Collection[str]) -> torch.nn.Module:
@@ -102,10 +88,8 @@ def _part(model: torch.nn.Module, names: Collection[str]) -> torch.nn.Module:
             if step not in inner._modules:
                 inner.add_module(step, torch.nn.Module())
             inner = inner.get_submodule(step)
-        if isinstance(tensor, torch.nn.Parameter):
-            inner.register_parameter(last, tensor)
-        else:
-            inner.register_buffer(last, tensor)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        (inner.register_parameter if is_parameter else inner.register_buffer)(last, tensor)
     return part
 
 
@@ -140,12 +124,11 @@ def read_counters(trainer: Any) -> dict[str, Any]:
 
 def write_counters(trainer: Any, counters: dict[str, Any]) -> None:
     """Set the counters of a subclass to those from `read_counters`, if it has them."""
-    if not (counters and read_counters(trainer)):
-        return
-    tokens, metrics = _TRL_COUNTERS
-    setattr(trainer, tokens, counters[tokens])
-    for mode, values in counters[metrics].items():
-        getattr(trainer, metrics)[mode].update(values)
+    if counters and read_counters(trainer):
+        tokens, metrics = _TRL_COUNTERS
+        setattr(trainer, tokens, counters[tokens])
+        for mode, values in counters[metrics].items():
+            getattr(trainer, metrics)[mode].update(values)
 
 
 _LOADER_OPTIONS = (
@@ -192,23 +175,15 @@ class DataFeed:
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position of `state`."""
+        """Continue at a position of the batches."""
         self.batches.load_state_dict(state)
 
     def loader(self, trainer: Trainer, stock: Any) -> DataLoader[Any]:
         """Return a loader like the Trainer's own that reads this feed, undivided."""
         options = {name: getattr(stock, name) for name in _LOADER_OPTIONS}
         accelerator = trainer.accelerator
-        prepared = prepare_data_loader(
-            DataLoader(stock.dataset, batch_sampler=self, **options),  # pyright: ignore[reportArgumentType]
-            accelerator.device,
-            num_processes=1,
-            process_index=0,
-            put_on_device=accelerator.device_placement,
-            rng_types=list(accelerator.rng_types or ()),
-            dispatch_batches=False,
-            non_blocking=accelerator.non_blocking,
-        )
+        own: Any = self
+        prepared = prepare_undivided(accelerator, DataLoader(stock.dataset, batch_sampler=own, **options))
         others = [one for one in accelerator._dataloaders if one is not stock]
         accelerator._dataloaders = [*others, prepared]
         return prepared

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils.import_utils import is_torch_xla_available
@@ -76,14 +76,10 @@ class HoldfastTrainer(Trainer):
 
     While `train` runs, each method does through the session what the method of `Trainer` does with folders.
     At other times, and for folders that the Trainer has written itself, it is the method of `Trainer`.
-
-    Attributes:
-        holdfast_settings: settings given to `attach`.
-        holdfast_session: the call of `train` that is running; None otherwise.
     """
 
     holdfast_settings: Settings
-    holdfast_session: Session | None = None
+    holdfast_session: Session | None = None  # the call of `train` that is running
 
     @override
     def train(
@@ -202,13 +198,11 @@ class FlowCallback(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Continue the log interval of the checkpoint. The Trainer has just begun a new one."""
         if self._session is not None:
             self._session.begin_loop()
 
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check for a preemption notice, and choose the moment of the save."""
         session = self._session
         if session is None:
             return
@@ -217,13 +211,16 @@ class FlowCallback(TrainerCallback):
         is_epoch_end = control.should_epoch_stop or control.should_training_stop or is_whole
         if session.must_stop(control):
             self._stop(session, control, saves=not is_epoch_end)
-        elif is_epoch_end and control.should_save and _ends_with_epoch(args):
+        elif (
+            is_epoch_end
+            and control.should_save
+            and IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
+        ):
             # The evaluation and the log entry of the epoch follow, and belong to the checkpoint.
             control.should_save, self._saves_at_epoch_end = False, True
 
     @override
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the save that had to wait for the end of the epoch."""
         session = self._session
         if session is None:
             return
@@ -239,7 +236,6 @@ class FlowCallback(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Record the numbers of a log entry, for the report."""
         if self._session is not None:
             self._session.record(
                 {
@@ -251,14 +247,8 @@ class FlowCallback(TrainerCallback):
 
     @override
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the save reached Holdfast, and end the process after a preemption notice."""
         if self._session is not None:
             self._session.finish_save(state.global_step)
-
-
-def _ends_with_epoch(args: TrainingArguments) -> bool:
-    """Return True if something is evaluated or logged when an epoch ends."""
-    return IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
 
 
 _T = TypeVar("_T", bound=Trainer)

@@ -68,12 +68,15 @@ class Parts:
         wanted = Region.whole(tensor.shape) if region is None else region
         for owner, expected in tensor.partitioning.touching(wanted, tensor.shape):
             held = self._held(name, owner, Corrupt)
-            facts = tensor.dtype, tensor.shape, *expected
-            same = (
-                row for row in held if (row[0].dtype, row[0].shape, row[0].offsets, row[0].sizes) == facts
-            )
-            shard, start = next(same, (None, 0))
-            if shard is None:
+            for shard, start in held:
+                if (shard.dtype, shard.shape, shard.offsets, shard.sizes) == (
+                    tensor.dtype,
+                    tensor.shape,
+                    *expected,
+                ):
+                    yield Located(owner, shard, expected, start)
+                    break
+            else:
                 raise Corrupt(
                     f"The manifest of step {self.manifest.step} and the part of rank {owner} differ for "
                     f"{name}: expected {expected} of {tensor.dtype}{list(tensor.shape)} on this rank, found "
@@ -82,7 +85,6 @@ class Parts:
                     rank=owner,
                     key=name,
                 )
-            yield Located(owner, shard, expected, start)
 
     def _held(self, name: str, rank: int, error: type[HoldfastError]) -> list[tuple[Shard, int]]:
         """Return the shards of a tensor that a rank wrote, with their first bytes. There is at least one."""
@@ -144,14 +146,12 @@ class Parts:
 
     def tensors_for(self, rank: int) -> dict[str, Tensor]:
         """Return the manifest's tensors by name, per-rank ones as a rank has saved them."""
-        tensors = self.manifest.tensors
-        shapes = {name: self.shape_of(name, rank) for name, one in tensors.items() if one.owner == EACH}
-        own = {
-            name: replace(tensors[name], dtype=shape[0], shape=shape[1])
-            for name, shape in shapes.items()
-            if shape is not None
-        }
-        return {**tensors, **own}
+        tensors = dict(self.manifest.tensors)
+        for name, tensor in self.manifest.tensors.items():
+            saved = self.shape_of(name, rank) if tensor.owner == EACH else None
+            if saved is not None:
+                tensors[name] = replace(tensor, dtype=saved[0], shape=saved[1])
+        return tensors
 
     def _shards_in(self, rank: int) -> dict[str, list[tuple[Shard, int]]]:
         if rank not in self._shards:

@@ -239,7 +239,8 @@ class DifferenceReport:
         ranks, lines, harmless = self._components.ranks, list(found.values), list(found.generators)
         # Objects that a caller gives for one load are often a part of the checkpoint.
         (harmless if self._components.pipeline.objects.are_lent else lines).extend(found.left_out)
-        lines = merge(ranks.gather(lines[:_MAX_SENT]))
+        rows = ranks.gather(lines[:_MAX_SENT])
+        lines = merge(rows) if any(rows) else []
         if ranks.rank != 0 or (lines, harmless) == self._shown:
             return
         self._shown = lines, harmless

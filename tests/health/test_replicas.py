@@ -12,7 +12,6 @@ from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.watch.replicas.comparison import (
     Comparison,
-    HashedReplicas,
     Replica,
     ReplicaDifference,
     ReplicaHashes,
@@ -30,9 +29,9 @@ def hashes(
     """Hashes of one tensor by rank; None where a rank has left it out. The first tensor is trained."""
     collected = ReplicaHashes()
     for rank, one in enumerate(found):
-        replica = Replica(tensor, 0 if region is None else region[rank], is_trained=tensor == 0)
-        replicas = () if one is None else (replica,)
-        collected.add(rank, HashedReplicas(f"node{rank}", replicas, () if one is None else (one,)), NAMES)
+        number = 0 if region is None else region[rank]
+        replicas = () if one is None else (Replica(tensor, number, tensor == 0, one),)
+        collected.add(rank, f"node{rank}", replicas, NAMES)
     return collected
 
 
@@ -155,7 +154,7 @@ def test_an_older_checkpoint_with_a_difference_that_is_gone_is_not_healthy() -> 
 
 def test_a_part_with_an_audit_of_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 7, but the catalog has 2"):
-        ReplicaHashes().add(0, HashedReplicas("n", (Replica(7, 0, is_trained=True),), (A,)), NAMES)
+        ReplicaHashes().add(0, "n", (Replica(7, 0, True, A),), NAMES)
 
 
 def test_the_text_names_tensors_ranks_hosts_and_the_step_before() -> None:

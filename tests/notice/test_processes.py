@@ -75,6 +75,26 @@ SCRIPTS = {
         send(signal.SIGTERM)
         """,
     ),
+    "terminate ends a process forked by multiprocessing": (
+        0,
+        "-15\n",
+        """
+        import multiprocessing, time
+        with holdfast.Checkpointer("home", {"y": torch.zeros(1)}, quiet=True) as ckpt:
+            ckpt.should_save(1)
+            context = multiprocessing.get_context("fork")
+            ready = context.Event()
+            def sleep():
+                ready.set()
+                time.sleep(600)
+            process = context.Process(target=sleep)
+            process.start()
+            assert ready.wait(600)
+            process.terminate()
+            process.join()
+            print(process.exitcode)
+        """,
+    ),
     "a previously installed handler is called too": (
         75,
         "mine 15\n",

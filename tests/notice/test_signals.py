@@ -41,6 +41,16 @@ def test_only_a_second_ctrl_c_interrupts_even_after_another_signal(
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_a_handler_installed_over_ours_is_left_alone() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    notices = NoticeWatcher()
+    notices.watch_signals()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    notices.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR1, before)
+
+
 def test_watching_in_another_thread_returns_false() -> None:
     answers = []
     thread = threading.Thread(target=lambda: answers.append(NoticeWatcher().watch_signals()))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
-from holdfast.watch.pace.sampler import NAME, Activity, ActivitySampler, FrameKinds
+from holdfast.watch.pace.sampler import NAME, Activity, ActivitySampler, activity_of
 from stage.training import wait_until
 
 SITE = "/venv/lib/python3.11/site-packages"
@@ -57,7 +57,7 @@ def codes(*names: str) -> list[CodeType]:
     ],
 )
 def test_place_and_state_give_the_activity(frames: tuple[str, ...], state: str, activity: Activity) -> None:
-    assert FrameKinds().activity(codes(*frames), state) is activity
+    assert activity_of(codes(*frames), state) is activity
 
 
 @pytest.fixture

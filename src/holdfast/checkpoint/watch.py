@@ -304,7 +304,7 @@ class Watch:
 
 
 class ActionWatch(Watch):
-    """Watch with an option `action` that says what is done; "off" watches nothing.
+    """Watch with an option `action`, the name of what is done; with "off" nothing is watched.
 
     Attributes:
         actions: values of the option.

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from holdfast.checkpoint.policy import Every, Moment
 from holdfast.checkpoint.watch import RestoredState, Watch, WatchedRun
-from holdfast.errors import ResumeWarning
+from holdfast.errors import HoldfastError, ResumeWarning
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.environment import TRIAL
 
@@ -99,11 +99,18 @@ class Trial(Watch):
     def _end_if_due(self) -> None:
         plan = self._plan
         if plan.end_at is not None and self._saved >= plan.end_at and self._num_saves >= plan.num_saves:
-            self._run.leave()
+            self._do(self._run.leave)
+
+    def _do(self, act: Callable[[], object]) -> None:
+        """Wait for the saves. An error of theirs ends the script; raised here it would end the trial only."""
+        try:
+            act()
+        except HoldfastError as error:
+            raise SystemExit(str(error)) from error
 
     def _kill_if_due(self, step: int) -> None:
         if self._plan.kill_at is not None and step >= self._plan.kill_at and self._num_saves:
-            self._run.wait()
+            self._do(self._run.wait)
             self._note("killed", step)
             self._trace.close()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -106,7 +106,7 @@ _LOADS = Kind.WORKS, "DataLoader.__next__"
 
 
 def _operation(frame: Frame) -> tuple[Kind, str] | None:
-    """Return the kind and name of an operation that is known by its frame."""
+    """Return the kind and name of the operation that a frame decides; None for others."""
     if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
         return Kind.SYNCS, "the exchange of the ranks after a step"
     found = _TORCH.search(frame.file)

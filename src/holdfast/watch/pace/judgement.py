@@ -35,7 +35,7 @@ class SlowRank:
 
 @dataclass(frozen=True, slots=True)
 class PaceVerdict:
-    """Verdict about all ranks; without slow ones if too few windows are known."""
+    """Verdict about all ranks, without slow ones if there are too few windows."""
 
     slow: tuple[SlowRank, ...] = ()  # the slowest first
     cost_share: float = 0.0  # of the time, which all would save if these were as quick as the slowest other

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
+from functools import lru_cache
 from types import CodeType, FrameType
 
 from holdfast.checkpoint.keeper.pulse import Pulse
@@ -18,7 +19,6 @@ from holdfast.watch.hang.stacks import Frame
 
 NAME = "slow-ranks"  # name of the watch. Its words in the pulse count the samples of each activity
 _APART = (Kind.COMPILES, Kind.EVALUATES, Kind.DEBUGS)
-_MAX_CODES = 10_000  # functions whose kind is remembered
 
 
 class Activity(IntEnum):
@@ -34,37 +34,29 @@ class Activity(IntEnum):
 OWN = (Activity.RUNS, Activity.LOADS, Activity.SLEEPS)  # activities that are a rank's own part of a step
 
 
-class FrameKinds:
-    """Kinds of places that functions decide, remembered by function."""
+def activity_of(codes: Iterable[CodeType], state: str) -> Activity:
+    """Return the activity of a thread.
 
-    def __init__(self) -> None:
-        self._kinds: dict[CodeType, tuple[Kind | None, bool]] = {}
+    Args:
+        codes: functions that it is in, innermost first.
+        state: its state in the kernel: "S" if it is asleep, "D" if it waits for a disk.
+    """
+    kinds = [_kind_of(code) for code in codes]
+    if any(kind in _APART for kind, _ in kinds):
+        return Activity.APART
+    if any(loads for _, loads in kinds):
+        return Activity.LOADS
+    inner = next((kind for kind, _ in kinds if kind is not None), None)
+    if state == "S" and inner in (Kind.WAITS, Kind.SYNCS):
+        return Activity.WAITS
+    return Activity.SLEEPS if state in ("S", "D") else Activity.RUNS
 
-    def activity(self, codes: Iterable[CodeType], state: str) -> Activity:
-        """Return the activity of a thread.
 
-        Args:
-            codes: functions that it is in, innermost first.
-            state: its state in the kernel: "S" if it is asleep, "D" if it waits for a disk.
-        """
-        kinds = [self._kind(code) for code in codes]
-        if any(kind in _APART for kind, _ in kinds):
-            return Activity.APART
-        if any(loads for _, loads in kinds):
-            return Activity.LOADS
-        inner = next((kind for kind, _ in kinds if kind is not None), None)
-        if state == "S" and inner in (Kind.WAITS, Kind.SYNCS):
-            return Activity.WAITS
-        return Activity.SLEEPS if state in ("S", "D") else Activity.RUNS
-
-    def _kind(self, code: CodeType) -> tuple[Kind | None, bool]:
-        found = self._kinds.get(code)
-        if found is None:
-            if len(self._kinds) >= _MAX_CODES:
-                self._kinds.clear()
-            frame = Frame(code.co_filename, 0, code.co_name)
-            found = self._kinds[code] = frame_kind(frame), loads_data(frame)
-        return found
+@lru_cache(maxsize=10_000)
+def _kind_of(code: CodeType) -> tuple[Kind | None, bool]:
+    """Return the kind of place that a function decides, and whether it loads data."""
+    frame = Frame(code.co_filename, 0, code.co_name)
+    return frame_kind(frame), loads_data(frame)
 
 
 SAMPLES_PER_WINDOW = 75  # samples in one window of time
@@ -80,7 +72,7 @@ class ActivitySampler:
     """
 
     def __init__(self, pulse: Pulse, window_s: float) -> None:
-        self._pulse, self._kinds = pulse, FrameKinds()
+        self._pulse = pulse
         self._period_s = min(_MAX_PERIOD_S, window_s / SAMPLES_PER_WINDOW)
         self._jitter = random.Random(os.getpid())  # equal pauses could follow the rhythm of the steps
         self._stat: tuple[int, int] | None = None  # thread and descriptor
@@ -117,7 +109,7 @@ class ActivitySampler:
             return Activity.APART
         state = self._state()
         frame = sys._current_frames().get(self._pulse.thread)
-        return self._kinds.activity(_codes(frame), state)
+        return activity_of(_codes(frame), state)
 
     def _state(self) -> str:
         """Return the state of the thread in the kernel, such as "R"; "" if it has ended."""

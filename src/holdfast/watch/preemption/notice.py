@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode_object
+from holdfast.system.documents import decode_object, read_members
 from holdfast.system.linux.files import write_atomic
 
 
@@ -60,12 +60,8 @@ def read_notice(path: Path) -> Notice | None:
         return None
     try:
         document = decode_object(text, str(path), any_text=True)
-        return Notice(
-            (document.text("source") if "source" in document else "") or "file",
-            document.text("detail") if "detail" in document else "",
-            document.number("deadline_unix_s") if "deadline_unix_s" in document else None,
-            is_final=document.flag("is_final") if "is_final" in document else True,
-        )
+        document.members["source"] = document.members.get("source") or "file"
+        return read_members(Notice, document)
     except Corrupt:
         return Notice("file", text.splitlines()[0][:200] if text else str(path))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,15 +19,7 @@ class Replica:
     tensor: int  # number of the tensor in the catalog of the rank
     region: int  # number of the region, in the order of the tensor's partitioning
     is_trained: bool  # only an optimizer's step changes it, so all copies must have the same bytes
-
-
-@dataclass(frozen=True, slots=True)
-class HashedReplicas:
-    """The replicas of one rank that were hashed at a save."""
-
-    host: str  # name of the rank's host
-    replicas: tuple[Replica, ...]
-    hashes: tuple[str, ...]  # of each replica, xxh3-64 in 16 hex digits
+    hash: str  # xxh3-64 in 16 hex digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +70,14 @@ class ReplicaHashes:
     trained: set[_Key] = field(default_factory=set[_Key])
     hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
 
-    def add(self, rank: int, audit: HashedReplicas, names: Sequence[str]) -> None:
-        """Add the hashes of one rank. Raises ValueError if they do not fit the names in its catalog."""
-        self.hosts[rank] = audit.host
-        for replica, found in zip(audit.replicas, audit.hashes, strict=True):
+    def add(self, rank: int, host: str, replicas: Iterable[Replica], names: Sequence[str]) -> None:
+        """Add the replicas of one rank. Raises ValueError if they do not fit the names in its catalog."""
+        self.hosts[rank] = host
+        for replica in replicas:
             if replica.tensor >= len(names):
                 raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
             key = names[replica.tensor], replica.region
-            self.hashes.setdefault(key, {})[rank] = found
+            self.hashes.setdefault(key, {})[rank] = replica.hash
             if replica.is_trained:
                 self.trained.add(key)
 

@@ -15,7 +15,7 @@ from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch, PersistedSave
 from holdfast.system.documents import Fields, read_integers
 from holdfast.system.units import plural
-from holdfast.watch.replicas.comparison import HashedReplicas, Replica, ReplicaHashes, ReplicaWatch
+from holdfast.watch.replicas.comparison import Replica, ReplicaHashes, ReplicaWatch
 
 REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
 _MAX_HOST_CHARS = 256
@@ -50,7 +50,7 @@ class ReplicasKeeper(KeeperWatch):
     def committing(self, save: CompleteSave) -> Section | None:
         found = ReplicaHashes()
         for rank, section in save.sections.items():
-            found.add(rank, _read(section), save.tensor_names(rank))
+            found.add(rank, *_read(section), save.tensor_names(rank))
         compared = self._watch.compare(save.step, found)
         texts = [f"at step {one.step} {one.text}" for one in compared.differences]
         mark = Mark.AGAINST if texts else Mark.NONE
@@ -70,20 +70,21 @@ class ReplicasKeeper(KeeperWatch):
             self._run.warn(_DIFFERENCE.format(step, texts, self._run.config.home))
 
 
-def _read(section: Section) -> HashedReplicas:
-    """Return the hashes of a rank."""
+def _read(section: Section) -> tuple[str, list[Replica]]:
+    """Return the host and the replicas of a rank."""
     body = Fields(dict(section.data), "the section of replicas")
-    replicas = tuple(_replica(row) for row in body.array("rows"))
-    text = body.text("hashes", max_chars=REPLICA_DIGITS * len(replicas))
-    if len(text) != REPLICA_DIGITS * len(replicas):
-        raise ValueError(f"{len(text)} digits of hashes for {len(replicas)} replicas")
-    hashes = tuple(text[i : i + REPLICA_DIGITS] for i in range(0, len(text), REPLICA_DIGITS))
-    return HashedReplicas(body.text("host", max_chars=_MAX_HOST_CHARS), replicas, hashes)
+    rows = body.array("rows")
+    text = body.text("hashes", max_chars=REPLICA_DIGITS * len(rows))
+    if len(text) != REPLICA_DIGITS * len(rows):
+        raise ValueError(f"{len(text)} digits of hashes for {len(rows)} replicas")
+    hashes = (text[i : i + REPLICA_DIGITS] for i in range(0, len(text), REPLICA_DIGITS))
+    replicas = [_replica(row, found) for row, found in zip(rows, hashes, strict=True)]
+    return body.text("host", max_chars=_MAX_HOST_CHARS), replicas
 
 
-def _replica(row: Any) -> Replica:
+def _replica(row: Any, found: str) -> Replica:
     tensor, region, is_trained = columns(row, 3, "a replica")
     read_integers([tensor])
     read_integers([region], at_most=MAX_RANKS - 1)
     read_integers([is_trained], at_most=1)
-    return Replica(tensor, region, bool(is_trained))
+    return Replica(tensor, region, bool(is_trained), found)

@@ -119,17 +119,13 @@ def time_axis(field: str, summary: RunSummary, *, grid: bool = True) -> Spec:
     """Return a time axis in UTC, the same for all charts of a summary."""
     began, end = summary.started_unix_s or 0.0, summary.end_unix_s or 0.0
     formats = ((600, "%H:%M:%S"), (36 * 3600, "%H:%M"), (5 * 86400, "%-d %b %H:%M"), (math.inf, "%-d %b"))
-    return {
+    values = {
         "field": field,
-        "type": "temporal",
-        "scale": {"type": "utc", "nice": False, "domain": [to_ms(began), to_ms(max(end, began + 1))]},
-        "axis": {
-            "title": "time (UTC)",
-            "grid": grid,
-            "format": next(text for longest_s, text in formats if end - began <= longest_s),
-            "tickCount": {"expr": "max(2, width / 110)"},
-        },
+        "domain": [to_ms(began), to_ms(max(end, began + 1))],
+        "grid": grid,
+        "format": next(text for longest_s, text in formats if end - began <= longest_s),
     }
+    return _filled(_declared()["time_axis"], values)
 
 
 def span_ticks(longest_s: float) -> list[float]:

@@ -91,7 +91,7 @@ def _duration_rows(save: SaveRecord) -> list[Row]:
 
 
 def intervals(summary: RunSummary) -> WatchFigure | None:
-    """Return the figure of the cost of saving and failing at every interval; None if it is not known."""
+    """Return the figure of the cost of saving and failing at every interval; None without a cost."""
     advice = summary.advice
     if advice.cost_s is None:
         return None

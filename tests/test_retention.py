@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,16 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.retention import CheckpointLine, Keep, best_first, line_of
+from holdfast.checkpoint.retention import Keep, best_first, line_of
 from holdfast.errors import InvalidInput
-
-
-def make_line(
-    found: Sequence[tuple[int, int]], newest: tuple[int, int], ancestors: Sequence[tuple[int, int]]
-) -> CheckpointLine:
-    """The line of a checkpoint; each is given as its attempt and step."""
-    every, older = ([CheckpointId(*one) for one in some] for some in (found, ancestors))
-    return line_of(every, CheckpointId(*newest), older)
 
 
 def test_keep_refuses_to_keep_nothing():
@@ -85,81 +76,42 @@ def test_keep_none_keeps_everything():
     assert Keep(None).kept(line) == set(line)
 
 
-def test_what_a_newer_attempt_left_behind_is_superseded():
-    """Attempt 1 reached 500; attempt 2 began from 400 (500 was damaged) and committed 450."""
-    line = make_line(
-        [CheckpointId(1, 300), CheckpointId(1, 400), CheckpointId(1, 500), CheckpointId(2, 450)],
-        CheckpointId(2, 450),
-        [CheckpointId(1, 400)],
-    )
-    assert line.current == ((2, 450), (1, 400), (1, 300))
-    assert line.superseded == ((1, 500),)
+TWICE_BACK = [(1, 100), (1, 200), (1, 300), (2, 250), (2, 350), (3, 220)]
+LINES = {
+    # Attempt 1 reached 500; attempt 2 began from 400 (500 was damaged) and committed 450.
+    "left behind by a newer attempt": (
+        *([(1, 300), (1, 400), (1, 500), (2, 450)], [(1, 400)]),
+        *([(2, 450), (1, 400), (1, 300)], [(1, 500)]),
+    ),
+    "the newer attempt committed nothing": ([(1, 400), (1, 500)], [], [(1, 500), (1, 400)], []),
+    "a fresh start": ([(1, 400), (2, 10)], [], [(2, 10)], [(1, 400)]),
+    "going back twice": (
+        *(TWICE_BACK, [(1, 100)]),
+        *([(3, 220), (1, 100)], [(2, 350), (2, 250), (1, 300), (1, 200)]),
+    ),
+    # Attempt 2 resumed from 200 of attempt 1, attempt 3 from 250 of attempt 2.
+    "resuming twice": (
+        *([*TWICE_BACK[:-1], (3, 260)], [(1, 200), (2, 250)]),
+        *([(3, 260), (2, 250), (1, 200), (1, 100)], [(2, 350), (1, 300)]),
+    ),
+    # Attempt 4 restored 350 of attempt 2, which attempt 3 had left behind.
+    "going back by hand to a superseded checkpoint": (
+        *([*TWICE_BACK, (4, 360)], [(1, 200), (2, 350)]),
+        *([(4, 360), (2, 350), (2, 250), (1, 200), (1, 100)], [(3, 220), (1, 300)]),
+    ),
+    "going back within an attempt": (
+        *([(1, 100), (1, 200), (2, 150), (2, 300), (2, 160)], [(1, 100), (2, 150)]),
+        *([(2, 160), (2, 150), (1, 100)], [(2, 300), (1, 200)]),
+    ),
+}
 
 
-def test_an_attempt_that_committed_nothing_supersedes_nothing():
-    line = make_line([(1, 400), (1, 500)], (1, 500), [])
-    assert line.current == ((1, 500), (1, 400))
-    assert line.superseded == ()
-
-
-def test_a_fresh_start_supersedes_all_that_was_there():
-    line = make_line([(1, 400), (2, 10)], (2, 10), [])
-    assert line.current == ((2, 10),)
-    assert line.superseded == ((1, 400),)
-
-
-TWICE_BACK = [
-    CheckpointId(1, 100),
-    CheckpointId(1, 200),
-    CheckpointId(1, 300),
-    CheckpointId(2, 250),
-    CheckpointId(2, 350),
-    CheckpointId(3, 220),
-]
-
-
-def test_going_back_twice_hides_what_both_left_behind():
-    line = make_line(TWICE_BACK, (3, 220), [(1, 100)])
-    assert line.current == ((3, 220), (1, 100))
-    assert set(line.superseded) == {(1, 200), (1, 300), (2, 250), (2, 350)}
-
-
-def test_resuming_twice_keeps_the_checkpoint_of_each_resume():
-    """Attempt 2 resumed from 200 of attempt 1, attempt 3 from 250 of attempt 2."""
-    line = make_line(
-        [*TWICE_BACK[:-1], CheckpointId(3, 260)],
-        CheckpointId(3, 260),
-        [CheckpointId(1, 200), CheckpointId(2, 250)],
-    )
-    assert line.current == ((3, 260), (2, 250), (1, 200), (1, 100))
-    assert set(line.superseded) == {(2, 350), (1, 300)}
-
-
-def test_going_back_by_hand_to_a_superseded_checkpoint_makes_its_line_current():
-    """Attempt 4 restored 350 of attempt 2, which attempt 3 had left behind."""
-    line = make_line(
-        [*TWICE_BACK, CheckpointId(4, 360)],
-        CheckpointId(4, 360),
-        [CheckpointId(1, 200), CheckpointId(2, 350)],
-    )
-    assert line.current == ((4, 360), (2, 350), (2, 250), (1, 200), (1, 100))
-    assert set(line.superseded) == {(3, 220), (1, 300)}
-
-
-def test_going_back_within_an_attempt_hides_what_it_saved_in_between():
-    line = make_line(
-        [
-            CheckpointId(1, 100),
-            CheckpointId(1, 200),
-            CheckpointId(2, 150),
-            CheckpointId(2, 300),
-            CheckpointId(2, 160),
-        ],
-        CheckpointId(2, 160),
-        [CheckpointId(1, 100), CheckpointId(2, 150)],
-    )
-    assert line.current == ((2, 160), (2, 150), (1, 100))
-    assert set(line.superseded) == {(2, 300), (1, 200)}
+@pytest.mark.parametrize("name", LINES)
+def test_the_line_of_the_newest_checkpoint_is_what_it_continues(name: str):
+    """The last of the found checkpoints is the newest; both parts of the line are newest first."""
+    found, ancestors, current, superseded = ([CheckpointId(*one) for one in some] for some in LINES[name])
+    line = line_of(found, found[-1], ancestors)
+    assert (list(line.current), list(line.superseded)) == (current, superseded)
 
 
 @given(ids, st.lists(checkpoints, max_size=4).map(sorted))

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 import holdfast
 import nursery
 from holdfast import Home, Local, Preemption
+from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.listing import candidates, list_home
-from holdfast.checkpoint.home.retain import Unwanted
+from holdfast.checkpoint.home.retain import Retention
+from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput
 from stage.ranks import run_ranks
 from stage.training import wait_until
@@ -160,17 +163,17 @@ def test_every_rank_deletes_in_its_own_folder(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["add", "commit"]), st.integers(0, 6)), max_size=30))
 def test_in_any_order_just_the_unwanted_older_ones_are_found(orders: list[tuple[str, int]]) -> None:
     """Against a model: a step goes if it was added, and something newer is complete."""
-    unwanted, saved, added, newest = Unwanted(), set[int](), set[int](), -1
+    store, saved, added, newest = MemoryStore(), set[int](), set[int](), -1
+    retention = Retention(store, Keep(None))
     for order, step in orders:
         if order == "add":
-            unwanted.add(step)
+            retention.unwanted.add(step)
             added.add(step)
         elif step > newest:
             newest = step
             saved.add(step)
-            commit = CheckpointId(1, newest)
-            found = unwanted.find({CheckpointId(1, one) for one in saved}, commit)
-            assert found == {(1, one) for one in saved if one in added and one < newest}
-            saved -= {one.step for one in found}
-            unwanted.drop(before=commit, except_for=())
+            store.put(names.manifest(step, 1), b"")
+            found = [one.step for one in retention.apply(CheckpointId(1, newest), (), ())]
+            assert found == sorted(one for one in saved if one in added and one < newest)
+            saved -= set(found)
             added -= {one for one in added if one < newest}

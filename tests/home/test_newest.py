@@ -163,7 +163,7 @@ class Choice:
     choose: Callable[[Path], int | None]
 
     def check(
-        self, patch: pytest.MonkeyPatch, number: int, times: int, call: str, *, match: str = ""
+        self, patch: pytest.MonkeyPatch, number: int, times: int, call: str, *, match: str | None = None
     ) -> None:
         """An error that passes costs no step; with another one no older step is chosen in its place."""
         with patch.context() as within:

@@ -128,10 +128,7 @@ def test_skipped_checkpoints_of_the_three_newest_attempts_stay() -> None:
 def test_skipped_node_local_checkpoints_stay() -> None:
     store = make_store(*[(1, step, ()) for step in (10, 20, 30, 40)])
     note(store, 1, 20)
-    config = KeeperConfig(
-        "home", "run-one", 1, 0, 2, False, Keep(3), 5.0, 5.0, local="near", local_ranks=(0,)
-    )
-    list(ShareRetention(store, Keep(1), config.is_responsible_for).apply(CheckpointId(1, 40), ()))
+    list(ShareRetention(store, Keep(1), lambda rank: rank == 0).apply(CheckpointId(1, 40), ()))
     assert {step for step in (10, 20, 30, 40) if has_files(store, 1, step)} == {20, 40}
 
 
@@ -402,13 +399,8 @@ def both_ranks() -> FaultyStore:
 
 def test_files_of_other_ranks_of_the_host_stay() -> None:
     store = both_ranks()
-    config = KeeperConfig(
-        "home", "run-one", 1, 0, 3, False, Keep(3), 5.0, 5.0, local="near", local_ranks=(0, 1)
-    )
-    assert [
-        one.step
-        for one in ShareRetention(store, Keep(1), config.is_responsible_for).apply(CheckpointId(1, 20), ())
-    ] == [10]
+    retention = ShareRetention(store, Keep(1), lambda rank: rank == 0)
+    assert [one.step for one in retention.apply(CheckpointId(1, 20), ())] == [10]
     left = [f.rank for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
     assert left == [1, 1]
 

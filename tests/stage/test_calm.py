@@ -88,25 +88,25 @@ def run(averaged: Averaged, saves: int, *, between: Callable[[], object] = lambd
     return found
 
 
-def test_an_average_that_is_written_after_each_step_is_copied_in_the_background_from_the_third_save_on(
-    averaged: Averaged,
+def write_twice(averaged: Averaged) -> None:
+    if averaged.saved in (2, 5):
+        averaged.average.numpy().fill(averaged.saved)
+
+
+@pytest.mark.parametrize(
+    ("write", "expected"),
+    [
+        (lambda _: None, [False, False, True, True, True]),
+        (lambda averaged: averaged.average.data.clamp_(0, 0.9), [False] * 9),
+        (write_twice, [False] * 8 + [True] * 9),  # each begins the series of observations again
+    ],
+    ids=["never", "each time", "twice"],
+)
+def test_an_average_without_writes_between_save_and_step_is_copied_in_the_background_from_then_on(
+    averaged: Averaged, write: Callable[[Averaged], object], expected: list[bool]
 ) -> None:
-    assert run(averaged, 5) == [False, False, True, True, True]
-
-
-def test_a_tensor_that_is_written_between_a_save_and_a_step_never_is(averaged: Averaged) -> None:
-    assert run(averaged, 9, between=lambda: averaged.average.data.clamp_(0, 0.9)) == [False] * 9
-
-
-def test_one_write_begins_the_series_of_observations_again(averaged: Averaged) -> None:
-    """After saves 1, 2, 4, 8 and 16."""
-
-    def write_twice() -> None:
-        if averaged.saved in (2, 5):
-            averaged.average.numpy().fill(averaged.saved)
-
-    found = run(averaged, 17, between=write_twice)
-    assert found == [False] * 8 + [True] * 9
+    """After two observations in a row, which follow the saves 1, 2, 4, 8 and 16."""
+    assert run(averaged, len(expected), between=lambda: write(averaged)) == expected
 
 
 def test_without_steps_nothing_is_calm(averaged: Averaged) -> None:

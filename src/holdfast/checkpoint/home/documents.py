@@ -22,7 +22,7 @@ from holdfast.system.documents import shown
 
 
 def read_manifest(store: Store, checkpoint: CheckpointId, run_id: str | None) -> Manifest:
-    """Return the manifest of a checkpoint, checked against its name and, if it is known, the home's run."""
+    """Return the manifest of a checkpoint, checked against its name and, unless `run_id` is None, its run."""
     return first_good(store, lambda copy: _read_manifest(copy, checkpoint, run_id))
 
 

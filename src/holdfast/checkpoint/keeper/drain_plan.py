@@ -63,7 +63,7 @@ class DrainPlan:
         )
 
     def missing(self, in_home: Sizes) -> list[str]:
-        """Return the names of missing files, as far as they are known. Reads each part in home once."""
+        """Return the names of missing files, as far as documents name them; read each part in home once."""
         step, attempt = self._checkpoint.step, self._checkpoint.attempt
         if self._manifest is None:
             for name in in_home:

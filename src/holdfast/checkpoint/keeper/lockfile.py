@@ -299,12 +299,10 @@ def wait_for_orphans(home: str, *, timeout_s: float, notify: Callable[[str], Non
             for _, info in running_keepers(home)
             if not info.is_done and not is_trainer_alive(info) and is_own(info)
         ]
+        if not found:
+            return ""
         ranks = sorted({info.rank for info in found})
-        return (
-            f"the keepers of ranks {ranks} of attempt {found[0].attempt} to complete their saves"
-            if found
-            else ""
-        )
+        return f"the keepers of ranks {ranks} of attempt {found[0].attempt} to complete their saves"
 
     return wait_while(find_orphans, timeout_s, notify)
 

@@ -190,7 +190,7 @@ class PulseReader:
 
     @classmethod
     def of_process(cls, pid: int, fd: int) -> PulseReader:
-        """Return a reader of the pulse of another process of this user, in which it has descriptor `fd`."""
+        """Return a reader of the pulse of another process of this user, from its descriptor there."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
 
     def read(self) -> TrainerProgress:

@@ -41,11 +41,11 @@ class TierRetention:
 
     @property
     def newest(self) -> CheckpointId | None:
-        """Newest checkpoint that is known to be complete in the tier, not always the last one."""
+        """Newest checkpoint that was added, not always the last one."""
         return None if self._newest is None else self._newest[0]
 
     def add(self, checkpoint: CheckpointId, ancestors: Ancestors = ()) -> bool:
-        """Add a checkpoint that is complete in the tier. Return False if a newer one was known."""
+        """Add a checkpoint that is complete in the tier. Return False if a newer one was added before."""
         is_newest = self._newest is None or checkpoint > self._newest[0]
         if is_newest:
             self._newest = checkpoint, ancestors

@@ -38,9 +38,6 @@ class SupervisedKeeper(ABC):
     """Keeper process that is replaced when it dies or stops, until it is closed.
 
     The abstract methods are called in the thread that listens to it, most with the lock held.
-
-    Args:
-        pulse_fd: descriptor of this process's pulse; -1 without one.
     """
 
     def __init__(self, config: KeeperConfig, *, pulse_fd: int = -1) -> None:
@@ -48,7 +45,7 @@ class SupervisedKeeper(ABC):
         self.lock = threading.RLock()  # held while the process is replaced, and to change what is resent
         self.num_deaths = 0  # in a row, without a completed save
         self._child_config = config
-        self._pulse_fd = pulse_fd
+        self._pulse_fd = pulse_fd  # descriptor of this process's pulse; -1 without one
         self._close: Close | None = None
         self._must_not_pause = threading.Event()
         self._has_ended = threading.Event()

@@ -175,7 +175,7 @@ class KeeperTiers:
             self._share_deletion.join()
 
     def close(self, *, with_newest: bool) -> None:
-        """Complete everything that is due in home, and the newest checkpoint if no attempt may follow.
+        """Complete everything that is due in home, and send the newest checkpoint too, if it may be the last.
 
         Blocks: until home has everything, or has failed for too long.
         """

@@ -85,6 +85,32 @@ def started_ranks(
             started.kill()
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRank:
+    """What a rank left at its end."""
+
+    status: int
+    output: str
+    errors: str
+
+    def last(self) -> Any:
+        """Return what the rank has printed last, from JSON."""
+        return json.loads(self.output.splitlines()[-1])
+
+
+def run_ranks(command: Sequence[object], count: int = 1, **how: Any) -> list[EndedRank]:
+    """Run ranks of a script to their end; if one is killed, the others are too, as a launcher does."""
+    with started_ranks(command, count, **how) as ranks:
+        statuses: list[int] = []
+        for one in ranks.children:
+            statuses.append(one.wait(LIMIT_S))
+            if statuses[-1] == -9:
+                ranks.kill()
+        texts = [(ranks.folder / f"errors-{rank}").read_text() for rank in range(count)]
+        said = [one.said() for one in ranks.children]
+        return [EndedRank(*row) for row in zip(statuses, said, texts, strict=True)]
+
+
 def train(script: Path, folder: Path, *, status: int = 0, **plan: Any) -> dict[str, Any]:
     """Train in a process of its own, and return the end of the run; {} if the process is to fail."""
     return train_ranks(script, folder, 1, statuses=[status], **plan)[0]

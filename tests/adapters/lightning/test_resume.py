@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import nursery
+from adapters.running import run_ranks
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
@@ -41,38 +41,14 @@ class Ran:
         return sorted(re.findall(r"DIGEST (\w+)", self.output))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def start(folder: Path, *options: str, ranks: int = 1, killer: Mapping[str, str] | None = None) -> Ran:
-    """Run the training; if a rank is killed, the others are too, as a launcher does.
-
-    Args:
-        folder: folder of the run.
-        options: of the script.
-        ranks: number of ranks.
-        killer: environment variables that have a process killed at a failpoint.
-    """
+    """Run the training; `killer` are environment variables that have a process killed at a failpoint."""
     folder.mkdir(parents=True, exist_ok=True)
-    port, children = free_port(), []
-    for rank in range(ranks):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(killer or {})}
-        if ranks > 1:
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-        output = folder / f"output{rank}"
-        output.unlink(missing_ok=True)
-        children.append(nursery.shared().start([SCRIPT, str(folder), *options], output, env=env))
-    statuses = []
-    for child in children:
-        statuses.append(child.wait(END_S))
-        if statuses[-1] == -signal.SIGKILL:
-            for other in children:
-                other.kill()
-    return Ran(statuses, "".join(child.said() for child in children))
+    env = {"PYTHONWARNINGS": "ignore", "HOLDFAST_PREEMPTION": "none", **(killer or {})}
+    if ranks > 1:
+        env["TORCHELASTIC_RUN_ID"] = "test"
+    ended = run_ranks([SCRIPT, folder, *options], ranks, env=env, is_launched=ranks > 1)
+    return Ran([one.status for one in ended], "".join(one.output + one.errors for one in ended))
 
 
 def files(folder: Path) -> list[str]:

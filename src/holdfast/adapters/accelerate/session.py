@@ -130,11 +130,7 @@ class Session(TrainerRun):
         return self._folders.name(output_dir)
 
     def _agree_on_save(self, name: str) -> tuple[str | None, int, list[int]]:
-        """Make the folder of a save.
-
-        Returns:
-            The reason of a preemption notice, if any; the step; and the steps whose folders are gone.
-        """
+        """Make the folder of a save. Return the reason of a notice, the step, and steps without a folder."""
         is_first = self.ranks.rank == 0
         outcomes = self.ranks.agree(
             lambda: (self.notices.reason, self._begin_save(name) if is_first else None)
@@ -209,11 +205,9 @@ class Session(TrainerRun):
     # -- loading ---------------------------------------------------------------------------------------------
 
     def choose(self, asked: str | os.PathLike[str] | None) -> str | None:
-        """Choose the checkpoint that `load_state` asks for.
+        """Choose the checkpoint that `load_state` asks for, and return the folder if it is Accelerate's own.
 
-        Returns:
-            A folder that Accelerate has written itself and that was checked; None for a checkpoint in a home,
-            which `load` loads.
+        Such a folder was checked. A checkpoint in a home is loaded by `load`.
         """
         self.wait_settled()  # a failed save is no choice
         self._settle()

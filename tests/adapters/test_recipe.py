@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ class Functions:
             return step, torch.load(folder / f"model_{step}.pt", weights_only=True)
 
         self.save, self.load = save, load
+
+
+def loader(folder: Path, read: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return a decorated function that loads."""
+    return load_checkpoint(save_dir=str(folder))(lambda step: read(step))
 
 
 @pytest.fixture
@@ -336,10 +342,7 @@ def test_errors_of_a_save_propagate_and_keep_the_earlier_step(tmp_path: Path):
         if fail:
             raise RuntimeError("the disk said no")
 
-    @load_checkpoint(save_dir=str(tmp_path))
-    def load(step: int) -> str:
-        return (tmp_path / f"state_{step}.bin").read_text()
-
+    load = loader(tmp_path, lambda step: (tmp_path / f"state_{step}.bin").read_text())
     save(1, False)
     with pytest.raises(RuntimeError, match="the disk said no"):
         save(1, True)
@@ -367,11 +370,7 @@ def test_errors_of_a_load_propagate(functions: Functions):
 
 def test_a_missing_file_in_another_folder_does_not_fall_back(functions: Functions, tmp_path: Path):
     functions.save(1, 1)
-
-    @load_checkpoint(save_dir=str(functions.folder))
-    def load(step: int) -> str:
-        return (tmp_path / "vocabulary.txt").read_text()
-
+    load = loader(functions.folder, lambda step: (tmp_path / "vocabulary.txt").read_text())
     with pytest.raises(FileNotFoundError, match="vocabulary"):
         load(0)
 
@@ -430,10 +429,9 @@ def test_checkpoints_of_the_guides_own_code_are_loaded(tmp_path: Path):
         )
     (tmp_path / "checkpoint_step_2.pt").write_bytes(b"torn")
 
-    @load_checkpoint(save_dir=str(tmp_path))
-    def load(step: int) -> int:
-        return torch.load(tmp_path / f"checkpoint_step_{step}.pt", weights_only=True)
-
+    load = loader(
+        tmp_path, lambda step: torch.load(tmp_path / f"checkpoint_step_{step}.pt", weights_only=True)
+    )
     assert load(0) == 10
 
 
@@ -454,10 +452,7 @@ def test_file_names_may_have_folders_and_leading_zeros(tmp_path: Path):
         (folder / "model.bin").write_text(str(step))
         (folder / "optimizer.bin").write_text(str(step))
 
-    @load_checkpoint(save_dir=str(tmp_path))
-    def load(step: int) -> str:
-        return (tmp_path / f"step-{step:06}" / "model.bin").read_text()
-
+    load = loader(tmp_path, lambda step: (tmp_path / f"step-{step:06}" / "model.bin").read_text())
     for step in (1, 11, 111):
         save(step)
     assert load(0) == "111"

@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from typing_extensions import override
 
-from holdfast.adapters.accelerate.data_position import (
+from holdfast.adapters.accelerate.session import Session
+from holdfast.adapters.accelerate.state import (
     DataPosition,
     UnpreparedGenerators,
     add_position,
@@ -20,7 +21,6 @@ from holdfast.adapters.accelerate.data_position import (
     follow_position,
     prepare_batches,
 )
-from holdfast.adapters.accelerate.session import Session
 from holdfast.adapters.kit.attachment import check_attach, insert_class
 from holdfast.adapters.kit.run import HOME
 from holdfast.checkpoint.run.options import Home, parse_home

@@ -105,6 +105,11 @@ class Functions:
 
         self.save, self.load = save, load
 
+    def fill(self, *steps: int) -> None:
+        """Save ten times the number of each step."""
+        for step in steps:
+            self.save(step, step * 10)
+
 
 def loader(folder: Path, read: Callable[[int], Any]) -> Callable[[int], Any]:
     """Return a decorated function that loads."""
@@ -259,8 +264,7 @@ def test_results_are_returned_and_nothing_runs_twice(functions: Functions):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete", "metadata", "no metadata"])
 def test_damage_of_the_newest_falls_back_to_the_next(functions: Functions, damage: str):
-    for step in (1, 2, 3):
-        functions.save(step, step * 10)
+    functions.fill(1, 2, 3)
     path = functions.folder / "model_3.pt"
     metadata = functions.folder / "checkpoint_step_3_metadata.json"
     data = bytearray(path.read_bytes())
@@ -286,8 +290,7 @@ def test_metadata_that_names_files_elsewhere_moves_and_deletes_none(
     functions: Functions, tmp_path: Path, kind: str
 ):
     """The folder may come from a stranger who knows the content of a file outside, and so its hash."""
-    for step in (1, 2):
-        functions.save(step, step * 10)
+    functions.fill(1, 2)
     outside = tmp_path / "outside_2"
     outside.write_bytes((functions.folder / "model_2.pt").read_bytes())
     (functions.folder / "link").symlink_to(tmp_path)
@@ -313,8 +316,7 @@ def test_metadata_that_names_files_elsewhere_moves_and_deletes_none(
 
 
 def test_a_fifo_in_the_place_of_a_file_is_damage(functions: Functions):
-    for step in (1, 2):
-        functions.save(step, step * 10)
+    functions.fill(1, 2)
     path = functions.folder / "model_2.pt"
     path.unlink()
     os.mkfifo(path)
@@ -400,8 +402,7 @@ def test_a_step_without_the_file_of_another_function_is_skipped(tmp_path: Path):
 def test_pruning_keeps_the_newest_steps_and_the_one_just_saved(tmp_path: Path, max_checkpoints: int):
     """This also holds after going back, when the step just saved is not the greatest."""
     functions = Functions(tmp_path, max_checkpoints=max_checkpoints)
-    for step in (5, 10, 15):
-        functions.save(step, step)
+    functions.fill(5, 10, 15)
     kept = [10, 15][-max_checkpoints:]
     assert names(tmp_path) == {
         name for step in kept for name in (f"model_{step}.pt", f"checkpoint_step_{step}_metadata.json")

@@ -88,6 +88,13 @@ def steps_of(home: Path) -> list[int]:
         return checkpointer.all_steps()
 
 
+def mark(folder: Path, text: str) -> Path:
+    """Make a folder with a marker of this content."""
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_text(text)
+    return folder
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -170,10 +177,8 @@ def test_folders_agree_with_the_home_at_the_start(make: Make, tmp_path: Path) ->
         first.save(tmp_path / f"step_{number}")
     close(first.accelerator)
     shutil.rmtree(tmp_path / "step_2")
-    for name in ("step_3", "step_4"):
-        (tmp_path / name).mkdir()
-        marker = {"home": "../holdfast", "steps": [int(name[-1])], "is_new": True}
-        (tmp_path / name / MARKER).write_text(json.dumps(marker))
+    for step in (3, 4):
+        mark(tmp_path / f"step_{step}", f'{{"home": "../holdfast", "steps": [{step}], "is_new": true}}')
     (tmp_path / "step_4" / "of a hook").write_text("")
     make(automatic_checkpoint_naming=False)
     assert names(tmp_path) == ["holdfast", "interrupted-step_4", "step_1", "step_2"]
@@ -192,8 +197,7 @@ def test_the_folder_of_a_deleted_state_is_removed_with_the_files_of_hooks(tmp_pa
 def test_an_interrupted_state_is_refused_by_its_path(make: Make, tmp_path: Path) -> None:
     first = make(automatic_checkpoint_naming=False)
     first.accelerator.save_state(str(tmp_path / "step_1"))
-    (tmp_path / "step_2").mkdir()
-    (tmp_path / "step_2" / MARKER).write_text('{"home": "../holdfast", "steps": [2], "is_new": true}')
+    mark(tmp_path / "step_2", '{"home": "../holdfast", "steps": [2], "is_new": true}')
     with pytest.raises(InvalidInput, match=r"interrupted .* The newest that is: .*step_1"):
         first.accelerator.load_state(str(tmp_path / "step_2"))
 
@@ -270,19 +274,15 @@ def test_a_state_of_another_run_starts_a_new_run(make: Make, tmp_path: Path) -> 
     ],
 )
 def test_a_folder_with_a_strange_marker_is_refused(make: Make, tmp_path: Path, marker: str) -> None:
-    folder = tmp_path / "other" / "checkpoint_0"
-    folder.mkdir(parents=True)
-    (folder / MARKER).write_text(marker)
+    folder = mark(tmp_path / "other" / "checkpoint_0", marker)
     with pytest.raises(InvalidInput, match="Nothing was loaded"):
         make().accelerator.load_state(str(folder))
 
 
 @pytest.mark.usefixtures("no_endpoints")
 def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(make: Make, tmp_path: Path) -> None:
-    folder = tmp_path / "other" / "checkpoint_0"
-    folder.mkdir(parents=True)
     home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"
-    (folder / MARKER).write_text(json.dumps({"home": home, "steps": [1]}))
+    folder = mark(tmp_path / "other" / "checkpoint_0", json.dumps({"home": home, "steps": [1]}))
     with pytest.raises(InvalidInput, match="would send your keys to the endpoint http://127"):
         make().accelerator.load_state(str(folder))
 

@@ -73,17 +73,6 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path: Path, before: int, a
     assert len({one["optimizer"] for one in ended}) == 1  # buffers of a batch norm are those of each rank
 
 
-def add_rows(used: dict[tuple[int, int], list[int]], folder: Path) -> None:
-    """Add the rows of a start by epoch and batch. A batch that is trained again replaces the first."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for path in folder.glob("rows*"):
-        for line in path.read_text().splitlines():
-            epoch, number, *rows = map(int, line.split())
-            found.setdefault((epoch, number), []).extend(rows)
-        path.unlink()
-    used |= found
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "plan", [{}, {"accumulation": 2}, {"workers": 2}], ids=["", "accumulation", "workers"]
@@ -92,16 +81,14 @@ def add_rows(used: dict[tuple[int, int], list[int]], folder: Path) -> None:
 def test_global_batches_use_each_row_once_on_another_number_of_ranks(
     tmp_path: Path, ranks: tuple[int, int, int], plan: dict[str, Any]
 ) -> None:
-    used: dict[tuple[int, int], list[int]] = {}
+    used = running.UsedSamples()
     plan = {**plan, "loader": "global", "every": 2, "steps": 18}
     for count, kill_at in zip(ranks, [5, 9, 0], strict=True):
         statuses = [-9, 0][:count] if kill_at else None
         options = {**plan, "resume": kill_at != 5, "kill_at": kill_at}
         train_ranks(tmp_path / "out", count, statuses=statuses, **options)
-        add_rows(used, tmp_path / "out")
-    for epoch in range(3):
-        rows = [row for (of, _), batch in used.items() if of == epoch for row in batch]
-        assert sorted(rows) == list(range(48)), epoch
+        used.add(tmp_path / "out", "rows*")
+    used.check(48)
 
 
 @pytest.mark.ranks

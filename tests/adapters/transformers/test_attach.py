@@ -126,11 +126,6 @@ def test_folders_of_all_kept_checkpoints_are_written_on_request(
     assert torch.equal(weights(stock), unbroken)
 
 
-def test_an_unknown_value_for_folders_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.InvalidInput, match='True, False or "all"'):
-        attach(make(tmp_path), folders="every")  # pyright: ignore[reportArgumentType]
-
-
 def test_a_path_resumes_from_its_step(tmp_path: Path) -> None:
     attach(make(tmp_path)).train()
     again = attach(make(tmp_path, callbacks=[StopAt(5)]))
@@ -294,6 +289,8 @@ def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
         attach(make(tmp_path, save_strategy="no"))
     with pytest.raises(holdfast.InvalidInput, match="enable_jit_checkpoint"):
         attach(make(tmp_path, enable_jit_checkpoint=True))
+    with pytest.raises(holdfast.InvalidInput, match='True, False or "all"'):
+        attach(make(tmp_path), folders="every")  # pyright: ignore[reportArgumentType]
     with pytest.raises(holdfast.InvalidInput, match="keep=: set save_total_limit"):
         attach(make(tmp_path), keep=3)
     with pytest.raises(holdfast.InvalidInput, match="already attached"):

@@ -97,7 +97,7 @@ class HoldfastAccelerator(Accelerator):
     holdfast_session: Session | None = None  # None while the home is not known, and after `end_training`
 
     def open_session(self, folder: str | os.PathLike[str] | None = None) -> Session:
-        """Return the session, which is opened at the first call, with a home beside `folder` if it has none.
+        """Return the session, which the first call opens. An unknown home is then beside `folder`.
 
         Ranks: collective.
         """

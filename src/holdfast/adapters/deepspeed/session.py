@@ -95,7 +95,8 @@ def memory_of_engine(engine: Any) -> list[PrivateMemory]:
     These are partitions in full precision and the state of the optimizer. What belongs to the module is left
     out: scripts may write to it at any time, for example to exchange averaged weights.
     """
-    optimizer, module = engine.optimizer, engine.module
+    optimizer: Any = engine.optimizer
+    module = engine.module
     if type(optimizer) in _WRAPPERS:
         optimizer = None if getattr(optimizer, "zenflow", False) else optimizer.optimizer
     kind = type(optimizer)

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,32 @@ def started_ranks(
             started.kill()
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRank:
+    """What a rank left at its end."""
+
+    status: int
+    output: str
+    errors: str
+
+    def last(self) -> Any:
+        """Return what the rank has printed last, from JSON."""
+        return json.loads(self.output.splitlines()[-1])
+
+
+def run_ranks(command: Sequence[object], count: int = 1, **how: Any) -> list[EndedRank]:
+    """Run ranks of a script to their end; if one is killed, the others are too, as a launcher does."""
+    with started_ranks(command, count, **how) as ranks:
+        statuses: list[int] = []
+        for one in ranks.children:
+            statuses.append(one.wait(LIMIT_S))
+            if statuses[-1] == -9:
+                ranks.kill()
+        texts = [(ranks.folder / f"errors-{rank}").read_text() for rank in range(count)]
+        said = [one.said() for one in ranks.children]
+        return [EndedRank(*row) for row in zip(statuses, said, texts, strict=True)]
+
+
 def train(script: Path, folder: Path, *, status: int = 0, **plan: Any) -> dict[str, Any]:
     """Train in a process of its own, and return the end of the run; {} if the process is to fail."""
     return train_ranks(script, folder, 1, statuses=[status], **plan)[0]
@@ -128,3 +154,29 @@ def train_ranks(
             json.loads(one.said().splitlines()[-1]) if not status else {}
             for one, status in zip(ranks.children, found, strict=True)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class UsedSamples:
+    """Samples that the starts of a run have trained on, by epoch and batch."""
+
+    by_batch: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def add(self, folder: Path, pattern: str) -> None:
+        """Add the samples of a start from its files. A batch that is trained again replaces the first."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for path in folder.glob(pattern):
+            for line in path.read_text().splitlines():
+                epoch, number, *samples = map(int, line.split())
+                found.setdefault((epoch, number), []).extend(samples)
+            path.unlink()
+        self.by_batch.update(found)
+
+    def of_epoch(self, epoch: int) -> list[int]:
+        """Return the samples of an epoch in ascending order."""
+        return sorted(one for (of, _), batch in self.by_batch.items() if of == epoch for one in batch)
+
+    def check(self, num_samples: int, num_epochs: int = 3) -> None:
+        """Check that each epoch had each sample once."""
+        for epoch in range(num_epochs):
+            assert self.of_epoch(epoch) == list(range(num_samples)), epoch

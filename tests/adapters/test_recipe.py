@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,16 @@ class Functions:
             return step, torch.load(folder / f"model_{step}.pt", weights_only=True)
 
         self.save, self.load = save, load
+
+    def fill(self, *steps: int) -> None:
+        """Save ten times the number of each step."""
+        for step in steps:
+            self.save(step, step * 10)
+
+
+def loader(folder: Path, read: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Return a decorated function that loads."""
+    return load_checkpoint(save_dir=str(folder))(lambda step: read(step))
 
 
 @pytest.fixture
@@ -253,8 +264,7 @@ def test_results_are_returned_and_nothing_runs_twice(functions: Functions):
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete", "metadata", "no metadata"])
 def test_damage_of_the_newest_falls_back_to_the_next(functions: Functions, damage: str):
-    for step in (1, 2, 3):
-        functions.save(step, step * 10)
+    functions.fill(1, 2, 3)
     path = functions.folder / "model_3.pt"
     metadata = functions.folder / "checkpoint_step_3_metadata.json"
     data = bytearray(path.read_bytes())
@@ -280,8 +290,7 @@ def test_metadata_that_names_files_elsewhere_moves_and_deletes_none(
     functions: Functions, tmp_path: Path, kind: str
 ):
     """The folder may come from a stranger who knows the content of a file outside, and so its hash."""
-    for step in (1, 2):
-        functions.save(step, step * 10)
+    functions.fill(1, 2)
     outside = tmp_path / "outside_2"
     outside.write_bytes((functions.folder / "model_2.pt").read_bytes())
     (functions.folder / "link").symlink_to(tmp_path)
@@ -307,8 +316,7 @@ def test_metadata_that_names_files_elsewhere_moves_and_deletes_none(
 
 
 def test_a_fifo_in_the_place_of_a_file_is_damage(functions: Functions):
-    for step in (1, 2):
-        functions.save(step, step * 10)
+    functions.fill(1, 2)
     path = functions.folder / "model_2.pt"
     path.unlink()
     os.mkfifo(path)
@@ -336,10 +344,7 @@ def test_errors_of_a_save_propagate_and_keep_the_earlier_step(tmp_path: Path):
         if fail:
             raise RuntimeError("the disk said no")
 
-    @load_checkpoint(save_dir=str(tmp_path))
-    def load(step: int) -> str:
-        return (tmp_path / f"state_{step}.bin").read_text()
-
+    load = loader(tmp_path, lambda step: (tmp_path / f"state_{step}.bin").read_text())
     save(1, False)
     with pytest.raises(RuntimeError, match="the disk said no"):
         save(1, True)
@@ -367,11 +372,7 @@ def test_errors_of_a_load_propagate(functions: Functions):
 
 def test_a_missing_file_in_another_folder_does_not_fall_back(functions: Functions, tmp_path: Path):
     functions.save(1, 1)
-
-    @load_checkpoint(save_dir=str(functions.folder))
-    def load(step: int) -> str:
-        return (tmp_path / "vocabulary.txt").read_text()
-
+    load = loader(functions.folder, lambda step: (tmp_path / "vocabulary.txt").read_text())
     with pytest.raises(FileNotFoundError, match="vocabulary"):
         load(0)
 
@@ -401,8 +402,7 @@ def test_a_step_without_the_file_of_another_function_is_skipped(tmp_path: Path):
 def test_pruning_keeps_the_newest_steps_and_the_one_just_saved(tmp_path: Path, max_checkpoints: int):
     """This also holds after going back, when the step just saved is not the greatest."""
     functions = Functions(tmp_path, max_checkpoints=max_checkpoints)
-    for step in (5, 10, 15):
-        functions.save(step, step)
+    functions.fill(5, 10, 15)
     kept = [10, 15][-max_checkpoints:]
     assert names(tmp_path) == {
         name for step in kept for name in (f"model_{step}.pt", f"checkpoint_step_{step}_metadata.json")
@@ -430,10 +430,9 @@ def test_checkpoints_of_the_guides_own_code_are_loaded(tmp_path: Path):
         )
     (tmp_path / "checkpoint_step_2.pt").write_bytes(b"torn")
 
-    @load_checkpoint(save_dir=str(tmp_path))
-    def load(step: int) -> int:
-        return torch.load(tmp_path / f"checkpoint_step_{step}.pt", weights_only=True)
-
+    load = loader(
+        tmp_path, lambda step: torch.load(tmp_path / f"checkpoint_step_{step}.pt", weights_only=True)
+    )
     assert load(0) == 10
 
 
@@ -454,10 +453,7 @@ def test_file_names_may_have_folders_and_leading_zeros(tmp_path: Path):
         (folder / "model.bin").write_text(str(step))
         (folder / "optimizer.bin").write_text(str(step))
 
-    @load_checkpoint(save_dir=str(tmp_path))
-    def load(step: int) -> str:
-        return (tmp_path / f"step-{step:06}" / "model.bin").read_text()
-
+    load = loader(tmp_path, lambda step: (tmp_path / f"step-{step:06}" / "model.bin").read_text())
     for step in (1, 11, 111):
         save(step)
     assert load(0) == "111"

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -321,18 +321,6 @@ def _has_run(path: str) -> bool:
     return filesystem.isfile(filesystem.join(path, _RUN))
 
 
-class Stateful(Protocol):
-    """Object of the trainer with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Set the state."""
-        ...
-
-
 class Counters:
     """Counters of the trainer, such as its step, at the end of the last step.
 
@@ -340,7 +328,7 @@ class Counters:
     that, and must not have the number of a step that was not made.
     """
 
-    def __init__(self, trainer: Stateful) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._ended: dict[str, Any] | None = None
 
@@ -364,7 +352,7 @@ class DataPosition:
     another rank saved. A load waits for `set`, which finds it.
     """
 
-    def __init__(self, dataloader: Stateful) -> None:
+    def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
         self._saved: dict[str, Any] | None = None
 
@@ -381,7 +369,7 @@ class DataPosition:
         saved, self._saved = self._saved, None
         if saved is None:
             return
-        loader: Any = self._dataloader
+        loader = self._dataloader
         if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
             # A new iterator draws the seed of its workers, and the restored generator is past the draw of the
             # uninterrupted training. torchtitan makes one iterator in each process.

@@ -41,6 +41,11 @@ class Parts:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def save(self, folder: Path | None = None) -> Path:
+        """Train a step, and save it."""
+        self.step()
+        return self.accelerator.save_state(None if folder is None else str(folder))
+
     @property
     def weights(self) -> list[float]:
         return self.model.weight.detach().flatten().tolist()
@@ -78,14 +83,25 @@ def close(accelerator: Any) -> None:
         session.close()
 
 
+def steps_of(home: Path) -> list[int]:
+    with holdfast.Checkpointer(home, quiet=True) as checkpointer:
+        return checkpointer.all_steps()
+
+
+def mark(folder: Path, text: str) -> Path:
+    """Make a folder with a marker of this content."""
+    folder.mkdir(parents=True)
+    (folder / MARKER).write_text(text)
+    return folder
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_state_is_loaded_by_a_new_start(make: Make, tmp_path: Path) -> None:
     first = make()
-    first.step()
-    folder = first.accelerator.save_state()
+    folder = first.save()
     assert folder == tmp_path / "checkpoints" / "checkpoint_0"
     saved = first.weights
     first.step()
@@ -101,8 +117,7 @@ def test_explicit_folders_are_named_by_the_script(make: Make, tmp_path: Path) ->
     first = make(automatic_checkpoint_naming=False)
     found: dict[str, list[float]] = {}
     for name in ("step_100", "step_200", "last"):
-        first.step()
-        first.accelerator.save_state(str(tmp_path / name))
+        first.save(tmp_path / name)
         found[name] = first.weights
     close(first.accelerator)
     assert names(tmp_path) == ["holdfast", "last", "step_100", "step_200"]
@@ -118,8 +133,7 @@ def test_explicit_folders_are_named_by_the_script(make: Make, tmp_path: Path) ->
 def test_a_folder_that_is_saved_again_names_the_newer_state(make: Make, tmp_path: Path) -> None:
     first = make(automatic_checkpoint_naming=False)
     for _ in range(3):
-        first.step()
-        first.accelerator.save_state(str(tmp_path / "last"))
+        first.save(tmp_path / "last")
     saved = first.weights
     again = make(automatic_checkpoint_naming=False)
     again.accelerator.load_state(str(tmp_path / "last"))
@@ -129,8 +143,7 @@ def test_a_folder_that_is_saved_again_names_the_newer_state(make: Make, tmp_path
 
 def test_without_a_project_folder_the_home_is_beside_the_first_folder(make: Make, tmp_path: Path) -> None:
     first = make(project_dir=None, automatic_checkpoint_naming=False)
-    first.step()
-    first.accelerator.save_state(str(tmp_path / "deep" / "one"))
+    first.save(tmp_path / "deep" / "one")
     close(first.accelerator)
     assert names(tmp_path / "deep") == ["holdfast", "one"]
     again = make(project_dir=None, automatic_checkpoint_naming=False)
@@ -141,40 +154,31 @@ def test_without_a_project_folder_the_home_is_beside_the_first_folder(make: Make
 def test_the_newest_states_up_to_the_limit_are_kept(make: Make, tmp_path: Path) -> None:
     first = make(limit=2)
     for _ in range(5):
-        first.step()
-        first.accelerator.save_state()
+        first.save()
     close(first.accelerator)
     assert names(tmp_path / "checkpoints") == ["checkpoint_3", "checkpoint_4", "holdfast"]
-    checkpointer = holdfast.Checkpointer(tmp_path / "checkpoints" / "holdfast", quiet=True)
-    assert checkpointer.all_steps() == [3, 4]
-    checkpointer.close()
+    assert steps_of(tmp_path / "checkpoints" / "holdfast") == [3, 4]
 
 
 def test_a_state_whose_folder_the_script_removes_is_deleted(make: Make, tmp_path: Path) -> None:
     first = make(automatic_checkpoint_naming=False)
     for number in range(3):
-        first.step()
-        first.accelerator.save_state(str(tmp_path / f"step_{number}"))
+        first.save(tmp_path / f"step_{number}")
         if number == 1:
             shutil.rmtree(tmp_path / "step_0")
     close(first.accelerator)
-    checkpointer = holdfast.Checkpointer(tmp_path / "holdfast", quiet=True)
-    assert checkpointer.all_steps() == [1, 2]
-    checkpointer.close()
+    assert steps_of(tmp_path / "holdfast") == [1, 2]
 
 
 def test_folders_agree_with_the_home_at_the_start(make: Make, tmp_path: Path) -> None:
     """The folder of a save that was interrupted is removed, and a missing one is made again."""
     first = make(automatic_checkpoint_naming=False)
     for number in (1, 2):
-        first.step()
-        first.accelerator.save_state(str(tmp_path / f"step_{number}"))
+        first.save(tmp_path / f"step_{number}")
     close(first.accelerator)
     shutil.rmtree(tmp_path / "step_2")
-    for name in ("step_3", "step_4"):
-        (tmp_path / name).mkdir()
-        marker = {"home": "../holdfast", "steps": [int(name[-1])], "is_new": True}
-        (tmp_path / name / MARKER).write_text(json.dumps(marker))
+    for step in (3, 4):
+        mark(tmp_path / f"step_{step}", f'{{"home": "../holdfast", "steps": [{step}], "is_new": true}}')
     (tmp_path / "step_4" / "of a hook").write_text("")
     make(automatic_checkpoint_naming=False)
     assert names(tmp_path) == ["holdfast", "interrupted-step_4", "step_1", "step_2"]
@@ -193,8 +197,7 @@ def test_the_folder_of_a_deleted_state_is_removed_with_the_files_of_hooks(tmp_pa
 def test_an_interrupted_state_is_refused_by_its_path(make: Make, tmp_path: Path) -> None:
     first = make(automatic_checkpoint_naming=False)
     first.accelerator.save_state(str(tmp_path / "step_1"))
-    (tmp_path / "step_2").mkdir()
-    (tmp_path / "step_2" / MARKER).write_text('{"home": "../holdfast", "steps": [2], "is_new": true}')
+    mark(tmp_path / "step_2", '{"home": "../holdfast", "steps": [2], "is_new": true}')
     with pytest.raises(InvalidInput, match=r"interrupted .* The newest that is: .*step_1"):
         first.accelerator.load_state(str(tmp_path / "step_2"))
 
@@ -203,8 +206,7 @@ def test_a_damaged_state_is_skipped_for_an_older_one(make: Make, tmp_path: Path)
     first = make()
     kept: list[list[float]] = []
     for _ in range(2):
-        first.step()
-        first.accelerator.save_state()
+        first.save()
         kept.append(first.weights)
     close(first.accelerator)
     data = sorted((tmp_path / "checkpoints" / "holdfast").rglob("*.safetensors"))
@@ -223,8 +225,7 @@ def test_a_damaged_state_is_skipped_for_an_older_one(make: Make, tmp_path: Path)
 
 def test_folders_that_accelerate_has_written_are_loaded_if_they_are_newer(make: Make, tmp_path: Path) -> None:
     stock = make(is_stock=True)
-    stock.step()
-    stock.accelerator.save_state()
+    stock.save()
     again = make()
     again.accelerator.load_state()
     assert again.weights == stock.weights
@@ -240,8 +241,7 @@ def test_folders_that_accelerate_has_written_are_loaded_if_they_are_newer(make: 
 def test_a_stock_folder_that_was_cut_off_is_skipped(make: Make, tmp_path: Path) -> None:
     stock = make(is_stock=True)
     for _ in range(2):
-        stock.step()
-        stock.accelerator.save_state()
+        stock.save()
     path = tmp_path / "checkpoints" / "checkpoint_1" / "optimizer.bin"
     path.write_bytes(path.read_bytes()[:-9])
     again = make()
@@ -253,13 +253,11 @@ def test_a_stock_folder_that_was_cut_off_is_skipped(make: Make, tmp_path: Path) 
 
 def test_a_state_of_another_run_starts_a_new_run(make: Make, tmp_path: Path) -> None:
     first = make(project_dir=str(tmp_path / "first"))
-    first.step()
-    folder = first.accelerator.save_state()
+    folder = first.save()
     second = make(project_dir=str(tmp_path / "second"))
     second.accelerator.load_state(str(folder))
     assert second.weights == first.weights
-    second.step()
-    second.accelerator.save_state()
+    second.save()
     close(second.accelerator)
     assert "checkpoint_1" in names(tmp_path / "second" / "checkpoints")
 
@@ -276,19 +274,15 @@ def test_a_state_of_another_run_starts_a_new_run(make: Make, tmp_path: Path) -> 
     ],
 )
 def test_a_folder_with_a_strange_marker_is_refused(make: Make, tmp_path: Path, marker: str) -> None:
-    folder = tmp_path / "other" / "checkpoint_0"
-    folder.mkdir(parents=True)
-    (folder / MARKER).write_text(marker)
+    folder = mark(tmp_path / "other" / "checkpoint_0", marker)
     with pytest.raises(InvalidInput, match="Nothing was loaded"):
         make().accelerator.load_state(str(folder))
 
 
 @pytest.mark.usefixtures("no_endpoints")
 def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(make: Make, tmp_path: Path) -> None:
-    folder = tmp_path / "other" / "checkpoint_0"
-    folder.mkdir(parents=True)
     home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"
-    (folder / MARKER).write_text(json.dumps({"home": home, "steps": [1]}))
+    folder = mark(tmp_path / "other" / "checkpoint_0", json.dumps({"home": home, "steps": [1]}))
     with pytest.raises(InvalidInput, match="would send your keys to the endpoint http://127"):
         make().accelerator.load_state(str(folder))
 
@@ -302,8 +296,7 @@ def test_hooks_see_the_folder_and_may_save_and_load_models_themselves(make: Make
 
     first = make()
     first.accelerator.register_save_state_pre_hook(write)
-    first.step()
-    folder = first.accelerator.save_state()
+    folder = first.save()
     close(first.accelerator)
     with pytest.raises(NotFound, match="'model'"):
         holdfast.open(folder.parent / "holdfast").state_dict("model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,10 +15,9 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 import torch
 
 import holdfast
+from adapters.running import run_ranks
 from holdfast.adapters.deepspeed.session import stock_tag
 from holdfast.errors import Corrupt
-from nursery import shared
-from servers import reserve_port
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
@@ -27,11 +25,9 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
 
 def play(name: str, folder: Path, *args: int | str) -> dict[str, Any]:
     """Play a scenario in a process of its own, and return its result."""
-    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
-    done = shared().run([SCRIPT, name, str(folder), *map(str, args)], env=env, timeout_s=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    (ended,) = run_ranks([SCRIPT, name, folder, *args], env={"DS_ACCELERATOR": "cpu"})
+    assert ended.status == 0, ended.errors
+    return ended.last()
 
 
 def test_each_tag_is_found_again_and_the_newest_latest_is_the_default(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 
-from adapters.running import LIMIT_S, started_ranks
+from adapters.running import run_ranks
 from holdfast.checkpoint.stage.watch import Watcher
 
 pytestmark = [
@@ -23,10 +23,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "copies.py"
 
 def play(folder: Path, count: int, **plan: Any) -> list[dict[str, Any]]:
     """Save on ranks of one process group, and return the results by rank."""
-    with started_ranks([SCRIPT, folder, json.dumps(plan)], count, env={"DS_ACCELERATOR": "cpu"}) as ranks:
-        found = [one.wait(LIMIT_S) for one in ranks.children]
-        assert found == [0] * count, ranks.errors()
-        return [json.loads(one.said().splitlines()[-1]) for one in ranks.children]
+    ended = run_ranks([SCRIPT, folder, json.dumps(plan)], count, env={"DS_ACCELERATOR": "cpu"})
+    assert [one.status for one in ended] == [0] * count, ended
+    return [one.last() for one in ended]
 
 
 @pytest.mark.parametrize(

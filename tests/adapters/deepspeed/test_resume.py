@@ -1,8 +1,9 @@
 """Trainings with DeepSpeed that are killed or preempted, compared with unbroken ones of stock DeepSpeed."""
 
+# ruff: noqa: RUF012 - the tables of a suite are not changed
+
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
 
 import holdfast
 from adapters.deepspeed.running import train
+from adapters.door_suite import DoorSuite
 from holdfast.checkpoint.exchange import export_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -24,33 +26,30 @@ def assert_continues(resumed: list[dict[str, Any]], unbroken: list[dict[str, Any
         assert one["digest"] == whole["digest"]
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_killed_ranks_resume_bit_for_bit(tmp_path: Path, stage: int, dtype: str) -> None:
-    plan: dict[str, Any] = {"stage": stage, "dtype": dtype, "steps": 6}
-    unbroken = train(tmp_path / "unbroken", 2, stock=True, every=99, **plan)
-    train(tmp_path / "out", 2, status=-9, kill_at=3, rank=stage % 2, **plan)
-    assert_continues(train(tmp_path / "out", 2, resume=True, **plan), unbroken)
+KINDS = {
+    f"{stage} {dtype}": {"stage": stage, "dtype": dtype} for stage in range(4) for dtype in ("fp32", "bf16")
+}
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_killed_rank_resumes_bit_for_bit(tmp_path: Path, stage: int, dtype: str) -> None:
-    plan: dict[str, Any] = {"stage": stage, "dtype": dtype, "steps": 6, "client_state": True}
-    unbroken = train(tmp_path / "unbroken", stock=True, every=99, **plan)
-    train(tmp_path / "out", status=-9, kill_at=3, **plan)
-    assert_continues(train(tmp_path / "out", resume=True, **plan), unbroken)
+class TestEngine(DoorSuite):
+    unbroken = {"stock": True, "every": 99}
+    killed = {name: ({**plan, "steps": 6, "client_state": True}, 3) for name, plan in KINDS.items()}
+    of_ranks = {name: ({**plan, "steps": 6}, 3, plan["stage"] % 2) for name, plan in KINDS.items()}
+    test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit = (
+        None  # see below, with and without a function
+    )
+    ended = {"": ({"stage": 1, "steps": 3}, 3)}
+    again = ({"stage": 2, "dtype": "bf16", "steps": 12}, (2, 5), 7)
+    agreed = {"stage": 1, "steps": 12}
 
+    def step_of(self, end: dict[str, Any]) -> int:
+        return end["start"] + len(end["losses"])
 
-def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
-    draw = random.Random(5)
-    plan: dict[str, Any] = {"stage": 2, "dtype": "bf16", "steps": 12}
-    unbroken = train(tmp_path / "unbroken", stock=True, every=99, **plan)
-    step = 0
-    while (step := step + draw.randint(2, 5)) < plan["steps"]:
-        train(tmp_path / "out", status=-9, kill_at=step, resume=True, **plan)
-    assert_continues(train(tmp_path / "out", resume=True, **plan), unbroken)
+    def train(self, folder: Path, count: int = 1, *, status: int = 0, **plan: Any) -> list[dict[str, Any]]:
+        return train(folder, count, status=status, **plan)
+
+    def compare(self, resumed: list[dict[str, Any]], unbroken: list[dict[str, Any]]) -> None:
+        assert_continues(resumed, unbroken)
 
 
 @pytest.mark.ranks
@@ -107,12 +106,3 @@ def test_stock_ranks_load_an_export_of_as_many_ranks(
     assert [one["start"] for one in loaded] == [3] * count
     assert [one["digest"] for one in loaded] == [one["digest"] for one in saved]
     assert [one["digest"] for one in loaded] == [one["digest"] for one in stock]
-
-
-def test_a_run_killed_after_its_last_save_trains_no_further_step(tmp_path: Path) -> None:
-    plan: dict[str, Any] = {"stage": 1, "steps": 3}
-    unbroken = train(tmp_path / "unbroken", stock=True, every=99, **plan)
-    train(tmp_path / "out", status=-9, kill_at=3, **plan)
-    (resumed,) = train(tmp_path / "out", resume=True, **plan)
-    assert (resumed["start"], resumed["losses"]) == (3, [])
-    assert resumed["digest"] == unbroken[0]["digest"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from adapters.running import LIMIT_S, started_ranks
+from adapters.running import run_ranks
 from holdfast.checkpoint.stage.watch import Watcher
 
 pytest.importorskip("lightning", reason="lightning is not installed: pip install 'torch-holdfast[lightning]'")
@@ -63,10 +62,9 @@ def test_a_dropped_save_is_replaced_at_the_end_of_training(
 
 def test_ranks_replace_a_dropped_save_together(tmp_path: Path) -> None:
     script = Path(__file__).with_name("copies.py")
-    with started_ranks([script, tmp_path, "moments"], 2, env={"HOLDFAST_PREEMPTION": "none"}) as ranks:
-        found = [one.wait(LIMIT_S) for one in ranks.children]
-        assert found == [0, 0], ranks.errors()
-        first, second = [json.loads(one.said().splitlines()[-1]) for one in ranks.children]
+    ended = run_ranks([script, tmp_path, "moments"], 2, env={"HOLDFAST_PREEMPTION": "none"})
+    assert [one.status for one in ended] == [0, 0], ended
+    first, second = [one.last() for one in ended]
     assert first["was_held"]
     assert (len(first["said"]), second["said"]) == (1, [])
     # The outcome of an exchange is one batch old on several ranks.

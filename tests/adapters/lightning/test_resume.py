@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 import nursery
+from adapters.running import UsedSamples, run_ranks
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
@@ -41,38 +41,14 @@ class Ran:
         return sorted(re.findall(r"DIGEST (\w+)", self.output))
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def start(folder: Path, *options: str, ranks: int = 1, killer: Mapping[str, str] | None = None) -> Ran:
-    """Run the training; if a rank is killed, the others are too, as a launcher does.
-
-    Args:
-        folder: folder of the run.
-        options: of the script.
-        ranks: number of ranks.
-        killer: environment variables that have a process killed at a failpoint.
-    """
+    """Run the training; `killer` are environment variables that have a process killed at a failpoint."""
     folder.mkdir(parents=True, exist_ok=True)
-    port, children = free_port(), []
-    for rank in range(ranks):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(killer or {})}
-        if ranks > 1:
-            env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
-        output = folder / f"output{rank}"
-        output.unlink(missing_ok=True)
-        children.append(nursery.shared().start([SCRIPT, str(folder), *options], output, env=env))
-    statuses = []
-    for child in children:
-        statuses.append(child.wait(END_S))
-        if statuses[-1] == -signal.SIGKILL:
-            for other in children:
-                other.kill()
-    return Ran(statuses, "".join(child.said() for child in children))
+    env = {"PYTHONWARNINGS": "ignore", "HOLDFAST_PREEMPTION": "none", **(killer or {})}
+    if ranks > 1:
+        env["TORCHELASTIC_RUN_ID"] = "test"
+    ended = run_ranks([SCRIPT, folder, *options], ranks, env=env, is_launched=ranks > 1)
+    return Ran([one.status for one in ended], "".join(one.output + one.errors for one in ended))
 
 
 def files(folder: Path) -> list[str]:
@@ -141,24 +117,6 @@ def test_a_training_killed_after_its_last_save_trains_no_further_step(
     check(tmp_path, options, [(1, "training")])
 
 
-def add_samples(used: dict[tuple[int, int], list[int]], folder: Path) -> None:
-    """Add the samples of a start by epoch and batch. A batch that is trained again replaces the first."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for path in folder.glob("samples*"):
-        for line in path.read_text().splitlines():
-            epoch, number, *samples = map(int, line.split())
-            found.setdefault((epoch, number), []).extend(samples)
-        path.unlink()
-    used |= found
-
-
-def check_epochs(used: dict[tuple[int, int], list[int]], num_epochs: int = 3) -> None:
-    """Check that each epoch had each sample once."""
-    for epoch in range(num_epochs):
-        samples = [one for (of, _), batch in used.items() if of == epoch for one in batch]
-        assert sorted(samples) == list(range(56)), epoch
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -172,13 +130,13 @@ def check_epochs(used: dict[tuple[int, int], list[int]], num_epochs: int = 3) ->
 def test_global_batches_use_each_sample_once_on_another_number_of_ranks(
     tmp_path: Path, options: list[str], ranks: tuple[int, int, int]
 ) -> None:
-    used: dict[tuple[int, int], list[int]] = {}
+    used = UsedSamples()
     runs = []
     for num, kill in zip(ranks, ["--kill-at=6", "--kill-at=4", "--kill-at=0"], strict=True):
         runs.append(start(tmp_path / "run", *options, kill, "--where=end", ranks=num))
-        add_samples(used, tmp_path / "run")
+        used.add(tmp_path / "run", "samples*")
     assert runs[-1].statuses == [0] * ranks[-1], runs[-1].output
-    check_epochs(used)
+    used.check(56)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
@@ -187,13 +145,14 @@ def test_another_number_of_ranks_continues_after_the_same_share_of_the_epoch(
 ) -> None:
     options = ["--every=2", "--data=in-order"]
     start(tmp_path / "run", *options, f"--kill-at={6 // first}", "--where=end", ranks=first)
-    add_samples(before := {}, tmp_path / "run")
+    before, used = UsedSamples(), UsedSamples()
+    before.add(tmp_path / "run", "samples*")
     ran = start(tmp_path / "run", *options, ranks=second)
     assert ran.statuses == [0] * second, ran.output
-    add_samples(used := {}, tmp_path / "run")
-    num_resumed = [sum(len(batch) for (of, _), batch in used.items() if of == epoch) for epoch in range(3)]
+    used.add(tmp_path / "run", "samples*")
+    num_resumed = [len(used.of_epoch(epoch)) for epoch in range(3)]
     assert num_resumed[1:] == [56, 56]
-    assert 0 < 56 - num_resumed[0] <= sum(map(len, before.values()))
+    assert 0 < 56 - num_resumed[0] <= sum(map(len, before.by_batch.values()))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -204,23 +163,23 @@ def test_two_ranks_with_global_batches_resume_bit_for_bit(tmp_path: Path, accumu
 
 def test_global_batches_with_workers_use_each_sample_once(tmp_path: Path) -> None:
     # Their worker processes are new, so the random numbers that these draw differ.
-    used: dict[tuple[int, int], list[int]] = {}
+    used = UsedSamples()
     for kill in ["--kill-at=5", "--kill-at=9", "--kill-at=0"]:
         ran = start(tmp_path / "run", "--every=2", "--data=global-workers", kill)
-        add_samples(used, tmp_path / "run")
+        used.add(tmp_path / "run", "samples*")
     assert ran.statuses == [0], ran.output
-    check_epochs(used)
+    used.check(56)
 
 
 def test_global_batches_resume_after_sigterm(tmp_path: Path) -> None:
-    options, used = ["--every=100", "--data=global", "--accumulate=2"], {}
+    options, used = ["--every=100", "--data=global", "--accumulate=2"], UsedSamples()
     stopped = start(tmp_path / "run", *options, "--kill-at=5", f"--signal={int(signal.SIGTERM)}")
     assert stopped.statuses == [PREEMPTED_STATUS], stopped.output
-    add_samples(used, tmp_path / "run")
+    used.add(tmp_path / "run", "samples*")
     ran = start(tmp_path / "run", *options)
     assert ran.statuses == [0], ran.output
-    add_samples(used, tmp_path / "run")
-    check_epochs(used)
+    used.add(tmp_path / "run", "samples*")
+    used.check(56)
 
 
 def test_two_ranks_resume_bit_for_bit(tmp_path: Path) -> None:

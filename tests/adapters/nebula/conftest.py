@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast.adapters.nebula as nm
 from holdfast.adapters.nebula import interface
 
 
@@ -25,3 +26,10 @@ def own_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 def home(tmp_path: Path) -> str:
     """Return a new home."""
     return str(tmp_path / "home")
+
+
+@pytest.fixture
+def begun(home: str) -> str:
+    """Return a new home whose session has begun."""
+    nm.init(home)
+    return home

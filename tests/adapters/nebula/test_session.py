@@ -62,23 +62,21 @@ def test_a_comma_after_the_path_is_accepted_with_a_warning(home: str) -> None:
     assert load("global_step1") == {"a": 1}
 
 
-def test_init_with_the_same_home_keeps_the_session_and_another_home_ends_it(home: str) -> None:
-    nm.init(home)
+def test_init_with_the_same_home_keeps_the_session_and_another_home_ends_it(begun: str) -> None:
     half = nm.Checkpoint("global_step1", 2)
     half.save("a", 1)
-    nm.init(home)
+    nm.init(begun)
     nm.Checkpoint("global_step1", 2).save("b", 2)
-    nm.init(home + "-other")
-    assert holdfast.open(home).step == 1
+    nm.init(begun + "-other")
+    assert holdfast.open(begun).step == 1
     assert nm.get_latest_checkpoint().tag == ""
 
 
-def test_a_search_of_an_empty_home_finds_nothing_and_loading_raises(home: str) -> None:
-    nm.init(home)
+def test_a_search_of_an_empty_home_finds_nothing_and_loading_raises(begun: str) -> None:
     latest = nm.get_latest_checkpoint()
     assert latest.tag == ""
     assert nm.get_checkpoint("global_step1") is None
-    assert nm.get_latest_checkpoint_path("checkpoint", home) == ""
+    assert nm.get_latest_checkpoint_path("checkpoint", begun) == ""
     assert nm.list_checkpoints() == {}
     with pytest.raises(NotFound, match="no checkpoint to load"):
         latest.load("model")
@@ -86,25 +84,19 @@ def test_a_search_of_an_empty_home_finds_nothing_and_loading_raises(home: str) -
         nm.Checkpoint("global_step1").load("model")
 
 
-@pytest.mark.parametrize("bad", ["", None, 5])
-def test_a_tag_must_be_a_string(home: str, bad: Any) -> None:
-    nm.init(home)
-    with pytest.raises(InvalidInput, match="tag must be a string"):
-        nm.Checkpoint(bad)
-
-
-@pytest.mark.parametrize("bad", [0, -1, 1.0, True, "2"])
-def test_a_number_of_files_must_be_a_number(home: str, bad: Any) -> None:
-    nm.init(home)
-    with pytest.raises(InvalidInput, match="num_of_files"):
-        nm.Checkpoint("global_step1", bad)
+@pytest.mark.usefixtures("begun")
+@pytest.mark.parametrize(
+    "bad", [("",), (None,), (5,), *(("global_step1", one) for one in (0, -1, 1.0, True, "2"))]
+)
+def test_a_tag_must_be_a_string_and_a_number_of_files_a_number(bad: Any) -> None:
+    with pytest.raises(InvalidInput, match="tag must be a string" if len(bad) == 1 else "num_of_files"):
+        nm.Checkpoint(*bad)
 
 
 # -- completing ----------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_exists_when_all_its_files_are_saved(home: str) -> None:
-    nm.init(home)
+def test_a_checkpoint_exists_when_all_its_files_are_saved(begun: str) -> None:
     checkpoint = nm.Checkpoint("global_step10", 2)
     checkpoint.save("a", {"n": 1})
     assert nm.get_latest_checkpoint().tag == ""
@@ -116,8 +108,7 @@ def test_a_checkpoint_exists_when_all_its_files_are_saved(home: str) -> None:
 
 
 @pytest.mark.parametrize("count", [-2, 3])
-def test_commit_completes_a_tag(home: str, count: int) -> None:
-    nm.init(home)
+def test_commit_completes_a_tag(begun: str, count: int) -> None:
     checkpoint = nm.Checkpoint("global_step10", count)
     checkpoint.save("a", 1)
     checkpoint.save("b", 2)
@@ -127,14 +118,12 @@ def test_commit_completes_a_tag(home: str, count: int) -> None:
     assert load("global_step10", "b") == 2
 
 
-def test_a_commit_of_nothing_warns(home: str) -> None:
-    nm.init(home)
+def test_a_commit_of_nothing_warns(begun: str) -> None:
     with pytest.warns(SaveWarning, match="nothing to complete"):
         assert nm.Checkpoint("global_step10", -2).commit() is False
 
 
-def test_saved_objects_may_be_changed_at_once(home: str) -> None:
-    nm.init(home)
+def test_saved_objects_may_be_changed_at_once(begun: str) -> None:
     checkpoint = nm.Checkpoint("global_step1", 2)
     values = [torch.arange(1000.0), torch.arange(1000.0)]
     for name, value in zip("ab", values, strict=True):
@@ -161,8 +150,7 @@ def test_the_file_that_completes_a_tag_is_not_copied_twice(
     assert len(copied) == 1
 
 
-def test_a_late_file_makes_a_version_with_both(home: str) -> None:
-    nm.init(home)
+def test_a_late_file_makes_a_version_with_both(begun: str) -> None:
     checkpoint = nm.Checkpoint("global_step10")
     checkpoint.save("a", {"t": torch.ones(2)})
     checkpoint.save("b", {"n": 2})
@@ -172,23 +160,20 @@ def test_a_late_file_makes_a_version_with_both(home: str) -> None:
     assert latest.load("b") == {"n": 2}
 
 
-def test_a_complete_step_is_not_saved_again_and_warns(home: str) -> None:
-    nm.init(home)
+def test_a_complete_step_is_not_saved_again_and_warns(begun: str) -> None:
     save("global_step10", {"n": 1})
     with pytest.warns(SaveWarning, match="not saved again"):
         save("global_step10", {"n": 2})
     assert load("global_step10") == {"n": 1}
 
 
-def test_a_tag_without_a_step_can_be_saved_again_and_the_newest_is_found(home: str) -> None:
-    nm.init(home)
+def test_a_tag_without_a_step_can_be_saved_again_and_the_newest_is_found(begun: str) -> None:
     for number in range(3):
         save("best", {"n": number})
     assert load("best") == {"n": 2}
 
 
-def test_a_tag_that_was_never_complete_warns_at_the_end(home: str) -> None:
-    nm.init(home)
+def test_a_tag_that_was_never_complete_warns_at_the_end(begun: str) -> None:
     nm.Checkpoint("global_step1", 2).save("a", 1)
     with pytest.warns(SaveWarning, match=r"global_step1 was never complete.*'a'"):
         interface.end()
@@ -197,8 +182,7 @@ def test_a_tag_that_was_never_complete_warns_at_the_end(home: str) -> None:
 # -- steps ---------------------------------------------------------------------------------------------------
 
 
-def test_tags_become_steps(home: str) -> None:
-    nm.init(home)
+def test_tags_become_steps(begun: str) -> None:
     for tag in ("global_step10", "best", "global_step11", "global_step20", "epoch 3/last"):
         save(tag, {"tag": tag})
     listed = nm.list_checkpoints()
@@ -241,48 +225,44 @@ def test_near_tiers_keep_the_given_number_of_checkpoints(home: str, tmp_path: Pa
     assert list(nm.list_checkpoints()) == ["global_step5", "global_step4"]
 
 
-def test_after_going_back_a_tag_is_saved_again(home: str) -> None:
-    nm.init(home)
+def test_after_going_back_a_tag_is_saved_again(begun: str) -> None:
     for step in (10, 20, 30):
         save(f"global_step{step}", {"n": step})
     assert load("global_step10") == {"n": 10}
     save("global_step20", {"n": 21})
     latest = nm.get_latest_checkpoint()
     assert (latest.tag, latest.load("model")) == ("global_step20", {"n": 21})
-    assert holdfast.open(home).manifest.ancestors == ((1, 10),)
+    assert holdfast.open(begun).manifest.ancestors == ((1, 10),)
     save("global_step30", {"n": 31})
     assert nm.get_latest_checkpoint().load("model") == {"n": 31}
 
 
-def test_loading_an_old_checkpoint_alone_is_not_going_back(home: str) -> None:
-    nm.init(home)
+def test_loading_an_old_checkpoint_alone_is_not_going_back(begun: str) -> None:
     for step in (10, 20):
         save(f"global_step{step}", {"n": step})
     assert load("global_step10") == {"n": 10}
     save("global_step30", {"n": 30})
     assert list(nm.list_checkpoints()) == ["global_step30", "global_step20", "global_step10"]
-    assert holdfast.open(home).attempt == 1
+    assert holdfast.open(begun).attempt == 1
 
 
 @pytest.mark.parametrize("looks", [True, False])
-def test_a_new_start_continues_the_loaded_checkpoint_or_the_newest(home: str, looks: bool) -> None:
-    nm.init(home)
+def test_a_new_start_continues_the_loaded_checkpoint_or_the_newest(begun: str, looks: bool) -> None:
     for step in (10, 20):
         save(f"global_step{step}", {"n": step})
     interface.end()
-    nm.init(home)
+    nm.init(begun)
     if looks:
         load("global_step10")
     save("global_step25", {"n": 25})
     nm.flush_persistence()
-    assert holdfast.open(home).manifest.ancestors == ((1, 10 if looks else 20),)
+    assert holdfast.open(begun).manifest.ancestors == ((1, 10 if looks else 20),)
 
 
-def test_the_base_of_a_start_is_not_saved_again(home: str) -> None:
-    nm.init(home)
+def test_the_base_of_a_start_is_not_saved_again(begun: str) -> None:
     save("global_step10", {"n": 10})
     interface.end()
-    nm.init(home)
+    nm.init(begun)
     nm.get_latest_checkpoint().load("model")
     with pytest.warns(SaveWarning, match="not saved again"):
         save("global_step10", {"n": 11})
@@ -293,13 +273,12 @@ def test_the_base_of_a_start_is_not_saved_again(home: str) -> None:
 # -- damage --------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(home: str) -> None:
-    nm.init(home)
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(begun: str) -> None:
     for step in (1, 2):
         save(f"global_step{step}", {"t": torch.full((100,), float(step))})
     interface.end()
-    damage(home, 2)
-    nm.init(home)
+    damage(begun, 2)
+    nm.init(begun)
     with pytest.warns(SaveWarning, match=r"global_step1 is used.*step 2 of attempt 1"):
         latest = nm.get_latest_checkpoint()
     assert latest.tag == "global_step1"
@@ -308,12 +287,11 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(home: str) -> Non
         load("global_step2")
 
 
-def test_an_error_is_raised_if_all_checkpoints_are_damaged(home: str) -> None:
-    nm.init(home)
+def test_an_error_is_raised_if_all_checkpoints_are_damaged(begun: str) -> None:
     save("global_step1", {"t": torch.ones(100)})
     interface.end()
-    damage(home, 1)
-    nm.init(home)
+    damage(begun, 1)
+    nm.init(begun)
     with pytest.raises(Corrupt, match="all of them are damaged"):
         nm.get_latest_checkpoint()
 
@@ -351,8 +329,7 @@ def test_a_save_over_budget_is_refused_with_the_number_that_suffices(
 # -- values --------------------------------------------------------------------------------------------------
 
 
-def test_modules_and_optimizers_are_loaded_as_their_state_dicts(home: str) -> None:
-    nm.init(home)
+def test_modules_and_optimizers_are_loaded_as_their_state_dicts(begun: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, 3)).sum().backward()
@@ -370,8 +347,7 @@ def test_modules_and_optimizers_are_loaded_as_their_state_dicts(home: str) -> No
         _ = found["model"].forward
 
 
-def test_values_of_many_kinds_round_trip(home: str) -> None:
-    nm.init(home)
+def test_values_of_many_kinds_round_trip(begun: str) -> None:
     shared = torch.arange(6.0).reshape(2, 3)
     value = {
         "args": argparse.Namespace(lr=0.1, sizes=[1, 2], inner=argparse.Namespace(t=torch.ones(2))),
@@ -399,14 +375,12 @@ def test_values_of_many_kinds_round_trip(home: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rng", "nebula", "mp_rank_00_model_states.pt", "<CKPT_NAME>", "模型"])
-def test_partitions_may_have_any_name(home: str, name: str) -> None:
-    nm.init(home)
+def test_partitions_may_have_any_name(begun: str, name: str) -> None:
     save("global_step1", {"t": torch.ones(2)}, name)
     assert torch.equal(load("global_step1", name)["t"], torch.ones(2))
 
 
-def test_a_value_that_cannot_be_saved_is_refused_by_its_path(home: str) -> None:
-    nm.init(home)
+def test_a_value_that_cannot_be_saved_is_refused_by_its_path(begun: str) -> None:
     checkpoint = nm.Checkpoint("global_step1", 2)
     checkpoint.save("a", 1)
     with pytest.raises(InvalidInput, match=r"b\.inner\.hook"):
@@ -417,8 +391,7 @@ def test_a_value_that_cannot_be_saved_is_refused_by_its_path(home: str) -> None:
     assert load("global_step1", "b") == 2
 
 
-def test_tensors_are_loaded_to_map_location(home: str) -> None:
-    nm.init(home)
+def test_tensors_are_loaded_to_map_location(begun: str) -> None:
     save("global_step1", {"t": torch.ones(4)})
     asked = []
 
@@ -432,15 +405,14 @@ def test_tensors_are_loaded_to_map_location(home: str) -> None:
     assert load("global_step1", map_location="meta")["t"].device.type == "meta"
 
 
-def test_the_path_of_the_latest_checkpoint_is_a_torch_file_that_is_written_once(home: str) -> None:
-    nm.init(home)
+def test_the_path_of_the_latest_checkpoint_is_a_torch_file_that_is_written_once(begun: str) -> None:
     save("global_step1", {"t": torch.ones(4), "args": argparse.Namespace(lr=0.1)}, "checkpoint")
-    path = nm.get_latest_checkpoint_path("checkpoint", home)
+    path = nm.get_latest_checkpoint_path("checkpoint", begun)
     found = torch.load(path, weights_only=True)
     assert torch.equal(found["t"], torch.ones(4))
     assert found["args"] == {"lr": 0.1}
     before = Path(path).stat().st_mtime_ns
-    assert nm.get_latest_checkpoint_path("checkpoint", home) == path
+    assert nm.get_latest_checkpoint_path("checkpoint", begun) == path
     assert Path(path).stat().st_mtime_ns == before
     with pytest.raises(NotFound, match="no partition 'model'"):
         nm.get_latest_checkpoint_path("model")

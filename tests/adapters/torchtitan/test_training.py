@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
-import nursery
+from adapters.running import EndedRank, run_ranks
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import PREEMPTED_STATUS
-from servers import reserve_port
 from stage.training import wait_until
 
 pytest.importorskip(
@@ -34,53 +31,24 @@ KILLED = -signal.SIGKILL
 
 def start(
     folder: Path, total: int, ranks: int, *, killer: Mapping[str, str] | None = None, **options: Any
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run the training on some ranks to its end.
-
-    Args:
-        folder: folder of the run.
-        total: number of steps.
-        ranks: number of ranks.
-        killer: environment variables of rank 0 that have it or its keeper killed at a failpoint.
-        options: of the script and of the manager.
-    """
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port()), "WORLD_SIZE": str(ranks)}
+) -> list[EndedRank]:
+    """Run the training to its end; `killer` has rank 0 or its keeper killed at a failpoint."""
     given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
-    children = [
-        nursery.shared().start(
-            ["-W", "ignore", str(PROGRAM), str(folder), str(total), *given],
-            folder.with_name(f"{folder.name}.out.{rank}"),
-            errors=folder.with_name(f"{folder.name}.err.{rank}"),
-            env={
-                **os.environ,
-                **place,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                **((killer or {}) if rank == 0 else {}),
-            },
-        )
-        for rank in range(ranks)
-    ]
-    return [
-        subprocess.CompletedProcess(
-            [], child.wait(), child.said(), folder.with_name(f"{folder.name}.err.{rank}").read_text()
-        )
-        for rank, child in enumerate(children)
-    ]
+    return run_ranks(["-W", "ignore", PROGRAM, folder, total, *given], ranks, victim_env=killer)
 
 
 def train(folder: Path, total: int, ranks: int = 2, **options: Any) -> dict[str, Any]:
     """Run the training to its end, and return what rank 0 prints."""
     ended = start(folder, total, ranks, **options)
-    assert [one.returncode for one in ended] == [0] * ranks, "\n".join(one.stderr for one in ended)
-    return json.loads(ended[0].stdout.splitlines()[-1])
+    assert [one.status for one in ended] == [0] * ranks, "\n".join(one.errors for one in ended)
+    return ended[0].last()
 
 
 def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Parameters, both optimizers, schedule, data, counters and dropout."""
     whole = train(tmp_path / "whole", 6, interval=2)
     killed = start(tmp_path / "killed", 6, 2, interval=2, kill_after=5)
-    assert [one.returncode for one in killed] == [KILLED] * 2
+    assert [one.status for one in killed] == [KILLED] * 2
     resumed = train(tmp_path / "killed", 6, interval=2)
     assert (resumed["loaded"], resumed["first"]) == (True, 4)
     assert resumed["digest"] == whole["digest"]
@@ -109,7 +77,7 @@ def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(tmp_
     mark = tmp_path / "mark"
     killer = {"HOLDFAST_KILL_AT": "keeper.part", "HOLDFAST_KILL_MARK": str(mark)}
     killed = start(tmp_path / "killed", 6, 2, interval=2, kill_after=3, waits=False, killer=killer)
-    assert [one.returncode for one in killed] == [KILLED] * 2
+    assert [one.status for one in killed] == [KILLED] * 2
     wait_until(mark.exists)  # keepers may reach the place after the trainers' end
     home = open_store(str(tmp_path / "killed" / "checkpoint"))
     wait_until(lambda: list_home(home).saved[CheckpointId(attempt=1, step=2)].parts.keys() == {0, 1})
@@ -136,8 +104,8 @@ def test_damaged_metadata_of_torchtitan_is_named_unless_a_newer_save_exists(
     content = metadata.read_bytes()
     metadata.write_bytes(b"")
     (ended,) = start(tmp_path / "run", 4, 1, interval=2)
-    assert ended.returncode == 1
-    assert "step-2/.metadata, which torchtitan's own manager wrote, is damaged" in ended.stderr + ended.stdout
+    assert ended.status == 1
+    assert "step-2/.metadata, which torchtitan's own manager wrote, is damaged" in ended.errors + ended.output
     metadata.write_bytes(content)
     assert train(tmp_path / "run", 4, 1, interval=2, last_save_model_only=False)["first"] == 2
     metadata.write_bytes(b"")
@@ -168,8 +136,8 @@ def test_a_folder_with_only_an_exported_model_is_refused(tmp_path: Path) -> None
     """A run never begins from zero unnoticed."""
     train(tmp_path / "run", 3, stock=True, interval=5)
     ended = start(tmp_path / "run", 3, 2, interval=5)
-    assert all(one.returncode for one in ended)
-    assert "step-3, which contains only a model" in ended[0].stderr + ended[0].stdout
+    assert all(one.status for one in ended)
+    assert "step-3, which contains only a model" in ended[0].errors + ended[0].output
 
 
 def test_an_initial_load_takes_a_model_of_another_home(tmp_path: Path) -> None:
@@ -205,5 +173,5 @@ def test_old_checkpoints_are_deleted_and_the_first_step_is_saved(tmp_path: Path)
 
 def test_a_preemption_notice_saves_and_ends_with_75(tmp_path: Path) -> None:
     ended = start(tmp_path / "run", 50, 2, interval=100, signal_after=2)
-    assert [one.returncode for one in ended] == [PREEMPTED_STATUS] * 2, ended[0].stderr
+    assert [one.status for one in ended] == [PREEMPTED_STATUS] * 2, ended[0].errors
     assert holdfast.open(tmp_path / "run" / "checkpoint").step in (2, 3, 4)

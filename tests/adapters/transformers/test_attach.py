@@ -61,6 +61,14 @@ def weights(trainer: Trainer) -> torch.Tensor:
     return trainer.model.layer.weight.detach().clone()  # pyright: ignore
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """Return the weights at the end of a training without Holdfast."""
+    trainer = make(tmp_path_factory.mktemp("unbroken"))
+    trainer.train()
+    return weights(trainer)
+
+
 class StopAt(TrainerCallback):
     """Callback that ends a training early."""
 
@@ -71,13 +79,11 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def test_a_training_resumes_like_an_unbroken_one(tmp_path: Path) -> None:
-    unbroken = make(tmp_path / "unbroken")
-    unbroken.train()
+def test_a_training_resumes_like_an_unbroken_one(tmp_path: Path, unbroken: torch.Tensor) -> None:
     attach(make(tmp_path / "out", callbacks=[StopAt(5)])).train()
     resumed = attach(make(tmp_path / "out"))
     resumed.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(resumed), weights(unbroken))
+    assert torch.equal(weights(resumed), unbroken)
     assert resumed.state.global_step == 8
     assert holdfast.open(tmp_path / "out" / "holdfast").step == 8
 
@@ -109,20 +115,15 @@ def test_folders_and_checkpoints_follow_the_trainers_limit(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_folders_of_all_kept_checkpoints_are_written_on_request(tmp_path: Path) -> None:
+def test_folders_of_all_kept_checkpoints_are_written_on_request(
+    tmp_path: Path, unbroken: torch.Tensor
+) -> None:
     attach(make(tmp_path, save_total_limit=3), tmp_path / "home", folders="all").train()
     files = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= files
     stock = make(tmp_path)
     stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    unbroken = make(tmp_path / "unbroken")
-    unbroken.train()
-    assert torch.equal(weights(stock), weights(unbroken))
-
-
-def test_an_unknown_value_for_folders_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.InvalidInput, match='True, False or "all"'):
-        attach(make(tmp_path), folders="every")  # pyright: ignore[reportArgumentType]
+    assert torch.equal(weights(stock), unbroken)
 
 
 def test_a_path_resumes_from_its_step(tmp_path: Path) -> None:
@@ -188,28 +189,26 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> No
         attach(make(tmp_path)).train(resume_from_checkpoint=str(tmp_path / name))
 
 
-def test_folders_of_the_trainer_itself_are_resumed_and_continued(tmp_path: Path) -> None:
-    unbroken = make(tmp_path / "unbroken")
-    unbroken.train()
+def test_folders_of_the_trainer_itself_are_resumed_and_continued(
+    tmp_path: Path, unbroken: torch.Tensor
+) -> None:
     make(tmp_path / "out", callbacks=[StopAt(4)]).train()
     attached = attach(make(tmp_path / "out", callbacks=[StopAt(6)]))
     attached.train(resume_from_checkpoint=True)
     back = make(tmp_path / "out")
     back.train(resume_from_checkpoint=True)  # from the folder that was written at the end
     assert back.state.global_step == 8
-    assert torch.equal(weights(back), weights(unbroken))
+    assert torch.equal(weights(back), unbroken)
 
 
 @pytest.mark.slow
-def test_a_damaged_folder_of_the_trainer_is_skipped(tmp_path: Path) -> None:
-    unbroken = make(tmp_path / "unbroken")
-    unbroken.train()
+def test_a_damaged_folder_of_the_trainer_is_skipped(tmp_path: Path, unbroken: torch.Tensor) -> None:
     make(tmp_path / "out", callbacks=[StopAt(6)]).train()
     optimizer = tmp_path / "out" / "checkpoint-6" / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:-100])
     attached = attach(make(tmp_path / "out"))
     attached.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(attached), weights(unbroken))
+    assert torch.equal(weights(attached), unbroken)
 
 
 def damage(home: Path, step: int, part: str) -> None:
@@ -224,9 +223,9 @@ def damage(home: Path, step: int, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])
-def test_a_damaged_checkpoint_is_skipped_wherever_the_damage_is(tmp_path: Path, part: str) -> None:
-    unbroken = make(tmp_path / "unbroken")
-    unbroken.train()
+def test_a_damaged_checkpoint_is_skipped_wherever_the_damage_is(
+    tmp_path: Path, unbroken: torch.Tensor, part: str
+) -> None:
     attach(make(tmp_path / "out", callbacks=[StopAt(6)]), folders=False).train()
     damage(tmp_path / "out" / "holdfast", 6, part)
     with pytest.raises(holdfast.Corrupt):  # a path means this checkpoint and no other
@@ -236,7 +235,7 @@ def test_a_damaged_checkpoint_is_skipped_wherever_the_damage_is(tmp_path: Path, 
     assert holdfast.open(tmp_path / "out" / "holdfast").manifest.ancestors[-1][1] == 4
     attached = attach(make(tmp_path / "out"))
     attached.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(attached), weights(unbroken))
+    assert torch.equal(weights(attached), unbroken)
 
 
 def test_the_methods_of_a_subclass_run_first_and_reach_holdfast_by_super(tmp_path: Path) -> None:
@@ -290,6 +289,8 @@ def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
         attach(make(tmp_path, save_strategy="no"))
     with pytest.raises(holdfast.InvalidInput, match="enable_jit_checkpoint"):
         attach(make(tmp_path, enable_jit_checkpoint=True))
+    with pytest.raises(holdfast.InvalidInput, match='True, False or "all"'):
+        attach(make(tmp_path), folders="every")  # pyright: ignore[reportArgumentType]
     with pytest.raises(holdfast.InvalidInput, match="keep=: set save_total_limit"):
         attach(make(tmp_path), keep=3)
     with pytest.raises(holdfast.InvalidInput, match="already attached"):

@@ -1,11 +1,12 @@
 """Trainings that are killed or preempted, compared with unbroken ones of the stock Trainer."""
 
+# ruff: noqa: RUF012 - the tables of a suite are not changed
+
 from __future__ import annotations
 
 import functools
 import importlib.util
 import json
-import random
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 import holdfast
 from adapters import running
 from adapters.digest import digest
+from adapters.door_suite import DoorSuite
 from holdfast.checkpoint.exchange import export_checkpoint
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
@@ -40,83 +42,42 @@ def needs(package: str) -> Any:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"needs {package}")
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments"),
-    [
-        ("gpt", {}),
-        ("gpt", BEST),
-        ("gpt", EPOCHS),
-        ("gpt", {"gradient_accumulation_steps": 3, "eval_strategy": "epoch"}),
-        pytest.param("peft", {}, marks=needs("peft")),
-        pytest.param("sft", {}, marks=needs("trl")),
-    ],
-    ids=["steps", "best", "epochs", "accumulation", "peft", "trl"],
-)
-def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, kind: str, arguments: dict[str, Any]) -> None:
-    plan: dict[str, Any] = {"kind": kind, "arguments": arguments}
-    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
-    train(tmp_path / "out", status=-9, kill_at=10, **plan)
-    assert train(tmp_path / "out", resume=True, **plan) == unbroken
-
-
 STOPS = {
     **{"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "metric_for_best_model": "loss"},
     **{"greater_is_better": True, "load_best_model_at_end": True},
     "restore_callback_states_from_checkpoint": True,
 }
+EVALUATED = {"arguments": {"eval_strategy": "steps", "eval_steps": 4}}
+ACCUMULATED = {"gradient_accumulation_steps": 3, "eval_strategy": "epoch"}
 
 
-@pytest.mark.parametrize(
-    ("step", "plan"),
-    [
-        (20, {}),
-        (16, {"arguments": {"max_steps": -1, "num_train_epochs": 1}}),
-        (6, {"arguments": STOPS, "stop_early": 2}),
-    ],
-    ids=["in an epoch", "at the end of an epoch", "stopped early"],
-)
-def test_a_run_killed_after_its_last_save_trains_no_further_step(
-    tmp_path: Path, step: int, plan: dict[str, Any]
-) -> None:
-    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
-    train(tmp_path / "out", status=-9, kill_at=step, is_saved=True, **plan)
-    assert train(tmp_path / "out", resume=True, **plan) == unbroken
-    assert unbroken["state"][0] == step
+class TestTrainer(DoorSuite):
+    script = SCRIPT
+    resume = "auto"
+    killed = {
+        "steps": ({}, 10),
+        "best": ({"arguments": BEST}, 10),
+        "epochs": ({"arguments": EPOCHS}, 10),
+        "accumulation": ({"arguments": ACCUMULATED}, 10),
+        "peft": pytest.param(({"kind": "peft"}, 10), marks=needs("peft")),
+        "trl": pytest.param(({"kind": "sft"}, 10), marks=needs("trl")),
+    }
+    of_ranks = {"first": ({}, 10, 0), "second": ({}, 10, 1)}
+    preempted = {
+        "plain step": (EVALUATED, 9),
+        "step with evaluation": (EVALUATED, 12),
+        "end of an epoch": (EVALUATED, 16),
+    }
+    ended = {
+        "in an epoch": ({}, 20),
+        "at the end of an epoch": ({"arguments": {"max_steps": -1, "num_train_epochs": 1}}, 16),
+        "stopped early": ({"arguments": STOPS, "stop_early": 2}, 6),
+    }
+    again = ({}, (3, 7), 15)
+    agreed = {}
 
-
-def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(tmp_path: Path) -> None:
-    draw = random.Random(8)
-    unbroken = train(tmp_path / "unbroken", stock=True)
-    step = 0
-    while step < 15:
-        step += draw.randint(3, 7)
-        train(tmp_path / "out", status=-9, kill_at=step, resume="auto")
-    assert train(tmp_path / "out", resume="auto") == unbroken
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("victim", [0, 1])
-def test_two_ranks_resume_bit_for_bit(tmp_path: Path, victim: int) -> None:
-    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)
-    statuses = [-9 if rank == victim else 0 for rank in range(2)]
-    train_ranks(tmp_path / "out", 2, statuses=statuses, kill_at=10, rank=victim)
-    assert train_ranks(tmp_path / "out", 2, resume=True) == unbroken
-
-
-@pytest.mark.parametrize("step", [9, 12, 16], ids=["plain step", "step with evaluation", "end of an epoch"])
-def test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit(tmp_path: Path, step: int) -> None:
-    plan: dict[str, Any] = {"arguments": {"eval_strategy": "steps", "eval_steps": 4}}
-    unbroken = train(tmp_path / "unbroken", stock=True, **plan)
-    train(tmp_path / "out", status=75, kill_at=step, signal=15, **plan)
-    assert holdfast.open(tmp_path / "out" / "holdfast").step == step
-    assert train(tmp_path / "out", resume=True, **plan) == unbroken
-
-
-@pytest.mark.ranks
-def test_two_ranks_agree_on_a_notice_that_one_of_them_gets(tmp_path: Path) -> None:
-    unbroken = train_ranks(tmp_path / "unbroken", 2, stock=True)
-    train_ranks(tmp_path / "out", 2, statuses=[75, 75], kill_at=9, signal=15, rank=1)
-    assert train_ranks(tmp_path / "out", 2, resume=True) == unbroken
+    def step_of(self, end: dict[str, Any]) -> int:
+        return end["state"][0]
 
 
 def test_a_run_goes_from_the_stock_trainer_to_holdfast_and_back(tmp_path: Path) -> None:

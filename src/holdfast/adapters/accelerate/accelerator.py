@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from typing_extensions import override
 
-from holdfast.adapters.accelerate.data_position import (
+from holdfast.adapters.accelerate.session import Session
+from holdfast.adapters.accelerate.state import (
     DataPosition,
     UnpreparedGenerators,
     add_position,
@@ -20,7 +21,6 @@ from holdfast.adapters.accelerate.data_position import (
     follow_position,
     prepare_batches,
 )
-from holdfast.adapters.accelerate.session import Session
 from holdfast.adapters.kit.attachment import check_attach, insert_class
 from holdfast.adapters.kit.run import HOME
 from holdfast.checkpoint.run.options import Home, parse_home
@@ -97,7 +97,7 @@ class HoldfastAccelerator(Accelerator):
     holdfast_session: Session | None = None  # None while the home is not known, and after `end_training`
 
     def open_session(self, folder: str | os.PathLike[str] | None = None) -> Session:
-        """Return the session, which is opened at the first call, with a home beside `folder` if it has none.
+        """Return the session, which the first call opens. An unknown home is then beside `folder`.
 
         Ranks: collective.
         """

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from holdfast.adapters.accelerate.folders import (
     Folders,
@@ -21,9 +17,15 @@ from holdfast.adapters.accelerate.folders import (
     number_of,
     read_marker,
 )
-from holdfast.adapters.kit.attachment import unwrapped
-from holdfast.adapters.kit.data import DividedBatches
-from holdfast.adapters.kit.run import Choice, Notices, TrainerRun, split_notices
+from holdfast.adapters.accelerate.state import (
+    FOLDERS,
+    GENERATORS,
+    PROGRESS,
+    live_objects,
+    loaded_models,
+    saved_models,
+)
+from holdfast.adapters.kit.run import Choice, Notices, TrainerRun, open_runs, split_notices
 from holdfast.checkpoint.run.options import Home
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import (
@@ -31,7 +33,6 @@ from holdfast.errors import (
     HoldfastError,
     InvalidInput,
     LoaderWarning,
-    Preempted,
     ResumeWarning,
     StrayParametersWarning,
 )
@@ -54,11 +55,11 @@ class Session(TrainerRun):
         self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
         preemption, watches = split_notices(options.get("watches", ()))
         super().__init__(home, self._state, options, group=None, watches=watches)
-        self.notices = Notices(preemption.sources, self.ranks, signals=preemption.signals)
-        self.saved_step = 0  # newest durable save of this process
+        self._notices = self.notices = Notices(preemption.sources, self.ranks, signals=preemption.signals)
         self.is_open = True  # until it is closed, also by a new session of this process for the same home
-        for other in [one for one in _sessions if one.home == self.home]:
-            other.close()  # a process trains one run in a home, and this is its training now
+        for other in open_runs():  # a process trains one run in a home, and this is its training now
+            if isinstance(other, Session) and other is not self and other.home == self.home and other.is_open:
+                other.close()
         # The ranks that write Accelerate's own files create folders.
         is_on_each_node = accelerator.project_configuration.save_on_each_node
         writes = accelerator.is_local_main_process if is_on_each_node else accelerator.is_main_process
@@ -75,16 +76,15 @@ class Session(TrainerRun):
         self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
         every = range(self.ranks.world_size)
         self.ranks.first_of(every, lambda: self._folders.tidy(self._names, self._complete))
-        _sessions.add(self)
 
     # -- saving ----------------------------------------------------------------------------------------------
 
     def is_preempted(self) -> bool:
         """Return True if a rank has a preemption notice."""
         self._settle()
-        self.notices.end_step(self._save_s)
-        self.notices.exchange()
-        return self.notices.agreed is not None
+        self._notices.end_step(self._save_s)
+        self._notices.exchange()
+        return self._notices.agreed is not None
 
     def save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         """Save the state under a folder's name, and return the folder. See `Accelerator.save_state`."""
@@ -94,7 +94,7 @@ class Session(TrainerRun):
             with suppress(HoldfastError):  # a later one may succeed
                 self.pending[0].wait_durable()
             self._settle()
-        self.notices.end_step(self._save_s)
+        self._notices.end_step(self._save_s)
         name = self._name_of(output_dir)
         reason, step, gone = self._agree_on_save(name)
         folder = self._folders.path(name)
@@ -113,7 +113,7 @@ class Session(TrainerRun):
         config.iteration += 1
         self._settle()
         if reason is not None:
-            self.notices.agreed = reason
+            self._notices.agreed = reason
             self.checkpointer.stop(step)
         return folder
 
@@ -130,14 +130,10 @@ class Session(TrainerRun):
         return self._folders.name(output_dir)
 
     def _agree_on_save(self, name: str) -> tuple[str | None, int, list[int]]:
-        """Make the folder of a save.
-
-        Returns:
-            The reason of a preemption notice, if any; the step; and the steps whose folders are gone.
-        """
+        """Make the folder of a save. Return the reason of a notice, the step, and steps without a folder."""
         is_first = self.ranks.rank == 0
         outcomes = self.ranks.agree(
-            lambda: (self.notices.reason, self._begin_save(name) if is_first else None)
+            lambda: (self._notices.reason, self._begin_save(name) if is_first else None)
         )
         for outcome in outcomes:
             if outcome.error is not None:
@@ -198,7 +194,7 @@ class Session(TrainerRun):
         for save in self.settle():
             if save.durable:
                 self._complete.add(save.step)
-                self.saved_step, self._save_s = save.step, save.durable_s or 0.0
+                self._save_s = save.durable_s or 0.0
             elif self._names.get(save.step) is not None:
                 self._copies_at_once = True  # something but the optimizer has written to the state
                 self._folders.remove_interrupted(self._names.pop(save.step))
@@ -209,11 +205,9 @@ class Session(TrainerRun):
     # -- loading ---------------------------------------------------------------------------------------------
 
     def choose(self, asked: str | os.PathLike[str] | None) -> str | None:
-        """Choose the checkpoint that `load_state` asks for.
+        """Choose the checkpoint that `load_state` asks for, and return the folder if it is Accelerate's own.
 
-        Returns:
-            A folder that Accelerate has written itself and that was checked; None for a checkpoint in a home,
-            which `load` loads.
+        Such a folder was checked. A checkpoint in a home is loaded by `load`.
         """
         self.wait_settled()  # a failed save is no choice
         self._settle()
@@ -345,103 +339,10 @@ class Session(TrainerRun):
         self.is_open = False
         self.checkpointer.close()
         self._settle()
-        self.notices.close()
+        self._notices.close()
         self.ranks.barrier_and_close()
-        _sessions.discard(self)
 
 
 def _number(choice: Choice) -> int:
     number = automatic_number(Path(choice.folder).name)
     return -1 if number is None else number
-
-
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def end_preempted(error: Exception) -> None:
-    """End the process by `Preempted` if a loader has failed after a notice.
-
-    Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
-    save becomes durable.
-    """
-    for session in list(_sessions):
-        if session.notices.reason is not None:
-            reason = f"{session.notices.reason}; {type(error).__name__} has ended the next batch: {error}"
-            raise Preempted(session.saved_step, reason) from error
-
-
-FOLDERS = "folders"
-"""Key of the names of all folders, by step."""
-PROGRESS = "accelerator"
-"""Key of the Accelerator's own counter of batches."""
-GENERATORS = "rng"
-_MODEL = "model"
-
-
-def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str, Any]:
-    """Return the objects of a checkpoint by key: `model`, `model_1`, `optimizer` and so on."""
-    own: Any = accelerator
-    if any(isinstance(one, DividedBatches) for one in own._custom_objects):
-        raise InvalidInput(
-            "GlobalBatches were given to register_for_checkpointing, and would count each step twice. "
-            "Nothing was saved or loaded. Prepare their loader only: its position is part of the state."
-        )
-    objects = {model_key(number): own._models[number] for number in models}
-    objects |= _numbered("optimizer", [unwrapped(one) for one in own._optimizers])
-    objects |= _numbered("scheduler", [unwrapped(one) for one in own._schedulers])
-    objects |= _numbered("loader", [one.holdfast_position for one in own._dataloaders])
-    objects |= {f"custom_{number}": unwrapped(one) for number, one in enumerate(own._custom_objects)}
-    if own.scaler is not None:
-        objects["scaler"] = own.scaler
-    return objects
-
-
-def model_key(number: int) -> str:
-    """Return the key of a model."""
-    return _MODEL if number == 0 else f"{_MODEL}_{number}"
-
-
-def saved_models(accelerator: Accelerator, folder: str) -> list[int]:
-    """Run the hooks before a save, and return the numbers of the models to save.
-
-    A hook that saves a model itself removes its weights from the list.
-    """
-    own: Any = accelerator
-    hooks = list(own._save_model_state_pre_hook.values())
-    numbers = list(range(len(own._models)))
-    if not hooks:
-        return numbers
-    is_sharded = own.distributed_type == DistributedType.FSDP
-    weights = [] if is_sharded else [own.get_state_dict(model, unwrap=False) for model in own._models]
-    before = [(id(one), {name: id(value) for name, value in one.items()}) for one in weights]
-    for hook in hooks:
-        hook(own._models, weights, folder)
-    if is_sharded:
-        return numbers
-    left = {id(one): {name: id(value) for name, value in one.items()} for one in weights}
-    changed = [content for key, content in left.items() if (key, content) not in before]
-    if changed:
-        raise InvalidInput(
-            f"A hook of register_save_state_pre_hook has changed weights, for {folder}. Holdfast saves the "
-            "model itself, so they would be lost. Nothing was saved. Let the hook write what it wants to "
-            "the folder, and remove the weights from the list."
-        )
-    return [number for number in numbers if before[number][0] in left]
-
-
-def loaded_models(accelerator: Accelerator, folder: str) -> list[int]:
-    """Run the hooks before a load, and return the numbers of the models to load.
-
-    A hook that loads a model itself removes it from the list.
-    """
-    own: Any = accelerator
-    is_sharded = own.distributed_type == DistributedType.FSDP
-    models = [] if is_sharded else list(own._models)
-    for hook in list(own._load_model_state_pre_hook.values()):
-        hook(models, folder)
-    left = {id(one) for one in models}
-    return [number for number, one in enumerate(own._models) if is_sharded or id(one) in left]
-
-
-def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
-    return {name if number == 0 else f"{name}_{number}": value for number, value in enumerate(values)}

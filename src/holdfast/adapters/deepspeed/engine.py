@@ -136,11 +136,7 @@ class HoldfastEngine(DeepSpeedEngine):
         return path, client_state
 
     def step(self, lr_kwargs: Any = None) -> None:
-        """Step the optimizer. After a preemption notice, save and end the process.
-
-        Raises:
-            Preempted: the save is durable: SystemExit with status 75.
-        """
+        """Step the optimizer. After a preemption notice, save and end the process by `Preempted`."""
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps != before:

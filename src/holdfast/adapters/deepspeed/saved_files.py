@@ -15,7 +15,6 @@ from holdfast.adapters.kit.run import TrainerRun, open_loaded
 from holdfast.checkpoint.exchange.packed_value import (
     Packed,
     describe_partitions,
-    pack,
     packed_of,
     partition_key,
     read_partition,
@@ -56,13 +55,6 @@ class Facts:
             return cls(**{one.name: meta[one.name] for one in fields(cls)})
         except KeyError as error:
             raise Corrupt(f"{where} lacks {error} in its metadata.") from error
-
-
-def pack_file(value: Any, name: str) -> Packed:
-    """Return the content of a file, ready to be saved. Its tensors are not copied."""
-    packed = pack(value, name)
-    packed.check(name)
-    return packed
 
 
 def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from holdfast.adapters.deepspeed.resharding import ReshardedFiles
-from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles, name_in, pack_file
+from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles, name_in
 from holdfast.adapters.kit.run import HOME, PrivateMemory, private_memory
-from holdfast.checkpoint.exchange.packed_value import Packed
+from holdfast.checkpoint.exchange.packed_value import Packed, pack
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import Corrupt, Denied, NotFound, SaveWarning
@@ -95,7 +95,8 @@ def memory_of_engine(engine: Any) -> list[PrivateMemory]:
     These are partitions in full precision and the state of the optimizer. What belongs to the module is left
     out: scripts may write to it at any time, for example to exchange averaged weights.
     """
-    optimizer, module = engine.optimizer, engine.module
+    optimizer: Any = engine.optimizer
+    module = engine.module
     if type(optimizer) in _WRAPPERS:
         optimizer = None if getattr(optimizer, "zenflow", False) else optimizer.optimizer
     kind = type(optimizer)
@@ -311,7 +312,8 @@ class FileEngine(CheckpointEngine):
         if name is None:
             self.stock.save(state_dict, path)
         else:
-            self._files[name] = pack_file(state_dict, name)
+            self._files[name] = pack(state_dict, name)
+            self._files[name].check(name)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Load a file of the current checkpoint to the CPU, or one that DeepSpeed wrote."""

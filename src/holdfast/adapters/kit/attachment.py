@@ -32,24 +32,19 @@ def check_attach(
 
     `decided` are options that the object decides, each with the place to set it.
     """
-    check_no_rollback(options, f"attach() of this {name}")
+    going = next((one.name for one in options.get("watches") or () if one.goes_back is not None), None)
+    if going is not None:
+        raise InvalidInput(
+            f"attach() of this {name} does not take a watch that goes back, as {going!r} does: the loop, its "
+            "counter of steps and its data belong to the trainer, which cannot go back while it runs. "
+            'Nothing was changed. Use Spike("report") (the default), stop at the report, and start again '
+            "from the newest healthy checkpoint; or train in a loop of your own over Checkpointer.steps()."
+        )
     for option, fix in decided.items():
         if option in options:
             raise InvalidInput(f"attach() does not take {option}=: {fix}. The {name} was not changed.")
     if isinstance(target, added):
         raise InvalidInput(f"This {name} is already attached. Call attach() once.")
-
-
-def check_no_rollback(options: Mapping[str, Any], place: str) -> None:
-    """Refuse to go back in a loop that another library counts."""
-    going = next((one.name for one in options.get("watches") or () if one.goes_back is not None), None)
-    if going is not None:
-        raise InvalidInput(
-            f"{place} does not take a watch that goes back, as {going!r} does: the loop, its counter of "
-            "steps and its data belong to the trainer, which cannot go back while it runs. Nothing was "
-            'changed. Use Spike("report") (the default), stop at the report, and start again from the newest '
-            "healthy checkpoint; or train in a loop of your own over Checkpointer.steps()."
-        )
 
 
 def insert_class(target: Any, added: type, *, before: type) -> Any:

@@ -24,7 +24,7 @@ from holdfast.checkpoint.run.options import Home, Limits
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.checkpoint.watch import Watch
-from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.errors import HoldfastError, InvalidInput, Preempted
 from holdfast.system.log import get_logger
 from holdfast.watch.preemption import NoticeWatcher
 from holdfast.watch.preemption.trainer import Preemption
@@ -83,7 +83,8 @@ class TrainerRun:
         self.home = self.checkpointer.home
         self.pending: list[Save] = []
         self.doomed: dict[int, str] = {}
-        self._newest_durable = -1
+        self.notices: Notices | None = None  # of a trainer that watches for them itself
+        self.saved_step = 0  # newest durable save of this process
         _open.add(self)
 
     # -- saves -----------------------------------------------------------------------------------------------
@@ -109,12 +110,12 @@ class TrainerRun:
         """Return the saves that have ended since the last call, durable or failed."""
         ended = [save for save in self.pending if save.done()]
         self.pending = [save for save in self.pending if save not in ended]
-        self._newest_durable = max([self._newest_durable, *(save.step for save in ended if save.durable)])
+        self.saved_step = max([self.saved_step, *(save.step for save in ended if save.durable)])
         return ended
 
     def pop_doomed(self) -> dict[int, str]:
         """Return the folders that are to be removed now, by step: a newer checkpoint is durable."""
-        due = [step for step in self.doomed if step < self._newest_durable]
+        due = [step for step in self.doomed if step < self.saved_step]
         return {step: self.doomed.pop(step) for step in due}
 
     def wait_copied(self) -> None:
@@ -153,9 +154,26 @@ class TrainerRun:
 _open: weakref.WeakSet[TrainerRun] = weakref.WeakSet()
 
 
+def open_runs() -> list[TrainerRun]:
+    """Return the runs of this process that are still referred to."""
+    return list(_open)
+
+
+def end_preempted(error: Exception) -> None:
+    """End the process by `Preempted` if a loader has failed after a notice.
+
+    Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
+    save becomes durable.
+    """
+    for run in open_runs():
+        if run.notices is not None and run.notices.reason is not None:
+            reason = f"{run.notices.reason}; {type(error).__name__} has ended the next batch: {error}"
+            raise Preempted(run.saved_step, reason) from error
+
+
 def _wait_copied() -> None:
     """Wait for copies under way before the process ends."""
-    for run in list(_open):
+    for run in open_runs():
         run.wait_copied()
 
 

@@ -21,7 +21,7 @@ from holdfast.adapters.kit.run import open_loaded
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import DAMAGED, Record, write_records
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
-from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
@@ -170,6 +170,8 @@ class HomeContent:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
+        self.run, self.step = checkpoint.run, checkpoint.step
+        self.checkpoint_id = checkpoint.manifest.checkpoint_id
         values = checkpoint.values().get(_FACTS)
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise Unsupported(
@@ -195,21 +197,6 @@ class HomeContent:
         With its attempt, it may lack its manifest: its keeper was killed before it was written.
         """
         return cls(open_checkpoint(home) if step is None else open_loaded(home, step, attempt))
-
-    @property
-    def run(self) -> str:
-        """Id of the run."""
-        return self._checkpoint.run
-
-    @property
-    def checkpoint_id(self) -> CheckpointId:
-        """Its attempt and step."""
-        return self._checkpoint.manifest.checkpoint_id
-
-    @property
-    def step(self) -> int:
-        """Its step in the home."""
-        return self._checkpoint.step
 
     def pickled(self) -> bytes:
         """Return the pickle, which refers to the storages. It is not loaded here."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import fsspec
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
@@ -73,24 +72,22 @@ class HomePlace:
 
     @property
     def folder(self) -> str:
-        """Folder that contains the home."""
-        return str(PurePosixPath(self.home).parent) if is_local(self.home) else self.home.rpartition("/")[0]
+        """Folder that contains the home, with a slash at its end."""
+        return folder_of(self.home).rstrip("/") + "/"
 
     def relative(self, path: str) -> str:
         """Return a path relative to the home's folder, if it is in there."""
-        start = self.folder.rstrip("/") + "/"
-        return path.removeprefix(start) if path.startswith(start) else path
+        return path.removeprefix(self.folder)
 
     def absolute(self, path: str) -> str:
         """Return the path that `relative` was called with."""
-        is_whole = path.startswith("/") or "://" in path
-        return path if is_whole else f"{self.folder.rstrip('/')}/{path}"
+        return path if path.startswith("/") or "://" in path else self.folder + path
 
     def exists(self, path: str) -> bool:
         """Return True if a file exists."""
         if is_local(path):
             return Path(path).is_file()
-        fs, name = self._file_system(path)
+        fs, name = url_to_fs(path, **self.storage_options)
         return bool(fs.isfile(name))
 
     def write(self, path: str, write: Callable[[Path], None]) -> None:
@@ -98,13 +95,9 @@ class HomePlace:
         if is_local(path):
             write(Path(path))
             return
-        fs, name = self._file_system(path)
+        fs, name = url_to_fs(path, **self.storage_options)
         with temporary_folder("lightning") as folder:
             local = Path(folder) / "file.ckpt"
             write(local)
             fs.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 - a URL is not a path
             fs.put_file(str(local), name)
-
-    def _file_system(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-        fs, name = url_to_fs(path, **self.storage_options)
-        return fs, str(name)

@@ -54,13 +54,9 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Save a checkpoint for a path.
+        """Save a checkpoint for a path or an fsspec URL, with the options of its file system.
 
-        Args:
-            checkpoint: content, as Lightning makes it. Its tensors are copied before this returns, but for
-                those of the optimizers while a Trainer trains.
-            path: path or fsspec URL of the file.
-            storage_options: mapping of options for the file system of a URL, as for fsspec.
+        Its tensors are copied before this returns, but for those of the optimizers while a Trainer trains.
 
         Raises:
             TypeError: `storage_options` is not a mapping, or the path is local.
@@ -88,20 +84,13 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         map_location: Any = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load the checkpoint of a path. Files that Holdfast has written are verified first.
+        """Load the checkpoint of a path or fsspec URL. Files that Holdfast has written are verified first.
 
         A file that is missing or damaged is written again from the home, if it is there.
-
-        Args:
-            path: path or fsspec URL of any file that Lightning loads.
-            map_location: as for torch.load.
-            weights_only: as for torch.load.
 
         Raises:
             FileNotFoundError: there is no such checkpoint.
             Corrupt: the file is damaged, and the home does not hold its checkpoint.
-
-        Blocks: until it is loaded.
         """
         target = absolute(path)
         if self._saver is not None:
@@ -155,10 +144,9 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         return self.saver_for(path) if has_home else None
 
     def _verify(self, path: str) -> FileId | None:
-        """Verify a local file. A missing or damaged one is written again from the home.
+        """Return the checkpoint that a local file was written from; None if it is not Holdfast's.
 
-        Returns:
-            The checkpoint that it was written from; None if there is no file, or another program wrote it.
+        A missing or damaged file is written again from the home.
         """
         damage: Corrupt | None = None
         if Path(path).is_file():

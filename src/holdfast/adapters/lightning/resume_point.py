@@ -282,10 +282,8 @@ def complete_batch(checkpoint: dict[str, Any]) -> bool:
     """Mark a checkpoint's batch as complete if it was saved at its end.
 
     Lightning resumes such a checkpoint with the next batch. If validation or the end of the epoch is next,
-    it skips them, so that random numbers and schedules differ from an uninterrupted run.
-
-    Returns:
-        True if the batch was marked: `finish_batch` has to be called when training begins.
+    it skips them, so that random numbers and schedules differ from an uninterrupted run. If True is returned,
+    `finish_batch` has to be called when training begins.
     """
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if progress is None:
@@ -324,11 +322,7 @@ def begin_epoch(trainer: Any) -> None:
 
 
 def restore_point(trainer: Any, point: dict[str, Any]) -> str | None:
-    """Restore this rank's generators and data position, just before training.
-
-    Returns:
-        The reason why training continues with other random numbers, or None.
-    """
+    """Restore this rank's generators and position; return why training differs from an unbroken one."""
     loader = trainer.fit_loop._combined_loader
     if isinstance(loader, PositionedLoader) and loader.batches:
         first = point["ranks"][0]  # the same on all ranks, of any number

@@ -36,11 +36,12 @@ from holdfast.adapters.nebula.tag_writer import (
     MemoryBudget,
     Settings,
     TagWriter,
-    existing_local,
+    local_folder,
     parse_location,
 )
 from holdfast.checkpoint.exchange.packed_value import Packed, describe_partitions, pack
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
@@ -355,7 +356,11 @@ class Session:
         with self._lock:
             if self._writer is not None:
                 self._writer.wait_complete()
-            local = self._writer.local if self._writer is not None else existing_local(self.settings)
+            if self._writer is not None:
+                local = self._writer.local
+            else:  # the folder of the nearer tier, if the run exists
+                run = read_run(open_store(self.home))
+                local = local_folder(self.settings, run.id if run else None)
         held = MemoryTierStore(self.home)
         tiers: dict[str, Store] = {"memory": held} if held else {}
         if local is not None:

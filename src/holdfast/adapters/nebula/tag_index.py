@@ -104,7 +104,7 @@ MapLocation = Any
 def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
     """Return a tensor on the device that `map_location` selects."""
     if callable(map_location) and not isinstance(map_location, torch.device):
-        storage = map_location(tensor.untyped_storage(), location)
+        storage: Any = map_location(tensor.untyped_storage(), location)
         if storage is not None:
             plain = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
             found = torch.empty(0, dtype=tensor.dtype, device=plain.device)

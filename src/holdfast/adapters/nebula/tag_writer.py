@@ -19,7 +19,7 @@ from holdfast.adapters.kit.run import NO_NOTICES
 from holdfast.adapters.kit.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_coordinator import TagPlan
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.home.claim import claim_run, read_run
+from holdfast.checkpoint.home.claim import claim_run
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Home, Limits, Local
@@ -55,7 +55,12 @@ def make_settings(
 ) -> Settings:
     """Return the settings from arguments and the environment."""
     home = parse_location(environ.get(PATH) if path is None else path)
-    seconds = _interval(environ.get(INTERVAL) if interval is None else interval)
+    given = environ.get(INTERVAL) if interval is None else interval
+    seconds = None
+    if given is not None and given != "":
+        with contextlib.suppress(TypeError, ValueError):  # else it may have a unit
+            given = float(given)
+        seconds = None if given == 0 else parse_duration(given, "persistent_time_interval")
     if isinstance(retention, bool) or not isinstance(retention, int) or retention < 1:
         raise InvalidInput(f"num_of_version_in_retention must be 1 or more, not {retention!r}.")
     root = environ.get(LOCAL)
@@ -81,16 +86,6 @@ def parse_location(path: Any) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidInput(f"persistent_storage_path must be a path or URL, not {path!r}.")
     return absolute_place(path)
-
-
-def _interval(value: Any) -> float | None:
-    if value is None or value == "":
-        return None
-    try:
-        seconds = float(value)
-    except (TypeError, ValueError):
-        return parse_duration(value, "persistent_time_interval")
-    return None if seconds == 0 else parse_duration(seconds, "persistent_time_interval")
 
 
 VARIABLE = "NEBULA_MEMORY_BUFFER_SIZE"
@@ -167,12 +162,6 @@ def local_folder(settings: Settings, run: str | None) -> str | None:
         SaveWarning,
     )
     return None
-
-
-def existing_local(settings: Settings) -> str | None:
-    """Return the folder of the nearer tier if the run exists."""
-    found = read_run(open_store(settings.home))
-    return local_folder(settings, found.id if found else None)
 
 
 class TagWriter:

@@ -133,8 +133,10 @@ def refusals(folder: str) -> dict[str, Any]:
         ("nested", {"a": [{"engine": engine}]}),
         ("module", {"model": sharded.module}),
     ):
-        found[name] = refusal(lambda state=state: Checkpointer(Path(folder) / "own").save(1, state))
-        found[f"live {name}"] = refusal(lambda state=state: Checkpointer(Path(folder) / "own", state).save(1))
+        own = Path(folder) / name
+        found[name] = refusal(lambda own=own, state=state: Checkpointer(own).save(1, state))
+        live = Path(folder) / f"live {name}"
+        found[f"live {name}"] = refusal(lambda live=live, state=state: Checkpointer(live, state).save(1))
     other = make()
     other.checkpoint_engine.__class__ = type("OtherEngine", (type(other.checkpoint_engine),), {})
     found["writer"] = refusal(lambda: attach(other))

@@ -23,8 +23,14 @@ from holdfast.checkpoint.format.containers import (
     other_attributes,
 )
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
-from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.format.values import (
+    NAMED_TYPES,
+    EntryRef,
+    SavedDataclass,
+    SavedEnum,
+    SavedNamedTuple,
+    TensorRef,
+)
 from holdfast.checkpoint.state.composites import Composite, put_together, take_apart
 from holdfast.checkpoint.state.entry import is_entry
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unsavable
@@ -161,12 +167,10 @@ def extract_tensors(
     """Return a tree with a `TensorRef` for every tensor; `emit` receives each tensor with its name.
 
     Args:
-        value: the tree.
         name: name of the tree; a tensor's name is this and its path, joined by dots.
-        emit: called with each tensor's name and the tensor.
         per_rank: called in place of `emit` with tensors that are different on every rank by their kind.
-        named_types: replace values of the program's own types by their saved forms, see
-            `holdfast.checkpoint.format.named_types`. Only for values that are restored into live ones.
+        named_types: replace values of the program's own types by their saved forms. Only for values that are
+            restored into live ones.
         entries: replace objects that are entries of their own by an `EntryRef`.
         composites: replace composite tensors by a `SavedTensor`, and emit their inner tensors.
     """

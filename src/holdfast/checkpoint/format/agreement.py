@@ -196,7 +196,7 @@ def _union(name: str, listed: Sequence[Tensor], work: _Work) -> tuple[ListedPart
             if regions.setdefault(rank, own) != own:
                 raise InvalidInput(
                     f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
-                    f"{_as_list(regions[rank])}, another {_as_list(own)}.",
+                    f"{_some(map(_as_slices, regions[rank]))}, another {_some(map(_as_slices, own))}.",
                     rank=rank,
                     key=name,
                 )
@@ -382,12 +382,8 @@ def _as_slices(region: Region) -> str:
     return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*region, strict=True)) + "]"
 
 
-def _as_list(regions: Sequence[Region], most: int = 8) -> str:
-    more = f" and {len(regions) - most} more" if len(regions) > most else ""
-    return ", ".join(map(_as_slices, regions[:most])) + more
-
-
-def _some(ranks: Iterable[int], most: int = 8) -> str:
-    ranks = list(ranks)
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return ", ".join(map(str, ranks[:most])) + more
+def _some(texts: Iterable[object], most: int = 8) -> str:
+    """Return the first of several texts or numbers, and how many more there are."""
+    found = list(map(str, texts))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more

@@ -53,8 +53,8 @@ def has_name(kind: type, name: str) -> bool:
     return qualified == kind.__qualname__ and "__main__" in (module, kind.__module__)
 
 
-def _check_fields(value: Any, path: str) -> None:
-    """Raise if a dataclass has state that its fields do not show."""
+def _check_fields(value: Any, found: dict[str, Any], path: str) -> None:
+    """Raise if a dataclass has state that its fields do not show, or fields that are not set."""
     if others := other_attributes(value):
         raise InvalidInput(
             f"{path} is a {type(value).__qualname__} with attributes that are not fields of this dataclass: "
@@ -62,8 +62,6 @@ def _check_fields(value: Any, path: str) -> None:
             "(init=False), or give the class state_dict() and load_state_dict().",
             key=path,
         )
-    kind = kind_of(value)
-    found = dict(kind.items(value)) if kind is not None else {}
     if unset := [name for name in field_names(value) if name not in found]:
         raise InvalidInput(
             f"{path} is a {type(value).__qualname__} whose field {unset[0]} is not set, so it cannot be "
@@ -77,11 +75,13 @@ def saved_container(value: Any, path: str) -> Any:
     if type(value) is collections.defaultdict:
         return collections.defaultdict(None, value)
     kind = kind_of(value)
-    if kind is not None and is_named_tuple(value):
-        return SavedNamedTuple(type_name(type(value)), tuple(kind.items(value)))
-    if kind is not None and is_dataclass(value):
-        _check_fields(value, path)
-        return SavedDataclass(type_name(type(value)), dict(kind.items(value)))
+    items = () if kind is None else kind.items(value)
+    if is_named_tuple(value):
+        return SavedNamedTuple(type_name(type(value)), tuple(items))
+    if is_dataclass(value):
+        fields = dict(items)
+        _check_fields(value, fields, path)
+        return SavedDataclass(type_name(type(value)), fields)
     return value
 
 

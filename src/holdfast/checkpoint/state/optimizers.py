@@ -317,8 +317,14 @@ class OptimizerEntry(StateEntry):
         other: dict[str, Any] = {}
         groups = capture_groups(self, self.value.param_groups, fqns, collector, named_types=True)
         for fqn, parameter in zip(chain.from_iterable(fqns), parameters(self.value), strict=True):
-            if state := self.value.state.get(parameter):
-                self._capture_state(collector, fqn, parameter, state, other)
+            prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
+            for name, value in (self.value.state.get(parameter) or {}).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and is_state_tensor_name(name) and not is_composite(value):
+                    collector.collect(prefix + name, value, role)
+                else:  # the description of a composite tensor may have types of the program
+                    tree = collector.extract(value, f"{prefix}{name}", role, named_types=is_tensor)
+                    other.setdefault(fqn, {})[name] = tree
         role = Role(self.replication or Replication.REPLICATED, is_owned=True)
         shared = {
             name: collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
@@ -327,23 +333,6 @@ class OptimizerEntry(StateEntry):
         }
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
         return {**values, "shared": encode(shared, f"{self.key}.state")} if shared else values
-
-    def _capture_state(
-        self,
-        collector: TensorCollector,
-        fqn: str,
-        parameter: torch.Tensor,
-        state: dict[Any, Any],
-        other: dict[str, Any],
-    ) -> None:
-        prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
-                collector.collect(prefix + name, value, role)
-            else:
-                is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
-                tree = collector.extract(value, f"{prefix}{name}", role, named_types=is_named)
-                other.setdefault(fqn, {})[name] = tree
 
     def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
         """Return the role of state. It is replicated as its parameter, unless that is outside the state."""

@@ -159,9 +159,15 @@ def _value_seeds() -> list[bytes]:
     import torch
 
     from holdfast.checkpoint.format.composites import SPARSE, UNDER, SavedTensor
-    from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
     from holdfast.checkpoint.format.sealed import dumps
-    from holdfast.checkpoint.format.values import EntryRef, TensorRef, encode
+    from holdfast.checkpoint.format.values import (
+        EntryRef,
+        SavedDataclass,
+        SavedEnum,
+        SavedNamedTuple,
+        TensorRef,
+        encode,
+    )
 
     values = [
         {"a": [1, 2.5, None, True, "x"], 3: (1, {2}, frozenset({3})), "b": b"abc", "c": bytearray(b"x")},

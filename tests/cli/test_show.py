@@ -13,7 +13,7 @@ import pytest
 
 from cli.conftest import Command, flip
 from holdfast.checkpoint.format import names, values
-from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
+from holdfast.checkpoint.format.values import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.checkpoint.store import open_store
 from holdfast.cli.values import format_value, leaves
 from making import make_checkpoint, make_home

@@ -12,9 +12,8 @@ import pytest
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.containers import kind_of
-from holdfast.checkpoint.format.named_types import SavedDataclass, SavedNamedTuple
 from holdfast.checkpoint.format.nesting import plain_form, prune
-from holdfast.checkpoint.format.values import TensorRef, decode, encode
+from holdfast.checkpoint.format.values import SavedDataclass, SavedNamedTuple, TensorRef, decode, encode
 
 
 class Pair(NamedTuple):

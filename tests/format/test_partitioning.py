@@ -73,11 +73,11 @@ def test_every_element_is_in_exactly_one_region(case: tuple[EvenPartitioning, tu
 
 
 @given(partitionings())
-def test_region_of_returns_the_region_of_a_rank(case: tuple[EvenPartitioning, tuple[int, ...]]) -> None:
+def test_each_rank_has_the_numbers_of_its_regions(case: tuple[EvenPartitioning, tuple[int, ...]]) -> None:
     partitioning, shape = case
     for rank, region in partitioning.regions(shape):
-        assert partitioning.region_of(rank, shape) == region
-    assert partitioning.region_of(9, shape) is None
+        assert [partitioning.region_at(index, shape) for index in partitioning.indices_of(rank)] == [region]
+    assert partitioning.indices_of(9) == ()
 
 
 @given(st.data())
@@ -98,8 +98,10 @@ def test_touching_searches_listed_regions(data: st.DataObject) -> None:
     slow = [(rank, region) for rank, region in enumerate(listed) if elements(region) & elements(wanted)]
     assert list(partitioning.touching(wanted, shape)) == slow
     assert list(partitioning.regions(shape)) == list(enumerate(listed))
-    assert [partitioning.region_of(rank, shape) for rank in partitioning.ranks] == listed
-    assert partitioning.region_of(len(listed), shape) is None
+    assert [partitioning.indices_of(rank) for rank in range(len(listed) + 1)] == [
+        *((index,) for index in range(len(listed))),
+        (),
+    ]
 
 
 @given(st.data())
@@ -156,6 +158,6 @@ def test_strided_shards_are_the_same_splits_in_another_order() -> None:
 
 
 def test_a_whole_tensor_has_no_splits() -> None:
-    assert whole(3).region_of(3, (2, 5)) == Region((0, 0), (2, 5))
-    assert whole(3).region_of(0, (2, 5)) is None
+    assert whole(3).region_at(0, (2, 5)) == Region((0, 0), (2, 5))
+    assert (whole(3).indices_of(3), whole(3).indices_of(0)) == ((0,), ())
     assert list(whole(3).regions(())) == list(whole(3).touching(Region((), ()), ())) == [(3, Region((), ()))]

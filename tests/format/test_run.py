@@ -71,14 +71,6 @@ def test_documents_round_trip(value: SmallDocument) -> None:
     assert parse_as(value, document(value)) == value
 
 
-@given(values, st.data())
-def test_a_changed_byte_is_detected(value: SmallDocument, data: st.DataObject) -> None:
-    damaged = bytearray(document(value))
-    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Corrupt):
-        parse_as(value, bytes(damaged))
-
-
 @given(st.dictionaries(text, st.floats(allow_subnormal=True)))
 def test_metrics_round_trip_including_nan_and_infinity(values: dict[str, float]) -> None:
     found = parse(Metrics, document(Metrics("id", 3, 500, values)), "doc")

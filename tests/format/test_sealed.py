@@ -51,15 +51,6 @@ def test_every_flipped_bit_is_detected() -> None:
 
 
 @given(bodies, st.data())
-def test_any_changed_byte_is_detected(body: dict[str, object], data: st.DataObject) -> None:
-    document = bytearray(seal(dumps(body)))
-    position = data.draw(st.integers(0, len(document) - 1))
-    document[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(Corrupt):
-        unseal(bytes(document), "doc")
-
-
-@given(bodies, st.data())
 def test_truncation_and_extra_bytes_are_detected(body: dict[str, object], data: st.DataObject) -> None:
     document = seal(dumps(body))
     cut = data.draw(st.integers(0, len(document) - 1))
@@ -79,7 +70,7 @@ def test_lines_round_trip_in_order(lines: list[dict[str, object]]) -> None:
 
 
 @settings(max_examples=25)
-@given(st.lists(bodies, min_size=2, max_size=4), st.data())
+@given(st.lists(bodies, min_size=1, max_size=4), st.data())
 def test_a_changed_byte_in_any_line_is_detected(lines: list[dict[str, object]], data: st.DataObject) -> None:
     document = bytearray(seal(b"\n".join(map(dumps, lines))))
     document[data.draw(st.integers(0, len(document) - 1))] ^= data.draw(st.integers(1, 255))

@@ -31,16 +31,29 @@ from hypothesis.extra import numpy as arrays
 
 from holdfast.checkpoint.format.composites import RAW_DTYPES, SPARSE, SavedTensor
 from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
-from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.checkpoint.format.value_advice import advice_for
-from holdfast.checkpoint.format.values import EntryRef, TensorRef, decode, encode
+from holdfast.checkpoint.format.values import (
+    EntryRef,
+    SavedDataclass,
+    SavedEnum,
+    SavedNamedTuple,
+    TensorRef,
+    decode,
+    encode,
+)
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 
 def file_in_memory(content: bytes, position: int) -> io.BytesIO:
     file = io.BytesIO(content)
     file.seek(position)
+    return file
+
+
+def closed_file() -> io.BytesIO:
+    file = io.BytesIO(b"x")
+    file.close()
     return file
 
 
@@ -299,7 +312,9 @@ class Facts:
         (Colour.RED, "Colour"),
         (Point(1, 2), "Point"),
         (Facts(), "Facts"),
-        (collections.defaultdict(list), "defaultdict"),
+        (collections.defaultdict(list), "a defaultdict, whose default_factory cannot be saved"),
+        (closed_file(), "a closed io.BytesIO"),
+        (decimal.Decimal("9" * 4097), "a Decimal of 4097 characters"),
         (torch.zeros(1), "Tensor"),
         (memoryview(b"x"), "memoryview"),
         (datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC")), "rules of a time zone"),
@@ -390,13 +405,6 @@ def test_only_a_class_of_the_program_is_asked_for_methods() -> None:
         assert "Add state_dict()" not in advice_for(value)
 
 
-def test_a_closed_file_in_memory_is_refused() -> None:
-    file = io.BytesIO(b"x")
-    file.close()
-    with pytest.raises(InvalidInput, match=r"^state\.a is a closed io\.BytesIO"):
-        encode({"a": file}, "state")
-
-
 def test_the_error_has_the_path_of_a_refused_key() -> None:
     for key in (object(), "\udcff"):
         with pytest.raises(InvalidInput, match=r"^state\.a\.<key ") as caught:
@@ -432,12 +440,6 @@ def test_unknown_tags_are_unsupported() -> None:
         decode({"a": [{"$quaternion": [1, 2, 3, 4]}]})
 
 
-def test_an_array_of_objects_is_refused() -> None:
-    """A forged document cannot have Python objects made from bytes."""
-    with pytest.raises(Corrupt):
-        decode({"$ndarray": ["|O", [1], "AAAAAAAAAAA="]})
-
-
 def test_cycles_and_deep_nesting_are_refused() -> None:
     """Written values can be read back: the limit is the reader's."""
     own: list[Any] = []
@@ -452,46 +454,87 @@ def test_cycles_and_deep_nesting_are_refused() -> None:
     assert through_json(deep[0]) == deep[0]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(
-            {"$int": "1" * 3000},
-            {"$int": 5},
-            {"$float": []},
-            {"$set": [[1]]},
-            {"$dict": [[1]]},
-            {"$dict": [[[], 1]]},
-        ),
-        *(
-            {"$range": [1, 2, 0]},
-            {"$range": "abc"},
-            {"$deque": [-1, []]},
-            {"$deque": [10**30, []]},
-            {"$date": 1},
-        ),
-        *(
-            {"$ndarray": ["<U0", [10**9], ""]},
-            {"$ndarray": ["<f4", [2], ""]},
-            {"$ndarray": ["<f4,<f4", [0], ""]},
-        ),
-        *(
-            {"$timedelta": [10**18, 0, 0]},
-            {"$torch": ["device", "no"]},
-            {"$torch": ["size", ["1"]]},
-            {"$path": 1},
-            {"$bytesio": ["AA==", -1]},
-            {"$bytesio": ["AA==", 10**30]},
-            {"$bytesio": ["AA=="]},
-        ),
-        {"$set": [{"$int": str(i * (2**61 - 1))} for i in range(4000)]},
+def fields(*rows: list[Any], itemsize: int = 4) -> dict[str, Any]:
+    """The fields of a structured dtype."""
+    return {"itemsize": itemsize, "fields": list(rows)}
+
+
+def nested_fields(depth: int) -> Any:
+    return fields(["a", nested_fields(depth - 1), 0, []]) if depth else "<f4"
+
+
+REF = {"$tensor": "t"}
+COO = {"indices": REF, "values": REF}
+SIZES = {"shape": [2], "offsets": [0], "sizes": [1]}
+DAMAGED: dict[str, list[Any]] = {
+    "$int": ["1" * 3000, 5],
+    "$float": [[]],
+    # Integers with one hash, of which a set would take quadratic time.
+    "$set": [
+        *([[1]], [{"$decimal": "sNaN"}], [{"$dataclass": ["m:C", {}]}]),
+        [{"$int": str(i * (2**61 - 1))} for i in range(4000)],
     ],
-    ids=lambda body: str(body)[:40],
+    "$dict": [[[1]], [[[], 1]]],
+    "$range": [[1, 2, 0], "abc"],
+    "$deque": [[-1, []], [10**30, []]],
+    "$date": [1],
+    "$time": ["noon", 1],
+    "$timedelta": [[10**18, 0, 0]],
+    # Python objects are not made from the bytes of a forged document.
+    "$ndarray": [["|O", [1], "AAAAAAAAAAA="], ["<U0", [10**9], ""], ["<f4", [2], ""], ["<f4,<f4", [0], ""]],
+    "$torch": [["device", "no"], ["size", ["1"]]],
+    "$path": [1],
+    "$purepath": [["mac", "x"], "x"],
+    "$bytesio": [["AA==", -1], ["AA==", 10**30], ["AA=="]],
+    "$decimal": [" 1", "1_0", "x", "9" * 4097, 1],
+    "$uuid": ["x", "{12345678-1234-5678-1234-567812345678}", "12345678123456781234567812345678"],
+    "$slice": [[1, 2], "123"],
+    "$fraction": [[1, 0], [2, 4], [1, "2"], [True, {"$tuple": []}]],
+    "$npdtype": ["|O", 1, fields(["a", "|O", 0, []])],
+    "$entry": [1],
+    "$enum": [["m:E"], ["m:E", 1], ["m" * 2000, "A"]],
+    "$namedtuple": [["m:P", {"x": 1}], ["m:P", [["x"]]], ["m:P", [["x", 1], ["x", 2]]]],
+    "$dataclass": [["m:C", [["x", 1]]], [1, {}]],
+    "$defaultdict": [{"a": 1}],
+    "$namespace": [[1]],
+    "$simplenamespace": [None],
+    "$structured": [
+        [fields(["a", "<f4", 0, []]), [2], ""],
+        *([fields(["a", kind, 0, []]), [1], "AAAAAA=="] for kind in ("|O", "<f8")),
+        [fields(["a", "<f4", -1, []]), [1], "AAAAAA=="],
+        [fields(itemsize=10**15), [1], ""],
+        [fields(["a", "<f4", 0, [10**12]]), [0], ""],
+        *([kind, [1], "AAAAAA=="] for kind in ({"itemsize": 4}, "<f4", nested_fields(40))),
+    ],
+    "$composite": [
+        None,
+        *(["m:C", {"a": REF}], [1, {"a": REF}, {}], ["m" * 2000 + ":C", {"a": REF}, {}]),
+        *(["m:C", inner, {}] for inner in ({}, {"": REF}, {str(i): REF for i in range(65)})),
+        *(["m:C", inner, {}] for inner in ([REF], {"a": 1}, {"a": [REF]})),
+        *(["m:C", {"a": REF}, facts] for facts in ([], None)),
+        ["sparse_coo", {"values": REF, "indices": REF}, {"size": [1], "coalesced": True}],
+        ["sparse_coo", COO, {"size": [1]}],
+        *(
+            ["sparse_coo", COO, {"size": size, "coalesced": True}]
+            for size in ([-1], [2**53], [1] * 65, [1.0])
+        ),
+        ["sparse_csr", {"crow_indices": REF, "values": REF}, {"size": [1, 1]}],
+        ["dtype", {"raw": REF, "more": REF}, {"dtype": "complex128"}],
+        *(["dtype", {"raw": REF}, facts] for facts in ({"dtype": 5}, {})),
+        ["dtensor", {"local": REF, "more": REF}, SIZES],
+        ["dtensor", {"local": REF}, {**SIZES, "sizes": None}],
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("tag", "body"),
+    [(tag, body) for tag, bodies in DAMAGED.items() for body in bodies],
+    ids=lambda value: str(value)[:40],
 )
-def test_invalid_bodies_of_tags_are_corrupt(body: Any) -> None:
-    """The last one is a set of integers with one hash, which would take quadratic time."""
+def test_invalid_bodies_of_tags_are_corrupt(tag: str, body: Any) -> None:
     with pytest.raises(Corrupt, match="cannot be decoded"):
-        decode(body)
+        decode({tag: body})
 
 
 @pytest.mark.parametrize("text", ["NaN", "-NaN", "sNaN", "NaN123"])
@@ -501,121 +544,11 @@ def test_decimals_that_are_no_numbers_round_trip(text: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        {"$decimal": " 1"},
-        {"$decimal": "1_0"},
-        {"$decimal": "x"},
-        {"$decimal": "9" * 4097},
-        {"$decimal": 1},
-        {"$uuid": "x"},
-        {"$uuid": "{12345678-1234-5678-1234-567812345678}"},
-        {"$uuid": "12345678123456781234567812345678"},
-        {"$slice": [1, 2]},
-        {"$slice": "123"},
-        {"$set": [{"$decimal": "sNaN"}]},
-        {"$fraction": [1, 0]},
-        {"$fraction": [2, 4]},
-        {"$fraction": [1, "2"]},
-        {"$fraction": [True, {"$tuple": []}]},
-        {"$time": "noon"},
-        {"$time": 1},
-        {"$purepath": ["mac", "x"]},
-        {"$purepath": "x"},
-        {"$npdtype": "|O"},
-        {"$npdtype": 1},
-        {"$npdtype": {"itemsize": 4, "fields": [["a", "|O", 0, []]]}},
-    ],
-)
-def test_damaged_decimals_uuids_and_slices_are_corrupt(body: Any) -> None:
-    with pytest.raises(Corrupt):
-        decode(body)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"$entry": 1},
-        {"$enum": ["m:E"]},
-        {"$enum": ["m:E", 1]},
-        {"$enum": ["m" * 2000, "A"]},
-        {"$namedtuple": ["m:P", {"x": 1}]},
-        {"$namedtuple": ["m:P", [["x"]]]},
-        {"$namedtuple": ["m:P", [["x", 1], ["x", 2]]]},
-        {"$dataclass": ["m:C", [["x", 1]]]},
-        {"$dataclass": [1, {}]},
-        {"$set": [{"$dataclass": ["m:C", {}]}]},
-        {"$defaultdict": {"a": 1}},
-        {"$namespace": [1]},
-        {"$simplenamespace": None},
-        {"$structured": [{"itemsize": 4, "fields": [["a", "<f4", 0, []]]}, [2], ""]},
-        {"$structured": [{"itemsize": 4, "fields": [["a", "|O", 0, []]]}, [1], "AAAAAA=="]},
-        {"$structured": [{"itemsize": 4, "fields": [["a", "<f8", 0, []]]}, [1], "AAAAAA=="]},
-        {"$structured": [{"itemsize": 4, "fields": [["a", "<f4", -1, []]]}, [1], "AAAAAA=="]},
-        {"$structured": [{"itemsize": 10**15, "fields": []}, [1], ""]},
-        {"$structured": [{"itemsize": 4, "fields": [["a", "<f4", 0, [10**12]]]}, [0], ""]},
-        {"$structured": [{"itemsize": 4}, [1], "AAAAAA=="]},
-        {"$structured": ["<f4", [1], "AAAAAA=="]},
-    ],
-    ids=lambda body: str(body)[:60],
-)
-def test_damaged_bodies_of_the_programs_own_types_are_corrupt(body: Any) -> None:
-    with pytest.raises(Corrupt, match="cannot be decoded"):
-        decode(body)
-
-
-REF = {"$tensor": "t"}
-SIZES = {"shape": [2], "offsets": [0], "sizes": [1]}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        None,
-        ["m:C", {"a": REF}],
-        [1, {"a": REF}, {}],
-        ["m" * 2000 + ":C", {"a": REF}, {}],
-        ["m:C", {}, {}],
-        ["m:C", {"": REF}, {}],
-        ["m:C", {str(i): REF for i in range(65)}, {}],
-        ["m:C", [REF], {}],
-        ["m:C", {"a": 1}, {}],
-        ["m:C", {"a": [REF]}, {}],
-        ["m:C", {"a": REF}, []],
-        ["m:C", {"a": REF}, None],
-        ["sparse_coo", {"values": REF, "indices": REF}, {"size": [1], "coalesced": True}],
-        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [1]}],
-        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [-1], "coalesced": True}],
-        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [2**53], "coalesced": True}],
-        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [1] * 65, "coalesced": True}],
-        ["sparse_coo", {"indices": REF, "values": REF}, {"size": [1.0], "coalesced": True}],
-        ["sparse_csr", {"crow_indices": REF, "values": REF}, {"size": [1, 1]}],
-        ["dtype", {"raw": REF, "more": REF}, {"dtype": "complex128"}],
-        ["dtype", {"raw": REF}, {"dtype": 5}],
-        ["dtype", {"raw": REF}, {}],
-        ["dtensor", {"local": REF, "more": REF}, SIZES],
-        ["dtensor", {"local": REF}, {**SIZES, "sizes": None}],
-    ],
-)
-def test_damaged_descriptions_of_composite_tensors_are_corrupt(body: Any) -> None:
-    with pytest.raises(Corrupt):
-        decode({"$composite": body})
-
-
-@pytest.mark.parametrize(
-    "body",
     [["sparse_new", {"a": REF}, {}], ["", {"a": REF}, {}], ["dtype", {"raw": REF}, {"dtype": "complex999"}]],
 )
 def test_kinds_of_composite_tensors_from_a_newer_version_are_unsupported(body: Any) -> None:
     with pytest.raises(Unsupported, match="newer"):
         decode({"$composite": body})
-
-
-def test_deeply_nested_fields_of_an_array_are_corrupt() -> None:
-    fields: Any = "<f4"
-    for _ in range(40):
-        fields = {"itemsize": 4, "fields": [["a", fields, 0, []]]}
-    with pytest.raises(Corrupt):
-        decode({"$structured": [fields, [1], "AAAAAA=="]})
 
 
 @pytest.mark.parametrize(
@@ -640,23 +573,3 @@ def test_a_type_is_only_text_for_a_reader() -> None:
     """Nothing is imported: neither the module nor the class needs to exist."""
     found = through_json({"a": SavedEnum("no.such.module:Phase", "WARM")})
     assert found == {"a": SavedEnum("no.such.module:Phase", "WARM")}
-
-
-def test_a_default_factory_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="root is a defaultdict, whose default_factory cannot be saved"):
-        encode(collections.defaultdict(list), "root")
-
-
-class Settings:
-    def to_dict(self) -> dict[str, Any]:
-        return {}
-
-
-def test_the_refusal_of_a_configuration_names_its_conversion() -> None:
-    with pytest.raises(InvalidInput, match=r"Save the dict that its \.to_dict"):
-        encode({"config": Settings()}, "root")
-
-
-def test_a_decimal_that_is_too_long_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="root is a Decimal of 4097 characters"):
-        encode(decimal.Decimal("9" * 4097), "root")

@@ -23,9 +23,8 @@ from checkpointer.sampling import SkippingSampler
 from golden.make_homes import NAMES_OF_RECORDS, RECORDS, REGIONS, state_of_regions
 from holdfast.adapters.dcp import HoldfastReader
 from holdfast.checkpoint.format import names, run
-from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.checkpoint.format.sections import Mark
-from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.format.values import EntryRef, SavedDataclass, SavedEnum, SavedNamedTuple, TensorRef
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint

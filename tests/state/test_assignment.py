@@ -62,7 +62,7 @@ def test_regions_without_a_rule_are_listed() -> None:
     assert list(partitioning.regions((4,))) == [(5, regions[0]), (7, regions[1])]
     assert sharding.regions_of(7) == (regions[1],)
     assert sharding.regions_of(6) == ()
-    assert sharding.holders == {5, 7}
+    assert sharding.layout.holders == {5, 7}
 
 
 def test_equal_layouts_are_balanced_together() -> None:

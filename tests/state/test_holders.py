@@ -67,7 +67,7 @@ def test_a_single_rank_does_not_communicate() -> None:
     """There may be no process group at all."""
     state = State({"model": torch.nn.Linear(1, 1)}, world=(0, 1))
     state.agree(lambda value: pytest.fail("asked"))
-    assert state.capture().shardings["model.weight"].copies == ((0,),)
+    assert state.capture().shardings["model.weight"].layout.copies == ((0,),)
 
 
 def test_each_pipeline_stage_holds_its_own_layers() -> None:
@@ -172,10 +172,10 @@ def test_optimizer_state_has_the_holders_of_its_parameter() -> None:
     optimizer.step()
     captured = state.capture()
     assert captured.structure is not before
-    assert captured.shardings["model.second.weight"].copies == ((2,), (3,))
-    assert captured.shardings["optimizer.state.model.second.weight.exp_avg"].copies == ((2,), (3,))
-    assert captured.shardings["optimizer.state.model.second.weight.step"].copies == ((2,), (3,))
-    assert captured.shardings["table.x"].copies == ((2,), (3,))
+    assert captured.shardings["model.second.weight"].layout.copies == ((2,), (3,))
+    assert captured.shardings["optimizer.state.model.second.weight.exp_avg"].layout.copies == ((2,), (3,))
+    assert captured.shardings["optimizer.state.model.second.weight.step"].layout.copies == ((2,), (3,))
+    assert captured.shardings["table.x"].layout.copies == ((2,), (3,))
     assert captured.per_rank == {"own.weight", "own.bias", "rng.torch"}
     assert captured.shardings.keys() == captured.tensors.keys() - captured.per_rank
     assert state.capture().structure is captured.structure

@@ -308,7 +308,7 @@ objects["own_optimizer"].step()
 captured = State(objects).capture()
 sizes = {n: t.nbytes for n, t in captured.tensors.items()}
 owners = {n: one.ranks[0] for n, one in assign(sizes, captured.shardings).items()}
-lowest = [n for n, s in captured.shardings.items() if s.copies == ((0,),)]
+lowest = [n for n, s in captured.shardings.items() if s.layout.copies == ((0,),)]
 print(json.dumps({"names": list(captured.tensors), "per_rank": sorted(captured.per_rank),
                   "lowest": sorted(lowest), "owned": sorted(captured.owned), "owners": owners,
                   "sizes": sizes, "tied": captured.tied}))
@@ -368,7 +368,7 @@ def test_one_rank_has_no_per_rank_tensors() -> None:
     marked = {"own": per_rank(nn.Linear(1, 1)), "all": replicated([torch.zeros(1)])}
     captured = State({"model": model, **marked}).capture()
     assert captured.per_rank == frozenset()
-    assert {sharding.copies for sharding in captured.shardings.values()} == {((0,),)}
+    assert {sharding.layout.copies for sharding in captured.shardings.values()} == {((0,),)}
     assert captured.shardings.keys() == captured.tensors.keys()
     assert "model.norm.running_mean" in captured.tensors
     ours = {n for n in [*captured.tensors, *captured.tied] if n.startswith("model")}

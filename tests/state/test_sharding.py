@@ -64,13 +64,13 @@ def _meshes(draw: Any) -> torch.Tensor:
 def _assert_regions_are_torchs(ranks: torch.Tensor, placements: Any, shape: tuple[int, ...]) -> None:
     sharding = sharding_of(_tensor(_mesh(ranks), placements, shape))
     assert sharding is not None
-    assert sharding.holders == set(ranks.flatten().tolist())
+    assert sharding.layout.holders == set(ranks.flatten().tolist())
     for coordinate in itertools.product(*map(range, ranks.shape)):
         sizes, offsets = _shape_and_offset(shape, tuple(ranks.shape), list(coordinate), placements)
         (region,) = sharding.regions_of(int(ranks[coordinate]))
         assert region.sizes == sizes
         assert region.offsets == offsets or not region.num_items
-    for copy in range(len(sharding.copies)):
+    for copy in range(len(sharding.layout.copies)):
         _assert_covers_once(sharding.layout.partitioning(copy), shape)
 
 
@@ -109,8 +109,8 @@ def test_fsdp_over_tensor_parallel_equals_the_example_of_torch() -> None:
     tensor = _tensor(_mesh([[4, 5], [6, 7]]), [_StridedShard(0, split_factor=2), Shard(0)], (8, 8))
     sharding = sharding_of(tensor)
     assert sharding is not None
-    assert sharding.splits == ((0, 2), (0, 2))
-    assert sharding.copies == ((4, 6, 5, 7),)
+    assert sharding.layout.splits == ((0, 2), (0, 2))
+    assert sharding.layout.copies == ((4, 6, 5, 7),)
     assert sharding.regions_of(5) == (Region((4, 0), (2, 8)),)
     assert sharding.regions_of(0) == ()
 
@@ -120,8 +120,8 @@ def test_replicated_mesh_dimensions_are_copies() -> None:
     tensor = _tensor(_mesh([[[0, 1]], [[5, 4]]]), [Replicate(), Shard(1), Shard(0)], (5, 2))
     sharding = sharding_of(tensor)
     assert sharding is not None
-    assert sharding.splits == ((0, 2),)
-    assert sharding.copies == ((0, 1), (5, 4))
+    assert sharding.layout.splits == ((0, 2),)
+    assert sharding.layout.copies == ((0, 1), (5, 4))
     assert sharding.layout.partitioning(1) == EvenPartitioning(((0, 2),), (5, 4))
     assert sharding.layout.partitioning(1) is sharding.layout.partitioning(1)
 
@@ -180,7 +180,7 @@ def test_a_changed_layout_is_detected() -> None:
     tensor._spec = _tensor(_mesh([6, 5]), [Shard(0)], (4,))._spec
     second = state.capture()
     assert second.structure is not first.structure
-    assert second.shardings["x"].copies == ((6, 5),)
+    assert second.shardings["x"].layout.copies == ((6, 5),)
 
 
 def test_equal_layouts_share_one_object() -> None:
@@ -280,7 +280,7 @@ def test_load_state_dict_receives_dtensors() -> None:
     saved = kept({"w": _Plain({"nested": {"tensor": whole}, "plain": torch.ones(2)})})
     wrapper = _Wrapper()
     state = State({"w": wrapper})
-    assert state.capture().shardings["w.nested.tensor"].copies == ((6, 5),)
+    assert state.capture().shardings["w.nested.tensor"].layout.copies == ((6, 5),)
     load = saved.plan(state)
     assert load.targets["w.nested.tensor"][0].region == Region((2, 0), (2, 4))
     saved.fill(load)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast.checkpoint.state import State
-from holdfast.checkpoint.state.filled_memory import FilledMemory, holds, range_of
+from holdfast.checkpoint.state.tensors import FilledMemory, holds, range_of
 from state.trip import kept
 
 

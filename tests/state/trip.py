@@ -65,6 +65,12 @@ class Kept:
         return load
 
 
+def assign(thing: Any, **attributes: Any) -> None:
+    """Set attributes of an object, within an expression."""
+    for name, value in attributes.items():
+        setattr(thing, name, value)
+
+
 def kept(objects: dict[str, Any]) -> Kept:
     return Kept(State(objects).capture())
 

@@ -108,7 +108,7 @@ class Checkpoint:
             for name, (local, partitioning, shape) in one["written"].items():
                 whole = self.tensors.setdefault(name, torch.zeros(shape, dtype=local.dtype))
                 assert whole.shape == shape
-                region = partitioning.region_of(rank, shape)
+                region = partitioning.region_at(partitioning.indices_of(rank)[0], shape)
                 whole[region.slices].copy_(local)
                 covered.setdefault(name, torch.zeros(shape, dtype=torch.int))[region.slices].add_(1)
         for name, times in covered.items():
@@ -150,7 +150,7 @@ def told(captured: CapturedState, rank: int) -> dict[str, Any]:
     }
     for name, (local, partitioning, shape) in written.items():
         (region,) = captured.shardings[name].regions_of(rank)
-        assert region == partitioning.region_of(rank, shape)
+        assert [region] == [partitioning.region_at(i, shape) for i in partitioning.indices_of(rank)]
         assert region.num_items == local.numel()
     return {
         "written": written,

@@ -30,12 +30,13 @@ _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_NUMBER = 1.7e308
 _MAX_INTEGER = 2**64 - 1
 _T = TypeVar("_T")
+Text = bytes | bytearray | memoryview | str
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 def decode(
-    text: bytes | bytearray | memoryview | str,
+    text: Text,
     what: str,
     *,
     max_bytes: int = MAX_BYTES,
@@ -44,10 +45,8 @@ def decode(
 ) -> Any:
     """Return the value of a JSON text.
 
-    Every text in it is valid Unicode, every number is finite, and no key is in an object twice.
-
-    Args:
-        any_text: allow lone surrogates, by which Python writes file names that are not UTF-8.
+    Every text in it is valid Unicode, every number is finite, and no key is in an object twice. With
+    `any_text` lone surrogates are allowed, by which Python writes file names that are not UTF-8.
     """
     if len(text) > max_bytes:
         raise Corrupt(
@@ -68,16 +67,9 @@ def decode(
     return value
 
 
-def decode_object(
-    text: bytes | bytearray | memoryview | str,
-    what: str,
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
-    any_text: bool = False,
-) -> Fields:
-    """Return the members of a JSON object."""
-    return Fields(decode(text, what, max_bytes=max_bytes, max_depth=max_depth, any_text=any_text), what)
+def decode_object(text: Text, what: str, **limits: Any) -> Fields:
+    """Return the members of a JSON object; `limits` are the other arguments of `decode`."""
+    return Fields(decode(text, what, **limits), what)
 
 
 def _check_depth(bare: bytes, max_depth: int) -> None:
@@ -284,31 +276,19 @@ class Fields:
         return Fields(self.value(name), f"{self.what}: {name}")
 
 
-def decode_dataclass(
-    cls: type[_T],
-    text: bytes | bytearray | memoryview | str,
-    what: str,
-    *,
-    max_bytes: int = MAX_BYTES,
-    any_text: bool = False,
-) -> _T:
-    """Return the dataclass that was written as a JSON object of its fields; `decode` has the arguments."""
-    return read_dataclass(cls, decode(text, what, max_bytes=max_bytes, any_text=any_text), what)
+def decode_dataclass(cls: type[_T], text: Text, what: str, **limits: Any) -> _T:
+    """Return the dataclass that was written as a JSON object of its fields; see `decode_object`."""
+    return read_dataclass(cls, decode(text, what, **limits), what)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Limits of a member, beside its type: `Annotated[int, Bounds(at_most=8)]`.
-
-    Attributes:
-        max_len: characters of a text, and items of an array or an object.
-        pattern: regular expression that all of a text must match.
-    """
+    """Limits of a member, beside its type: `Annotated[int, Bounds(at_most=8)]`."""
 
     at_least: float = 0
     at_most: float = MAX_COUNT
-    max_len: int = MAX_TEXT_CHARS
-    pattern: re.Pattern[str] | None = None
+    max_len: int = MAX_TEXT_CHARS  # characters of a text, and items of an array or an object
+    pattern: re.Pattern[str] | None = None  # regular expression that all of a text must match
 
     def check(self, value: Any, what: str) -> None:
         """Refuse a value outside of the limits."""
@@ -321,8 +301,7 @@ class Bounds:
             refuse(what, "it", f"a text like {self.pattern.pattern}", value)
 
 
-Count = Annotated[int, Bounds()]
-"""A count, size, offset or number of something."""
+Count = Annotated[int, Bounds()]  # A count, size, offset or number of something
 
 
 def read_members(cls: type[_T], body: Fields) -> _T:
@@ -359,9 +338,9 @@ def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
 @cache
 def _fields_of(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields = [field for field in dataclasses.fields(cls) if field.init]
-    required = frozenset(field.name for field in fields if field.default is field.default_factory)  # missing
-    return {field.name: hints[field.name] for field in fields}, required
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    required = [name for name, field in fields.items() if field.default is field.default_factory]  # missing
+    return {name: hints[name] for name in fields}, frozenset(required)
 
 
 def read_as(hint: Any, value: Any, what: str) -> Any:

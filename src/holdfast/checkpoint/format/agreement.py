@@ -33,12 +33,7 @@ class Agreement:
 # A run's catalogs stay the same from save to save, and checking them is most of a commit.
 @lru_cache(maxsize=2)
 def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
-    """Check that the catalogs fit together.
-
-    Args:
-        texts: each different catalog.
-        catalog_of: by rank, the index of its catalog.
-    """
+    """Check that the different catalogs fit together; `catalog_of` has the index of each rank's."""
     ranks_of: list[list[int]] = [[] for _ in texts]
     for rank, index in enumerate(catalog_of):
         ranks_of[index].append(rank)
@@ -61,7 +56,7 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
             key=name,
         )
     counts = _check_partitionings(tensors, len(catalog_of), work)
-    return Agreement(tensors, tied, tuple(counts[rank] for rank in range(len(catalog_of))))
+    return Agreement(tensors, tied, tuple(map(counts.__getitem__, range(len(catalog_of)))))
 
 
 class _Work:
@@ -131,12 +126,10 @@ def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) 
 def _unite(
     catalogs: Sequence[Catalog], ranks_of: Sequence[Sequence[int]], work: _Work
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """Return the tensors of all catalogs. Listed regions are united.
+    """Return the tensors of all catalogs, and for each with two partitionings the ranks that list these.
 
-    Returns:
-        The tensors, and for each tensor with two different partitionings the ranks that list these. If the
-            holders are the same nevertheless, the assignment to writers differed, because one of them lacks a
-            tensor or has one more. That is better reported as a difference of holders.
+    Listed regions are united. If the holders are the same nevertheless, the assignment to writers differed,
+    because one of them lacks a tensor or has one more. That is better reported as a difference of holders.
     """
     compared: dict[tuple[int, int], bool] = {}  # each pair once, since lists of ranks may be long
 
@@ -203,7 +196,7 @@ def _union(name: str, listed: Sequence[Tensor], work: _Work) -> tuple[ListedPart
             if regions.setdefault(rank, own) != own:
                 raise InvalidInput(
                     f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
-                    f"{_as_list(regions[rank])}, another {_as_list(own)}.",
+                    f"{_some(map(_as_slices, regions[rank]))}, another {_some(map(_as_slices, own))}.",
                     rank=rank,
                     key=name,
                 )
@@ -273,7 +266,7 @@ def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) 
 def _check_even(name: str, partitioning: EvenPartitioning, world_size: int) -> None:
     """Check that a rule has as many writers as regions. It then covers its tensors."""
     num_regions = math.prod(parts for _, parts in partitioning.splits)
-    are_ranks = all(0 <= rank < world_size for rank in partitioning.ranks)
+    are_ranks = min(partitioning.ranks) >= 0 and max(partitioning.ranks) < world_size
     if not (are_ranks and len(partitioning.ranks) == num_regions == len(set(partitioning.ranks))):
         raise InvalidInput(
             f"{name} is split into {num_regions} regions, but its writers are ranks "
@@ -389,12 +382,8 @@ def _as_slices(region: Region) -> str:
     return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*region, strict=True)) + "]"
 
 
-def _as_list(regions: Sequence[Region], most: int = 8) -> str:
-    more = f" and {len(regions) - most} more" if len(regions) > most else ""
-    return ", ".join(map(_as_slices, regions[:most])) + more
-
-
-def _some(ranks: Iterable[int], most: int = 8) -> str:
-    ranks = list(ranks)
-    more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    return ", ".join(map(str, ranks[:most])) + more
+def _some(texts: Iterable[object], most: int = 8) -> str:
+    """Return the first of several texts or numbers, and how many more there are."""
+    found = list(map(str, texts))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more

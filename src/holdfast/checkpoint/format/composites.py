@@ -11,16 +11,12 @@ from holdfast.checkpoint.format.limits import MAX_DIMS
 from holdfast.errors import Unsupported
 from holdfast.system.documents import shown
 
-MAX_INNER = 64
-"""Limit of the inner tensors of one composite tensor."""
+MAX_INNER = 64  # limit of the inner tensors of one composite tensor
 MAX_TYPE_CHARS = 1024
 _MAX_SIZE = 2**53 - 1
-DTYPE = "dtype"
-"""Type of a tensor whose dtype safetensors files do not have."""
-DTENSOR = "dtensor"
-"""Type of a sharded tensor whose local tensor is a composite one."""
-UNDER = "@composites"
-"""Key in a module's values that has the composite tensors of the module by name."""
+DTYPE = "dtype"  # type of a tensor whose dtype safetensors files do not have
+DTENSOR = "dtensor"  # type of a sharded tensor whose local tensor is a composite one
+UNDER = "@composites"  # key in a module's values that has the composite tensors of the module by name
 SPARSE = {
     "sparse_coo": ("indices", "values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -45,17 +41,13 @@ RAW_DTYPES = {
 class SavedTensor:
     """A composite tensor.
 
-    Args:
-        type: "module:qualified name" of its class, or a name without colon for torch's own kinds.
-        inner: by name, a `TensorRef`, another composite tensor, or in a rebuilt tree the tensor itself.
-        facts: plain values that describe it.
-        live: in a tree that is fitted to live values, a tensor of the same type with the same facts, which is
-            only looked at.
+    In a tree that is fitted to live values, `live` is a tensor of the same type with the same facts, which is
+    only looked at.
     """
 
-    type: str
-    inner: dict[str, Any]
-    facts: dict[str, Any]
+    type: str  # "module:qualified name" of its class, or a name without colon for torch's own kinds
+    inner: dict[str, Any]  # a `TensorRef`, another composite tensor, or in a rebuilt tree the tensor itself
+    facts: dict[str, Any]  # plain values that describe it
     live: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -9,19 +9,25 @@ import argparse
 import collections
 import dataclasses
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint.format.composites import SavedTensor
-from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedNamedTuple
-from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.format.values import (
+    NAMED_TYPES,
+    EntryRef,
+    SavedDataclass,
+    SavedNamedTuple,
+    TensorRef,
+)
 
-Pair = tuple[Any, Any]
-"""Step of the key path to an item, and the item."""
+Pair = tuple[Any, Any]  # step of the key path to an item, and the item
 NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _NOT_CONTAINERS = frozenset({TensorRef, EntryRef, SavedTensor, *NAMED_TYPES})
+_get_item = operator.itemgetter(1)
 _BUILT_IN = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float, complex, BaseException)
 
 
@@ -103,10 +109,6 @@ def _fields_of(value: Any) -> list[Pair]:
     return [(name, item) for name, item in found if item is not unset]
 
 
-def _values(pairs: Iterable[Pair]) -> list[Any]:
-    return [item for _, item in pairs]
-
-
 def _refill_mapping(value: Any, pairs: Iterable[Pair]) -> None:
     new = dict(pairs)  # of pairs a Counter would count each
     value.clear()
@@ -114,7 +116,7 @@ def _refill_mapping(value: Any, pairs: Iterable[Pair]) -> None:
 
 
 def _refill_sequence(value: Any, pairs: Iterable[Pair]) -> None:
-    new = _values(pairs)
+    new = list(map(_get_item, pairs))
     value.clear()
     value.extend(new)
 
@@ -130,11 +132,11 @@ _MAPPING = ContainerKind(
 )
 _LIST = ContainerKind(
     lambda value: list(enumerate(value)),
-    lambda value, pairs: type(value)(_values(pairs)),
+    lambda value, pairs: type(value)(map(_get_item, pairs)),
     _refill_sequence,
-    _values,
+    lambda pairs: list(map(_get_item, pairs)),
 )
-_TUPLE = _LIST._replace(refill=None, plain=lambda pairs: tuple(_values(pairs)))
+_TUPLE = _LIST._replace(refill=None, plain=lambda pairs: tuple(map(_get_item, pairs)))
 _NAMESPACE = ContainerKind(
     lambda value: list(vars(value).items()),
     _rebuild_namespace,
@@ -142,7 +144,7 @@ _NAMESPACE = ContainerKind(
 )
 _NAMED_TUPLE = _TUPLE._replace(
     items=lambda value: list(zip(value._fields, value, strict=True)),
-    rebuild=lambda value, pairs: tuple.__new__(type(value), _values(pairs)),
+    rebuild=lambda value, pairs: tuple.__new__(type(value), map(_get_item, pairs)),
 )
 _DATACLASS = ContainerKind(
     _fields_of, lambda value, pairs: _set_fields(object.__new__(type(value)), pairs), _set_fields
@@ -161,7 +163,7 @@ _KINDS: dict[type, ContainerKind] = {
     list: _LIST,
     tuple: _TUPLE,
     collections.deque: _LIST._replace(
-        rebuild=lambda value, pairs: collections.deque(_values(pairs), maxlen=value.maxlen)
+        rebuild=lambda value, pairs: collections.deque(map(_get_item, pairs), maxlen=value.maxlen)
     ),
     **dict.fromkeys(NAMESPACES, _NAMESPACE),
     SavedNamedTuple: ContainerKind(

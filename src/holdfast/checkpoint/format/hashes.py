@@ -14,8 +14,7 @@ CHUNKS_PER_FILE = 16384
 CACHED_BYTES = 512 << 10
 """Bytes that stay in the cache of a core, of its second or third level, until they are used again."""
 
-DIGITS = 32
-"""Length of a hash as text."""
+DIGITS = 32  # length of a hash as text
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
@@ -45,8 +44,7 @@ def hash_chunks(
 ) -> str:
     """Return the hashes of all chunks of a file's bytes, in order, as one string.
 
-    Args:
-        on_hashed: called with each range that was just hashed and is in the cache, in order and without gaps.
+    `on_hashed` is called with each range that was just hashed and is in the cache, in order and without gaps.
 
     Blocks: for about 0.1 s per GB; releases the GIL for large chunks.
     """

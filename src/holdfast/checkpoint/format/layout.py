@@ -121,12 +121,9 @@ def header_bytes(head: bytes | memoryview) -> int:
 
 
 def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
-    """Return the entries of a safetensors header by key, and the offset of the data.
+    """Return the entries of a safetensors header by key, `__metadata__` included, and the offset of the data.
 
-    `__metadata__` is included.
-
-    Args:
-        head: the file's first bytes, at least the whole header.
+    `head` are the file's first bytes, at least the whole header.
     """
     size = struct.unpack_from("<Q", head)[0] if len(head) >= 8 else -1
     if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):

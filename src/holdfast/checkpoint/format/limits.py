@@ -6,31 +6,19 @@ import re
 
 from holdfast.system.units import MAX_STEP as MAX_STEP
 
-MAX_DOCUMENT_BYTES = 1 << 30
-"""Bytes of a part, a manifest or an index of compiled files."""
-MAX_SMALL_BYTES = 1 << 20
-"""Bytes of any other sealed document."""
-MAX_LOG_BYTES = 1 << 30
-"""Bytes of one log of the history."""
-MAX_LINE_BYTES = 1 << 20
-"""Bytes of one line of the history."""
-MAX_DEPTH = 256
-"""Maximum nesting of arrays and objects in a document."""
+MAX_DOCUMENT_BYTES = 1 << 30  # bytes of a part, a manifest or an index of compiled files
+MAX_SMALL_BYTES = 1 << 20  # bytes of any other sealed document
+MAX_LOG_BYTES = 1 << 30  # bytes of one log of the history
+MAX_LINE_BYTES = 1 << 20  # bytes of one line of the history
+MAX_DEPTH = 256  # maximum nesting of arrays and objects in a document
 MAX_VALUE_DEPTH = MAX_DEPTH - 8
 """Maximum nesting of one encoded value, a few levels below the top of its document."""
 MAX_RANKS = 1 << 20
 MAX_ATTEMPT = 10**9 - 1
-MAX_DIMS = 64
-"""Dimensions of a tensor."""
-MAX_TENSOR_BYTES = (1 << 63) - 1
-"""Bytes of a tensor."""
-MAX_SPLITS = 64
-"""Splits of a partitioning by a rule."""
-MAX_SPLIT_DIMS = 8
-"""Dimensions along which a tensor may be split into listed regions."""
-MAX_NAME_CHARS = 1 << 14
-"""Characters of a tensor's name or key."""
-RUN_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
-"""Id of a run; safe as part of a file name."""
-HASH = re.compile(r"[0-9a-f]{32}")
-"""An xxh3-128 as text."""
+MAX_DIMS = 64  # dimensions of a tensor
+MAX_TENSOR_BYTES = (1 << 63) - 1  # bytes of a tensor
+MAX_SPLITS = 64  # splits of a partitioning by a rule
+MAX_SPLIT_DIMS = 8  # dimensions along which a tensor may be split into listed regions
+MAX_NAME_CHARS = 1 << 14  # characters of a tensor's name or key
+RUN_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")  # id of a run; safe as part of a file name
+HASH = re.compile(r"[0-9a-f]{32}")  # an xxh3-128 as text

@@ -9,10 +9,8 @@ from typing import NamedTuple
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
 from holdfast.errors import Corrupt
 
-RUN = "holdfast.json"
-"""Document with the run's id and the format of the home."""
-DONE = "done.json"
-"""Durable marker of a finished run."""
+RUN = "holdfast.json"  # document with the run's id and the format of the home
+DONE = "done.json"  # durable marker of a finished run
 
 # Only names that the functions below write: ASCII digits, leading zeros only up to the fixed width, so that
 # no two names mean the same, and numbers within the limits of the format.

@@ -7,8 +7,7 @@ from typing import Any
 
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor, composite_items
 from holdfast.checkpoint.format.containers import kind_of
-from holdfast.checkpoint.format.named_types import SavedEnum
-from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.format.values import EntryRef, SavedEnum, TensorRef
 
 _GONE = object()  # in place of a reference that is left out or leads nowhere
 
@@ -28,11 +27,8 @@ def unflatten(
     parameter, as `set_optimizer_state_dict` of torch expects it. Values of the program's own types have
     their plain forms, and objects in containers are in their places.
 
-    Args:
-        names: names of all selected tensors.
-        values: values by top-level key, with a `TensorRef` in place of each tensor.
-        tensor: returns the replacement for a tensor, by name.
-        only: selected prefixes; None for all.
+    `values` are by top-level key, with a `TensorRef` in place of each tensor; `tensor` returns the
+    replacement for one of the selected `names`. `only` are selected prefixes, None for all.
     """
     chosen = list(names)
     prefixes = None if only is None else list(only)
@@ -151,25 +147,15 @@ def placed_composites(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def place_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree with each object in its container instead of under its key path.
-
-    Args:
-        tree: plain forms by key, with an `EntryRef` for each object. It is only read.
-    """
+    """Return a tree of plain forms with each object in place of its `EntryRef`, not under its key path."""
     waiting = dict(tree)
-    placed = {key: _Placing(waiting).place(value, key) for key, value in tree.items()}
-    return {key: value for key, value in placed.items() if key in waiting}
 
-
-class _Placing:
-    """One walk that takes objects out of `waiting`, by key path."""
-
-    def __init__(self, waiting: dict[str, Any]) -> None:
-        self._waiting = waiting
-
-    def place(self, value: Any, path: str) -> Any:
+    def place(value: Any, path: str) -> Any:
         if not isinstance(value, EntryRef):
-            return _changed(value, self.place, path)
+            return _changed(value, place, path)
         # An object's key is the path of its place. So no document can put one into itself.
-        found = self._waiting.pop(path, _GONE) if value.key == path else _GONE
+        found = waiting.pop(path, _GONE) if value.key == path else _GONE
         return _GONE if isinstance(found, EntryRef) else found
+
+    placed = {key: place(value, key) for key, value in tree.items()}
+    return {key: value for key, value in placed.items() if key in waiting}

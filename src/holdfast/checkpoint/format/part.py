@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,8 +29,8 @@ from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Section, Section
 from holdfast.errors import Corrupt
 from holdfast.system.documents import Fields, decode, decode_object, read_integers
 
-Ancestors = tuple[CheckpointId, ...]
-"""Checkpoints that led to one by restores, oldest first."""
+_get_start = operator.itemgetter(3)
+Ancestors = tuple[CheckpointId, ...]  # checkpoints that led to one by restores, oldest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class Part:
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Byte offset of each shard in its data file."""
-        return (*self.catalog_starts, *(start for *_, start in self.own))
+        return (*self.catalog_starts, *map(_get_start, self.own))
 
     @property
     def files(self) -> dict[str, DataFile]:
@@ -230,7 +231,7 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         raise ValueError("its catalog does not match its digest")
     if not _has_form_of_integers(starts):
         raise ValueError("its starts are not an array of integers")
-    file, *frozen = (_file(size, line) for size, line in zip(sizes, hashes, strict=True))
+    file, *frozen = map(_file, sizes, hashes)
     world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     return Part(
         run=body.text("run", pattern=RUN_ID),
@@ -240,7 +241,7 @@ def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
         world_size=world_size,
         ancestors=read_ancestors(body),
         values=body.fields("values").members,
-        own=tuple(_own(row) for row in body.array("own")),
+        own=tuple(map(_own, body.array("own"))),
         file=file,
         frozen=frozen[0] if frozen else None,
         catalog_digest=catalog_digest,

@@ -57,18 +57,10 @@ class EvenPartitioning:
 
     Source: this is the rule of `torch.chunk`, by which DTensor shards, with the empty parts made explicit.
     Shards that are strided over a mesh (FSDP over tensor parallel) are the same splits in another order.
-
-    Args:
-        splits: (dim, parts) in the order in which they are made.
-        ranks: the rank that wrote each region, the index of the first split varying slowest.
     """
 
-    splits: tuple[tuple[int, int], ...]
-    ranks: tuple[int, ...]
-
-    def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
-        """Return the region that a rank wrote, perhaps empty, or None if it wrote none."""
-        return next((self.region_at(index, shape) for index in self.indices_of(rank)), None)
+    splits: tuple[tuple[int, int], ...]  # (dim, parts) in the order in which they are made
+    ranks: tuple[int, ...]  # the writer of each region, the index of the first split varying slowest
 
     def indices_of(self, rank: int) -> tuple[int, ...]:
         """Return the number of the region that a rank wrote, if it wrote one."""
@@ -136,10 +128,6 @@ class ListedPartitioning:
         """The rank that wrote each region."""
         return tuple(rank for rank, _ in self.rows)
 
-    def region_of(self, rank: int, shape: tuple[int, ...]) -> Region | None:
-        """Return the first region that a rank wrote, or None if it wrote none."""
-        return next((region for one, region in self.rows if one == rank), None)
-
     def indices_of(self, rank: int) -> tuple[int, ...]:
         """Return the numbers of the regions that a rank wrote."""
         return tuple(index for index, (one, _) in enumerate(self.rows) if one == rank)
@@ -167,12 +155,7 @@ def whole(rank: int) -> EvenPartitioning:
 
 @dataclass(frozen=True, slots=True)
 class FillTarget:
-    """Destination of a saved tensor's bytes.
+    """Destination of a saved tensor's bytes."""
 
-    Args:
-        tensor: contiguous, of the saved dtype, and of the region's sizes.
-        region: its region of the saved tensor; None for all of it.
-    """
-
-    tensor: torch.Tensor
-    region: Region | None = None
+    tensor: torch.Tensor  # contiguous, of the saved dtype, and of the region's sizes
+    region: Region | None = None  # its region of the saved tensor; None for all of it

@@ -22,9 +22,7 @@ from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
 from holdfast.system.documents import MAX_NUMBER, Bounds, Count, Fields, read_as, read_members, refuse
 
-_T = TypeVar(
-    "_T", "Run", "AttemptClaim", "Saved", "Emptied", "Done", "Refusal", "SkippedNote", "Metrics", "Rollback"
-)
+_T = TypeVar("_T")
 
 
 def _read_range(value: Any, what: str) -> tuple[int, int]:
@@ -50,8 +48,7 @@ SampleRange = Annotated[tuple[int, int], _read_range]
 Metric = Annotated[float, read_metric]
 Mode = Annotated[str, Bounds(pattern=re.compile("min|max"))]
 
-MAX_ROLLBACK_KEYS = 64
-"""Objects that a rollback's record names as skipping, and as kept."""
+MAX_ROLLBACK_KEYS = 64  # objects that a rollback's record names as skipping, and as kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +93,18 @@ class Emptied:
 class Rollback:
     """`attempts/aNNNN-rollback.json`: record of an attempt that went back behind a spike.
 
-    Attributes:
-        attempt: the attempt, which ended with it.
-        base_attempt: attempt of the checkpoint that training went back to.
-        base_step: its step.
-        first_step: first step of the spike.
-        last_step: last step of the attempt.
-        in_a_row: rollbacks without progress, with this one.
-        reason: the value that was high.
-        skipped: for each object of the state that can skip samples, the first one skipped and the end.
-        kept: objects of the state that stayed at their position, and cannot skip after another restore.
+    `skipped` has, for each object of the state that can skip samples, the first one skipped and the end.
+    `kept` are the objects that stayed at their position, and cannot skip after another restore.
     """
 
     run: RunId
-    attempt: AttemptNumber
-    base_attempt: AttemptNumber
+    attempt: AttemptNumber  # which ended with it
+    base_attempt: AttemptNumber  # of the checkpoint that training went back to
     base_step: Step
-    first_step: Step
-    last_step: Step
-    in_a_row: Annotated[int, Bounds(at_least=1)]
-    reason: Annotated[str, Bounds(max_len=MAX_REASON_CHARS)]
+    first_step: Step  # of the spike
+    last_step: Step  # of the attempt
+    in_a_row: Annotated[int, Bounds(at_least=1)]  # rollbacks without progress, with this one
+    reason: Annotated[str, Bounds(max_len=MAX_REASON_CHARS)]  # the value that was high
     skipped: Annotated[Mapping[Name, SampleRange], Bounds(max_len=MAX_ROLLBACK_KEYS)]
     kept: Annotated[tuple[Name, ...], Bounds(max_len=MAX_ROLLBACK_KEYS)]
     noted_unix_s: UnixSeconds
@@ -165,12 +154,10 @@ class SkippedNote:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss.
+    """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss, by name.
 
-    Attributes:
-        values: by name.
-        of_steps: step of each value that was recorded for another step than that of the checkpoint.
-        modes: "min" or "max" for the metric by which the run keeps its best checkpoints.
+    `of_steps` has the step of each value that was recorded for another step than that of the checkpoint, and
+    `modes` "min" or "max" for the metric by which the run keeps its best checkpoints.
     """
 
     run: RunId

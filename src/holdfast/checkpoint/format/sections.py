@@ -16,8 +16,7 @@ from holdfast.checkpoint.format.sealed import dumps
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import MAX_COUNT, Fields, decode, read_integers
 
-WATCH_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
-"""Form of the name of a watch."""
+WATCH_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")  # form of the name of a watch
 MAX_SECTIONS = 32
 MAX_PART_BYTES, MAX_MANIFEST_BYTES = 1 << 20, 64 << 10
 """Largest section in a part and in a manifest, as JSON."""
@@ -52,8 +51,7 @@ class Section:
     reasons: tuple[str, ...] = ()
 
 
-Sections = Mapping[str, Section]
-"""Sections by the names of their watches."""
+Sections = Mapping[str, Section]  # sections by the names of their watches
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,7 @@ class Health:
         return "unknown" if self.healthy is None else "healthy" if self.healthy else "unhealthy"
 
 
-UNKNOWN = Health(None, ("saved without a check of its health",))
-"""Health of a checkpoint without sections."""
+UNKNOWN = Health(None, ("saved without a check of its health",))  # health of a checkpoint without sections
 
 
 def health_of(sections: Sections) -> Health:

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.system.documents import decode_object, read_as, refuse
 
-INDEX = "@dcp"
-"""Key of the index of all ranks' values, in the values of rank 0."""
+INDEX = "@dcp"  # key of the index of all ranks' values, in the values of rank 0
 
 
 @dataclass(frozen=True, slots=True)
 class ValueIndex:
     """Index of the values of all ranks. A reader needs only rank 0's part for it."""
 
-    ranks: dict[str, int]
-    """Rank whose part has a value, by its name."""
+    ranks: dict[str, int]  # rank whose part has a value, by its name
     paths: dict[str, tuple[str | int, ...]]
     """Paths in the nested state dict that are not the names split at dots."""
 

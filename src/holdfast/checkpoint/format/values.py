@@ -14,6 +14,7 @@ import decimal
 import fractions
 import io
 import math
+import operator
 import pathlib
 import re
 import sys
@@ -38,7 +39,6 @@ from holdfast.checkpoint.format.array_values import (
 )
 from holdfast.checkpoint.format.composites import SavedTensor, check_composite, read_composite
 from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
-from holdfast.checkpoint.format.named_types import SavedDataclass, SavedEnum, SavedNamedTuple
 from holdfast.checkpoint.format.value_advice import advice_for
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.system.documents import MAX_NUMBER_CHARS, is_text, shown
@@ -50,6 +50,7 @@ _INT = re.compile(rf"-?[0-9]{{1,{_MAX_INT_DIGITS}}}")
 _MAX_DECIMAL_CHARS = 4096
 _MAX_CLASHES = 10**7  # comparisons of items with the same hash, in one set or dict
 _MAX_TYPE_CHARS = 1024
+_is_tag = operator.methodcaller("startswith", "$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,36 @@ class EntryRef:
     """Placeholder for an object in a container; `key` is its own key."""
 
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedEnum:
+    """An enum member: `type` is "module:qualified name" of its class, `name` is its name.
+
+    The name of a combination of flags has all their names, joined by "|".
+    """
+
+    type: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SavedNamedTuple:
+    """A named tuple: `type` is "module:qualified name" of its class, `fields` has names with values."""
+
+    type: str
+    fields: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedDataclass:
+    """An instance of a dataclass: `type` is "module:qualified name" of its class, `fields` by name."""
+
+    type: str
+    fields: dict[str, Any]
+
+
+NAMED_TYPES = (SavedEnum, SavedNamedTuple, SavedDataclass)
 
 
 def encode(value: Any, path: str) -> Any:
@@ -82,12 +113,12 @@ def encode(value: Any, path: str) -> Any:
 
 
 def _too_deep(path: str) -> InvalidInput:
-    message = (
-        f"{path} contains itself, or is nested too deeply (as JSON, more than "
-        f"{MAX_VALUE_DEPTH} arrays and objects in each other), so it cannot be saved. Nothing was written. "
-        "Save it as a flat list, with the index of an item in place of a reference to it."
+    return InvalidInput(
+        f"{path} contains itself, or is nested too deeply (as JSON, more than {MAX_VALUE_DEPTH} arrays and "
+        "objects in each other), so it cannot be saved. Nothing was written. Save it as a flat list, with "
+        "the index of an item in place of a reference to it.",
+        key=path,
     )
-    return InvalidInput(message, key=path)
 
 
 def _is_deeper(value: Any, most: int) -> bool:
@@ -116,19 +147,19 @@ def _encode(value: Any, path: str) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is list:
-        return [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
+        return _encode_each(value, path)
     if kind is dict:
         return _encode_dict(value, path)
     if encoder := _ENCODERS.get(kind):
         return encoder(value, path)
     if encoder := encoder_of(value):
         return encoder(value, path)
-    raise InvalidInput(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, "
-        "strings, bytes, containers of these and objects with state_dict() are supported, so that opening a "
-        f"checkpoint never runs code. Nothing was written. {advice_for(value)}",
-        key=path,
+    what = (
+        f"a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, strings, "
+        "bytes, containers of these and objects with state_dict() are supported, so that opening a "
+        "checkpoint never runs code"
     )
+    raise _unsavable(path, what, advice_for(value))
 
 
 def decode(value: Any) -> Any:
@@ -149,7 +180,7 @@ def decode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if type(value) is list:
-        return [_decode(item) for item in value]
+        return list(map(_decode, value))
     if type(value) is not dict:
         return value
     if len(value) == 1:
@@ -163,28 +194,26 @@ def _decode(value: Any) -> Any:
     return {key: _decode(item) for key, item in value.items()}
 
 
+def _unsavable(path: str, what: str, advice: str) -> InvalidInput:
+    return InvalidInput(f"{path} is {what}. Nothing was written. {advice}", key=path)
+
+
 def _checked_text(value: str, path: str) -> str:
     if not value.isascii() and not is_text(value):
-        raise InvalidInput(
-            f"{path} is the string {value!r}, which is not valid Unicode text (a file name that is not "
-            "UTF-8?), so it cannot be saved. Nothing was written. Save it as bytes, see os.fsencode().",
-            key=path,
-        )
+        what = f"the string {value!r}, which is not valid Unicode text (a file name that is not UTF-8?)"
+        raise _unsavable(path, f"{what}, so it cannot be saved", "Save it as bytes, see os.fsencode().")
     return value
 
 
 def _encode_int(value: int, path: str) -> Any:
     if value.bit_length() > _MAX_INT_BITS:
-        raise InvalidInput(
-            f"{path} is an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved. Nothing "
-            "was written. Save it as text, hex(value), or as bytes.",
-            key=path,
-        )
+        what = f"an integer of {value.bit_length()} bits; up to {_MAX_INT_BITS} can be saved"
+        raise _unsavable(path, what, "Save it as text, hex(value), or as bytes.")
     return {"$int": str(value)}
 
 
 def _encode_dict(value: dict[Any, Any], path: str) -> Any:
-    if all(type(key) is str for key in value) and not any(key.startswith("$") for key in value):
+    if {str}.issuperset(map(type, value)) and not any(map(_is_tag, value)):
         return {
             _checked_text(key, f"{path}.<key {key!r}>"): _encode(item, f"{path}.{key}" if path else key)
             for key, item in value.items()
@@ -196,8 +225,8 @@ def _encode_items(value: Any, path: str) -> list[Any]:
     return [[_encode(k, f"{path}.<key {k!r}>"), _encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
 
 
-def _encode_sequence(tag: str) -> Callable[[Any, str], Any]:
-    return lambda value, path: {tag: [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]}
+def _encode_each(value: Iterable[Any], path: str) -> list[Any]:
+    return [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]
 
 
 def _encode_set(tag: str) -> Callable[[Any, str], Any]:
@@ -208,17 +237,10 @@ def _encode_set(tag: str) -> Callable[[Any, str], Any]:
     return encoder
 
 
-def _encode_deque(value: Any, path: str) -> Any:
-    return {"$deque": [value.maxlen, [_encode(item, f"{path}[{i}]") for i, item in enumerate(value)]]}
-
-
 def _encode_bytesio(value: io.BytesIO, path: str) -> Any:
     if value.closed:
-        raise InvalidInput(
-            f"{path} is a closed io.BytesIO, which has no content. Nothing was written. Save it before it is "
-            "closed, or leave it out of the state.",
-            key=path,
-        )
+        advice = "Save it before it is closed, or leave it out of the state."
+        raise _unsavable(path, "a closed io.BytesIO, which has no content", advice)
     content = base64.b64encode(value.getvalue()).decode()
     return {"$bytesio": [content, _encode(value.tell(), path)]}
 
@@ -226,28 +248,23 @@ def _encode_bytesio(value: io.BytesIO, path: str) -> Any:
 def _encode_decimal(value: decimal.Decimal, path: str) -> Any:
     text = str(value)
     if len(text) > _MAX_DECIMAL_CHARS:
-        raise InvalidInput(
-            f"{path} is a Decimal of {len(text)} characters; up to {_MAX_DECIMAL_CHARS} can be saved. "
-            "Nothing was written. Save it as text, str(value).",
-            key=path,
-        )
+        what = f"a Decimal of {len(text)} characters; up to {_MAX_DECIMAL_CHARS} can be saved"
+        raise _unsavable(path, what, "Save it as text, str(value).")
     return {"$decimal": text}
 
 
-def _encode_fraction(value: fractions.Fraction, path: str) -> Any:
-    parts = {"numerator": value.numerator, "denominator": value.denominator}
-    return {"$fraction": [_encode(part, f"{path}.{name}") for name, part in parts.items()]}
+def _encode_attributes(tag: str, *names: str) -> Callable[[Any, str], Any]:
+    return lambda value, path: {tag: [_encode(getattr(value, name), f"{path}.{name}") for name in names]}
 
 
 def _encode_time(tag: str) -> Callable[[Any, str], Any]:
     def encoder(value: Any, path: str) -> Any:
         if type(value.tzinfo) not in (type(None), datetime.timezone) or value.fold:
-            raise InvalidInput(
-                f"{path} is {value!r}, which would be restored as another value: a checkpoint has neither "
-                "the rules of a time zone, nor which of two equal local times is meant (fold=1). Nothing was "
-                "written. Save it in UTC: value.astimezone(datetime.timezone.utc).",
-                key=path,
+            what = (
+                f"{value!r}, which would be restored as another value: a checkpoint has neither the rules of "
+                "a time zone, nor which of two equal local times is meant (fold=1)"
             )
+            raise _unsavable(path, what, "Save it in UTC: value.astimezone(datetime.timezone.utc).")
         return {tag: value.isoformat()}
 
     return encoder
@@ -257,18 +274,10 @@ def _encode_pure_path(value: pathlib.PurePath, path: str) -> Any:
     return {"$purepath": [_FLAVOURS[type(value)], _checked_text(str(value), path)]}
 
 
-def _encode_slice(value: slice, path: str) -> Any:
-    bounds = {"start": value.start, "stop": value.stop, "step": value.step}
-    return {"$slice": [_encode(bound, f"{path}.{name}") for name, bound in bounds.items()]}
-
-
 def _encode_defaultdict(value: Any, path: str) -> Any:
     if value.default_factory is not None:
-        raise InvalidInput(
-            f"{path} is a defaultdict, whose default_factory cannot be saved. Nothing was written. Save "
-            "dict(...) of it.",
-            key=path,
-        )
+        what = "a defaultdict, whose default_factory cannot be saved"
+        raise _unsavable(path, what, "Save dict(...) of it.")
     return {"$defaultdict": _encode_items(value, path)}
 
 
@@ -302,7 +311,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     SavedDataclass: lambda value, path: {"$dataclass": [value.type, _encode_fields(value.fields, path)]},
     argparse.Namespace: _encode_members("$namespace"),
     types.SimpleNamespace: _encode_members("$simplenamespace"),
-    tuple: _encode_sequence("$tuple"),
+    tuple: lambda value, path: {"$tuple": _encode_each(value, path)},
     set: _encode_set("$set"),
     frozenset: _encode_set("$frozenset"),
     bytes: lambda value, path: {"$bytes": base64.b64encode(value).decode()},
@@ -310,14 +319,14 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
     io.BytesIO: _encode_bytesio,
     complex: lambda value, path: {"$complex": [repr(value.real), repr(value.imag)]},
     range: lambda value, path: {"$range": [value.start, value.stop, value.step]},
-    slice: _encode_slice,
+    slice: _encode_attributes("$slice", "start", "stop", "step"),
     decimal.Decimal: _encode_decimal,
-    fractions.Fraction: _encode_fraction,
+    fractions.Fraction: _encode_attributes("$fraction", "numerator", "denominator"),
     uuid.UUID: lambda value, path: {"$uuid": str(value)},
     collections.defaultdict: _encode_defaultdict,
     collections.OrderedDict: lambda value, path: {"$odict": _encode_items(value, path)},
     collections.Counter: lambda value, path: {"$counter": _encode_items(value, path)},
-    collections.deque: _encode_deque,
+    collections.deque: lambda value, path: {"$deque": [value.maxlen, _encode_each(value, path)]},
     datetime.datetime: _encode_time("$datetime"),
     datetime.date: lambda value, path: {"$date": value.isoformat()},
     datetime.time: _encode_time("$time"),
@@ -360,12 +369,7 @@ def _decode_deque(body: Any) -> Any:
     length, items = read_array(body, 2)
     if length is not None and not 0 <= read_integer(length) <= sys.maxsize:
         raise Refused(f"a deque of length {shown(length)}")
-    return collections.deque((_decode(item) for item in read_array(items)), maxlen=length)
-
-
-def _decode_timedelta(body: Any) -> datetime.timedelta:
-    days, seconds, microseconds = map(read_integer, read_array(body, 3))
-    return datetime.timedelta(days, seconds, microseconds)
+    return collections.deque(map(_decode, read_array(items)), maxlen=length)
 
 
 def _decode_bytesio(body: Any) -> io.BytesIO:
@@ -415,11 +419,6 @@ def _with_members(namespace: Any, body: Any) -> Any:
     return namespace
 
 
-def _decode_enum(body: Any) -> SavedEnum:
-    kind, name = read_array(body, 2)
-    return SavedEnum(read_text(kind, _MAX_TYPE_CHARS), read_text(name, _MAX_TYPE_CHARS))
-
-
 def _decode_namedtuple(body: Any) -> SavedNamedTuple:
     kind, rows = read_array(body, 2)
     pairs = [read_array(row, 2) for row in read_array(rows)]
@@ -446,9 +445,9 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$tensor": lambda body: TensorRef(read_text(body)),
     "$int": _decode_int,
     "$float": _decode_float,
-    "$tuple": lambda body: tuple(_decode(item) for item in read_array(body)),
-    "$set": lambda body: set(_hashable(_decode(item) for item in read_array(body))),
-    "$frozenset": lambda body: frozenset(_hashable(_decode(item) for item in read_array(body))),
+    "$tuple": lambda body: tuple(map(_decode, read_array(body))),
+    "$set": lambda body: set(_hashable(map(_decode, read_array(body)))),
+    "$frozenset": lambda body: frozenset(_hashable(map(_decode, read_array(body)))),
     "$bytes": read_bytes,
     "$bytearray": lambda body: bytearray(read_bytes(body)),
     "$bytesio": _decode_bytesio,
@@ -465,7 +464,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$datetime": lambda body: datetime.datetime.fromisoformat(read_text(body, 64)),
     "$date": lambda body: datetime.date.fromisoformat(read_text(body, 64)),
     "$time": lambda body: datetime.time.fromisoformat(read_text(body, 64)),
-    "$timedelta": _decode_timedelta,
+    "$timedelta": lambda body: datetime.timedelta(*map(read_integer, read_array(body, 3))),
     "$path": lambda body: pathlib.Path(read_text(body)),
     "$purepath": _decode_pure_path,
     "$ndarray": decode_ndarray,
@@ -475,7 +474,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$torch": decode_torch,
     "$composite": _decode_composite,
     "$entry": lambda body: EntryRef(read_text(body)),
-    "$enum": _decode_enum,
+    "$enum": lambda body: SavedEnum(*(read_text(text, _MAX_TYPE_CHARS) for text in read_array(body, 2))),
     "$namedtuple": _decode_namedtuple,
     "$dataclass": _decode_dataclass,
     "$defaultdict": lambda body: collections.defaultdict(None, _decode_pairs(body)),

@@ -17,8 +17,7 @@ from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
 from holdfast.checkpoint.state import Load, State
 from holdfast.checkpoint.state.load import renamer
-from holdfast.checkpoint.state.sharding import may_be_sharded
-from holdfast.checkpoint.state.tensors import torch_dtype
+from holdfast.checkpoint.state.tensors import may_be_sharded, torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import InvalidInput, MissingKey
 from holdfast.system.rawbytes import copy_to

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,9 +47,6 @@ class CapturedState:
     lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
 
 
-Collect = Callable[[str, torch.Tensor, Role], object]
-
-
 class TensorCollector:
     """Collects tensors by name while a state is walked.
 
@@ -74,14 +71,14 @@ class TensorCollector:
         """The table in use: the followed one, or the new one."""
         return self._followed or self._new_table
 
-    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Collect a tensor; return the name that holds its bytes, another one if it is tied."""
+    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> None:
+        """Collect a tensor."""
         if self._followed is not None:
             if self._confirm(self._followed, name, tensor, role):
                 self._row += 1
-                return self._followed.holders[self._row - 1]
+                return
             self._leave(self._followed)
-        return self._new_table.add(name, tensor, role)
+        self._new_table.add(name, tensor, role)
 
     def collect_all(self, names: list[str], roles: list[Role], tensors: list[torch.Tensor]) -> bool:
         """Collect several tensors; return False, and collect none, if one of them is composite.
@@ -108,7 +105,14 @@ class TensorCollector:
 
     def extract(self, value: Any, name: str, role: Role, **options: bool) -> Any:
         """Return a tree whose tensors are collected with one role; see `extract_tensors`."""
-        return _extract(self.collect, value, name, role, **options)
+        own = role._replace(replication=Replication.PER_RANK, follows=None)
+        return extract_tensors(
+            value,
+            name,
+            lambda path, tensor: self.collect(path, tensor, role),
+            per_rank=lambda path, tensor: self.collect(path, tensor, own),
+            **options,
+        )
 
     def encode(self, value: Any, name: str, role: Role, **options: bool) -> Any:
         """Collect the tensors of a value with one role, and return its encoded tree."""
@@ -141,9 +145,8 @@ class TensorCollector:
     ) -> CapturedState:
         """Return the collected tensors with the encoded values by top-level key.
 
-        Args:
-            structure: of the previous capture, made by the same agreement; kept if it still holds.
-            is_frozen_known: the parameters of every optimizer in the state are known.
+        `structure` is that of the previous capture, made by the same agreement; it is kept if it still holds.
+        Frozen tensors are known if the parameters of every optimizer in the state are.
         """
         is_kept = self.end()
         if structure is None or not is_kept:
@@ -175,13 +178,13 @@ class TensorCollector:
     def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
         """Return True if the next row has this name, role and tensor, or one that may be replaced by it."""
         row = self._row
-        if not table.has(row, name, role):
+        if row >= len(table.names) or (table.names[row], table.roles[row]) != (name, role):
             return False
-        if table.is_same(row, tensor):
+        part = table.part(row, tensor)
+        if table.is_same(row, tensor, part):
             table.note_object(row, tensor)
             return True
-        part = table.part(row, tensor)
-        if not is_savable(part) or not table.can_replace(row, tensor):
+        if not is_savable(part) or not table.can_replace(row, tensor, part):
             return False
         address = part.data_ptr()
         if address and address in self._replaced_at:
@@ -202,21 +205,18 @@ class TensorCollector:
             self._new_table.own(parameters)
 
 
-def _extract(collect: Collect, value: Any, name: str, role: Role, **options: bool) -> Any:
-    own = role._replace(replication=Replication.PER_RANK, follows=None)
-    return extract_tensors(
-        value,
-        name,
-        lambda path, tensor: collect(path, tensor, role),
-        per_rank=lambda path, tensor: collect(path, tensor, own),
-        **options,
-    )
-
-
 def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, torch.Tensor, Role]]:
     """Return name, tensor and role of the rows that a composite tensor is saved in."""
     found: list[tuple[str, torch.Tensor, Role]] = []
-    _extract(lambda *row: found.append(row), tensor, name, _inner_role(role), named_types=True)
+    inner = _inner_role(role)
+    own = inner._replace(replication=Replication.PER_RANK, follows=None)
+    extract_tensors(
+        tensor,
+        name,
+        lambda path, one: found.append((path, one, inner)),
+        per_rank=lambda path, one: found.append((path, one, own)),
+        named_types=True,
+    )
     return found
 
 
@@ -231,12 +231,8 @@ def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[
     to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
     mappings does not matter. A rank that also holds other tensors computes the same result for these.
 
-    Args:
-        sizes: bytes of each whole tensor by name.
-        shardings: their shardings, without per-rank names.
-
-    Returns:
-        The partitioning by which each tensor is written, by name. Equal ones are the same object.
+    `sizes` are the bytes of each whole tensor; per-rank tensors are left out. Of the partitionings that are
+    returned, equal ones are the same object.
 
     Ranks: not collective; every rank computes the same from the same arguments.
     Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
@@ -269,7 +265,7 @@ def catalog_of(captured: CapturedState) -> Catalog:
     held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
     for sharding in shardings.values():
         if id(sharding.layout) not in held_by:
-            held_by[id(sharding.layout)] = tuple(sorted(sharding.holders))
+            held_by[id(sharding.layout)] = tuple(sorted(sharding.layout.holders))
     tensors = {
         name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
         for name, one in shardings.items()

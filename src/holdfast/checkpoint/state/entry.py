@@ -70,6 +70,9 @@ class StateEntry(ABC):
         replication: how ranks hold its tensors, if the user has marked it.
     """
 
+    is_first: ClassVar[bool] = False  # captured and planned before others, which use its tensors' names
+    is_filled: ClassVar[bool] = False  # its tensors are filled in place
+
     def __init__(self, key: str, value: Any, replication: Replication | None = None) -> None:
         self.key = key
         self.value = value
@@ -85,11 +88,9 @@ class StateEntry(ABC):
 
     @abstractmethod
     def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
-        """Plan how the entry is filled from the checkpoint. Changes nothing live.
+        """Extend the plan by how the entry is filled from the checkpoint. Changes nothing live.
 
-        Args:
-            plan: the plan to extend.
-            put: stores a new object under the entry's key, for objects that cannot be changed in place.
+        `put` stores a new object under the entry's key, for objects that cannot be changed in place.
         """
 
 
@@ -137,23 +138,30 @@ def find_entries(objects: Mapping[str, Any]) -> dict[str, FoundEntry]:
     """Return the objects of a state, and the entries in its containers, by key path."""
     found: dict[str, FoundEntry] = {}
     for key, value in objects.items():
-        top = _without_mark(FoundEntry(key, value))
-        _add(found, key, top)
+        top = _add(found, key, FoundEntry(key, value))
         try:
             for path, inner in () if is_entry(top.value) else nested_entries(top.value, key):
                 _check_mark(path, inner, key)
-                _add(found, path, _without_mark(replace(top, value=inner)))
+                _add(found, path, replace(top, value=inner))
         except RecursionError as error:
             raise contains_itself(key) from error
     return found
 
 
-def _without_mark(found: FoundEntry) -> FoundEntry:
-    """Return an object without its mark. In a marked container it has the container's mark."""
-    mark = found.value
-    if not isinstance(mark, MarkedObject):
-        return found
-    return FoundEntry(found.root, mark.value, mark.replication, mark.ranks)
+def _add(found: dict[str, FoundEntry], key: str, new: FoundEntry) -> FoundEntry:
+    """Add an object, and return it without its mark. In a marked container it has the container's mark."""
+    if isinstance(mark := new.value, MarkedObject):
+        new = FoundEntry(new.root, mark.value, mark.replication, mark.ranks)
+    other = found.setdefault(key, new)
+    if other is not new:
+        kinds = [type(each.value).__qualname__ for each in (other, new)]
+        raise InvalidInput(
+            f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
+            f"a {kinds[1]} in {new.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
+            "string look the same. Nothing was written. Rename one of the keys.",
+            key=key,
+        )
+    return new
 
 
 def _check_mark(path: str, inner: Any, key: str) -> None:
@@ -165,18 +173,6 @@ def _check_mark(path: str, inner: Any, key: str) -> None:
         f"{key!r}, or move it to a key of its own.",
         key=path,
     )
-
-
-def _add(found: dict[str, FoundEntry], key: str, new: FoundEntry) -> None:
-    other = found.setdefault(key, new)
-    if other is not new:
-        kinds = [type(each.value).__qualname__ for each in (other, new)]
-        raise InvalidInput(
-            f"Two objects of the state would both be saved under {key!r}: a {kinds[0]} in {other.root!r} and "
-            f"a {kinds[1]} in {new.root!r}. Keys are ambiguous if one contains a dot, or a number and a "
-            "string look the same. Nothing was written. Rename one of the keys.",
-            key=key,
-        )
 
 
 def contains_itself(key: str) -> InvalidInput:
@@ -267,8 +263,7 @@ def is_stream(value: Any) -> bool:
     return hasattr(type(value), "__iter__") and not hasattr(type(value), "keys")
 
 
-HIDDEN = "@hidden"
-"""Key of this state beside the items of a state_dict()."""
+HIDDEN = "@hidden"  # key of this state beside the items of a state_dict()
 _WRAPPERS = frozenset({"ScheduleFreeWrapper", "ScheduleFreeWrapperReference"})
 
 
@@ -277,14 +272,17 @@ def hidden_state(value: Any) -> dict[str, Any]:
     # A metric of torchmetrics counts its updates, by which its mean states are weighted. The wrappers of
     # schedulefree move parameters between two places, and `train_mode` is the present one.
     if isinstance(value, torch.nn.Module):
-        return {f"{path}._update_count": int(metric._update_count) for path, metric in _metrics(value)}
+        package: Any = sys.modules.get("torchmetrics")
+        metrics = () if package is None else _metrics(value, package)
+        return {f"{path}._update_count": int(metric._update_count) for path, metric in metrics}
     return {"train_mode": bool(value.train_mode)} if _is_wrapper(value) else {}
 
 
 def set_hidden_state(value: Any, saved: Mapping[str, Any]) -> None:
     """Set what `hidden_state` has returned. Attributes that a live object does not have are left out."""
+    package: Any = sys.modules.get("torchmetrics")
     if isinstance(value, torch.nn.Module):
-        for path, metric in _metrics(value):
+        for path, metric in () if package is None else _metrics(value, package):
             if (count := saved.get(f"{path}._update_count")) is not None:
                 metric._update_count = count
                 metric._computed = None  # a result of the state before
@@ -292,12 +290,10 @@ def set_hidden_state(value: Any, saved: Mapping[str, Any]) -> None:
         value.train_mode = saved["train_mode"]
 
 
-def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    package: Any = sys.modules.get("torchmetrics")
-    if package is not None:
-        for path, metric in module.named_modules():
-            if isinstance(metric, package.Metric) and hasattr(metric, "_update_count"):
-                yield path, metric
+def _metrics(module: torch.nn.Module, package: Any) -> Iterator[tuple[str, Any]]:
+    for path, metric in module.named_modules():
+        if isinstance(metric, package.Metric) and hasattr(metric, "_update_count"):
+            yield path, metric
 
 
 def _is_wrapper(value: Any) -> bool:

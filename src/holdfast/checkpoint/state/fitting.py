@@ -7,7 +7,7 @@ import enum
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,15 +20,23 @@ from holdfast.checkpoint.format.containers import (
     is_named_tuple,
     kind_of,
 )
-from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.checkpoint.format.values import EntryRef, encode
-from holdfast.checkpoint.state.composites import Composite, take_apart
+from holdfast.checkpoint.format.values import (
+    NAMED_TYPES,
+    EntryRef,
+    SavedDataclass,
+    SavedEnum,
+    SavedNamedTuple,
+    encode,
+)
+from holdfast.checkpoint.state.composites import take_apart
 from holdfast.checkpoint.state.entry import holds_entry, is_entry
-from holdfast.checkpoint.state.filled_memory import FilledMemory
-from holdfast.checkpoint.state.tensors import is_composite
+from holdfast.checkpoint.state.tensors import FilledMemory, is_composite, is_sparse
 from holdfast.checkpoint.state.tree import facts_of, has_name, member_of, type_name
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.system.documents import shown
+
+if TYPE_CHECKING:  # it fits values, so it imports this file
+    from holdfast.checkpoint.state.load import Load
 
 _ABSENT = object()  # no live value is in this place
 _GONE = object()  # an object that the live state does not hold
@@ -207,27 +215,52 @@ def needs_live(saved: Any) -> bool:
     return saved.is_class or saved.type == DTENSOR or any(map(needs_live, saved.inner.values()))
 
 
-def misfit(saved: SavedTensor, live: Any) -> str | None:
+def misfit(saved: SavedTensor, live: Any, plan: Load | None = None) -> str | None:
     """Return how a saved composite tensor and a live value differ, or None.
 
-    The number of elements of a sparse tensor may differ, and devices may.
+    The number of elements of a sparse tensor may differ, and devices may. With a plan, dtypes and shapes of
+    the inner tensors are compared too.
     """
+    there = shown_type(saved.type, saved.facts)
     if not isinstance(live, torch.Tensor):
-        return f"it was saved as {shown_type(saved.type, saved.facts)}, but nothing of this type is there"
+        return f"it was saved as {there}, but nothing of this type is there"
     if not is_composite(live):
-        return f"it was saved as {shown_type(saved.type, saved.facts)}, but is a plain {live.dtype} tensor"
+        return f"it was saved as {there}, but is a plain {live.dtype} tensor"
     try:
         found = take_apart(live)
         facts = facts_of(found, "the tensor")
         is_same = _comparable(facts) == _comparable(saved.facts)
     except HoldfastError as error:
         return f"its live tensor cannot be used: {error}"
-    if not _has_type(saved, found, live):
-        there, here = (shown_type(one.type, one.facts) for one in (saved, found))
-        return f"it was saved as {there}, but is {here}"
+    has_type = found.type == saved.type
+    if saved.is_class:
+        has_type = found.has_context and has_name(type(live), saved.type)
+    if not has_type:
+        return f"it was saved as {there}, but is {shown_type(found.type, found.facts)}"
     if list(found.inner) != list(saved.inner):
         return f"it was saved with the inner tensors {list(saved.inner)}, but has {list(found.inner)}"
-    return _inner_misfit(saved, found) if is_same else _changed(saved, facts)
+    if not is_same:
+        return _changed(saved, facts)
+    each = (_inner_misfit(name, item, found.inner[name], live, plan) for name, item in saved.inner.items())
+    return next(filter(None, each), None)
+
+
+def _inner_misfit(
+    name: str, saved: Any, item: torch.Tensor, live: torch.Tensor, plan: Load | None
+) -> str | None:
+    """Return how a saved inner tensor differs from that of a live composite tensor, or None."""
+    why = None
+    if isinstance(saved, SavedTensor):
+        why = misfit(saved, item, None if is_sparse(live) else plan)
+    elif is_composite(item):
+        taken = take_apart(item)
+        why = f"it was saved as a plain tensor, but is {shown_type(taken.type, taken.facts)}"
+    elif plan is not None:
+        there, here = (plan.dtype(saved.name), plan.shape(saved.name)), (item.dtype, tuple(item.shape))
+        is_free = is_sparse(live) and (name != "values" or there[0] is here[0])  # its content is replaced
+        if there != here and not is_free:
+            return f"{name} was saved as {there[0]} {list(there[1])}, but is {here[0]} {list(here[1])}"
+    return None if why is None else f"{name}: {why}"
 
 
 def _changed(saved: SavedTensor, facts: dict[str, Any]) -> str:
@@ -239,26 +272,6 @@ def _changed(saved: SavedTensor, facts: dict[str, Any]) -> str:
         "a DTensor over a composite tensor cannot be resharded, and shape, offsets and sizes of the saved "
         f"part are {there}, but those of the live one {here}. It is restored on the same number of ranks only"
     )
-
-
-def _inner_misfit(saved: SavedTensor, found: Composite) -> str | None:
-    for name, item in saved.inner.items():
-        live = found.inner[name]
-        why = None
-        if isinstance(item, SavedTensor):
-            why = misfit(item, live)
-        elif is_composite(live):
-            taken = take_apart(live)
-            why = f"it was saved as a plain tensor, but is {shown_type(taken.type, taken.facts)}"
-        if why is not None:
-            return f"{name}: {why}"
-    return None
-
-
-def _has_type(saved: SavedTensor, found: Composite, live: torch.Tensor) -> bool:
-    if saved.is_class:
-        return found.has_context and has_name(type(live), saved.type)
-    return found.type == saved.type
 
 
 def _comparable(facts: Any) -> Any:

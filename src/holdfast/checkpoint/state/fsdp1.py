@@ -16,13 +16,11 @@ from typing_extensions import override
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
-from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
+from holdfast.checkpoint.state.load import Load, LoadPhase
 from holdfast.checkpoint.state.modules import EXTRA, canonical
-from holdfast.checkpoint.state.optimizers import capture_groups, is_state_tensor_name
-from holdfast.checkpoint.state.saved_optimizer import find_saved, options_of
+from holdfast.checkpoint.state.optimizers import capture_groups, find_saved, is_state_tensor_name, options_of
 from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tensors import is_dtensor, is_sharded_tensor
 from holdfast.errors import InvalidInput
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -56,6 +54,8 @@ class FSDP1ModuleEntry(StateEntry):
     Ranks: capture, plan and finish are collective over the module's process group: FSDP1 gathers each
         parameter and splits it again.
     """
+
+    is_first = True
 
     _has_noted = False
 
@@ -110,7 +110,7 @@ class FSDP1ModuleEntry(StateEntry):
         with _sharded(module):
             state = module.state_dict()
         trees: dict[str, Any] = {}
-        saved_key = plan.saved_key(self.key)
+        saved_key = plan.keys.get(self.key)
         for values in plan.all_values(self.key):  # the first one with a name wins
             found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
             trees = {**{plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in found.items()}, **trees}
@@ -184,7 +184,9 @@ class FSDP1OptimizerEntry(StateEntry):
                 state, is_shared = saved.states[name]
                 shared.update({fqn} if is_shared else ())
                 plan.read_tree(state.trees)
-                made[fqn] = {k: _new(plan, tensor, models[name]) for k, tensor in state.tensors.items()}
+                made[fqn] = {
+                    key: plan.read_as(tensor, models[name], tensor) for key, tensor in state.tensors.items()
+                }
                 made[fqn].update((key, partial(plan.insert, tree)) for key, tree in state.trees.items())
         plan.read_tree(saved.options)
 
@@ -218,12 +220,3 @@ class FSDP1OptimizerEntry(StateEntry):
 
     def _name(self, fqn: str) -> str:
         return f"{self._module.key}.{canonical(self._module.value, fqn)[0]}"
-
-
-def _new(plan: Load, saved: str, model: torch.Tensor) -> Maker:
-    """Plan to read a state tensor, sharded like a parameter of the same shape."""
-    is_cut = is_dtensor(model) or is_sharded_tensor(model)
-    if is_cut and plan.shape(saved) and plan.shape(saved) == tuple(model.shape):
-        return plan.read_like(saved, model, saved)
-    plan.read_new(saved)
-    return partial(plan.tensor, saved)

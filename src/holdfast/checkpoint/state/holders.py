@@ -56,10 +56,8 @@ class HolderAgreement:
     def layout(self, name: str, raw: ShardLayout | None, *, is_lowest: bool, in_module: bool) -> ShardLayout:
         """Return the layout of a tensor that belongs to no parameter.
 
-        Args:
-            raw: layout read from the tensor itself, or None if it is plain.
-            is_lowest: only the lowest of its ranks has the true bytes.
-            in_module: it is a module's.
+        `raw` was read from the tensor itself; None if that is plain. With `is_lowest` only the lowest of its
+        ranks has the true bytes.
         """
         marked = _key_of(name, self.marked) if raw is None else None
         agreed = self.layouts.get(name)
@@ -186,18 +184,14 @@ def _join(name: str, merge: _Merge) -> None:
 
 def _shared(merges: dict[str, _Merge]) -> dict[str, ShardLayout]:
     """Return the merged layouts. Equal ones are one object."""
-    known: dict[Any, ShardLayout] = {}
+    known: dict[ShardLayout, ShardLayout] = {}
     layouts: dict[str, ShardLayout] = {}
     for name, merge in merges.items():
         _, _, splits, regions = merge.fact
-        key = (splits, regions, frozenset(merge.copies))
-        if key not in known:
-            copies = tuple(sorted(merge.copies))
-            if splits or regions is not None:
-                known[key] = ShardLayout(splits, copies, regions)
-            else:
-                known[key] = held_by(tuple(rank for (rank,) in copies))
-        layouts[name] = known[key]
+        copies = tuple(sorted(merge.copies))
+        is_whole = not splits and regions is None
+        own = held_by(tuple(rank for (rank,) in copies)) if is_whole else ShardLayout(splits, copies, regions)
+        layouts[name] = known.setdefault(own, own)
     return layouts
 
 

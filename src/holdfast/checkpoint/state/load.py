@@ -5,27 +5,20 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from holdfast.checkpoint.format.composites import shown_type
+from holdfast.checkpoint.format.composites import SavedTensor, shown_type
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.format.values import decode
-from holdfast.checkpoint.state.composites import take_apart
-from holdfast.checkpoint.state.filled_memory import (
-    FilledMemory,
-    Range,
-    find_read_only,
-    holds,
-    range_of,
-    read_only_error,
-)
-from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit
+from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
+from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit, misfit, needs_live
 from holdfast.checkpoint.state.sharding import (
     is_divided,
     local_of,
@@ -37,13 +30,20 @@ from holdfast.checkpoint.state.sharding import (
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
     RAW,
+    FilledMemory,
+    Range,
     copy,
+    find_read_only,
+    holds,
     is_composite,
     is_dtensor,
     is_local_shard,
     is_plain_memory,
     is_same_view,
     is_sharded_tensor,
+    is_sparse,
+    range_of,
+    read_only_error,
     torch_dtype,
     unfillable,
 )
@@ -51,12 +51,10 @@ from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Rename = Callable[[str], str]
-Maker = Callable[[], torch.Tensor]
-"""Function that returns a tensor after all targets are filled."""
+Maker = Callable[[], torch.Tensor]  # function that returns a tensor after all targets are filled
 _MAX_LISTED = 10
 PARAMETER_MARK = ".param_groups: "
 """Separator between an optimizer's key and its parameter in names of unexpected parameters."""
-_NOTHING_MADE: Mapping[str, Maker] = MappingProxyType({})
 _UNTIED = "tied in the live state but saved as two tensors; the later name wins."
 _SHARED = "it shares memory with another live tensor, but was saved with other values; the later name wins."
 
@@ -78,13 +76,9 @@ class Load:
     """A plan to fill the live state, made by one entry after the other. Making it changes nothing live.
 
     Most of `targets` are the live tensors themselves, so filling them already changes the live state. Once
-    filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state.
-
-    Args:
-        tensors: saved tensors by saved name; `tied` has their aliases.
-        values: encoded values by saved top-level key; `others` those of further parts, for other keys.
-        rename: saved name -> live name.
-        rank: this rank, whose parts of sharded tensors are filled.
+    filling has begun, only a completed load, of this or another checkpoint, leaves a consistent state. The
+    arguments are those of `State.load`, by saved names and keys, with a function to rename; `rank` is this
+    rank, whose parts of sharded tensors are filled.
     """
 
     def __init__(
@@ -110,6 +104,9 @@ class Load:
         self._steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.saved_names = _renamed([*tensors, *tied], rename)
         self._sources = [(_renamed(part, rename), part) for part in (values, *others)]
+        self.keys: dict[str, str] = {}  # saved top-level keys by live key; of several, the first part's
+        for keys, _ in self._sources:
+            self.keys = {**self.keys, **keys, **self.keys}
         self._rank = rank
         self._parts: dict[str, list[FillTarget]] = {}  # by saved name, also those without elements
         self._claimed: set[str] = set()  # saved names that are in a live tensor or become one
@@ -133,23 +130,13 @@ class Load:
         return self
 
     def finish(self) -> None:
-        """Restore everything that is not a live target: casts, optimizers, objects, values, RNG last.
+        """Restore all that is not a live target: casts, optimizers, objects, values, RNG last.
 
-        Call it once, after all targets are filled.
-
-        Ranks: not collective by itself; a user's load_state_dict() may be.
+        Call it once, after all targets are filled. A user's load_state_dict() may be collective.
         """
         steps, self._steps = self._steps, []
         for _, step in sorted(steps, key=operator.itemgetter(0)):
             step()
-
-    def saved_key(self, key: str) -> str | None:
-        """Return the saved top-level key that fills the live key, or None."""
-        return next((keys[key] for keys, _ in self._sources if key in keys), None)
-
-    def saved_keys(self) -> list[str]:
-        """Return all saved top-level keys."""
-        return list(dict.fromkeys(key for keys, _ in self._sources for key in keys.values()))
 
     def values(self, key: str) -> Any:
         """Return new decoded values of a live top-level key, or None without saved ones."""
@@ -161,10 +148,9 @@ class Load:
 
     def lacks(self, key: str) -> bool:
         """Return True, and record the key as missing, if the checkpoint does not have it."""
-        if self.saved_key(key) is not None:
-            return False
-        self.missing.append(key)
-        return True
+        if key not in self.keys:
+            self.missing.append(key)
+        return key not in self.keys
 
     def leave(self, key: str) -> None:
         """Leave out a saved top-level key with its tensors, which then are not unexpected."""
@@ -186,18 +172,26 @@ class Load:
         """Add a step for `Load.finish`. Within a phase, steps run in the order they were added."""
         self._steps.append((phase, step))
 
-    def read_new(self, name: str, device: torch.device | str = "cpu") -> None:
-        """Plan to read a whole saved tensor into new memory, unless that is planned already; see `tensor`."""
-        saved = self._use(name)
+    def read(
+        self,
+        name: str,
+        device: torch.device | str = "cpu",
+        regions: Sequence[Region | None] = (None,),
+    ) -> list[Maker]:
+        """Plan to read regions of a saved tensor into new memory, unless they are read already.
+
+        None is the whole tensor. Return a function for each region that returns it after filling.
+        """
+        self.used.add(name)
+        saved = self.tied.get(name, name)
         if saved not in self._parts:
-            self._parts[saved] = [self._new_target(saved, device, None)]
-        else:
-            self._widen(saved)
+            self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
+        return [self._source(saved, region) for region in regions]
 
     def read_tree(self, tree: Any, device: torch.device | str = "cpu") -> None:
         """Plan to read all tensors that a tree refers to into new memory."""
         for name in references(tree):
-            self.read_new(name, device)
+            self.read(name, device)
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
@@ -205,22 +199,26 @@ class Load:
         assert target.region is None, name
         return target.tensor if device is None else target.tensor.to(device)
 
-    def insert(self, tree: Any, made: Mapping[str, Callable[[], torch.Tensor]] = _NOTHING_MADE) -> Any:
+    def insert(self, tree: Any, made: Mapping[str, Maker] | None = None) -> Any:
         """Return a tree with its filled tensors. Functions make some of them."""
+        if made is None:
+            return insert_tensors(tree, self.tensor)
         return insert_tensors(tree, lambda name: made[name]() if name in made else self.tensor(name))
 
     def read_like(self, name: str, model: torch.Tensor, label: str) -> Maker:
-        """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory.
-
-        Returns:
-            A function that makes the sharded tensor after all targets are filled.
-        """
-        saved, device = self._use(name), self.device_of(model)
-        regions = [region for _, region in self._parts_of(model, label)]
-        sources = self._new_sources(saved, device, regions)
+        """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory."""
+        device = self.device_of(model)
+        sources = self.read(name, device, [region for _, region in self._parts_of(model, label)])
         return lambda: parts_like(
             [source().to(device) for source in sources], model, self.dtype(name), device
         )
+
+    def read_as(self, name: str, model: torch.Tensor, label: str) -> Maker:
+        """Plan to read a saved tensor into new memory: split as a model of its shape, or whole."""
+        if (is_divided(model) or is_sharded_tensor(model)) and shape_of(model) == self.shape(name):
+            return self.read_like(name, model, label)
+        self.read(name)
+        return partial(self.tensor, name)
 
     @property
     def targets(self) -> dict[str, list[FillTarget]]:
@@ -242,12 +240,13 @@ class Load:
     def fill(self, name: str, live: torch.Tensor, label: str) -> None:
         """Plan to fill a live tensor from a saved one, in place if possible. `label` is its live name."""
         self._check(name, live, label)
-        saved = self._use(name)
-        is_whole = type(live) in PLAIN and (not is_local_shard(live) or self._is_own(name, live))
-        parts = self._parts_of(live, label, is_whole=is_whole)
+        is_own = is_local_shard(live) and self._is_own(name, live)
+        parts = self._parts_of(live, label, is_own=is_own)
+        self.used.add(name)
         self.written[label] = local_of(live)
+        saved = self.tied.get(name, name)
         if live.device.type == "meta":
-            self._make_real(saved, live, [region for _, region in parts], label)
+            self._make_real(name, live, [region for _, region in parts], label)
         elif saved not in self._parts:
             self._parts[saved] = [self._fill_first(saved, part, region, label) for part, region in parts]
         else:
@@ -289,10 +288,10 @@ class Load:
         return is_whole and tuple(live.shape) == self.shape(name)
 
     def _parts_of(
-        self, live: torch.Tensor, label: str, *, is_whole: bool = False
+        self, live: torch.Tensor, label: str, *, is_own: bool = False
     ) -> list[tuple[torch.Tensor, Region | None]]:
         """Return this rank's parts of a live tensor and their regions. None is the whole tensor."""
-        if is_whole:
+        if type(live) in PLAIN and (is_own or not is_local_shard(live)):
             return [(live, None)]
         try:
             local, shards = local_of(live), shards_of(live, self._rank)
@@ -311,42 +310,27 @@ class Load:
         sizes = tuple(spec.shape) if region is None else region.sizes
         return FillTarget(torch.empty(sizes, dtype=torch_dtype(spec.dtype), device=device), region)
 
-    def _new_sources(
-        self, saved: str, device: torch.device | str, regions: list[Region | None]
-    ) -> list[Maker]:
-        """Plan to read regions into new memory, unless they are read already; return their sources."""
-        if saved not in self._parts:
-            self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
-        return [self._source(saved, region) for region in regions]
-
     def _source(self, saved: str, region: Region | None) -> Maker:
         """Return a function that returns a region of a saved tensor after filling."""
-        for target in self._parts[saved]:
+        parts = self._parts[saved]
+        for target in parts:
             if target.region == region:
                 return lambda: target.tensor
-        self._widen(saved)
+        if not any(part.region is None for part in parts):  # read all of the tensor instead of parts
+            new = self._new_target(saved, "cpu", None)
+            self._parts[saved] = [new]
+            for part in parts:
+                assert part.region is not None
+                self.add_step(LoadPhase.CARVE, partial(copy, new.tensor[part.region.slices], part.tensor))
         (target,) = self._parts[saved]
         whole = target.tensor
         return lambda: whole if region is None else whole[region.slices].contiguous()
 
-    def _widen(self, saved: str) -> None:
-        """Plan to read all of a saved tensor instead of parts."""
-        parts = self._parts[saved]
-        if any(part.region is None for part in parts):
-            return
-        target = self._new_target(saved, "cpu", None)
-        whole, self._parts[saved] = target.tensor, [target]
-        for part in parts:
-            assert part.region is not None
-            self.add_step(LoadPhase.CARVE, partial(copy, whole[part.region.slices], part.tensor))
-
     def read_apart(self, name: str, live: torch.Tensor) -> Maker | None:
         """Plan to read a tensor of a container into new memory if its live one shares memory.
 
-        Returns:
-            A function that returns `live` with the saved values after all targets are filled, or a new tensor
-            if they differ from those that the others have there. None if `live` shares no memory or is not
-            plain.
+        Return a function that returns `live` with the saved values after filling, or a new tensor if they
+        differ from those that the others have there; None if `live` shares no memory or is not plain.
         """
         is_plain = type(live) is torch.Tensor and not live.requires_grad and not is_divided(live)
         if not is_plain or self.tied.get(name, name) in self._parts:
@@ -357,7 +341,7 @@ class Load:
         shared = [] if place is None else self._memory.overlap(*place)
         if not shared:
             return None
-        self.read_new(name)
+        self.read(name)
 
         def choose() -> torch.Tensor:
             new = self.tensor(name, live.device)
@@ -390,12 +374,12 @@ class Load:
         self.add_step(LoadPhase.COPY, copy_over)
         return target
 
-    def _make_real(self, saved: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
+    def _make_real(self, name: str, live: torch.Tensor, regions: list[Region | None], label: str) -> None:
         device = self.real_devices.setdefault(id(live), torch.device("cpu"))
         is_second = id(live) in self._swapped
         self._swapped.add(id(live))
-        is_shared = saved in self._claimed
-        sources = self._new_sources(saved, device, regions)
+        is_shared = self.tied.get(name, name) in self._claimed
+        sources = self.read(name, device, regions)
         if not is_second:
             self.add_step(LoadPhase.SWAP, lambda: make_real(live, sources, device, label, copy=is_shared))
         elif not is_shared:
@@ -406,10 +390,6 @@ class Load:
                     copy(source(), part)
 
             self.add_step(LoadPhase.COPY, copy_again)
-
-    def _use(self, name: str) -> str:
-        self.used.add(name)
-        return self.tied.get(name, name)
 
     def _spec(self, name: str) -> Tensor:
         saved = self.tied.get(name, name)
@@ -454,10 +434,8 @@ def leftover(
 ) -> list[str]:
     """Return the saved names that fill nothing live. A completely unused key is listed as one name.
 
-    Args:
-        live_keys: top-level keys of the live state.
-        wanted: top-level keys (live names) to restore, or None for all.
-        held: (live names, top-level keys) that any rank has, if ranks differ: these do not count.
+    `wanted` are the top-level keys (live names) to restore, or None for all. If ranks differ, `held` has the
+    live names and top-level keys that any rank has: these do not count.
     """
     names = [
         name
@@ -474,8 +452,8 @@ def leftover(
         ]
         found = [name for name in found if plan.rename(name.rpartition(PARAMETER_MARK)[2]) not in live_names]
         live_keys = {*live_keys, *keys}
-    for key in plan.saved_keys():
-        if plan.rename(key) in live_keys or (wanted is not None and not _is_under(plan.rename(key), wanted)):
+    for live, key in plan.keys.items():
+        if live in live_keys or (wanted is not None and not _is_under(live, wanted)):
             continue
         if not any(_is_under(name, [key]) for name in plan.used):
             names = [name for name in names if not _is_under(name, [key])]
@@ -501,3 +479,74 @@ def mismatch(missing: list[str], unexpected: list[str]) -> InvalidInput:
         "rename= to map saved names to live ones."
     )
     return InvalidInput(f"The checkpoint does not fit the live state. {'. '.join(parts)}. {advice}")
+
+
+def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+    """Plan to fill a live composite tensor from a saved one. It stays the same object."""
+    why = misfit(saved, live, plan)
+    if why is not None:
+        raise InvalidInput(
+            f"{label} cannot be restored: {why}. A composite tensor is only restored into a live one of the "
+            "same class with the same description. Nothing was changed. Build it as it was, or leave it out "
+            "with only= or rename=.",
+            key=label,
+        )
+    if live.is_meta:
+        why = "it is on the meta device. Call to_empty(device=...) on the module first."
+        raise unfillable(live, label, why)
+    _fill(plan, saved, live, label)
+
+
+def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
+    if is_sparse(live):
+        _replace_content(plan, saved, live)
+        return
+    for name, item in take_apart(live).inner.items():
+        part = saved.inner[name]
+        if isinstance(part, SavedTensor):
+            _fill(plan, part, item, f"{label}.{name}")
+        else:
+            assert not is_composite(item), label
+            plan.fill(part.name, item, f"{label}.{name}")
+
+
+def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None:
+    """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
+    plan.read_tree(saved, live.device)
+
+    def finish() -> None:
+        inner = {name: plan.insert(item) for name, item in saved.inner.items()}
+        # A copy: names that were tied when they were saved share one object.
+        new = put_together(replace(saved, inner=inner), None)
+        set_content(live, new.to(device=live.device, copy=True))
+
+    plan.add_step(LoadPhase.COPY, finish)
+
+
+def plan_state(
+    plan: Load, optimizer: Optimizer, parameter: torch.Tensor, saved: SavedTensor, live: Any, label: str
+) -> Maker:
+    """Plan to fill one composite tensor of a parameter's state; return a function that returns it filled.
+
+    It is the live one, if there is one that fits, or one that the optimizer makes as at its first step.
+    """
+    known = [live] if isinstance(live, torch.Tensor) else []
+    if not known or misfit(saved, live, plan) is not None:
+        if not needs_live(saved):  # its class is not the program's
+            device = plan.device_of(parameter)
+            plan.read_tree(saved, device)
+            return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
+        make: Callable[..., torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
+        if make is not None and not parameter.is_meta:  # torchao's low-bit optimizers call it at a first step
+            known += [make(parameter, is_signed) for is_signed in (True, False)]
+    if not known:
+        raise InvalidInput(
+            f"{label} was saved as {shown_type(saved.type, saved.facts)}, but the live "
+            f"{type(optimizer).__qualname__} has no state yet that shows this class. A checkpoint only names "
+            "classes, and never imports them. Nothing was changed. Restore into the same kind of optimizer, "
+            "or take one step with it first: the restore replaces all that the step changes.",
+            key=label,
+        )
+    target = next((one for one in known if misfit(saved, one, plan) is None), known[0])
+    fill_composite(plan, saved, target, label)
+    return lambda: target

@@ -19,6 +19,7 @@ _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.RLock()
 _evaluation = threading.local()  # depth of `unwatched_loaders` in each thread
 _watched: set[type] = set()  # base classes of iterators
+_plain: set[type] = set()  # classes of iterators without a state of their own
 _REPORTED = "_holdfast_has_reported"
 
 
@@ -43,7 +44,8 @@ def watch_loaders() -> None:
             begin(self, *args, **kwargs)
 
         base.__init__ = begin_noted  # PyTorch has no hook for new iterators
-    kinds = _kinds(loading)
+        kinds = loading._SingleProcessDataLoaderIter, loading._MultiProcessingDataLoaderIter
+        _plain.update(kinds)
     for iterator in gc.get_referrers(*kinds):
         if type(iterator) in kinds:
             _note(iterator)
@@ -52,12 +54,8 @@ def watch_loaders() -> None:
 def plain_iterators() -> list[Any]:
     """Return the live iterators of data loaders that have no state of their own."""
     watch_loaders()  # torch's data loaders may have been imported since
-    loading = sys.modules.get("torch.utils.data.dataloader")
-    if loading is None:
-        return []
-    kinds = _kinds(loading)
     with _lock:
-        return [one for one in _iterators if type(one) in kinds]
+        return [one for one in _iterators if type(one) in _plain]
 
 
 def num_returned(order: object) -> int | None:
@@ -69,10 +67,6 @@ def batches_returned() -> frozenset[tuple[int, int]]:
     """Return a value that changes with each iterator and each batch that feeds the training."""
     with _lock:
         return frozenset((id(one), getattr(one, "_num_yielded", 0)) for one in _iterators)
-
-
-def _kinds(loading: Any) -> tuple[type, type]:
-    return loading._SingleProcessDataLoaderIter, loading._MultiProcessingDataLoaderIter
 
 
 @contextlib.contextmanager

@@ -21,11 +21,10 @@ from holdfast.checkpoint.format.composites import UNDER, SavedTensor
 from holdfast.checkpoint.format.nesting import placed_composites
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
-from holdfast.checkpoint.state.composite_load import fill_composite
 from holdfast.checkpoint.state.entry import HIDDEN, Replication, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
-from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
-from holdfast.checkpoint.state.sharding import is_divided, shape_of
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
+from holdfast.checkpoint.state.sharding import shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
 from holdfast.checkpoint.state.tree import has_saved_form, references
@@ -66,13 +65,6 @@ class _ModuleNames:
     kinds: list[object] | None = None  # of the values in the previous capture
     roles: list[Role] | None = None  # None if some of these values are not tensors
 
-    def set_kinds(self, kinds: list[object], values: list[object]) -> None:
-        """Record the kinds of the values, and the roles if all of them are tensors."""
-        self.kinds = kinds
-        is_all_tensors = all(isinstance(value, torch.Tensor) for value in values)
-        rows = zip(self.rows, values, strict=True)
-        self.roles = [row.role(value) for row, value in rows] if is_all_tensors else None
-
 
 @final
 class ModuleEntry(StateEntry):
@@ -81,6 +73,9 @@ class ModuleEntry(StateEntry):
     Names are those of `torch.distributed.checkpoint.state_dict`: the parts that DDP, torch.compile and
     activation checkpointing add are left out.
     """
+
+    is_first = True
+    is_filled = True
 
     def __init__(self, key: str, value: torch.nn.Module, replication: Replication | None = None) -> None:
         super().__init__(key, value, replication)
@@ -92,7 +87,9 @@ class ModuleEntry(StateEntry):
         structure, values = self._current(state), list(state.values())
         kinds = _kinds(values)
         if kinds != structure.kinds:
-            structure.set_kinds(kinds, values)
+            roles = [row.role(value) for row, value in zip(structure.rows, values, strict=True)]
+            are_tensors = all(isinstance(value, torch.Tensor) for value in values)
+            structure.kinds, structure.roles = kinds, roles if are_tensors else None
         hidden = hidden_state(self.value)
         own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
         if structure.roles is not None and collector.collect_all(structure.names, structure.roles, values):
@@ -141,7 +138,7 @@ class ModuleEntry(StateEntry):
             if isinstance(tree, SavedTensor) and id(value) in live:
                 fill_composite(plan, tree, value, row.name)
             elif saved is not None and id(value) in adapted and tree is None:
-                plan.read_new(saved, value.device)  # load code gives it its saved shape
+                plan.read(saved, value.device)  # load code gives it its saved shape
                 made[key] = partial(plan.tensor, saved, value.device)
             elif saved is not None and id(value) in live and tree is None:
                 plan.fill(saved, value, row.name)
@@ -151,7 +148,8 @@ class ModuleEntry(StateEntry):
                     special[key] = fitting.tree
                     plan.read_tree(fitting.tree)
             elif saved is not None:
-                made[key] = _plan_new(plan, saved, value, row.name)
+                # A hook makes it; load code may combine it with others, all DTensors.
+                made[key] = plan.read_as(saved, value, row.name)
             else:
                 plan.missing.append(row.name)
         plan.unexpected += [*trees, *composites]
@@ -159,13 +157,7 @@ class ModuleEntry(StateEntry):
             plan.used.update(references(composite))
         if made or special or any(map(_has_own_load_code, module.modules())):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, made, special))
-        self._plan_hidden(plan, parts)
-
-    def _plan_hidden(self, plan: Load, parts: list[Any]) -> None:
-        for values in parts:  # the first one that has it wins
-            if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
-                plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, self.value, hidden))
-                return
+        _plan_hidden(plan, module, parts)
 
     def _find_adapted(self, plan: Load, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
         """Return the ids of live tensors that get their saved shapes from load code.
@@ -214,7 +206,7 @@ class ModuleEntry(StateEntry):
 
     def _saved_trees(self, plan: Load, parts: list[Any]) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
         """Return saved trees that are not tensors, and composite tensors, by live name."""
-        prefix = f"{plan.saved_key(self.key)}."
+        prefix = f"{plan.keys.get(self.key)}."
         extra: dict[str, Any] = {}
         composites: dict[str, SavedTensor] = {}
         for values in parts:  # the first one with a name wins
@@ -273,12 +265,11 @@ class ModuleEntry(StateEntry):
         return [_facts(functools.reduce(_child, path, _unwrapped(self.value))) for path in steps]
 
 
-def _plan_new(plan: Load, saved: str, value: torch.Tensor, label: str) -> Maker:
-    """Plan to read a tensor that a hook of the module makes; a DTensor if the hook makes one."""
-    if is_divided(value) and shape_of(value) == plan.shape(saved):
-        return plan.read_like(saved, value, label)  # load code may combine it with others, all DTensors
-    plan.read_new(saved)
-    return partial(plan.tensor, saved)
+def _plan_hidden(plan: Load, module: torch.nn.Module, parts: list[Any]) -> None:
+    for values in parts:  # the first one that has it wins
+        if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
+            plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, module, hidden))
+            return
 
 
 def _kinds(values: list[object]) -> list[object]:

@@ -15,7 +15,6 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
 from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
-from holdfast.checkpoint.state.composite_load import fill_composite
 from holdfast.checkpoint.state.entry import (
     HIDDEN,
     MarkedObject,
@@ -25,11 +24,11 @@ from holdfast.checkpoint.state.entry import (
     hidden_state,
     set_hidden_state,
 )
-from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
 from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
-from holdfast.checkpoint.state.sharding import is_divided, may_be_sharded, shape_of
+from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
-from holdfast.checkpoint.state.tensors import is_composite
+from holdfast.checkpoint.state.tensors import is_composite, may_be_sharded
 from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, match_tensors, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
@@ -87,9 +86,6 @@ class StatefulEntry(StateEntry):
                 return
             tree = fitting.tree
         self._load(lambda: _rehearse(self.value, tree), "Nothing was changed.")
-        if not may_be_sharded():
-            _plan_tree(plan, tree, self._finish)
-            return
         made: dict[str, Maker] = {}
 
         def claim(name: str, live: torch.Tensor) -> bool:
@@ -98,10 +94,11 @@ class StatefulEntry(StateEntry):
                 made[name] = plan.read_like(name, live, f"{self.key}: {name}")
             return False
 
-        match_tensors(tree, self.value.state_dict(), claim)
+        if may_be_sharded():
+            match_tensors(tree, self.value.state_dict(), claim)
         for name in references(tree):
             if name not in made:
-                plan.read_new(name)
+                plan.read(name)
 
         plan.add_step(LoadPhase.OBJECT, lambda: self._finish(plan.insert(tree, made)))
 
@@ -139,6 +136,9 @@ class StatefulEntry(StateEntry):
 @final
 class TensorEntry(StateEntry):
     """A tensor, filled in place."""
+
+    is_first = True
+    is_filled = True
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
@@ -198,7 +198,8 @@ class GeneratorEntry(StateEntry):
                 raise self._misfit(f"it has shape {size}, expected {expected}", "Nothing was changed.")
         else:  # tried on a copy, before anything live changes
             self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
-        _plan_tree(plan, tree, lambda state: self._set(self.value, state, _PARTLY))
+        plan.read_tree(tree)
+        plan.add_step(LoadPhase.OBJECT, lambda: self._set(self.value, plan.insert(tree), _PARTLY))
 
     def _set(self, generator: Any, state: Any, outcome: str) -> None:
         try:
@@ -231,6 +232,8 @@ class ValueEntry(StateEntry):
     restored into live ones of the same type, see `holdfast.checkpoint.state.fitting`.
     """
 
+    is_filled = True
+
     @override
     def capture(self, collector: TensorCollector) -> Any:
         role = Role(self.replication or Replication.OWN)
@@ -238,7 +241,7 @@ class ValueEntry(StateEntry):
 
     @override
     def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
-        if plan.saved_key(self.key) is None and has_only_entries(self.value):
+        if self.key not in plan.keys and has_only_entries(self.value):
             return  # it was saved in another container, or its objects under keys of their own
         if plan.lacks(self.key):
             return
@@ -271,12 +274,6 @@ def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
     """Put a new value into the state, unless it is the one of the entry."""
     if new is not entry.value:
         put(MarkedObject(new, entry.replication) if entry.replication else new)
-
-
-def _plan_tree(plan: Load, tree: Any, finish: Callable[[Any], None]) -> None:
-    """Plan to call `finish` with a saved tree, its tensors filled."""
-    plan.read_tree(tree)
-    plan.add_step(LoadPhase.OBJECT, lambda: finish(plan.insert(tree)))
 
 
 def _rehearse(value: Any, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers: state by the name of its parameter, so that the order of groups may differ."""
+"""Optimizers, live and saved: state by the name of its parameter, so that the order of groups may differ."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
-from holdfast.checkpoint.state.composite_load import plan_state
 from holdfast.checkpoint.state.entry import Replication, StateEntry
-from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
-from holdfast.checkpoint.state.saved_optimizer import SavedState, find_saved, options_of
+from holdfast.checkpoint.state.load import PARAMETER_MARK, Load, LoadPhase, Maker, plan_state
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
@@ -32,7 +30,9 @@ from holdfast.checkpoint.state.tree import (
     insert_tensors,
     is_plain_value,
     match_tensors,
+    references,
 )
+from holdfast.errors import Corrupt, InvalidInput
 
 _get_values = operator.methodcaller("values")
 
@@ -52,7 +52,7 @@ class OptimizerLayout:
 
 
 def _facts(optimizer: Optimizer, parameter_names: dict[int, str]) -> tuple[Any, ...] | None:
-    """Return the facts that a layout depends on: identities, and keys and types of state; None without dicts."""
+    """Return the facts that a layout depends on: identities, and types of state; None without dicts."""
     states = optimizer.state.values()
     if not {dict}.issuperset(map(type, states)):
         return None
@@ -67,8 +67,6 @@ def is_state_tensor_name(key: Any) -> bool:
 
 
 Names = Callable[[], dict[int, str]]
-Named = list[list[tuple[str, torch.Tensor]]]
-"""Parameters with their names, group by group."""
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
 """Code of the function that torch wraps around every step() to run its hooks."""
 
@@ -131,6 +129,126 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """Saved state of one parameter: tensors by state key, other state as trees."""
+
+    fqn: str
+    tensors: dict[str, str]
+    trees: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedOptimizer:
+    """A saved optimizer, as the source for the live one."""
+
+    options: list[dict[str, Any] | None]  # by live group; None without a saved one
+    states: dict[str, tuple[SavedState, bool]]
+    """By live parameter: its state, and whether another one that it was tied to has it too."""
+    shared: dict[Any, Any]  # state that is of no parameter
+
+
+def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
+    """Return the saved optimizer for the live groups of parameters, and record all differences."""
+    parts = list(plan.all_values(key))
+    for values in parts:
+        _check_saved(key, values)
+    groups = [group for values in parts for group in values["param_groups"]]
+    state: dict[str, Any] = {}
+    shared: dict[Any, Any] = {}
+    for values in reversed(parts):  # the first part with a parameter wins
+        state |= values["state"]
+        shared |= values.get("shared", {})
+    index = _index(key, plan, groups, state)
+    taken: set[str] = set()
+    states: dict[str, tuple[SavedState, bool]] = {}
+    for fqn in chain.from_iterable(live):
+        found = index.get(fqn)
+        if found is None:
+            plan.missing.append(f"{key}{PARAMETER_MARK}{fqn}")
+            continue
+        if found.fqn in taken:
+            plan.notes.append(
+                f"{key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not "
+                "now; each has a copy of the saved value and optimizer state."
+            )
+        states[fqn] = found, found.fqn in taken
+        taken.add(found.fqn)
+    for fqn, saved in {saved.fqn: saved for saved in index.values()}.items():
+        if fqn not in taken:
+            plan.unexpected.append(f"{key}{PARAMETER_MARK}{fqn}")
+            plan.used.update(saved.tensors.values(), references(saved.trees))
+    plan.used.update(references(groups))
+    return SavedOptimizer(_options(key, plan, groups, live), states, shared)
+
+
+def _options(
+    key: str, plan: Load, groups: list[dict[str, Any]], live: list[list[str]]
+) -> list[dict[str, Any] | None]:
+    """Return for each live group the options of a saved one with the same parameters, or with some."""
+    primary = {plan.rename(alias): plan.rename(name) for alias, name in plan.tied.items()}
+    renamed = [list(map(plan.rename, group["params"])) for group in groups]
+    held = [set(map(primary.get, names, names)) for names in renamed]
+    found: list[dict[str, Any] | None] = []
+    for index, fqns in enumerate(live):
+        wanted = set(map(primary.get, fqns, fqns))
+        same = [i for i, names in enumerate(held) if names == wanted]
+        sources = [groups[i] for i, names in enumerate(held) if names & wanted]
+        if same:
+            found.append(groups[index if index in same else same[0]])
+            continue
+        found.append(sources[0] if sources else None)
+        if any(options_of(group) != options_of(sources[0]) for group in sources):
+            plan.notes.append(
+                f"{key}.param_groups[{index}] has parameters of {len(sources)} saved groups with "
+                "different options. It uses those of the first. Set the options after the restore if needed."
+            )
+    return found
+
+
+def _index(
+    key: str, plan: Load, groups: list[dict[str, Any]], state: dict[str, Any]
+) -> dict[str, SavedState]:
+    """Return the saved state of each parameter by live name. Tied ones appear several times."""
+    found = {fqn: SavedState(fqn, {}, state.get(fqn, {})) for group in groups for fqn in group["params"]}
+    prefix = f"{plan.keys.get(key)}.state."
+    in_trees = set(references(state))
+    for name in plan.saved_names.values():
+        if name.startswith(prefix) and name not in in_trees:
+            fqn, _, state_key = name[len(prefix) :].rpartition(".")
+            if fqn in found and state_key.isidentifier():
+                found[fqn].tensors[state_key] = name
+    pairs = [*plan.tied.items(), *zip(plan.tied.values(), plan.tied, strict=True)]
+    index = {plan.rename(alias): found[fqn] for alias, fqn in pairs if fqn in found}
+    return index | {plan.rename(fqn): one for fqn, one in found.items()}
+
+
+def _check_saved(key: str, values: Any) -> None:
+    groups = values.get("param_groups") if isinstance(values, dict) else None
+    if not isinstance(groups, list) or not all(map(_has_names, groups)):
+        raise InvalidInput(
+            f"{key} was not saved as a plain optimizer, but as another kind of object, or as an optimizer "
+            "with its own state_dict() or state_dict hooks. Nothing was changed. Restore it into the same "
+            "kind.",
+            key=key,
+        )
+    state, shared = values.get("state"), values.get("shared", {})
+    found = [state, shared, *(state.values() if isinstance(state, dict) else ())]
+    if not all(isinstance(one, dict) for one in found):
+        raise Corrupt(f"{key}: the saved state of an optimizer is damaged.", key=key)
+
+
+def _has_names(group: Any) -> bool:
+    """Return True for a group of parameters by name, as plain optimizers are saved."""
+    params = group.get("params") if isinstance(group, dict) else None
+    return isinstance(params, list) and {str}.issuperset(map(type, params))
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group without the names of its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
 @final
 class OptimizerEntry(StateEntry):
     """An optimizer without save and load code of its own; `names` returns those of live parameters by id.
@@ -138,6 +256,8 @@ class OptimizerEntry(StateEntry):
     State keeps its saved dtype: `Optimizer.load_state_dict` would cast it to the dtype of its parameter,
     which rounds float32 moments of bfloat16 parameters.
     """
+
+    is_filled = True
 
     def __init__(self, key: str, value: Optimizer, replication: Replication | None, names: Names) -> None:
         super().__init__(key, value, replication)
@@ -149,10 +269,10 @@ class OptimizerEntry(StateEntry):
         optimizer, names = self.value, collector.table.parameter_names
         facts, layout = _facts(optimizer, names), self._layout
         if layout is None or layout.facts != facts:
-            named = _named(optimizer, names)
-            layout = self._layout = None if facts is None else self._find_layout(collector, named, facts)
+            fqns = _names_of(optimizer, names)
+            layout = self._layout = None if facts is None else self._find_layout(collector, fqns, facts)
             if layout is None:
-                return self._capture_each(collector, named)
+                return self._capture_each(collector, fqns)
         states = list(optimizer.state.values())
         values = list(chain.from_iterable(states[i].values() for i in layout.order))
         others: dict[str, Any] = {}
@@ -165,12 +285,13 @@ class OptimizerEntry(StateEntry):
         return {"param_groups": groups, "state": encode(others, f"{self.key}.state")}
 
     def _find_layout(
-        self, collector: TensorCollector, named: Named, facts: tuple[Any, ...]
+        self, collector: TensorCollector, fqns: list[list[str]], facts: tuple[Any, ...]
     ) -> OptimizerLayout | None:
         """Return the layout of a state of plain values and tensors, none of them composite; else None."""
         state = self.value.state
         place = {id(owner): i for i, owner in enumerate(state)}
-        pairs = [(fqn, parameter) for fqn, parameter in chain.from_iterable(named) if id(parameter) in place]
+        named = zip(chain.from_iterable(fqns), parameters(self.value), strict=True)
+        pairs = [(fqn, parameter) for fqn, parameter in named if id(parameter) in place]
         if len(pairs) != len(state):
             return None  # state that is shared, or of parameters outside of all groups
         rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
@@ -182,23 +303,28 @@ class OptimizerEntry(StateEntry):
             return None
         return OptimizerLayout(
             facts=facts,
-            alive=(collector.table.parameter_names, named, list(state)),
+            alive=(collector.table.parameter_names, parameters(self.value), list(state)),
             order=[place[id(parameter)] for _, parameter in pairs],
             is_tensor=is_tensor,
             leaves=[(i, fqn, key) for i, fqn, _, key, _ in leaves],
-            fqns=[[fqn for fqn, _ in group] for group in named],
+            fqns=fqns,
             names=[f"{self.key}.state.{fqn}.{key}" for fqn, _, key, _ in tensors],
             roles=[self._role(collector, fqn, parameter) for fqn, parameter, _, _ in tensors],
         )
 
-    def _capture_each(self, collector: TensorCollector, named: Named) -> Any:
+    def _capture_each(self, collector: TensorCollector, fqns: list[list[str]]) -> Any:
         """Capture state of any kind: with containers, or without a parameter."""
         other: dict[str, Any] = {}
-        fqns = [[fqn for fqn, _ in group] for group in named]
         groups = capture_groups(self, self.value.param_groups, fqns, collector, named_types=True)
-        for fqn, parameter in chain.from_iterable(named):
-            if state := self.value.state.get(parameter):
-                self._capture_state(collector, fqn, parameter, state, other)
+        for fqn, parameter in zip(chain.from_iterable(fqns), parameters(self.value), strict=True):
+            prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
+            for name, value in (self.value.state.get(parameter) or {}).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                if is_tensor and is_state_tensor_name(name) and not is_composite(value):
+                    collector.collect(prefix + name, value, role)
+                else:  # the description of a composite tensor may have types of the program
+                    tree = collector.extract(value, f"{prefix}{name}", role, named_types=is_tensor)
+                    other.setdefault(fqn, {})[name] = tree
         role = Role(self.replication or Replication.REPLICATED, is_owned=True)
         shared = {
             name: collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
@@ -207,23 +333,6 @@ class OptimizerEntry(StateEntry):
         }
         values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
         return {**values, "shared": encode(shared, f"{self.key}.state")} if shared else values
-
-    def _capture_state(
-        self,
-        collector: TensorCollector,
-        fqn: str,
-        parameter: torch.Tensor,
-        state: dict[Any, Any],
-        other: dict[str, Any],
-    ) -> None:
-        prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and is_state_tensor_name(name) and not is_composite(value):
-                collector.collect(prefix + name, value, role)
-            else:
-                is_named = isinstance(value, torch.Tensor)  # whose description may have types of the program
-                tree = collector.extract(value, f"{prefix}{name}", role, named_types=is_named)
-                other.setdefault(fqn, {})[name] = tree
 
     def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
         """Return the role of state. It is replicated as its parameter, unless that is outside the state."""
@@ -239,11 +348,11 @@ class OptimizerEntry(StateEntry):
         if plan.lacks(self.key):
             return
         optimizer: Optimizer = self.value
-        named = _named(optimizer, self._names())
-        saved = find_saved(self.key, plan, [[fqn for fqn, _ in group] for group in named])
+        names = _names_of(optimizer, self._names())
+        saved = find_saved(self.key, plan, names)
         made: list[tuple[torch.Tensor, Callable[[], dict[Any, Any]]]] = []
-        for options, group in zip(saved.options, named, strict=True):
-            for fqn, parameter in group:
+        for options, fqns, group in zip(saved.options, names, optimizer.param_groups, strict=True):
+            for fqn, parameter in zip(fqns, group["params"], strict=True):
                 if fqn in saved.states:
                     make = self._plan_state(plan, parameter, *saved.states[fqn], options or {})
                     made.append((parameter, make))
@@ -326,9 +435,8 @@ class OptimizerEntry(StateEntry):
                     new = insert_tensors(found, lambda name: plan.tensor(name).clone())
                 seen.add(id(options))
                 for name, value in new.items():
-                    live[name] = (
-                        value if is_plain_value(value) else plan.updates.update(live.get(name), value)
-                    )
+                    is_plain = is_plain_value(value)
+                    live[name] = value if is_plain else plan.updates.update(live.get(name), value)
 
         return set_options
 
@@ -353,9 +461,10 @@ def capture_groups(
     return found
 
 
-def _named(optimizer: Optimizer, names: dict[int, str]) -> Named:
+def _names_of(optimizer: Optimizer, names: dict[int, str]) -> list[list[str]]:
+    """Return the names of the parameters of each group."""
     return [
-        [(names.get(id(one)) or f"group{i}.{j}", one) for j, one in enumerate(group["params"])]
+        [names.get(id(one)) or f"group{i}.{j}" for j, one in enumerate(group["params"])]
         for i, group in enumerate(optimizer.param_groups)
     ]
 
@@ -367,7 +476,7 @@ def _new(plan: Load, saved_name: str, parameter: torch.Tensor, device: torch.dev
     shape = plan.shape(saved_name)
     if is_divided(parameter) and shape and shape == shape_of(parameter):
         return plan.read_like(saved_name, parameter, saved_name)
-    plan.read_new(saved_name, device)
+    plan.read(saved_name, device)
     if is_dtensor(parameter) and shape:
         return lambda: replicated_like(plan.tensor(saved_name, device), parameter)
     if type(parameter) in PLAIN:

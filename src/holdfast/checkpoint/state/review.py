@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format.containers import kind_of
-from holdfast.checkpoint.state.filled_memory import describe_read_only
 from holdfast.checkpoint.state.loader_watch import loader_doubts
+from holdfast.checkpoint.state.tensors import describe_read_only
 from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
@@ -35,28 +35,41 @@ def refuse_snapshots(objects: Mapping[str, Any]) -> None:
     Such a dictionary is a copy of one moment, or shares memory with the training only until a tensor is
     replaced. That of an optimizer is empty before the first step, and stays so.
     """
-    for key, value in objects.items():
-        for path, kind in _snapshots(value, key, _MAX_DEPTH):
-            raise InvalidInput(
-                f"{path} is a dictionary that {kind}.state_dict() returned. It is a snapshot: checkpoints "
-                f"would never change, and a restore would not reach the {kind}. Nothing was written. Pass "
-                f"the {kind} itself in its place: {_as_state(path, kind)}. Or, if you make a new dictionary "
-                "for each save and load it yourself: Checkpointer(home) without a state, save(step, state) "
-                "and load().",
-                key=path,
-            )
+    copies = (found for key, value in objects.items() for found in _copies(value, key))
+    path, kind = next(((path, kind) for path, kind, _ in copies if kind is not None), ("", None))
+    if kind is not None:
+        raise InvalidInput(
+            f"{path} is a dictionary that {kind}.state_dict() returned. It is a snapshot: checkpoints "
+            f"would never change, and a restore would not reach the {kind}. Nothing was written. Pass "
+            f"the {kind} itself in its place: {_as_state(path, kind)}. Or, if you make a new dictionary "
+            "for each save and load it yourself: Checkpointer(home) without a state, save(step, state) "
+            "and load().",
+            key=path,
+        )
 
 
-def _snapshots(value: Any, path: str, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield path and kind of each snapshot in a value. Objects with a state of their own are left out."""
+def _copies(value: Any, path: str, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, str | None, set[str]]]:
+    """Yield path, kind and names of each dict in a value that state_dict() returned or that copies one.
+
+    Copies of a module's have names and no kind. Objects with a state of their own are left out.
+    """
     container = kind_of(value)
     if container is None or depth == 0:
         return
-    if isinstance(value, dict) and (kind := _kind_of_snapshot(value)):
-        yield path, kind
-        return
+    if isinstance(value, dict):
+        if (kind := _kind_of_snapshot(value)) is not None:
+            yield path, kind, set()
+            return
+        if {str}.issuperset(map(type, value)) and _has_tensors_of_a_module(value):
+            yield path, None, set(value)
+            return
     for step, item in container.items(value):
-        yield from _snapshots(item, f"{path}.{step}", depth - 1)
+        yield from _copies(item, f"{path}.{step}", depth - 1)
+
+
+def _has_tensors_of_a_module(value: dict[str, Any]) -> bool:
+    are_tensors = all(type(item) is torch.Tensor and not item.requires_grad for item in value.values())
+    return are_tensors and any(name.rpartition(".")[2] in ("weight", "bias") for name in value)
 
 
 def _as_state(path: str, kind: str) -> str:
@@ -99,10 +112,8 @@ def find_resume_risks(
 ) -> list[ResumeRisk]:
     """Return the parts of a state, of objects by key, that will not resume exactly.
 
-    Args:
-        read_only: names of tensors that a restore could not write to.
-        forgotten: optimizers that have begun a step, with state that is not saved.
-        has_live_objects: the state should have live objects. Otherwise snapshots are what it is for.
+    A restore could not write to the `read_only` tensors. Optimizers that have begun a step and are not saved
+    are `forgotten`. A state without live objects may be made of snapshots.
     """
     hidden = [describe_read_only(read_only)] if read_only else []
     hidden += _forgotten_doubts(values, forgotten)
@@ -125,43 +136,31 @@ def find_resume_risks(
         elif has_live_objects:
             hidden += _snapshot_doubts(key, value, modules)
     loaders = loader_doubts(list(values.values()))
-    return [
-        *(ResumeRisk(text, would_show=False) for text in hidden),
-        *(ResumeRisk(text, would_show=False, category=StrayParametersWarning) for text in strays),
-        *(ResumeRisk(text, would_show=True) for text in shown),
-        *(ResumeRisk(text, would_show=True, category=LoaderWarning) for text in loaders),
-    ]
+    kinds = (
+        (hidden, False, ResumeWarning),
+        (strays, False, StrayParametersWarning),
+        (shown, True, ResumeWarning),
+        (loaders, True, LoaderWarning),
+    )
+    return [ResumeRisk(text, would_show, kind) for texts, would_show, kind in kinds for text in texts]
 
 
 def _snapshot_doubts(key: str, value: Any, modules: list[torch.nn.Module]) -> Iterator[str]:
     """Yield a sentence for each snapshot that was added later or copied to a dict."""
-    for path, kind in _snapshots(value, key, _MAX_DEPTH):
-        yield (
-            f"{path} is a dictionary that {kind}.state_dict() returned, so a restore fills the dictionary "
-            f"and not the {kind}. Pass the {kind} itself in its place: {_as_state(path, kind)}."
-        )
-    for path, names in _named_like_modules(value, key, _MAX_DEPTH):
-        if not any(names <= _names_in(module) for module in modules):
+    for path, kind, names in _copies(value, key):
+        if kind is not None:
+            yield (
+                f"{path} is a dictionary that {kind}.state_dict() returned, so a restore fills the "
+                f"dictionary and not the {kind}. Pass the {kind} itself in its place: "
+                f"{_as_state(path, kind)}."
+            )
+        elif not any(names <= _names_in(module) for module in modules):
             yield (
                 f"{path} is a dictionary of tensors that are named as those of a module ({min(names)}), and "
                 "no module of the state has these names. If it is a copy of a model's state_dict(), a "
                 "restore fills the dictionary and not the model. Pass the model itself in its place: "
                 f"{_as_state(path, 'model')}."
             )
-
-
-def _named_like_modules(value: Any, path: str, depth: int) -> Iterator[tuple[str, set[str]]]:
-    """Yield path and names of each dict that may be a copy of a state_dict()."""
-    container = kind_of(value)
-    if container is None or depth == 0 or (isinstance(value, dict) and _kind_of_snapshot(value)):
-        return
-    if isinstance(value, dict) and value and all(type(name) is str for name in value):
-        is_copy = all(type(item) is torch.Tensor and not item.requires_grad for item in value.values())
-        if is_copy and any(name.rpartition(".")[2] in ("weight", "bias") for name in value):
-            yield path, set(value)
-            return
-    for step, item in container.items(value):
-        yield from _named_like_modules(item, f"{path}.{step}", depth - 1)
 
 
 def _names_in(module: torch.nn.Module) -> set[str]:

@@ -19,8 +19,7 @@ from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.rawbytes import view_bytes
 
-KEY = "rng"
-"""Top-level key of the process-wide generators."""
+KEY = "rng"  # top-level key of the process-wide generators
 _CPU, _CUDA = f"{KEY}.torch", f"{KEY}.cuda"
 _NUMPY_KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
@@ -71,7 +70,7 @@ def check(values: Any) -> None:
         if kind in _NUMPY_KINDS and (numpy := sys.modules.get("numpy")):  # a kind of others has no new one
             _set_numpy(numpy.random.RandomState(), values["numpy"])
         tensors = [values["torch"], *([values["cuda"]] if "cuda" in values else [])]
-        is_known = type(values["seed"]) is int and all(isinstance(one, TensorRef) for one in tensors)
+        is_known = type(values["seed"]) is int and {TensorRef}.issuperset(map(type, tensors))
     except MISFITS as error:
         raise Corrupt(f"{KEY}: a saved state of a random number generator is damaged: {error!r}.") from error
     if not is_known:
@@ -80,26 +79,25 @@ def check(values: Any) -> None:
 
 def restore(values: dict[str, Any]) -> list[str]:
     """Set all process-wide generators to checked states; return notes on those that could not be set."""
-    notes = []
-
-    def set_one(name: str, set_state: Callable[[], object]) -> None:
+    notes: list[str] = []
+    numpy = sys.modules.get("numpy")
+    setters: list[tuple[str, Callable[..., object], tuple[Any, ...]]] = [
+        ("python", set_python_state, (random, values["python"])),
+        ("torch", torch.set_rng_state, (values["torch"].cpu(),)),
+    ]
+    if "numpy" in values and numpy is not None:
+        setters.append(("numpy", _set_numpy, (numpy.random.mtrand._rand, values["numpy"])))
+    elif "numpy" in values:
+        notes.append("rng: the checkpoint has a numpy state, but numpy is not imported; it was skipped.")
+    if "cuda" in values and torch.cuda.is_available():
+        setters.append(("CUDA", torch.cuda.set_rng_state, (values["cuda"].cpu(),)))
+    elif "cuda" in values:
+        notes.append("rng: the checkpoint has a CUDA state, but CUDA is not available; it was skipped.")
+    for name, set_state, arguments in setters:
         try:
-            set_state()
+            set_state(*arguments)
         except MISFITS as error:
             notes.append(f"rng: the saved state does not fit the {name} generator ({error}); it was skipped.")
-
-    set_one("python", lambda: set_python_state(random, values["python"]))
-    set_one("torch", lambda: torch.set_rng_state(values["torch"].cpu()))
-    if "numpy" in values:
-        if numpy := sys.modules.get("numpy"):
-            set_one("numpy", lambda: _set_numpy(numpy.random.mtrand._rand, values["numpy"]))
-        else:
-            notes.append("rng: the checkpoint has a numpy state, but numpy is not imported; it was skipped.")
-    if "cuda" in values:
-        if torch.cuda.is_available():
-            set_one("CUDA", lambda: torch.cuda.set_rng_state(values["cuda"].cpu()))
-        else:
-            notes.append("rng: the checkpoint has a CUDA state, but CUDA is not available; it was skipped.")
     return notes
 
 

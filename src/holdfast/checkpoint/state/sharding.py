@@ -22,6 +22,7 @@ from holdfast.checkpoint.state.tensors import (
     is_pending,
     is_sharded_tensor,
     laid_out_like,
+    may_be_sharded,
 )
 from holdfast.errors import InvalidInput, Unsupported
 
@@ -85,21 +86,6 @@ class Sharding:
 
     shape: tuple[int, ...]
     layout: ShardLayout  # how it is split, and the ranks that hold it
-
-    @property
-    def splits(self) -> tuple[tuple[int, int], ...]:
-        """Splits of the layout."""
-        return self.layout.splits
-
-    @property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
-        """Copies of the layout."""
-        return self.layout.copies
-
-    @property
-    def holders(self) -> frozenset[int]:
-        """All ranks that hold a region."""
-        return self.layout.holders
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """Return the regions that a rank holds, perhaps empty ones."""
@@ -167,11 +153,6 @@ def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Regio
         return [(local, region) for region in regions]
     shards = [local.detach()[place.slices] for place in layout.places]
     return list(zip(shards, regions, strict=True))
-
-
-def may_be_sharded() -> bool:
-    """Return True if this process can have a DTensor."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -106,10 +106,8 @@ class TensorTable:
         self._at: dict[int, str] = {}  # address -> first tensor that starts there
         self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
 
-    # -- filling ---------------------------------------------------------------------------------------------
-
-    def add(self, name: str, tensor: torch.Tensor, role: Role) -> str:
-        """Add a row; return the name that holds the tensor's bytes."""
+    def add(self, name: str, tensor: torch.Tensor, role: Role) -> None:
+        """Add a row."""
         local, layout = self._inspect(name, tensor, role)
         if name not in self._checked:
             check_name(name)
@@ -151,7 +149,6 @@ class TensorTable:
         self._layouts.append(layout)
         self._shapes.append(tuple(local.shape) if layout is None else shape_of(tensor))
         self.has_sharded = self.has_sharded or local is not tensor
-        return holder
 
     def name_composite(self, name: str, tensor: torch.Tensor, inner: list[str]) -> None:
         """Record a parameter that is a composite tensor, after the rows of its inner tensors."""
@@ -290,20 +287,14 @@ class TensorTable:
             if (role.is_named or role.is_inner) and role.in_module and holder in self.tensors
         ).difference(self._owned, self._per_rank)
 
-    # -- comparing -------------------------------------------------------------------------------------------
-
-    def has(self, row: int, name: str, role: Role) -> bool:
-        """Return True if a row has this name and role."""
-        return row < len(self.names) and self.names[row] == name and self.roles[row] == role
-
-    def is_same(self, row: int, tensor: torch.Tensor) -> bool:
+    def is_same(self, row: int, tensor: torch.Tensor, part: torch.Tensor) -> bool:
         """Return True if a tensor shows a row's memory alike; a parameter must be the same object."""
-        if type(tensor) is not self._types[row]:
-            return False
-        if self.roles[row].is_named and tensor is not self.live[row]:
-            return False
-        part, alias = self.part(row, tensor), self._aliases[row]
-        return shows_same_memory(part, alias) and self._has_same_sharding(row, tensor)
+        return (
+            type(tensor) is self._types[row]
+            and (tensor is self.live[row] or not self.roles[row].is_named)
+            and shows_same_memory(part, self._aliases[row])
+            and self._has_same_sharding(row, tensor)
+        )
 
     def note_object(self, row: int, tensor: torch.Tensor) -> None:
         """Take the object that shows a row's memory now: it may have a counter of writes of its own."""
@@ -352,17 +343,18 @@ class TensorTable:
         is_same = new is not None and (new, new.places) == (layout, layout.places)
         return is_same and shape_of(tensor) == self._shapes[row]
 
-    def can_replace(self, row: int, tensor: torch.Tensor) -> bool:
+    def can_replace(self, row: int, tensor: torch.Tensor, part: torch.Tensor) -> bool:
         """Return True if a tensor can replace a row's without affecting any other row."""
-        local = self.part(row, tensor)
-        name, old, new = self.names[row], self._aliases[row].data_ptr(), local.data_ptr()
+        name, old, new = self.names[row], self._aliases[row].data_ptr(), part.data_ptr()
         return (
             not self.roles[row].is_named
             and name in self.tensors
             and (type(tensor) is self._types[row] or (type(tensor) in PLAIN and self._types[row] in PLAIN))
             and self._has_same_sharding(row, tensor)
-            and (self._layouts[row] is None or id(tensor) not in self._named)
-            and (self._layouts[row] is None or local.shape == self._aliases[row].shape)
+            and (
+                self._layouts[row] is None
+                or (id(tensor) not in self._named and part.shape == self._aliases[row].shape)
+            )
             and self.holders[row] == name
             and name not in self.tied.values()
             and not (old and old in self._more)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint.format.composites import SavedTensor
+from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.manifest import Tensor
-from holdfast.checkpoint.format.nesting import is_under
+from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
+from holdfast.checkpoint.format.values import NAMED_TYPES
 from holdfast.checkpoint.state import rng
 from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
 from holdfast.checkpoint.state.entry import (
@@ -28,13 +34,11 @@ from holdfast.checkpoint.state.entry import (
     is_stateful,
     is_stream,
 )
-from holdfast.checkpoint.state.filled_memory import find_read_only
 from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
 from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
-from holdfast.checkpoint.state.load import Load, leftover, renamer
+from holdfast.checkpoint.state.load import Load, LoadPhase, leftover, renamer
 from holdfast.checkpoint.state.loader_watch import loader_doubts
 from holdfast.checkpoint.state.modules import ModuleEntry
-from holdfast.checkpoint.state.new_content import plan_new
 from holdfast.checkpoint.state.objects import GeneratorEntry, StatefulEntry, TensorEntry, ValueEntry
 from holdfast.checkpoint.state.optimizers import (
     OptimizerEntry,
@@ -46,13 +50,15 @@ from holdfast.checkpoint.state.optimizers import (
 )
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
 from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks
-from holdfast.checkpoint.state.sharding import layout_of, local_of, may_be_sharded, shape_of
+from holdfast.checkpoint.state.sharding import layout_of, local_of, shape_of
 from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
-from holdfast.checkpoint.state.tensors import PLAIN, unsavable, versions
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.checkpoint.state.tensors import PLAIN, find_read_only, may_be_sharded, unsavable, versions
+from holdfast.checkpoint.state.tree import insert_tensors, references
+from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
+from holdfast.system import units
+from holdfast.system.callsite import warn
 
-_FIRST = (ModuleEntry, FSDP1ModuleEntry, TensorEntry)
-_FILLED = (ModuleEntry, TensorEntry, OptimizerEntry, ValueEntry)
+_get_is_first = operator.attrgetter("is_first")
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 _DEEPSPEED = "deepspeed"
 _numbers = itertools.count()
@@ -92,7 +98,7 @@ class State:
             if isinstance(entry, ModuleEntry) and entry.has_meta():
                 continue  # it will be restored
             if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
-                _capture(key, entry, TensorCollector(rank, world_size, self._checked))
+                _capture({key: entry}, TensorCollector(rank, world_size, self._checked))
 
     def agree(self, gather: Gather) -> None:
         """Agree with all ranks on the holders of each tensor, for later captures and loads.
@@ -136,14 +142,13 @@ class State:
         """
         entries = self._current()
         collector = TensorCollector(*self._world(), self._checked, self._table)
-        captured = {key: _capture(key, entry, collector) for key, entry in _ordered(entries)}
+        values = _capture(entries, collector)
         optimizers = _optimizers_of(entries)
         hooked = [one for one in optimizers if has_step_hooks(one)]
         for optimizer in hooked:
             collector.own(parameters(optimizer))
         for optimizer in self._lent_optimizers:
             collector.table.own_memory(tensors_of(optimizer))  # no table is followed while a state is lent
-        values = {key: captured[key] for key in entries}
         values[rng.KEY] = rng.capture(collector)
         is_known = len(hooked) == len(optimizers)
         now = collector.captured(values, self._structure, self._agreed(), is_frozen_known=is_known)
@@ -162,8 +167,8 @@ class State:
     def followers(self) -> list[Any]:
         """Return the objects that follow completed steps, as of the last capture or load."""
         if self._followers is None:
-            values = {id(one.value): one.value for one in self._found.values()}
-            self._followers = [one for one in values.values() if is_follower(one)]
+            found = {id(one.value): one.value for one in self._found.values() if is_follower(one.value)}
+            self._followers = list(found.values())
         return self._followers
 
     def review(
@@ -183,7 +188,7 @@ class State:
             if any(local_of(t).data_ptr() not in saved for t in state_tensors(one) if t.numel())
         ]
         # Tensors of the last capture that a restore could not write to.
-        filled = [key for key, one in self._entries.items() if isinstance(one, _FILLED)]
+        filled = [key for key, one in self._entries.items() if one.is_filled]
         read_only = [] if self._table is None else find_read_only(self._table.tensors)
         read_only = [name for name in read_only if any(is_under(name, key) for key in filled)]
         return find_resume_risks(values, read_only, forgotten)
@@ -230,7 +235,7 @@ class State:
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         chosen = {key: one for key, one in entries.items() if isinstance(one, kinds)}
         try:
-            values = {key: _capture(key, one, collector) for key, one in chosen.items()}
+            values = _capture(chosen, collector)
         except Unsupported:  # a save raises it, such as for a meta module; until then the state may change
             return next(_numbers)
         if not collector.end() or collector.replaced:
@@ -258,16 +263,13 @@ class State:
         """Plan how the live state is filled from a checkpoint. Nothing live is changed.
 
         Args:
-            tensors: the checkpoint's tensors by name.
-            tied: its aliases.
-            values: encoded values of the part that is chosen for this rank.
-            others: encoded values of further parts, one for each other structure in the checkpoint, such as
-                other pipeline stages. Parameters that are not in `values` are looked up in these.
+            tensors: the checkpoint's tensors by name; `tied` has their aliases.
+            values: encoded values of the part that is chosen for this rank; `others` those of further parts,
+                one for each other structure, such as other pipeline stages, with further parameters.
             strict: raise if only one side has a name. Otherwise such names are listed in the plan and left
                 unchanged. Names that only other ranks hold now (see `agree`) do not count.
             only: top-level keys (live names) to restore, or key paths of objects in containers; all of them
-                by default.
-            kept: key paths of objects that stay as they are.
+                by default, but those in `kept`.
             rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
                 tensors, of top-level keys and of parameters inside an optimizer's state.
             with_rng: restore the process-wide random number generators, unless `only` leaves them out.
@@ -281,9 +283,9 @@ class State:
         entries = self._current()
         wanted = self._wanted(only, kept)
         plan = Load(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
-        for key, entry in _ordered(entries):
-            if wanted is None or key in wanted:
-                entry.plan(plan, lambda value, key=key: self._objects.__setitem__(key, value))
+        for entry in sorted(entries.values(), key=_get_is_first, reverse=True):
+            if wanted is None or entry.key in wanted:
+                entry.plan(plan, partial(self._objects.__setitem__, entry.key))
         if not with_rng:
             plan.leave(rng.KEY)
         elif wanted is None or rng.KEY in wanted:
@@ -311,7 +313,7 @@ class State:
         """
         self._release_memory()
         plan = Load(tensors, tied, values, renamer(None), rank=self._world()[0])
-        plan_new(plan, self._objects, _chosen(plan, only))
+        _plan_new(plan, self._objects, _chosen(plan, only))
         if with_rng:
             rng.plan(plan, *self._world(), own_rank=own_rank)
         return plan.complete([], strict=False)
@@ -402,22 +404,21 @@ class State:
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _capture(key: str, entry: StateEntry, collector: TensorCollector) -> Any:
-    try:
-        return entry.capture(collector)
-    except RecursionError as error:
-        raise contains_itself(key) from error
+def _capture(entries: Mapping[str, StateEntry], collector: TensorCollector) -> dict[str, Any]:
+    """Return the values of all entries. Modules come first: optimizers name their state after parameters."""
+    values: dict[str, Any] = dict.fromkeys(entries)
+    for entry in sorted(entries.values(), key=_get_is_first, reverse=True):
+        try:
+            values[entry.key] = entry.capture(collector)
+        except RecursionError as error:
+            raise contains_itself(entry.key) from error
+    return values
 
 
 def _optimizers_of(entries: Mapping[str, StateEntry]) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a state, each once."""
-    found = [one.value for one in entries.values() if isinstance(one.value, torch.optim.Optimizer)]
-    return list({id(one): one for one in found}.values())
-
-
-def _ordered(entries: Mapping[str, StateEntry]) -> list[tuple[str, StateEntry]]:
-    """Return modules and tensors first: optimizers name their state after them."""
-    return sorted(entries.items(), key=lambda pair: not isinstance(pair[1], _FIRST))
+    values = [one.value for one in entries.values()]
+    return list({id(one): one for one in values if isinstance(one, torch.optim.Optimizer)}.values())
 
 
 def _is_stale(entry: StateEntry) -> bool:
@@ -432,7 +433,7 @@ def _is_stale(entry: StateEntry) -> bool:
 
 def _chosen(plan: Load, only: Collection[str] | None) -> list[str]:
     """Return the keys of a checkpoint that are loaded: those of `only`, or all but the generators'."""
-    saved = [key for key in plan.saved_keys() if key != rng.KEY]
+    saved = [key for key in plan.keys.values() if key != rng.KEY]
     if only is None:
         return saved
     wanted = [only] if isinstance(only, str) else list(only)
@@ -443,6 +444,58 @@ def _chosen(plan: Load, only: Collection[str] | None) -> list[str]:
             key=missing[0],
         )
     return [key for key in saved if any(is_under(key, one) for one in wanted)]
+
+
+def _plan_new(plan: Load, target: MutableMapping[str, Any], keys: Collection[str]) -> None:
+    """Plan to put the saved values of some keys into a mapping, with whole tensors in new memory.
+
+    Nothing in the mapping is changed before all tensors are filled.
+    """
+    trees = {key: plan.values(key) for key in keys}
+    referenced = [name for tree in trees.values() for name in references(tree)]
+    known = set(referenced)  # modules and optimizers have tensors that no value refers to
+    others = [name for name in plan.saved_names if name not in known]
+    implied = [name for name in others if any(is_under(name, key) for key in keys)]
+    for name in (*referenced, *implied):
+        plan.read(name)
+
+    _warn_of_types([found for key, tree in trees.items() for found in _named(tree, key)])
+
+    def finish() -> None:
+        new = {key: insert_tensors(tree, plan.tensor, is_live=False) for key, tree in trees.items()}
+        new = {key: placed_composites(one) if type(one) is dict else one for key, one in new.items()}
+        for name in implied:
+            insert(new, name, plan.tensor(name))
+        target.update(place_entries(new))
+
+    plan.add_step(LoadPhase.VALUE, finish)
+
+
+def _warn_of_types(named: list[tuple[str, str]]) -> None:
+    """Warn that values come back as other types than they were saved with."""
+    if not named:
+        return
+    path, kind = named[0]
+    others = "" if len(named) == 1 else f", and {units.plural(len(named) - 1, 'other value')} likewise"
+    warn(
+        f"{path} was saved as {kind}{others}. A checkpoint only names types, so load() returns the content "
+        "without them: SavedEnum, SavedDataclass or SavedNamedTuple objects, and a defaultdict without its "
+        "factory. Pass load(into=...) with a value of the type in its place, or save a plain value there.",
+        ResumeWarning,
+    )
+
+
+def _named(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield path and type of each value whose type is only named."""
+    if isinstance(tree, NAMED_TYPES):
+        yield path, f"a {tree.type.replace(':', '.')}"
+    elif type(tree) is collections.defaultdict:
+        yield path, "a collections.defaultdict"
+    elif (kind := kind_of(tree)) is not None and not isinstance(tree, SavedTensor):
+        keys = tree if isinstance(tree, dict) else ()
+        yield from (one for key in keys for one in _named(key, f"{path}.<key>"))
+        for step, item in kind.items(tree):
+            yield from _named(item, f"{path}.{step}")
 
 
 def _check_key(key: Any) -> None:

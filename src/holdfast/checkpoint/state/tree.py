@@ -23,8 +23,14 @@ from holdfast.checkpoint.format.containers import (
     other_attributes,
 )
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
-from holdfast.checkpoint.format.named_types import NAMED_TYPES, SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.checkpoint.format.values import EntryRef, TensorRef
+from holdfast.checkpoint.format.values import (
+    NAMED_TYPES,
+    EntryRef,
+    SavedDataclass,
+    SavedEnum,
+    SavedNamedTuple,
+    TensorRef,
+)
 from holdfast.checkpoint.state.composites import Composite, put_together, take_apart
 from holdfast.checkpoint.state.entry import is_entry
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unsavable
@@ -47,8 +53,8 @@ def has_name(kind: type, name: str) -> bool:
     return qualified == kind.__qualname__ and "__main__" in (module, kind.__module__)
 
 
-def _check_fields(value: Any, path: str) -> None:
-    """Raise if a dataclass has state that its fields do not show."""
+def _check_fields(value: Any, found: dict[str, Any], path: str) -> None:
+    """Raise if a dataclass has state that its fields do not show, or fields that are not set."""
     if others := other_attributes(value):
         raise InvalidInput(
             f"{path} is a {type(value).__qualname__} with attributes that are not fields of this dataclass: "
@@ -56,8 +62,6 @@ def _check_fields(value: Any, path: str) -> None:
             "(init=False), or give the class state_dict() and load_state_dict().",
             key=path,
         )
-    kind = kind_of(value)
-    found = dict(kind.items(value)) if kind is not None else {}
     if unset := [name for name in field_names(value) if name not in found]:
         raise InvalidInput(
             f"{path} is a {type(value).__qualname__} whose field {unset[0]} is not set, so it cannot be "
@@ -71,11 +75,13 @@ def saved_container(value: Any, path: str) -> Any:
     if type(value) is collections.defaultdict:
         return collections.defaultdict(None, value)
     kind = kind_of(value)
-    if kind is not None and is_named_tuple(value):
-        return SavedNamedTuple(type_name(type(value)), tuple(kind.items(value)))
-    if kind is not None and is_dataclass(value):
-        _check_fields(value, path)
-        return SavedDataclass(type_name(type(value)), dict(kind.items(value)))
+    items = () if kind is None else kind.items(value)
+    if is_named_tuple(value):
+        return SavedNamedTuple(type_name(type(value)), tuple(items))
+    if is_dataclass(value):
+        fields = dict(items)
+        _check_fields(value, fields, path)
+        return SavedDataclass(type_name(type(value)), fields)
     return value
 
 
@@ -161,12 +167,10 @@ def extract_tensors(
     """Return a tree with a `TensorRef` for every tensor; `emit` receives each tensor with its name.
 
     Args:
-        value: the tree.
         name: name of the tree; a tensor's name is this and its path, joined by dots.
-        emit: called with each tensor's name and the tensor.
         per_rank: called in place of `emit` with tensors that are different on every rank by their kind.
-        named_types: replace values of the program's own types by their saved forms, see
-            `holdfast.checkpoint.format.named_types`. Only for values that are restored into live ones.
+        named_types: replace values of the program's own types by their saved forms. Only for values that are
+            restored into live ones.
         entries: replace objects that are entries of their own by an `EntryRef`.
         composites: replace composite tensors by a `SavedTensor`, and emit their inner tensors.
     """

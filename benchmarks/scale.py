@@ -24,9 +24,8 @@ from holdfast.checkpoint.format import names, part
 from holdfast.checkpoint.format import values as value_format
 from holdfast.checkpoint.format.catalog import Catalog
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, chunk_ranges, digest
-from holdfast.checkpoint.format.layout import lay_out
+from holdfast.checkpoint.format.layout import FillTarget, lay_out
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import WriterId

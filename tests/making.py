@@ -14,10 +14,16 @@ from holdfast.checkpoint.format import manifest, names, part, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest, hash_chunks
-from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.layout import (
+    EvenPartitioning,
+    ListedPartitioning,
+    Region,
+    Shard,
+    lay_out,
+    whole,
+)
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.history import History

@@ -47,7 +47,7 @@ def home_documents() -> dict[str, bytes]:
     import torch
 
     from holdfast.checkpoint.format import names, run
-    from holdfast.checkpoint.format.partitioning import EvenPartitioning
+    from holdfast.checkpoint.format.layout import EvenPartitioning
     from holdfast.checkpoint.format.sealed import dumps
     from holdfast.checkpoint.store.memory import MemoryStore
     from tests.making import make_checkpoint, make_home
@@ -122,7 +122,7 @@ def _run_manifest(data: bytes) -> None:
 
 def _catalogs() -> list[bytes]:
     from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
-    from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
+    from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Region, whole
 
     regions = ListedPartitioning(
         ((0, Region((0, 0), (2, 4))), (1, Region((2, 0), (2, 1))), (2, Region((2, 1), (2, 3))))

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast.adapters.dcp.documents import find_rule
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Region
 
 
 @st.composite

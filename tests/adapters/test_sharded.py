@@ -19,9 +19,8 @@ from exchange.stock import load_dcp
 from forkserver import forkserver
 from holdfast.adapters.dcp import HoldfastReader
 from holdfast.checkpoint.exchange.exporter import export_checkpoint
-from holdfast.checkpoint.format.layout import parse_header
+from holdfast.checkpoint.format.layout import EvenPartitioning, parse_header
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import EvenPartitioning
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.store import open_store
 from stage.ranks import run_ranks

@@ -13,9 +13,8 @@ from holdfast.checkpoint.format import manifest, names, part, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks
-from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.layout import EvenPartitioning, Shard, lay_out, whole
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, whole
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "format.md").read_text()
 SHOWN: dict[str, str] = dict(re.findall(r"^`([\w./-]+)`, \d+ bytes:\n\n```\n(.*?)\n```", PAGE, re.M | re.S))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.limits import RUN_ID
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.sections import WATCH_NAME, Mark, Section
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)

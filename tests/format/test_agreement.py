@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from format.drawing import catalogs, partitions
 from holdfast.checkpoint.format.agreement import Agreement, agree
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.checkpoint.format.partitioning import (
+from holdfast.checkpoint.format.layout import (
     EvenPartitioning,
     ListedPartitioning,
     Partitioning,

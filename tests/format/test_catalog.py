@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from format.drawing import catalogs
 from holdfast.checkpoint.format.catalog import SPLIT, Catalog, Tensor, catalog_text, parse_catalog
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.errors import Corrupt
 
 RANKS = list(range(7))

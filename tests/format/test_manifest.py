@@ -14,11 +14,11 @@ from format.drawing import catalogs, run_ids, sections, text
 from holdfast.checkpoint.format import manifest
 from holdfast.checkpoint.format.catalog import Catalog, catalog_text
 from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.checkpoint.format.limits import MAX_ATTEMPT, MAX_STEP
 from holdfast.checkpoint.format.manifest import EACH, SPLIT, Manifest, PartFile, Tensor
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile, Part
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
 from holdfast.checkpoint.format.sealed import dumps, seal
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 

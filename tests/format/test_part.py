@@ -13,10 +13,9 @@ from format.drawing import catalogs, dtypes, run_ids, sections, tensor_names, te
 from holdfast.checkpoint.format import part
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, chunk_ranges, digest
-from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.layout import EvenPartitioning, Region, Shard, lay_out, whole
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile, Part
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region, whole
 from holdfast.checkpoint.format.sealed import dumps, seal
 from holdfast.checkpoint.format.sections import Section
 from holdfast.errors import Corrupt, Unsupported

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from format.drawing import partitions, splits
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Region, whole
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Region, whole
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 

@@ -29,7 +29,7 @@ from adapters.regions import save_regions
 from checkpointer.sampling import SkippingSampler
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
-from holdfast.checkpoint.format.partitioning import EvenPartitioning
+from holdfast.checkpoint.format.layout import EvenPartitioning
 from holdfast.checkpoint.format.values import EntryRef, SavedDataclass, SavedEnum, SavedNamedTuple, TensorRef
 from holdfast.checkpoint.store.local import LocalStore
 from making import CREATED_UNIX_S, LocalShard, make_checkpoint, make_home

@@ -16,10 +16,9 @@ from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.layout import Shard, lay_out, whole
 from holdfast.checkpoint.format.manifest import parse
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import whole
 from holdfast.checkpoint.home.commit import commit, is_committed
 from holdfast.checkpoint.home.history import EVENTS, History
 from holdfast.checkpoint.home.listing import missing_ranks

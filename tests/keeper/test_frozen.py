@@ -14,10 +14,9 @@ from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.checkpoint.format.layout import Shard, lay_out
+from holdfast.checkpoint.format.layout import Shard, lay_out, whole
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile
-from holdfast.checkpoint.format.partitioning import whole
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper import ArenaLayout, Keeper, KeeperConfig, Save

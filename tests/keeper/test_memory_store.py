@@ -17,8 +17,8 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.layout import FillTarget
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.keeper import MemoryTierStore, free_memory_tier, memory_store, wait_for_orphans
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_keepers, runtime_dir

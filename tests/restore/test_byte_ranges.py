@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.layout import (
+    Region,
     Shard,
     byte_ranges,
     contiguous_cover,
@@ -15,7 +16,6 @@ from holdfast.checkpoint.format.layout import (
     item_offset,
     range_bytes,
 )
-from holdfast.checkpoint.format.partitioning import Region
 
 SIDES = st.lists(
     st.integers(1, 5).flatmap(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
+from holdfast.checkpoint.format.layout import EvenPartitioning, FillTarget, Region, whole
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, FillTarget, Region, whole
 from holdfast.checkpoint.restore import fill as filling
 from holdfast.checkpoint.restore.fill import TensorSink, region_sink
 from holdfast.checkpoint.restore.parts import Parts

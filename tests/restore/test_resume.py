@@ -16,10 +16,10 @@ import torch
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
+from holdfast.checkpoint.format.layout import FillTarget, whole
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.messages import pack, unpack
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.partitioning import FillTarget, whole
 from holdfast.checkpoint.home.commit import recover_commit
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.ranks import RankGroup

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.layout import item_offset
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import Region, item_offset
 from holdfast.checkpoint.restore.slices import split_into_slices
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore

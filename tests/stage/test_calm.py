@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 import holdfast
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
-from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.format.layout import whole
 from holdfast.checkpoint.stage import SavePlan
 from holdfast.checkpoint.stage.calm import CalmTensors
 from holdfast.checkpoint.stage.watch import Watcher

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
-from holdfast.checkpoint.format.layout import parse_header
-from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.format.layout import parse_header, whole
 from holdfast.checkpoint.stage import Arena, SavePlan, Stager, stager, watch
 from holdfast.checkpoint.stage.stager import Staging
 from stage.training import WAIT_S, CopyGate

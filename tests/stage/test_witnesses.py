@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
-from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.format.layout import whole
 from holdfast.checkpoint.stage import Arena, SavePlan, Stager
 from holdfast.checkpoint.stage.stager import Staging
 from stage.training import WAIT_S, CopyGate

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region
+from holdfast.checkpoint.format.layout import EvenPartitioning, Region
 from holdfast.checkpoint.state import Sharding, assign
 from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import Region
 from stage.ranks import run_ranks
 from stage.training import make_checkpointer
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import per_rank
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, Region
+from holdfast.checkpoint.format.layout import EvenPartitioning, Region
 from holdfast.checkpoint.state import State, assign, local_of, sharding_of
 from holdfast.errors import InvalidInput, Unsupported
 from state.trip import kept

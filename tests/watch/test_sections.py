@@ -16,8 +16,7 @@ from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
-from holdfast.checkpoint.format.layout import Shard, lay_out
-from holdfast.checkpoint.format.partitioning import whole
+from holdfast.checkpoint.format.layout import Shard, lay_out, whole
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper.config import WatchConfig

@@ -202,7 +202,7 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
     """Read and verify the tensors of a rank. Tensors that the rank does not have are left out."""
     import torch  # slow, so imported only when it is needed
 
-    from holdfast.checkpoint.format.partitioning import FillTarget
+    from holdfast.checkpoint.format.layout import FillTarget
     from holdfast.checkpoint.restore.fill import fill
     from holdfast.checkpoint.restore.parts import Parts
     from holdfast.checkpoint.state.tensors import torch_dtype

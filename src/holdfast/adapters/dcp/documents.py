@@ -14,9 +14,15 @@ from holdfast.adapters.dcp.target import SaveClaim
 from holdfast.checkpoint.format import part, values
 from holdfast.checkpoint.format.agreement import agree
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
-from holdfast.checkpoint.format.layout import Shard, check_name
+from holdfast.checkpoint.format.layout import (
+    EvenPartitioning,
+    ListedPartitioning,
+    Partitioning,
+    Region,
+    Shard,
+    check_name,
+)
 from holdfast.checkpoint.format.part import DataFile
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
 from holdfast.checkpoint.state.tensors import NAMES
 from holdfast.errors import InvalidInput, Unsupported

@@ -28,11 +28,10 @@ from typing_extensions import override
 from holdfast.adapters.dcp.target import Target
 from holdfast.checkpoint.format import values as value_format
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
-from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.value_index import ValueIndex
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.documents import check_files, read_manifest

@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from holdfast.checkpoint.exchange.source import Source, SourceTensor
-from holdfast.checkpoint.format import manifest, names, part, partitioning, run, values
+from holdfast.checkpoint.format import layout, manifest, names, part, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest
@@ -147,7 +147,7 @@ def make_documents(
 ) -> dict[str, bytes]:
     """Return the documents of a checkpoint of one rank, with encoded values, in the order of writing."""
     attempt, step = checkpoint.attempt, checkpoint.step
-    whole, ranks = partitioning.whole(0), (0,)
+    whole, ranks = layout.whole(0), (0,)
     tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole, ranks) for shard in shards}
     draft = part.draft(
         run=run_id,

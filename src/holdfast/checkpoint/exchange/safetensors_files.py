@@ -11,9 +11,8 @@ from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTens
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_size, columns
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, parse_header
+from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, Region, parse_header
 from holdfast.checkpoint.format.limits import MAX_DIMS
-from holdfast.checkpoint.format.partitioning import Region
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.system.documents import Fields, decode_object, shown
 

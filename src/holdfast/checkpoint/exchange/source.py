@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.format.layout import Shard, byte_ranges, item_offset
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_offset
 from holdfast.errors import Corrupt, NotFound, RetryLater
 
 

@@ -21,8 +21,8 @@ from holdfast.checkpoint.exchange.trees import flatten, is_named_tensor, is_stat
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_size
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import Region
 from holdfast.checkpoint.format.limits import MAX_DIMS
-from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.system.documents import read_integers

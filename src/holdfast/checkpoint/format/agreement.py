@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, parse_catalog
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.limits import MAX_SPLIT_DIMS
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
 

@@ -10,7 +10,13 @@ from functools import lru_cache
 from typing import Any
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.layout import (
+    EvenPartitioning,
+    ListedPartitioning,
+    Partitioning,
+    Region,
+    Shard,
+)
 from holdfast.checkpoint.format.limits import (
     MAX_DIMS,
     MAX_DOCUMENT_BYTES,
@@ -19,7 +25,6 @@ from holdfast.checkpoint.format.limits import (
     MAX_SPLITS,
     MAX_TENSOR_BYTES,
 )
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.errors import Corrupt
 from holdfast.system.documents import Fields, decode_object, read_integers, shown

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.layout import FillTarget
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.messages import MAX_BYTES
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.checkpoint.format.partitioning import FillTarget
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.commit import (
     make_manifest,

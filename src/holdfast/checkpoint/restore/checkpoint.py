@@ -402,7 +402,7 @@ class Checkpoint:
     def _read(self, wanted: list[str], rank: int, num_threads: int) -> dict[str, torch.Tensor]:
         import torch  # not above: reading a checkpoint does not need it
 
-        from holdfast.checkpoint.format.partitioning import FillTarget
+        from holdfast.checkpoint.format.layout import FillTarget
         from holdfast.checkpoint.restore.fill import fill
         from holdfast.checkpoint.state.tensors import torch_dtype
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.layout import contiguous_cover, is_contiguous, item_offset
+from holdfast.checkpoint.format.layout import FillTarget, Region, contiguous_cover, is_contiguous, item_offset
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.restore.parts import Located, Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
 from holdfast.checkpoint.state import Load, State

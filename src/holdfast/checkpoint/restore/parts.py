@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.checkpoint.format.manifest import EACH, Manifest, Tensor
 from holdfast.checkpoint.format.part import Part
-from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
 from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.store.contract import Store

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from holdfast.checkpoint.format.hashes import DIGITS, chunk_ranges, hash_chunks
@@ -138,7 +139,8 @@ def read(
         reads += plan_reads(job, nearest.read_bytes)
         suited = max(suited, nearest.parallel_reads)
     num_threads = num_threads or suited
-    crew = _Crew(store, deque(reads), on_bytes, on_error)
+    longest = max((one.stop - one.start for one in reads), default=0)
+    crew = _Crew(store, deque(reads), longest, on_bytes, on_error)
     crew.work(min(num_threads, len(reads)))
     wanted_bytes = sum(want.num_bytes for job in jobs for want in job.wanted)
     if on_error is None and crew.num_delivered != wanted_bytes:
@@ -170,7 +172,7 @@ def plan_reads(job: FileRead, read_bytes: int = READ_BYTES) -> list[Read]:
     chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
     limit = max(read_bytes // chunk_bytes, 1)
     name = job.part.file_name(frozen=job.frozen)
-    wanted = sorted((want for want in job.wanted if want.num_bytes), key=lambda want: want.start)
+    wanted = sorted((want for want in job.wanted if want.num_bytes), key=attrgetter("start"))
     reads: list[Read] = []
     position = 0  # chunks before this one are in a read already
     first = 0  # first chunk of the open read
@@ -206,6 +208,7 @@ class _Crew:
         self,
         store: Store,
         todo: deque[Read],
+        buffer_bytes: int,
         on_bytes: Callable[[int], None] | None,
         on_error: Callable[[HoldfastError], None] | None,
     ) -> None:
@@ -218,7 +221,7 @@ class _Crew:
         self._on_error = on_error
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
-        self._buffer_bytes = max((one.stop - one.start for one in todo), default=0)
+        self._buffer_bytes = buffer_bytes
 
     def work(self, num_threads: int) -> None:
         """Do all reads with this number of threads, the calling one included."""

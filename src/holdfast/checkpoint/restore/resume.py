@@ -213,7 +213,9 @@ class _Restore:
         group = self._group
         stages.exchange_parts()
         opened = group.agree(stages.open)
-        rows = next((outcome.value for outcome in opened if outcome.value is not None), None)
+        rows = None
+        for outcome in opened:
+            rows = rows or outcome.value
         ancestors = None if rows is None else tuple(CheckpointId(*row) for row in rows)
         verdict = judge(opened, group.rank, ancestors)
         # Every rank judges the outcomes of all, and none begins a stage before all have completed the one

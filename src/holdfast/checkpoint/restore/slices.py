@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.layout import Shard, byte_ranges, item_offset, lay_out
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_offset, lay_out
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read

@@ -16,7 +16,7 @@ from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.pipeline import Order
-from holdfast.checkpoint.run.restoration import Differences, Restoration
+from holdfast.checkpoint.run.restoration import Restoration
 from holdfast.checkpoint.run.saves import Saves, remaining_s
 from holdfast.checkpoint.run.step_sync import StepSync
 from holdfast.checkpoint.run.tiers import claim_together
@@ -40,6 +40,7 @@ class Attempt:
 
     Attributes:
         keeper: this rank's keeper; None before the claim.
+        restoration: its restore.
         saves: saves of this attempt.
         step_sync: exchange of the ranks after each step.
         ancestors: checkpoints that this attempt continues.
@@ -59,7 +60,7 @@ class Attempt:
             on_failed=self._report_failed,
         )
         self.step_sync = StepSync(components, self.saves)
-        self._restoration = Restoration(components)
+        self.restoration = Restoration(components)
         self._pause_limit_s, self._commit_timeout_s = self._limits.pause_s, self._limits.commit_timeout_s
         self._keeps_best = components.options.keep.best is not None
         self._interval: SaveInterval | None = None
@@ -77,11 +78,6 @@ class Attempt:
         return self.ancestors[-1].step if self.ancestors else None
 
     @property
-    def differences(self) -> Differences:
-        """Differences of the restored checkpoint from the state, on this rank."""
-        return self._restoration.differences
-
-    @property
     def base_attempt(self) -> int | None:
         """Attempt that saved the checkpoint of `base_step`."""
         return self.ancestors[-1].attempt if self.ancestors else None
@@ -92,7 +88,7 @@ class Attempt:
         Ranks: collective, the first time after `restore`.
         Blocks: until the staging memory is ready and the state is in huge pages.
         """
-        if self._restoration.has_run:
+        if self.restoration.has_run:
             self.begin()  # first: it may change the names of the state
         self._pipeline.prepare()
 
@@ -118,8 +114,8 @@ class Attempt:
             self._tiers,
             self._ranks,
             local_ranks,
-            base=None if restores_later else self._restoration.base,
-            is_fresh=not (restores_later or self._restoration.has_run),
+            base=None if restores_later else self.restoration.base,
+            is_fresh=not (restores_later or self.restoration.has_run),
             take_over=self._components.options.take_over,
         )
         self._run = claim.run
@@ -136,7 +132,7 @@ class Attempt:
         self._early_notes.clear()
         self._early_deletions.clear()
         self._components.watching.claimed(claim.number)
-        self._restoration.end_claim(keeper)
+        self.restoration.end_claim(keeper)
         if self._interval is not None:
             self._interval.begin(keeper)
         if self._ranks.rank == 0:
@@ -192,7 +188,7 @@ class Attempt:
         _, local_ranks = self._meet()
         if self.keeper is not None:
             self._components.metrics.flush(self.keeper)  # before its history goes back
-        found = self._restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
+        found = self.restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
         if found is not None:
             self.ancestors = (*found.ancestors, found.checkpoint_id)
             self._pipeline.plan = None  # the state was replaced

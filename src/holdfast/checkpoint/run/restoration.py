@@ -204,7 +204,7 @@ class Differences:
         """Return the differences of a completed load."""
         if load is None:
             return cls()
-        values = _group(load.notes)
+        values = _group(load.notes) if load.notes else []
         if names := load.missing:
             num = plural(len(names), "name")
             values.append(

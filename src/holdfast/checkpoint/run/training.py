@@ -374,7 +374,7 @@ class Training:
         self._saved.clear()
         self._followers.restart(found.step)
         self._going_back.restart(found.rollbacks)
-        self._differences.show(found.step, self.attempt.differences)
+        self._differences.show(found.step, self.attempt.restoration.differences)
         objects = self._pipeline.objects
         unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
         if self._ranks.rank == 0:

@@ -291,7 +291,7 @@ class Watching:
         watch: Watch,
         event: str,
         *arguments: Any,
-        check: Callable[[Any], Any] = lambda found: found,
+        check: Callable[[Any], Any] | None = None,
         refuses: bool = False,
     ) -> Any:
         """Call a method of a watch; after an error, switch the watch off and return None.
@@ -302,7 +302,8 @@ class Watching:
         """
         try:
             with self._locks[watch.name]:  # events of the training thread and of the copying one
-                return check(getattr(watch, event)(*arguments))
+                found = getattr(watch, event)(*arguments)
+                return found if check is None else check(found)
         except Exception as error:
             if refuses and isinstance(error, InvalidInput):
                 raise
@@ -330,13 +331,13 @@ _EVENTS = (
 
 def _check_same(names: Sequence[Sequence[str]]) -> None:
     """Raise InvalidInput on every rank if the ranks have other watches."""
-    other = next((rank for rank, one in enumerate(names) if list(one) != list(names[0])), None)
-    if other is not None:
-        raise InvalidInput(
-            f"Rank 0 has the watches {', '.join(names[0])}, and rank {other} has {', '.join(names[other])}. "
-            "Nothing was restored or saved. Give all ranks the same watches=; a watch leaves out a rank by "
-            "its method applies()."
-        )
+    for rank, of_rank in enumerate(names):
+        if list(of_rank) != list(names[0]):
+            raise InvalidInput(
+                f"Rank 0 has the watches {', '.join(names[0])}, and rank {rank} has {', '.join(of_rank)}. "
+                "Nothing was restored or saved. Give all ranks the same watches=; a watch leaves out a rank "
+                "by its method applies()."
+            )
 
 
 def _has(watch: Watch, event: str) -> bool:

@@ -12,8 +12,7 @@ import torch
 
 from holdfast.checkpoint.format.catalog import Catalog, catalog_text
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.checkpoint.format.layout import FileLayout, Shard, lay_out
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import FileLayout, Region, Shard, lay_out
 from holdfast.checkpoint.stage.arena import Arena
 from holdfast.checkpoint.stage.watch import LARGE_BYTES
 from holdfast.checkpoint.state.tensors import NAMES, torch_dtype

@@ -13,7 +13,7 @@ import torch
 from holdfast.checkpoint.copies import SharedTensor
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.partitioning import Partitioning
+from holdfast.checkpoint.format.layout import Partitioning
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement

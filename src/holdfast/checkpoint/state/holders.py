@@ -8,8 +8,8 @@ from typing import Any
 
 from holdfast.checkpoint.format.agreement import check_regions
 from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.format.layout import Region
 from holdfast.checkpoint.format.nesting import is_under
-from holdfast.checkpoint.format.partitioning import Region
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 from holdfast.errors import InvalidInput

@@ -13,9 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.composites import SavedTensor, shown_type
+from holdfast.checkpoint.format.layout import FillTarget, Region
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
-from holdfast.checkpoint.format.partitioning import FillTarget, Region
 from holdfast.checkpoint.format.values import decode
 from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
 from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit, misfit, needs_live

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.partitioning import EvenPartitioning, ListedPartitioning, Partitioning, Region
+from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
     SHARD_ATTRIBUTES,

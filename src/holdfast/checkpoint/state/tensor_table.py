@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.checkpoint.format.layout import check_name
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import Region, check_name
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.holders import HolderAgreement
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, layout_of, local_of, shape_of

@@ -49,19 +49,22 @@ class ProxiedRequest:
 
 
 @dataclass(slots=True)
-class _InjectedFault:
-    fault: str
-    method: str = ""
-    target: str = ""
-    header: str = ""
-    skip: int = 0
-    times: int | None = 1
-    after_bytes: int = 0
-    seconds: float = 30.0
-    code: str = ""
-    gate: Gate | None = None
+class InjectedFault:
+    """A fault, and the requests that have it."""
+
+    fault: str  # one of `FAULTS`, or a status code
+    method: str = ""  # HTTP method; "" for all
+    target: str = ""  # regular expression that is searched for in the path and query
+    header: str = ""  # regular expression that is searched for in the request line and headers
+    nth: int = 1  # first matching request that fails, counted from now
+    times: int | None = 1  # number of requests that fail from then on; None for all
+    after_bytes: int = 0  # position in the body, for faults that happen in a body
+    seconds: float = 30.0  # duration of a stall
+    code: str = ""  # error code in the body of a response with a status code
+    gate: Gate | None = None  # of a response that is held
 
     def matches(self, head: str, method: str, target: str) -> bool:
+        """Return True if a request with this head has the fault, as far as numbers do not matter."""
         return (
             self.times != 0
             and self.method in ("", method)
@@ -95,7 +98,7 @@ class FaultProxy:
         self.closed = threading.Event()
         self.sockets: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._faults: list[_InjectedFault] = []
+        self._faults: list[InjectedFault] = []
         self._requests: list[ProxiedRequest] = []
         self._listener = _Listener(("127.0.0.1", listen_on), partial(_Connection, self))
         self.port: int = self._listener.server_port
@@ -103,42 +106,19 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
-    def inject(
-        self,
-        fault: str,
-        *,
-        method: str = "",
-        target: str = "",
-        header: str = "",
-        nth: int = 1,
-        times: int | None = 1,
-        after_bytes: int = 0,
-        seconds: float = 30.0,
-        code: str = "",
-    ) -> None:
-        """Make matching requests fail with one of `FAULTS`, or a status code.
-
-        Args:
-            target: regular expression that is searched for in the path and query.
-            header: regular expression that is searched for in the request line and headers.
-            nth: first matching request that fails, counted from now.
-            times: number of requests that fail from then on; None for all.
-            after_bytes: position in the body, for faults that happen in a body.
-            seconds: duration of a stall.
-            code: error code in the body of a response with a status code.
-        """
+    def inject(self, fault: str, **options: Any) -> None:
+        """Make matching requests fail; the options are those of `InjectedFault`."""
         if fault not in FAULTS and not _STATUS.fullmatch(fault):
             known = ", ".join(FAULTS)
             raise InvalidInput(f"Unknown fault {fault!r}: use {known}, or a status code from 400 to 599.")
-        one = _InjectedFault(fault, method, target, header, nth - 1, times, after_bytes, seconds, code)
         with self._lock:
-            self._faults.append(one)
+            self._faults.append(InjectedFault(fault, **options))
 
-    def hold(self, *, method: str = "", target: str = "", nth: int = 1) -> Gate:
+    def hold(self, **options: Any) -> Gate:
         """Delay the server's response to one request until the returned gate opens."""
         gate = Gate()
         with self._lock:
-            self._faults.append(_InjectedFault("hold", method, target, skip=nth - 1, gate=gate))
+            self._faults.append(InjectedFault("hold", gate=gate, **options))
         return gate
 
     def clear(self) -> None:
@@ -179,15 +159,15 @@ class FaultProxy:
     def __exit__(self, *_error: object) -> None:
         self.close()
 
-    def pick(self, method: str, target: str, head: str) -> _InjectedFault | None:
+    def pick(self, method: str, target: str, head: str) -> InjectedFault | None:
         """Record a request and return the first fault that applies to it."""
         with self._lock:
             hit = None
             for fault in self._faults:
                 if not fault.matches(head, method, target):
                     continue
-                if fault.skip:
-                    fault.skip -= 1
+                if fault.nth > 1:
+                    fault.nth -= 1
                     continue
                 fault.times = None if fault.times is None else fault.times - 1
                 hit = fault
@@ -256,7 +236,7 @@ class _Connection(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = do_OPTIONS = forward
 
-    def _send_request(self, fault: _InjectedFault | None) -> None:
+    def _send_request(self, fault: InjectedFault | None) -> None:
         left_out = self._proxy.stripped | {"expect"}  # the client was told to send its body
         self._server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
@@ -267,7 +247,7 @@ class _Connection(BaseHTTPRequestHandler):
         for data in self._faulty(self._request_body(), fault, "reset-request", "corrupt-request"):
             self._server.send(framed(data))
 
-    def _forward_response(self, response: http.client.HTTPResponse, fault: _InjectedFault | None) -> None:
+    def _forward_response(self, response: http.client.HTTPResponse, fault: InjectedFault | None) -> None:
         if fault and fault.gate:
             fault.gate.reached.set()
             fault.gate.opened.wait()
@@ -285,7 +265,7 @@ class _Connection(BaseHTTPRequestHandler):
         response.read()
 
     def _faulty(
-        self, pieces: Iterable[bytearray], fault: _InjectedFault | None, cutting: str, corrupting: str
+        self, pieces: Iterable[bytearray], fault: InjectedFault | None, cutting: str, corrupting: str
     ) -> Iterator[bytearray]:
         """Yield the pieces of a body, with its fault and at the bandwidth of the proxy."""
         kind, done, at = fault.fault if fault else "", 0, fault.after_bytes if fault else 0
@@ -316,7 +296,7 @@ class _Connection(BaseHTTPRequestHandler):
             left -= len(data)
             yield data
 
-    def _respond(self, fault: _InjectedFault) -> None:
+    def _respond(self, fault: InjectedFault) -> None:
         """Respond with the fault's status code in place of the server."""
         for _ in self._request_body():
             continue

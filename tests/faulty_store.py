@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from typing_extensions import override
 
@@ -34,12 +35,14 @@ class Gate:
 
 
 @dataclass(slots=True)
-class _Fault:
-    method: str
-    matching: str
-    skip: int  # matching calls that succeed first
-    times: int | None  # number of calls that fail after that; None for all
-    after: bool
+class Fault:
+    """An error or a gate, and the calls that have it."""
+
+    method: str  # one of `METHODS`
+    nth: int = 1  # first matching call, counted from now; 1 is the next one
+    times: int | None = 1  # number of calls from then on; None for all
+    matching: str = ""  # text that the object's name or prefix must contain
+    after: bool = False  # after the call has taken effect, as if only its response was lost
     error: BaseException | None = None
     gate: Gate | None = None
 
@@ -53,35 +56,19 @@ class FaultyStore(Store):
         self.properties = inner.properties
         self.check, self.flush, self.close = inner.check, inner.flush, inner.close
         self._lock = threading.Lock()
-        self._faults: list[_Fault] = []
+        self._faults: list[Fault] = []
         self._flips: dict[str, set[int]] = {}
         self._sizes: dict[str, int] = {}
         self._calls: list[Call] = []
 
-    def fail(
-        self,
-        method: str,
-        error: BaseException,
-        *,
-        nth: int = 1,
-        times: int | None = 1,
-        matching: str = "",
-        after: bool = False,
-    ) -> None:
-        """Make calls of a method raise an error, the same object each time.
+    def fail(self, method: str, error: BaseException, **options: Any) -> None:
+        """Make calls of a method raise an error, the same object each time; options as of `Fault`."""
+        self._add(Fault(method, error=error, **options))
 
-        Args:
-            nth: first call that fails, counted from now; 1 is the next one.
-            times: number of calls that fail from then on; None for all.
-            matching: text that the object's name or prefix must contain.
-            after: raise after the call has taken effect, as if only its response was lost.
-        """
-        self._add(_Fault(method, matching, nth - 1, times, after, error=error))
-
-    def hold(self, method: str, *, nth: int = 1, matching: str = "", after: bool = False) -> Gate:
-        """Hold one call of a method until the returned gate opens. Arguments are those of `fail`."""
+    def hold(self, method: str, **options: Any) -> Gate:
+        """Hold one call of a method until the returned gate opens; options as of `Fault`."""
         gate = Gate()
-        self._add(_Fault(method, matching, nth - 1, 1, after, gate=gate))
+        self._add(Fault(method, gate=gate, **options))
         return gate
 
     def flip_bit(self, name: str, bit: int) -> None:
@@ -184,7 +171,7 @@ class FaultyStore(Store):
         with self._call(Call("sweep", prefix)):
             self.inner.sweep(prefix)
 
-    def _add(self, fault: _Fault) -> None:
+    def _add(self, fault: Fault) -> None:
         if fault.method not in METHODS:
             raise InvalidInput(f"A store has no method {fault.method!r}. It has {', '.join(METHODS)}.")
         with self._lock:
@@ -208,14 +195,14 @@ class FaultyStore(Store):
         yield
         _apply([fault for fault in due if fault.after])
 
-    def _due(self, method: str, name: str) -> list[_Fault]:
+    def _due(self, method: str, name: str) -> list[Fault]:
         due = []
         with self._lock:
             for fault in self._faults:
                 if fault.method != method or fault.matching not in name or fault.times == 0:
                     continue
-                if fault.skip:
-                    fault.skip -= 1
+                if fault.nth > 1:
+                    fault.nth -= 1
                     continue
                 if fault.times is not None:
                     fault.times -= 1
@@ -234,7 +221,7 @@ class FaultyStore(Store):
                 buffer[index] ^= 1 << bit % 8
 
 
-def _apply(faults: list[_Fault]) -> None:
+def _apply(faults: list[Fault]) -> None:
     for fault in faults:
         if fault.gate:
             fault.gate.reached.set()

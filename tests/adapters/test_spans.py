@@ -10,32 +10,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.adapters.dcp.reader import Span, make_sinks, spans
+from holdfast.adapters.dcp.reader import make_sinks
 from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.partitioning import Region
 from holdfast.errors import InvalidInput
-
-Region = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @st.composite
-def regions(draw: st.DrawFn) -> Region:
-    """Draw a shape, and offsets and sizes of a non-empty region in it."""
+def regions(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
+    """Draw a shape, and a non-empty region in it."""
     shape = draw(st.lists(st.integers(1, 7), max_size=4))
     offsets = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
-    return tuple(shape), tuple(offsets), tuple(sizes)
+    return tuple(shape), Region(tuple(offsets), tuple(sizes))
 
 
-def view_of(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    return tensor[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+def runs(shape: tuple[int, ...], region: Region, max_gap: int) -> list[tuple[int, int]]:
+    """Return the first element of each run that is read, and the one after its last."""
+    shard = Shard.whole("x", "F32", shape)
+    sinks = make_sinks(shard, region, torch.zeros(region.sizes), max_gap_bytes=4 * max_gap + 3)
+    return [(at // 4, (at + num_bytes) // 4) for at, num_bytes, _ in sinks]
 
 
 @given(regions(), st.integers(0, 60), st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))
 def test_the_region_is_read_into_the_target(
-    region: Region, max_gap: int, step: int, dtype: torch.dtype
+    drawn: tuple[tuple[int, ...], Region], max_gap: int, step: int, dtype: torch.dtype
 ) -> None:
     """This holds for views of any length, dense and transposed targets, and any dtype."""
-    shape, offsets, sizes = region
+    shape, region = drawn
+    sizes = region.sizes
     source = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     shard = Shard.whole("x", "F32", shape)
     content = bytearray(source.contiguous().numpy().tobytes())
@@ -43,19 +46,20 @@ def test_the_region_is_read_into_the_target(
         torch.full(sizes, -1, dtype=dtype),
         torch.full(sizes[::-1], -1, dtype=dtype).permute(tuple(reversed(range(len(sizes))))),
     ):
-        for at, num_bytes, sink in make_sinks(shard, offsets, sizes, target, max_gap_bytes=max_gap):
+        for at, num_bytes, sink in make_sinks(shard, region, target, max_gap_bytes=max_gap):
             for start in range(0, num_bytes, step):
                 stop = min(start + step, num_bytes)
                 sink.write(start, memoryview(content)[at + start : at + stop])
-        assert torch.equal(target, view_of(source, offsets, sizes).to(dtype))
+        assert torch.equal(target, source[region.slices].to(dtype))
 
 
 @given(regions(), st.integers(0, 60))
-def test_nothing_is_read_twice_and_large_gaps_are_skipped(region: Region, max_gap: int) -> None:
-    shape, offsets, sizes = region
-    wanted = view_of(torch.arange(math.prod(shape)).reshape(shape), offsets, sizes).flatten().tolist()
-    found = list(spans(shape, offsets, sizes, max_gap))
-    stretches = sorted((one.start, one.start + one.num_items) for one in found)
+def test_nothing_is_read_twice_and_large_gaps_are_skipped(
+    drawn: tuple[tuple[int, ...], Region], max_gap: int
+) -> None:
+    shape, region = drawn
+    wanted = torch.arange(math.prod(shape)).reshape(shape)[region.slices].flatten().tolist()
+    stretches = sorted(runs(shape, region, max_gap))
     for (_, stop), (start, _) in itertools.pairwise(stretches):
         assert stop <= start
     read = {item for start, stop in stretches for item in range(start, stop)}
@@ -65,11 +69,13 @@ def test_nothing_is_read_twice_and_large_gaps_are_skipped(region: Region, max_ga
     assert len(read) <= len(wanted) + along
 
 
-def test_columns_are_one_span_for_small_rows_and_several_for_large_rows() -> None:
-    assert list(spans((4, 10), (1, 2), (2, 3), max_gap=7)) == [Span(12, 13, (0, 0), (2, 3))]
-    assert [one.start for one in spans((4, 10), (1, 2), (2, 3), max_gap=6)] == [12, 22]
+def test_columns_are_one_run_for_small_rows_and_several_for_large_rows() -> None:
+    region = Region((1, 2), (2, 3))
+    assert runs((4, 10), region, max_gap=7) == [(12, 25)]
+    assert runs((4, 10), region, max_gap=6) == [(12, 15), (22, 25)]
 
 
 def test_a_target_of_another_shape_is_refused() -> None:
+    shard, region = Shard.whole("x", "F32", (4,)), Region((0,), (2,))
     with pytest.raises(InvalidInput, match=r"x has shape \[2\], but the tensor to load it into has \[3\]"):
-        next(make_sinks(Shard.whole("x", "F32", (4,)), (0,), (2,), torch.zeros(3), max_gap_bytes=0))
+        next(make_sinks(shard, region, torch.zeros(3), max_gap_bytes=0))

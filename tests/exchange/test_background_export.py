@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,20 +74,16 @@ def test_a_failed_save_is_not_exported(tmp_path: Path) -> None:
         export.result()
 
 
-def test_a_skipped_save_is_not_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("save", "mark", "match"),
+    [(Save(1), Save.mark_skipped, "was skipped"), (Save(7), Save.mark_home, "to_home=True")],
+)
+def test_a_save_that_is_not_in_home_is_named_with_the_reason(
+    tmp_path: Path, save: Save, mark: Callable[[Save], None], match: str
+) -> None:
     saved(tmp_path / "home")
-    save = Save(1)
-    save.mark_skipped()
-    with pytest.warns(SaveWarning, match="was skipped"):
-        error = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save).exception()
-    assert isinstance(error, NotFound)
-
-
-def test_a_checkpoint_that_is_not_in_home_is_named_with_the_fix(tmp_path: Path) -> None:
-    saved(tmp_path / "home")
-    save = Save(7)
-    save.mark_home()
-    with pytest.warns(SaveWarning, match="to_home=True"):
+    mark(save)
+    with pytest.warns(SaveWarning, match=match):
         error = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save).exception()
     assert isinstance(error, NotFound)
 

@@ -11,6 +11,7 @@ import pickle
 import shutil
 import struct
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,20 @@ def make_dcp(folder: Path) -> Path:
     return data
 
 
+@contextlib.contextmanager
+def changed_metadata(folder: Path) -> Iterator[Any]:
+    """Write a DCP checkpoint, and yield its metadata to be changed."""
+    make_dcp(folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    yield metadata
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 @pytest.mark.parametrize("is_archive", [True, False])
 def test_torch_file_that_would_run_code_is_refused_and_named(tmp_path: Path, is_archive: bool) -> None:
     path = tmp_path / "evil.pt"
     torch.save({"w": Evil(tmp_path / "ran")}, path, _use_new_zipfile_serialization=is_archive)
     refused(path, Unsupported, "mkdir")
-    assert not (tmp_path / "ran").exists()
-
-
-def test_dcp_metadata_that_would_run_code_is_refused_and_named(tmp_path: Path) -> None:
-    make_dcp(tmp_path / "in")
-    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
-    metadata.planner_data = Evil(tmp_path / "ran")
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "in", Unsupported, "mkdir")
     assert not (tmp_path / "ran").exists()
 
 
@@ -88,14 +89,6 @@ def test_dcp_metadata_of_an_early_python_3_11_is_imported(
     assert "w" in holdfast.open(tmp_path / "home")
 
 
-def test_dcp_metadata_that_reads_attributes_of_other_objects_is_refused(tmp_path: Path) -> None:
-    make_dcp(tmp_path / "in")
-    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
-    metadata.planner_data = Attribute()
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "in", Unsupported, "not an enum")
-
-
 class Attribute:
     """Object that is pickled as an attribute of a set."""
 
@@ -106,14 +99,13 @@ class Attribute:
 @pytest.mark.parametrize("key", ["w", "n"])
 def test_dcp_item_that_would_run_code_is_refused_and_named(tmp_path: Path, key: str) -> None:
     """This holds for both kinds of items: the pickle of a tensor, and that of a value."""
-    data = make_dcp(tmp_path / "in")
-    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
-    info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
-    info.offset = data.stat().st_size
-    with data.open("ab") as file:
-        torch.save(Evil(tmp_path / "ran"), file)
-    info.length = data.stat().st_size - info.offset
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(tmp_path / "in") as metadata:
+        (data,) = (tmp_path / "in").glob("*.distcp")
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == key)
+        info.offset = data.stat().st_size
+        with data.open("ab") as file:
+            torch.save(Evil(tmp_path / "ran"), file)
+        info.length = data.stat().st_size - info.offset
     refused(tmp_path / "in", Unsupported, "mkdir")
     assert not (tmp_path / "ran").exists()
     if key == "n":
@@ -196,21 +188,34 @@ def test_a_wrong_header_is_corrupt(tmp_path: Path, entry: Any) -> None:
     refused(tmp_path / "a.safetensors", Corrupt, "safetensors")
 
 
+@pytest.mark.parametrize(("changed", "match"), [(Evil(Path("ran")), "mkdir"), (Attribute(), "not an enum")])
+def test_dcp_metadata_with_objects_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: object, match: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with changed_metadata(tmp_path / "in") as metadata:
+        metadata.planner_data = changed
+    refused(tmp_path / "in", Unsupported, match)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_dcp_metadata_with_a_path_outside_its_folder_is_corrupt(tmp_path: Path) -> None:
-    make_dcp(tmp_path / "in")
-    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path = "../../etc/passwd"
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with changed_metadata(tmp_path / "in") as metadata:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../../etc/passwd"
     refused(tmp_path / "in", Corrupt, "passwd")
 
 
-def test_chunks_that_do_not_cover_a_tensor_are_corrupt(tmp_path: Path) -> None:
-    make_dcp(tmp_path / "in")
-    metadata = pickle.loads((tmp_path / "in" / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size([301, 40])
-    (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "in", Corrupt, "w do not cover")
+def test_chunks_that_do_not_cover_a_tensor_once_are_corrupt(tmp_path: Path) -> None:
+    """The elements of an overlap may be as many as those of a gap."""
+    with changed_metadata(tmp_path / "larger") as metadata:
+        metadata.state_dict_metadata["w"].size = torch.Size([301, 40])
+    with changed_metadata(tmp_path / "overlap") as metadata:
+        (chunk,) = metadata.state_dict_metadata["w"].chunks
+        half = dataclasses.replace(chunk, sizes=torch.Size([150, 40]))
+        metadata.state_dict_metadata["w"].chunks = [half, half]
+    for name in ("larger", "overlap"):
+        refused(tmp_path / name, Corrupt, "w do not cover its shape")
 
 
 def test_an_unknown_source_is_refused_with_the_supported_kinds(tmp_path: Path) -> None:
@@ -323,17 +328,6 @@ def test_shards_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None
     for number, offset in enumerate((0, 0, 4)):
         write_shard(folder / f"{number}.safetensors", offset, float(number))
     refused(folder, Corrupt, r"do not cover the shape \[6\] exactly once")
-
-
-def test_chunks_of_dcp_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path) -> None:
-    make_dcp(tmp_path / "in")
-    path = tmp_path / "in" / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    (chunk,) = metadata.state_dict_metadata["w"].chunks
-    half = dataclasses.replace(chunk, sizes=torch.Size([150, 40]))
-    metadata.state_dict_metadata["w"].chunks = [half, half]
-    path.write_bytes(pickle.dumps(metadata))
-    refused(tmp_path / "in", Corrupt, "do not cover its shape")
 
 
 def test_a_shape_without_elements_that_torch_cannot_make_is_refused(tmp_path: Path) -> None:

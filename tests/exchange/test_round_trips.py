@@ -39,6 +39,12 @@ def saved(tmp_path: Path) -> tuple[dict[str, Any], Path]:
     return state, tmp_path / "state.pt"
 
 
+def loaded(home: Any, path: Path, **options: Any) -> Any:
+    """Export a checkpoint to a file of torch.save, and load that as stock torch does."""
+    export_checkpoint(holdfast.open(home), path, kind="torch", **options)
+    return torch.load(path, weights_only=True)
+
+
 def test_torch_files_round_trip(saved: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     state, path = saved
     done = import_checkpoint(path, tmp_path / "home", step=12)
@@ -64,10 +70,8 @@ def test_a_bare_state_dict_round_trips(tmp_path: Path) -> None:
     state = model()
     torch.save(state, tmp_path / "model.pt")
     import_checkpoint(tmp_path / "model.pt", tmp_path / "home")
-    checkpoint = holdfast.open(tmp_path / "home")
-    check(checkpoint.tensors(), state)
-    export_checkpoint(checkpoint, tmp_path / "out.pt", kind="torch")
-    check(torch.load(tmp_path / "out.pt", weights_only=True), state)
+    check(holdfast.open(tmp_path / "home").tensors(), state)
+    check(loaded(tmp_path / "home", tmp_path / "out.pt"), state)
 
 
 def test_dcp_round_trips_and_stock_dcp_loads_it(tmp_path: Path) -> None:
@@ -166,15 +170,14 @@ def test_a_training_run_is_exported_so_that_torch_loads_it(tmp_path: Path) -> No
     with holdfast.Checkpointer(tmp_path / "run", {"model": net, "optimizer": optimizer, "epoch": 3}) as ckpt:
         ckpt.save(1)
     checkpoint = holdfast.open(tmp_path / "run")
-    export_checkpoint(checkpoint, tmp_path / "all.pt", kind="torch")
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    found = loaded(tmp_path / "run", tmp_path / "all.pt")
     assert same(dict(found["model"]), dict(net.state_dict()))
     net.load_state_dict(found["model"])
     assert found["epoch"] == 3
     moments = found["optimizer"]["state"]["model.0.weight"]
     assert torch.equal(moments["exp_avg"], optimizer.state[linear.weight]["exp_avg"])
-    export_checkpoint(checkpoint, tmp_path / "bare.pt", kind="torch", only=["model"], rename={"model": ""})
-    assert same(torch.load(tmp_path / "bare.pt", weights_only=True), dict(net.state_dict()))
+    bare = loaded(tmp_path / "run", tmp_path / "bare.pt", only=["model"], rename={"model": ""})
+    assert same(bare, dict(net.state_dict()))
     export_checkpoint(checkpoint, tmp_path / "dcp", kind="dcp")
     target = {"model": {name: torch.zeros_like(t) for name, t in net.state_dict().items()}}
     load_dcp(target, tmp_path / "dcp")
@@ -203,8 +206,7 @@ def test_an_export_has_plain_forms_and_objects_in_their_places(tmp_path: Path) -
     }
     with holdfast.Checkpointer(tmp_path / "run", state) as ckpt:
         ckpt.save(1)
-    export_checkpoint(holdfast.open(tmp_path / "run"), tmp_path / "all.pt", kind="torch")
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    found = loaded(tmp_path / "run", tmp_path / "all.pt")
     assert found.keys() == {*state, "rng"}
     assert same(dict(found["gan"]["nets"][0]), dict(net.state_dict()))
     assert (len(found["gan"]["nets"]), found["gan"]["seen"]) == (2, 2)
@@ -229,8 +231,7 @@ def test_a_value_with_tensors_is_imported_from_dcp(tmp_path: Path) -> None:
     state = {"pair": (torch.ones(2), 3), "w": torch.zeros(1)}
     save_dcp(dict(state), tmp_path / "in")
     import_checkpoint(tmp_path / "in", tmp_path / "home")
-    export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "out.pt", kind="torch")
-    assert same(torch.load(tmp_path / "out.pt", weights_only=True)["pair"], state["pair"])
+    assert same(loaded(tmp_path / "home", tmp_path / "out.pt")["pair"], state["pair"])
 
 
 def test_sharded_dcp_tensors_are_joined(tmp_path: Path) -> None:
@@ -280,8 +281,7 @@ def test_the_files_of_a_holdfast_step_can_be_imported(tmp_path: Path) -> None:
     done = import_checkpoint(tmp_path / "run" / names.step_dir(5), tmp_path / "home")
     assert done.kind == "hf"
     check(holdfast.open(tmp_path / "home").tensors(), {"w": whole, "scale": torch.tensor(2.5)})
-    export_checkpoint(holdfast.open(tmp_path / "run"), tmp_path / "out.pt", kind="torch")
-    check(torch.load(tmp_path / "out.pt", weights_only=True), {"w": whole, "scale": torch.tensor(2.5)})
+    check(loaded(tmp_path / "run", tmp_path / "out.pt"), {"w": whole, "scale": torch.tensor(2.5)})
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -296,40 +296,39 @@ def test_an_export_has_what_only_other_ranks_have(tmp_path: Path, rank: int) -> 
     checkpoint, expected = holdfast.open(tmp_path / "run"), {**own[1], **own[0], **own[rank]}
     export_checkpoint(checkpoint, tmp_path / "out.safetensors", rank=rank)
     check(load_file(tmp_path / "out.safetensors"), expected)
-    export_checkpoint(checkpoint, tmp_path / "out.pt", kind="torch", rank=rank)
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    found = loaded(tmp_path / "run", tmp_path / "out.pt", rank=rank)
     assert {name: found.pop(name) for name in ("note_0", "note_1")} == {"note_0": 0, "note_1": 1}
     assert found.pop("data") == {"seen": rank, "rank_0": {"count": 0}, "rank_1": {"count": 1}}
     check(found, expected)
 
 
-VALUES = {
-    "numbers": [1 + 2j, 10**30, -(2**70), 1 << 8000, float("inf")],
-    "bytes": [b"", b"\x00\xff", bytearray(b"x")],
-    "containers": [{1, 2}, collections.deque([1]), collections.OrderedDict(a=1), range(3), {(1, 2): 3}],
-    "moments": [datetime.datetime(2026, 1, 2), datetime.timedelta(seconds=3), pathlib.Path("x")],
-    "arrays": [numpy.arange(3), numpy.float32(1.5)],
-    "torch": [torch.float32, torch.Size([1, 2])],
+VALUES: dict[str, tuple[list[Any], list[Any]]] = {
+    "numbers": (
+        [1 + 2j, 10**30, -(2**70), 1 << 8000, float("inf")],
+        [1 + 2j, 10**30, -(2**70), str(1 << 8000), float("inf")],
+    ),
+    "bytes": ([b"", b"\x00\xff", bytearray(b"x")], [bytearray(), b"\x00\xff", bytearray(b"x")]),
+    "containers": (
+        [{1, 2}, collections.deque([1]), collections.OrderedDict(a=1), range(3), {(1, 2): 3}],
+        [[1, 2], [1], {"a": 1}, [0, 1, 2], {(1, 2): 3}],
+    ),
+    "moments": (
+        [datetime.datetime(2026, 1, 2), datetime.timedelta(seconds=3), pathlib.Path("x")],
+        ["2026-01-02 00:00:00", 3.0, "x"],
+    ),
+    "arrays": ([numpy.arange(3), numpy.float32(1.5)], [[0, 1, 2], 1.5]),
+    "torch": ([torch.float32, torch.Size([1, 2])], [torch.float32, (1, 2)]),
 }
+"""Values, and those that torch loads in their place."""
 
 
 @pytest.mark.parametrize("kind", list(VALUES))
 def test_values_of_every_kind_are_exported_for_weights_only_loading(tmp_path: Path, kind: str) -> None:
     store = MemoryStore()
     make_home(store)
-    make_checkpoint(store, 1, 1, [{}], values=[{"all": VALUES[kind]}])
-    export_checkpoint(holdfast.open(store), tmp_path / "out.pt", kind="torch")
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert len(found["all"]) == len(VALUES[kind])
-    expected: dict[str, list[Any]] = {
-        "numbers": [1 + 2j, 10**30, -(2**70), str(1 << 8000), float("inf")],
-        "bytes": [bytearray(), b"\x00\xff", bytearray(b"x")],
-        "containers": [[1, 2], [1], {"a": 1}, [0, 1, 2], {(1, 2): 3}],
-        "moments": ["2026-01-02 00:00:00", 3.0, "x"],
-        "arrays": [[0, 1, 2], 1.5],
-        "torch": [torch.float32, (1, 2)],
-    }
-    assert found["all"] == expected[kind]
+    given, expected = VALUES[kind]
+    make_checkpoint(store, 1, 1, [{}], values=[{"all": given}])
+    assert loaded(store, tmp_path / "out.pt")["all"] == expected
 
 
 def test_names_that_are_not_renamed_are_exported_as_they_are(tmp_path: Path) -> None:

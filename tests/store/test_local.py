@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from holdfast.checkpoint.store import ObjectInfo, Store, direct_io
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
+from small_disk import small_disk
 
 DIRECT = (4 << 20) + 4097  # large enough for direct I/O, with an odd tail
 POINTS = ("store.written", "store.synced", "store.linked")
@@ -142,28 +141,12 @@ def test_a_file_that_another_program_truncated_is_corrupt(tmp_path: Path) -> Non
 # Disks that are full, read-only or gone
 
 
-@contextmanager
-def _mounted(place: Path, *, num_bytes: int = SMALL_DISK_BYTES) -> Iterator[None]:
-    place.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command")
-    if done.returncode:
-        pytest.skip(f"may not mount a file system: {done.stderr.decode().strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(place)], check=False, capture_output=True)
-
-
 @pytest.mark.parametrize("num_bytes", [SMALL_DISK_BYTES // 2 + 1, SMALL_DISK_BYTES * 2])
 @pytest.mark.parametrize("if_absent", [False, True])
 def test_a_full_disk_keeps_the_old_object(tmp_path: Path, num_bytes: int, if_absent: bool) -> None:
     """The error names the required and the free space. Nothing is left behind, and a later put works."""
-    with _mounted(tmp_path / "disk"):
-        store = LocalStore(tmp_path / "disk")
+    with small_disk(tmp_path, str(SMALL_DISK_BYTES)) as disk:
+        store = LocalStore(disk)
         old = os.urandom(SMALL_DISK_BYTES // 2)
         store.put("d/a", old)
         name = "d/b" if if_absent else "d/a"
@@ -174,7 +157,7 @@ def test_a_full_disk_keeps_the_old_object(tmp_path: Path, num_bytes: int, if_abs
         assert isinstance(caught.value.__cause__, OSError)
         assert str(store.path(name)) in str(caught.value)
         assert store.get("d/a") == old
-        assert _files(tmp_path / "disk") == {"d/a"}
+        assert _files(disk) == {"d/a"}
         store.put("d/c", b"small")
         assert store.get("d/c") == b"small"
         if not if_absent:
@@ -183,8 +166,8 @@ def test_a_full_disk_keeps_the_old_object(tmp_path: Path, num_bytes: int, if_abs
 
 
 def test_a_full_disk_does_not_stop_the_log_reader(tmp_path: Path) -> None:
-    with _mounted(tmp_path / "disk", num_bytes=64 << 10):
-        store = LocalStore(tmp_path / "disk")
+    with small_disk(tmp_path, "64k") as disk:
+        store = LocalStore(disk)
         store.append("log", b"first\n")
         with pytest.raises(RetryLater, match="No space left"):
             store.append("log", bytes(128 << 10))
@@ -192,10 +175,10 @@ def test_a_full_disk_does_not_stop_the_log_reader(tmp_path: Path) -> None:
 
 
 def test_a_read_only_disk_is_read_and_refuses_to_be_written(tmp_path: Path) -> None:
-    with _mounted(tmp_path / "disk"):
-        store = LocalStore(tmp_path / "disk")
+    with small_disk(tmp_path, "64k") as disk:
+        store = LocalStore(disk)
         store.put("d/a", b"old")
-        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path / "disk")], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for change in (
             lambda: store.put("d/a", b"new"),
             lambda: store.put("new/a", b"new", if_absent=True),
@@ -275,15 +258,14 @@ def test_a_home_created_by_the_first_put_is_not_created_again(tmp_path: Path) ->
 
 def test_an_unmounted_disk_is_not_written_through_its_mount_point(tmp_path: Path) -> None:
     """The empty directory under a mount is on another file system: a put there would fill the wrong disk."""
-    disk = tmp_path / "disk"
-    with _mounted(disk):
+    with small_disk(tmp_path, "64k") as disk:
         store = LocalStore(disk)
         store.put("a", b"x")
         subprocess.run(["umount", str(disk)], check=True)
         with pytest.raises(RetryLater, match="another file system"):
             store.put("a", b"y")
         assert _files(disk) == set()
-        with _mounted(disk):
+        with small_disk(tmp_path, "64k"):
             store.put("a", b"z")
             assert store.get("a") == b"z"
 

@@ -12,11 +12,7 @@ import sys
 
 
 def command(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """Return the command line that runs a module without the current directory on its path.
-
-    Args:
-        module: full name, as after `python -m`.
-    """
+    """Return the command line that runs a module without the current directory on its path."""
     return [python or sys.executable, os.path.abspath(__file__), module, *arguments]  # noqa: PTH100 - see `_main`
 
 

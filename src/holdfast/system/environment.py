@@ -65,11 +65,7 @@ def sandboxed(place: str) -> str:
 
 
 def place_in_sandbox(folder: Path, place: str) -> Path:
-    """Return the folder that replaces a home or local folder during a dry run.
-
-    Args:
-        place: absolute path or URL, as `store.factory.absolute_place` returns it.
-    """
+    """Return the folder that replaces a home or local folder, an absolute path or URL, in a dry run."""
     return folder / hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
@@ -134,11 +130,7 @@ def count_failed_saves(path: Path) -> int:
 
 
 def was_preempted(path: Path, *, after: int) -> bool:
-    """Return True if a training has reported a preemption in a file of progress.
-
-    Args:
-        after: size of the file, in bytes, when the training was started.
-    """
+    """Return True if a training that was started at a size of the file has reported a preemption."""
     return any(True for _ in _reported(path, lambda one: one.integer("preempted"), after))
 
 

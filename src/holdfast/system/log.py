@@ -62,14 +62,9 @@ def write_times() -> None:
     _default.setFormatter(_TIMED)
 
 
-def _install(handler: DefaultHandler) -> None:
-    """Add the handler to the logger of the package. Its level becomes INFO, unless one is set."""
-    handler.setFormatter(_PLAIN)
-    logger = logging.getLogger(_PACKAGE)
-    logger.addHandler(handler)
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-
-
 _default = DefaultHandler()
-_install(_default)
+_default.setFormatter(_PLAIN)
+_logger = logging.getLogger(_PACKAGE)
+_logger.addHandler(_default)
+if _logger.level == logging.NOTSET:
+    _logger.setLevel(logging.INFO)

@@ -10,14 +10,7 @@ if TYPE_CHECKING:
 
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, shared with it.
-
-    Args:
-        tensor: any shape and dtype; stays alive as long as the view.
-
-    Returns:
-        A writable one-dimensional view of `tensor.nbytes` unsigned bytes.
-    """
+    """Return the bytes of a contiguous CPU tensor as a writable view, which keeps the tensor alive."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"Only contiguous CPU tensors have such a view; got one on {tensor.device}.")
     array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
@@ -51,12 +44,7 @@ _release_buffer.restype = None
 
 
 def copy_to(address: int, view: memoryview) -> None:
-    """Copy contiguous bytes to an address. The GIL is released, also if the view is read-only.
-
-    Args:
-        address: of at least `len(view)` writable bytes.
-        view: contiguous, in format "B".
-    """
+    """Copy contiguous bytes to an address. The GIL is released, also if the view is read-only."""
     buffer = _Buffer()
     _get_buffer(view, ctypes.byref(buffer), 0)  # PyBUF_SIMPLE: contiguous bytes
     try:

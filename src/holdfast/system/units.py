@@ -48,10 +48,7 @@ def parse_timeout(value: Duration | None, what: str) -> float | None:
 
 
 def parse_step(value: object, what: str) -> int:
-    """Return a number of steps as a plain int.
-
-    Args:
-        value: an int, or any integer scalar: of numpy, or a torch tensor with one integer.
+    """Return a number of steps as a plain int; `value` may be an integer scalar of numpy or torch.
 
     Blocks: on the device of a tensor that is not on the CPU.
     """
@@ -98,9 +95,5 @@ def format_duration(seconds: float) -> str:
 
 
 def plural(number: int, noun: str, nouns: str = "") -> str:
-    """Return a number with its noun: `1 checkpoint`, `2 checkpoints`.
-
-    Args:
-        nouns: the word for several; by default with an s.
-    """
+    """Return a number with its noun: `1 checkpoint`, `2 checkpoints`; by default several have an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -38,7 +38,7 @@ from holdfast.checkpoint.home.documents import check_files, read_manifest
 from holdfast.checkpoint.home.listing import candidates
 from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped, from_listing, list_patiently, usable
 from holdfast.checkpoint.restore.fill import CollectingSink, TensorSink
-from holdfast.checkpoint.restore.parts import Located, Parts
+from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, Sink, Want, read
 from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store import open_store
@@ -47,87 +47,45 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Resu
 from holdfast.system.callsite import warn
 
 
-class Span(NamedTuple):
-    """Range of a row-major tensor that begins and ends with elements of a wanted region.
-
-    `at` and `sizes` are the part of the wanted region in it, relative to that region. Within the span, its
-    elements have the strides of the tensor.
-    """
-
-    start: int  # element of the tensor
-    num_items: int
-    at: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def is_dense(self) -> bool:
-        """True if the span contains only wanted elements."""
-        return self.num_items == math.prod(self.sizes)
-
-
-def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a row-major tensor, in elements."""
-    strides = [1] * len(shape)
-    for dim in reversed(range(len(shape) - 1)):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    return tuple(strides)
-
-
-def spans(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], max_gap: int
-) -> Iterator[Span]:
-    """Yield the spans of a region that is not empty. Gaps of at most `max_gap` elements are read too."""
-    strides = strides_of(shape)
-    extents = [1]  # elements from the first to the last of the region, in this dimension and those after it
-    for n, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        extents.insert(0, extents[0] + (n - 1) * stride)
-    # Gaps of inner dimensions are never larger, so the outer ones are divided, up to the first small gap.
-    gaps = [stride - inner for stride, inner in zip(strides, extents[1:], strict=True)]
-    cut = next((dim for dim, n in enumerate(sizes) if n > 1 and gaps[dim] <= max_gap), len(sizes))
-    start = sum(at * stride for at, stride in zip(offsets, strides, strict=True))
-    for index in itertools.product(*map(range, sizes[:cut])):
-        moved = sum(at * stride for at, stride in zip(index, strides, strict=False))
-        at = (*index, *(0,) * (len(sizes) - cut))
-        yield Span(start + moved, extents[cut], at, (*(1,) * cut, *sizes[cut:]))
-
-
 def make_sinks(
-    shard: Shard,
-    offsets: tuple[int, ...],
-    sizes: tuple[int, ...],
-    target: torch.Tensor,
-    *,
-    max_gap_bytes: int,
+    shard: Shard, region: Region, target: torch.Tensor, *, max_gap_bytes: int
 ) -> Iterator[tuple[int, int, Sink]]:
-    """Yield (byte in the shard, number of bytes, sink) for every span of a region."""
-    if tuple(target.shape) != sizes:
+    """Yield (byte in the shard, number of bytes, sink) for each run of elements of a region of a shard.
+
+    A run begins and ends with elements of the region. Gaps of at most `max_gap_bytes` are read too.
+    """
+    if tuple(target.shape) != region.sizes:
         raise InvalidInput(
-            f"{shard.name} has shape {list(sizes)}, but the tensor to load it into has {list(target.shape)}.",
+            f"{shard.name} has shape {list(region.sizes)}, but the tensor to load it into has "
+            f"{list(target.shape)}.",
             key=shard.name,
         )
-    if not math.prod(sizes):
+    if not region.num_items:
         return
     item_bytes, dtype = ITEM_BYTES[shard.dtype], torch_dtype(shard.dtype)
-    strides = strides_of(shard.sizes)
-    for span in spans(shard.sizes, offsets, sizes, max_gap_bytes // item_bytes):
-        part = target
-        for dim, (at, length) in enumerate(zip(span.at, span.sizes, strict=True)):
-            part = part.narrow(dim, at, length)
-        is_direct = span.is_dense and part.is_cpu and part.dtype is dtype and part.is_contiguous()
-        sink = TensorSink(part) if is_direct else _gathering_sink(span, strides, dtype, part)
-        yield span.start * item_bytes, span.num_items * item_bytes, sink
+    saved = torch.empty(shard.sizes, dtype=dtype, device="meta")[region.slices]
+    extents = [1]  # elements from the first to the last of the region, in this dimension and those after it
+    for n, stride in zip(reversed(region.sizes), reversed(saved.stride()), strict=True):
+        extents.insert(0, extents[0] + (n - 1) * stride)
+    # Gaps of inner dimensions are never larger, so the outer ones are divided, up to the first small gap.
+    gaps = [(stride - inner) * item_bytes for stride, inner in zip(saved.stride(), extents[1:], strict=True)]
+    sizes = enumerate(region.sizes)
+    cut = next((dim for dim, n in sizes if n > 1 and gaps[dim] <= max_gap_bytes), len(gaps))
+    num_items = extents[cut]
+    for index in itertools.product(*map(range, region.sizes[:cut])):
+        run, part = saved[index], target[index]
+        is_dense = num_items == run.numel() and part.is_contiguous()
+        if is_dense and part.is_cpu and part.dtype is dtype:
+            sink: Sink = TensorSink(part)
+        else:
+            sink = CollectingSink((num_items,), dtype, partial(_copy_run, run, part))
+        yield int(run.storage_offset()) * item_bytes, num_items * item_bytes, sink
 
 
-def _gathering_sink(
-    span: Span, strides: tuple[int, ...], dtype: torch.dtype, target: torch.Tensor
-) -> CollectingSink:
-    """Return a sink that collects a span, then copies its wanted elements into a tensor."""
-
-    def copy(items: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(items.as_strided(span.sizes, strides))
-
-    return CollectingSink((span.num_items,), dtype, copy)
+@torch.no_grad()
+def _copy_run(run: torch.Tensor, target: torch.Tensor, items: torch.Tensor) -> None:
+    """Copy the wanted elements of a run, whose shape and strides are those of the meta tensor `run`."""
+    target.copy_(items.as_strided(run.shape, run.stride()))
 
 
 @dataclass(slots=True)
@@ -135,13 +93,12 @@ class _Opened:
     """Checkpoint that is being loaded. Its parts are read on demand."""
 
     store: Store
-    manifest: Manifest
     parts: Parts
     index: ValueIndex
 
     @property
-    def id(self) -> str:
-        return self.manifest.id
+    def manifest(self) -> Manifest:
+        return self.parts.manifest
 
 
 class HoldfastReader(StorageReader):
@@ -195,7 +152,7 @@ class HoldfastReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add this rank's choice of checkpoint to the plan."""
         opened = self._current()
-        plan.storage_data = (opened.id, opened.manifest.step)
+        plan.storage_data = (opened.manifest.id, opened.manifest.step)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -243,14 +200,11 @@ class HoldfastReader(StorageReader):
 def _open(target: Target) -> _Opened:
     store = open_store(target.home)
     patience = Patience(LIMIT_S, lambda line: warn(line, ResumeWarning))
-
-    def read() -> _Opened:
-        return _open_listed(store, target, patience)
-
-    return read() if target.step is not None else from_listing(read)
+    choose = partial(_choose, store, target, patience)
+    return choose() if target.step is not None else from_listing(choose)
 
 
-def _open_listed(store: Store, target: Target, patience: Patience) -> _Opened:
+def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
     home = list_patiently(store, patience)
     every = candidates(home)
     matching = [one for one in every if target.step in (None, one.step)]
@@ -272,7 +226,7 @@ def _open_listed(store: Store, target: Target, patience: Patience) -> _Opened:
         manifest = read_manifest(store, one, run)
         check_files([home], manifest)
         parts = Parts(store, manifest)
-        return _Opened(store, manifest, parts, parts.value_index() or ValueIndex({}, {}))
+        return _Opened(store, parts, parts.value_index() or ValueIndex({}, {}))
 
     for opened in usable(matching, open_one, url=store.url, patience=patience, on_skipped=record):
         for one in skipped:
@@ -342,8 +296,11 @@ def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> lis
             continue
         # Each item has one shard, because items are made from the regions in the metadata.
         for found in parts.shards_of(name, 0, region):
-            key = found.rank, found.shard.frozen
-            wanted.setdefault(key, []).extend(_wants(parts.part(found.rank), found, region, target))
+            wants = wanted.setdefault((found.rank, found.shard.frozen), [])
+            gap = FileRead(parts.part(found.rank), wants, found.shard.frozen).file.chunk_bytes
+            inside = Region(tuple(map(int.__sub__, region.offsets, found.region.offsets)), region.sizes)
+            for at, num_bytes, sink in make_sinks(found.shard, inside, target, max_gap_bytes=gap):
+                wants.append(Want(found.start + at, num_bytes, sink))
     return [FileRead(parts.part(rank), wants, frozen) for (rank, frozen), wants in wanted.items()]
 
 
@@ -352,14 +309,4 @@ def _saved_region(manifest: Manifest, item: ReadItem) -> tuple[str, Region]:
     index = item.storage_index
     inside, sizes = tuple(item.storage_offsets), tuple(item.lengths)
     chunk = (0,) * len(inside) if index.offset is None else tuple(index.offset)
-    offsets = tuple(a + b for a, b in zip(chunk, inside, strict=True))
-    return manifest.tied.get(index.fqn, index.fqn), Region(offsets, sizes)
-
-
-def _wants(part: Part, found: Located, region: Region, target: torch.Tensor) -> Iterator[Want]:
-    max_gap_bytes = FileRead(part, (), found.shard.frozen).file.chunk_bytes
-    offsets = tuple(a - b for a, b in zip(region.offsets, found.region.offsets, strict=True))
-    for at, num_bytes, sink in make_sinks(
-        found.shard, offsets, region.sizes, target, max_gap_bytes=max_gap_bytes
-    ):
-        yield Want(found.start + at, num_bytes, sink)
+    return manifest.tied.get(index.fqn, index.fqn), Region(tuple(map(int.__add__, chunk, inside)), sizes)

@@ -207,13 +207,11 @@ class HomeContent:
 
         Each is read before the next one is asked for.
         """
-        selection = ExportSelection.choose(
-            self._checkpoint, rank=0, only=None, rename=None, num_threads=_NUM_THREADS
-        )
-        stream = selection.stream(self._names)
+        selection = ExportSelection(self._checkpoint, num_threads=_NUM_THREADS)
+        read = selection.stream(self._names)
         for name in self._names:
             num_bytes = selection.tensors[name].num_bytes
-            yield num_bytes, partial(stream.read, num_bytes)
+            yield num_bytes, partial(read, num_bytes)
 
 
 _HASHES = ".holdfast/hashes.json"

@@ -167,6 +167,6 @@ def write_folder(trainer: Trainer, home: str, step: int, folder: str) -> None:
     except NotFound:  # the step is only in a local folder
         _log.warning("%s was not written, because %s does not have step %d", folder, home, step)
         return
-    everything = ExportSelection.choose(checkpoint, rank=0, only=None, rename=None, num_threads=4)
+    everything = ExportSelection(checkpoint)
     write_training_files(everything, Path(folder), overwrite=True)
     trainer._save(folder, state_dict=map_weights(checkpoint, MODEL, Path(folder)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.exchange.trees import select, touched_by
@@ -14,52 +13,44 @@ from holdfast.checkpoint.format.nesting import is_optimizer
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 
 
-@dataclass(slots=True)
 class ExportSelection:
-    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it."""
+    """Checkpoint as one rank sees it, with what only other ranks have, or a part of it.
 
-    checkpoint: Checkpoint
-    rank: int
-    only: tuple[str, ...] | None  # selected prefixes; None for all
-    rename: dict[str, str]  # new prefix by old prefix; "" removes a prefix
-    num_threads: int
-    on_bytes: Callable[[int], None] | None = None
-    tensors: dict[str, Shard] = field(default_factory=dict)  # selected ones by name, tied ones included
-    every_value: dict[str, Any] = field(default_factory=dict)  # also those that only other ranks have
-    num_bytes: int = 0  # of tensors that have been read so far
-    _rank_of: dict[str, int] = field(default_factory=dict)  # of tensors that only other ranks have
-    _first_of: dict[str, str] = field(default_factory=dict)  # first selected alias of other names
+    Args:
+        only: prefixes of the tensors and values to select; None for all.
+        rename: new prefix by old prefix; "" removes a prefix.
+    """
 
-    @classmethod
-    def choose(
-        cls,
+    def __init__(
+        self,
         checkpoint: Checkpoint,
         *,
-        rank: int,
-        only: Iterable[str] | None,
-        rename: Mapping[str, str] | None,
-        num_threads: int,
+        rank: int = 0,
+        only: Iterable[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+        num_threads: int = 4,
         on_bytes: Callable[[int], None] | None = None,
-    ) -> ExportSelection:
-        """Select the tensors and values with any of the prefixes."""
-        prefixes = None if only is None else tuple(only)
-        one = cls(checkpoint, rank, prefixes, dict(rename or {}), num_threads, on_bytes)
+    ) -> None:
+        self.checkpoint, self.rank, self.num_threads, self.on_bytes = checkpoint, rank, num_threads, on_bytes
+        self.only = None if only is None else tuple(only)
+        self.rename = dict(rename or {})
+        self.num_bytes = 0  # of tensors that have been read so far
+        self._rank_of: dict[str, int] = {}  # of tensors that only other ranks have
+        self._first_of: dict[str, str] = {}  # first selected alias of other names
         shapes, others = checkpoint.facts(rank), [of for of in range(checkpoint.world_size) if of != rank]
-        if checkpoint.value_index() is None:
-            one.every_value = _join(checkpoint.values(of) for of in (rank, *others))
-        else:  # the ranks have divided the values
-            one.every_value = checkpoint.values(rank)
+        # Without an index every rank has values of its own; with one the ranks have divided them.
+        ranks = (rank, *others) if checkpoint.value_index() is None else (rank,)
+        self.every_value = _join(checkpoint.values(of) for of in ranks)  # also what only other ranks have
         if not shapes.keys() >= checkpoint.manifest.tensors.keys():
             for of in others:
                 found = {name: facts for name, facts in checkpoint.facts(of).items() if name not in shapes}
                 shapes |= found
-                one._rank_of |= dict.fromkeys(found, of)
-        names = [*shapes, *(key for key in one.every_value if key not in shapes)]
-        chosen = select(names, prefixes, f"Step {checkpoint.step}")
-        one.tensors = {name: Shard.whole(name, *shapes[name]) for name in chosen if name in shapes}
-        for name in one.tensors:
-            one.original(name)  # in this order, so that the first alias does not depend on later calls
-        return one
+                self._rank_of |= dict.fromkeys(found, of)
+        names = [*shapes, *(key for key in self.every_value if key not in shapes)]
+        chosen = select(names, self.only, f"Step {checkpoint.step}")
+        self.tensors = {name: Shard.whole(name, *shapes[name]) for name in chosen if name in shapes}
+        for name in self.tensors:
+            self.original(name)  # in this order, so that the first alias does not depend on later calls
 
     def original(self, name: str) -> str:
         """Return the first selected name that is tied to `name`, whose bytes it shares."""
@@ -84,9 +75,27 @@ class ExportSelection:
         if self.on_bytes is not None:
             self.on_bytes(num_bytes)
 
-    def stream(self, names: Sequence[str]) -> TensorStream:
-        """Return a stream of the bytes of some tensors, one after the other."""
-        return TensorStream(self, names)
+    def stream(self, names: Sequence[str]) -> Callable[[int], Iterator[memoryview]]:
+        """Return a function that yields the bytes of the next of some tensors, given their number.
+
+        A view is valid until the next one.
+        """
+        filled = [name for name in names if self.tensors[name].num_bytes]
+        slices = itertools.chain.from_iterable(
+            self.checkpoint.slices(list(of_one), rank=rank, num_threads=self.num_threads)
+            for rank, of_one in itertools.groupby(filled, self.rank_of)
+        )
+
+        def read(num_bytes: int) -> Iterator[memoryview]:
+            left = num_bytes
+            while left:
+                view = next(slices).view
+                left -= len(view)
+                assert left >= 0, (names, num_bytes)
+                self.count(len(view))
+                yield view
+
+        return read
 
 
 def _join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -123,29 +132,3 @@ def _join_optimizers(first: dict[str, Any], other: dict[str, Any]) -> dict[str, 
         "param_groups": [*first["param_groups"], *(group for group in groups if group["params"])],
         "state": {**other.get("state", {}), **first.get("state", {})},
     }
-
-
-class TensorStream:
-    """Bytes of tensors in a fixed order, read tensor by tensor."""
-
-    def __init__(self, selection: ExportSelection, names: Sequence[str]) -> None:
-        self._selection = selection
-        self._tensors = [selection.tensors[name] for name in names]
-        filled = [tensor.name for tensor in self._tensors if tensor.num_bytes]
-        self._slices = itertools.chain.from_iterable(
-            selection.checkpoint.slices(list(of_one), rank=rank, num_threads=selection.num_threads)
-            for rank, of_one in itertools.groupby(filled, selection.rank_of)
-        )
-        self._at = 0
-
-    def read(self, num_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the next tensor, which has `num_bytes`. A view is valid until the next one."""
-        tensor = self._tensors[self._at]
-        assert tensor.num_bytes == num_bytes, (tensor, num_bytes)
-        self._at += 1
-        left = num_bytes
-        while left:
-            view = next(self._slices).view
-            left -= len(view)
-            self._selection.count(len(view))
-            yield view

@@ -147,7 +147,7 @@ def export_checkpoint(
     from holdfast.checkpoint.exchange import trainer_export, weights_export  # slow, and needed only here
     from holdfast.checkpoint.exchange.export_selection import ExportSelection
 
-    selection = ExportSelection.choose(
+    selection = ExportSelection(
         checkpoint, rank=rank, only=only, rename=rename, num_threads=num_threads, on_bytes=on_bytes
     )
     writers: dict[str, Callable[..., None]] = {

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import xxhash
 
 from holdfast.checkpoint.exchange.source import Source, SourceTensor
-from holdfast.checkpoint.format import layout, manifest, names, part, run, values
+from holdfast.checkpoint.format import manifest, names, part, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest
-from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay_out
+from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay_out, whole
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile
@@ -41,38 +41,22 @@ BUFFER_BYTES = 8 << 20
 """Size of the buffer for tensors."""
 
 
-class ChunkHashes:
-    """Chunk hashes of a file whose bytes arrive in parts of any length."""
-
-    def __init__(self, file_bytes: int) -> None:
-        self.chunk_bytes = chunk_bytes_for(file_bytes)
-        self._file_bytes = file_bytes
-        self._done: list[str] = []
-        self._open = xxhash.xxh3_128()
-        self._filled = 0
-
-    def add(self, view: memoryview) -> memoryview:
-        """Hash the next bytes, and return them."""
+def _hashing(parts: Iterable[memoryview], chunk_bytes: int, hashes: list[str]) -> Iterator[memoryview]:
+    """Yield parts of any length, and add the hash of each chunk of them to `hashes`."""
+    chunk, room = xxhash.xxh3_128(), chunk_bytes
+    for view in parts:
         rest = view
         while rest:
-            head = rest[: self.chunk_bytes - self._filled]
-            self._open.update(head)
-            self._filled += len(head)
-            rest = rest[len(head) :]
-            if self._filled == self.chunk_bytes:
-                self._close()
-        return view
-
-    def _close(self) -> None:
-        self._done.append(self._open.hexdigest())
-        self._open.reset()
-        self._filled = 0
-
-    def finish(self) -> DataFile:
-        """Return the size and hashes, after the last byte."""
-        if self._filled:
-            self._close()
-        return DataFile(self._file_bytes, self.chunk_bytes, "".join(self._done))
+            chunk.update(rest[:room])
+            num_bytes = min(room, len(rest))
+            rest, room = rest[num_bytes:], room - num_bytes
+            if not room:
+                hashes.append(chunk.hexdigest())
+                chunk.reset()
+                room = chunk_bytes
+        yield view
+    if room < chunk_bytes:
+        hashes.append(chunk.hexdigest())
 
 
 def write_home(
@@ -86,12 +70,6 @@ def write_home(
     start of the run writes.
 
     Memory: `BUFFER_BYTES`, plus one read of a region of the source.
-
-    Args:
-        origin: description of the source, for the history.
-        on_bytes: called with a number of bytes after they have been read from the source.
-
-    Blocks: until the checkpoint is durable.
     """
     began = time.perf_counter()
     encoded = {key: values.encode(value, key) for key, value in source.values.items()}
@@ -105,10 +83,10 @@ def write_home(
     try:
         refuse_existing_home(store)  # again, because later imports and runs see the claim
         store.sweep()
-        hashes = ChunkHashes(layout.file_bytes)
-        parts = map(hashes.add, _file_parts(list(source), layout, on_bytes))
+        chunk_bytes, hashes = chunk_bytes_for(layout.file_bytes), list[str]()
+        parts = _hashing(_file_parts(list(source), layout, on_bytes), chunk_bytes, hashes)
         store.put_parts(names.data(step, attempt, 0), parts, layout.file_bytes, if_absent=True)
-        file = hashes.finish()
+        file = DataFile(layout.file_bytes, chunk_bytes, "".join(hashes))
         checkpoint = CheckpointId(attempt=attempt, step=step)
         facts = {"tied": source.tied, "values": encoded}
         texts = make_documents(this_run.id, checkpoint, shards, layout, file, **facts)
@@ -147,8 +125,7 @@ def make_documents(
 ) -> dict[str, bytes]:
     """Return the documents of a checkpoint of one rank, with encoded values, in the order of writing."""
     attempt, step = checkpoint.attempt, checkpoint.step
-    whole, ranks = layout.whole(0), (0,)
-    tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole, ranks) for shard in shards}
+    tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole(0), (0,)) for shard in shards}
     draft = part.draft(
         run=run_id,
         step=step,
@@ -214,13 +191,8 @@ def _file_parts(
     yield buffer[:filled]
 
 
-def copy_checkpoint(
-    source: Store, target: Store, saved: Manifest, *, on_bytes: Callable[[int], None] = lambda count: None
-) -> None:
-    """Copy a checkpoint into an empty place, and verify every byte on the way.
-
-    Blocks: until all is written; in memory there is one block at a time.
-    """
+def copy_checkpoint(source: Store, target: Store, saved: Manifest) -> None:
+    """Copy a checkpoint into an empty place, and verify every byte on the way, one block at a time."""
     step, attempt = saved.step, saved.attempt
     check_run(target, saved.run)
     for rank in range(saved.world_size):
@@ -229,7 +201,6 @@ def copy_checkpoint(
         for name, file in files.items():
             if file is not None:
                 target.put_parts(name, verified_blocks(source, name, file), file.num_bytes)
-                on_bytes(file.num_bytes)
         name = names.part(step, attempt, rank)
         text = source.get(name)
         if digest(text) != saved.parts[rank].part_xxh3:

@@ -184,11 +184,7 @@ def _kind_of_folder(path: Path) -> str | None:
 
 
 def open_source(path: Path, kind: str, *, only: tuple[str, ...] | None, under: str | None) -> Source:
-    """Open a source of one of `KINDS`, with everything under a top-level key.
-
-    Args:
-        only: prefixes of the names to open, as far as the kind can leave out others; None for all.
-    """
+    """Open a source of one of `KINDS`, with everything under a top-level key. Only DCP leaves out names."""
     if kind not in KINDS:
         raise InvalidInput(f"Unknown kind of source {kind!r}: use {', '.join(KINDS)}.")
     _check_shape(path, kind)

@@ -255,10 +255,7 @@ def packed_of(name: str, metadata: Any, tree: Any) -> Packed:
 
 
 def read_partition(checkpoint: Checkpoint, rank: int, meta_key: str, name: str) -> Packed:
-    """Return a partition that a rank has saved, on the CPU and verified.
-
-    `meta_key` is the top-level key with the metadata of all partitions.
-    """
+    """Return a partition of a rank, on the CPU and verified; `meta_key` has the metadata of all."""
     values = checkpoint.values(rank)
     with checked_metadata(name):
         metadata = values[meta_key]["partitions"][name]

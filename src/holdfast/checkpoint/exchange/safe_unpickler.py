@@ -80,11 +80,8 @@ def check_pickle(data: bytes | io.BytesIO | mmap.mmap, *, storages: StorageCheck
     """Check that loading a pickle takes time and memory in proportion to its length, or raise ValueError.
 
     An object that is referenced many times counts each time, because walking, hashing and writing repeat
-    it. The position of a file is after the pickle.
-
-    Args:
-        data: pickle, or an in-memory file positioned at it.
-        storages: checks each storage once. Tensors are then compared with their storages.
+    it. The position of a file is after the pickle. With `storages`, which checks each storage once, tensors
+    are compared with their storages.
     """
     machine = _Machine(storages)
     file: Any = io.BytesIO(data) if isinstance(data, bytes) else data  # both read no more than the data
@@ -342,13 +339,8 @@ def _stand_in(name: str) -> type[StandIn]:
 def load(data: bytes, names: Names, what: str, *, storage: Callable[[Any], Any] | None = None) -> Any:
     """Return the object in a pickle, with stand-ins for everything but plain values.
 
-    Only names in `names` are resolved and called; nothing is imported.
-
-    Args:
-        data: the pickle.
-        names: replacement for each allowed global.
-        what: description of the source, for error messages.
-        storage: converts a persistent id; by default persistent ids are refused.
+    Only names in `names` are resolved and called; nothing is imported. Persistent ids are refused, or
+    converted by `storage`.
     """
     try:
         check_pickle(data)

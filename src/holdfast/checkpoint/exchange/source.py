@@ -15,10 +15,7 @@ from holdfast.errors import Corrupt, NotFound, RetryLater
 
 @dataclass(frozen=True, slots=True)
 class RegionReader:
-    """Reader of a region of a tensor, whose bytes are in row-major order.
-
-    `read` returns the bytes of a region inside this one that is contiguous in it.
-    """
+    """Reader of a region of a tensor; `read` returns the bytes of a region that is contiguous inside it."""
 
     region: Region
     read: Callable[[Region], memoryview]

@@ -124,10 +124,7 @@ class TensorLocation:
 
 
 def locate_tensor(path: Path, offset: int, length: int) -> TensorLocation | None:
-    """Locate the tensor that was saved alone into a range of a file.
-
-    None if it is not contiguous, has another byte order, or is a subclass.
-    """
+    """Locate the tensor that was saved alone into a range of a file; None if it is not contiguous."""
     what = f"{path} at byte {offset}"
     try:
         is_small = length <= _MAX_AT_ONCE_BYTES
@@ -237,13 +234,9 @@ def write_archive(
     stored: Iterable[ArchivedTensor],
     read: Callable[[ArchivedTensor], Iterator[memoryview]],
 ) -> int:
-    """Write a tree at the end of a file, in the format of `torch.save`; return the size of the archive.
+    """Write a tree with `ArchivedTensor` in place of tensors, as `torch.save` does; return the bytes.
 
-    Args:
-        out: seekable file, positioned where the archive begins.
-        tree: plain containers and values, with `ArchivedTensor` in place of tensors.
-        stored: each storage once, in the order of the archive.
-        read: yields a storage's bytes.
+    `stored` has each storage once, in the order of the archive; `read` yields its bytes.
     """
     data = io.BytesIO()
     _Pickler(data, protocol=2).dump(tree)  # the protocol of torch.save, which torch.load expects
@@ -252,11 +245,9 @@ def write_archive(
 
 
 def write_records(out: IO[bytes], pickled: bytes, storages: Iterable[Record]) -> int:
-    """Write a pickle as `torch.save` does, and its storages; return the size of the archive.
+    """Write a pickle as `torch.save` does, and its storages, at the end of a file; return the bytes.
 
-    Args:
-        out: seekable file, positioned where the archive begins.
-        storages: records in the order of the archive; each is written before the next one is asked for.
+    Each storage is written before the next one is asked for.
     """
     view = _ArchiveFile(out)
     first = Record.of_bytes("data.pkl", pickled), Record.of_bytes("byteorder", b"little")
@@ -308,7 +299,9 @@ class _ArchiveFile(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    stored: ArchivedTensor
+    """Storage of a tensor, with the reference to it in a pickle."""
+
+    reference: tuple[Any, ...]
 
 
 class _Pickler(pickle.Pickler):
@@ -322,26 +315,14 @@ class _Pickler(pickle.Pickler):
 
         from holdfast.checkpoint.state.tensors import torch_dtype
 
-        stride, step = [], 1
-        for size in reversed(obj.shape):
-            stride.append(step)
-            step *= max(size, 1)
-        arguments = (_Storage(obj), 0, obj.shape, tuple(reversed(stride)), False, OrderedDict())
         dtype = torch_dtype(obj.dtype)
-        if dtype in torch.storage._dtype_to_storage_type_map():
-            return _rebuild_tensor_v2, arguments
-        return _rebuild_tensor_v3, (*arguments, dtype)
-
-    def persistent_id(self, obj: Any, /) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        import torch
-
-        from holdfast.checkpoint.state.tensors import torch_dtype
-
-        stored = obj.stored
-        dtype = torch_dtype(stored.dtype)
         name = torch.storage._dtype_to_storage_type_map().get(dtype)
         kind = torch.UntypedStorage if name is None else getattr(torch, name)
-        count = stored.num_bytes if name is None else math.prod(stored.shape)
-        return ("storage", kind, stored.key, "cpu", count)
+        count = obj.num_bytes if name is None else math.prod(obj.shape)
+        storage = _Storage(("storage", kind, obj.key, "cpu", count))
+        stride = torch.empty(obj.shape, device="meta").stride()
+        arguments = (storage, 0, obj.shape, stride, False, OrderedDict())
+        return (_rebuild_tensor_v3, (*arguments, dtype)) if name is None else (_rebuild_tensor_v2, arguments)
+
+    def persistent_id(self, obj: Any, /) -> Any:
+        return obj.reference if isinstance(obj, _Storage) else None

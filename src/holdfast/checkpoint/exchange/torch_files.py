@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import functools
 import io
 import mmap
+import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
 from holdfast.checkpoint.exchange import safe_unpickler
-from holdfast.checkpoint.exchange.safe_unpickler import StorageCheck, check_pickle
+from holdfast.checkpoint.exchange.safe_unpickler import check_pickle
 from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
-from holdfast.checkpoint.exchange.torch_archive import DAMAGED, check_layout, locate_tensor
+from holdfast.checkpoint.exchange.torch_archive import check_layout, locate_tensor
 from holdfast.checkpoint.exchange.trees import flatten, is_named_tensor, is_state_dict, nest, select
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_size
@@ -24,7 +27,7 @@ from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import Region
 from holdfast.checkpoint.format.limits import MAX_DIMS
 from holdfast.checkpoint.format.values import TensorRef
-from holdfast.errors import Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.system.documents import read_integers
 
 if TYPE_CHECKING:
@@ -70,58 +73,58 @@ def open_files(paths: Iterable[Path], *, under: str | None = None) -> Source:
 
 def load(path: Path, **options: Any) -> Any:
     """Load a file of torch.save, with options of torch.load. Tensors of an archive are mapped."""
-    is_archive = _is_archive(path)
-    try:
+    with _reading(str(path)):
+        is_archive = bytes(read_range(path, 0, min(4, path.stat().st_size))) == _ARCHIVE
         with path.open("rb") as file:
             if is_archive:
-                check_archive(file, str(path))
+                _check_archive(file)
             else:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-                    _check_legacy(mapped, len(mapped), str(path))
-    except OSError as error:
-        raise RetryLater(f"{path} could not be read: {error.strerror}.", key=str(path)) from error
-    except ValueError as error:  # an empty file cannot be mapped
-        raise Corrupt(f"{path} is not a complete file of torch.save: {error}", key=str(path)) from error
-    return _weights_only(path, str(path), **{"mmap": is_archive, **options})
+                    _check_legacy(mapped, len(mapped))
+        return _weights_only(path, str(path), **{"mmap": is_archive, **options})
 
 
 def load_bytes(data: bytes, what: str) -> Any:
     """Load an object that torch.save wrote into bytes."""
-    if data.startswith(_ARCHIVE):
-        check_archive(io.BytesIO(data), what)
-    else:
-        _check_legacy(io.BytesIO(data), len(data), what)
-    return _weights_only(io.BytesIO(data), what)
+    with _reading(what):
+        if data.startswith(_ARCHIVE):
+            _check_archive(io.BytesIO(data))
+        else:
+            _check_legacy(io.BytesIO(data), len(data))
+        return _weights_only(io.BytesIO(data), what)
 
 
-def check_archive(file: IO[bytes], what: str) -> None:
-    """Check that an archive is not compressed, and that its pickles are safe to load."""
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Translate errors of the disk, and those of a damaged file, which can fail in any way."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            check = _check_of_records(archive, f"{check_layout(archive)}data/")
-            for member in archive.infolist():
-                if member.filename.lower().endswith("data.pkl"):
-                    check_pickle(archive.read(member), storages=check)
-    except OSError as error:
-        if error.errno in (None, errno.EINVAL):
-            raise Corrupt(f"{what} is not a complete file of torch.save: {error}", key=what) from error
-        raise RetryLater(f"{what} could not be read: {error.strerror}.", key=what) from error
-    except (*DAMAGED, ValueError) as error:
+        yield
+    except HoldfastError:
+        raise
+    except FileNotFoundError:
+        raise NotFound(f"{what} does not exist.", key=what) from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise RetryLater(f"{what} could not be read: {error.strerror}.", key=what) from error
         raise Corrupt(f"{what} is not a complete file of torch.save: {error}", key=what) from error
 
 
-def _check_of_records(archive: zipfile.ZipFile, root: str) -> StorageCheck:
-    """Return a check that a storage is not larger than its record in an archive."""
-    sizes = {one.filename.removeprefix(root): one.file_size for one in archive.infolist()}
+def _check_archive(file: IO[bytes]) -> None:
+    """Check that an archive is not compressed, and that its pickles are safe to load."""
+    with zipfile.ZipFile(file) as archive:
+        root = f"{check_layout(archive)}data/"
+        sizes = {one.filename.removeprefix(root): one.file_size for one in archive.infolist()}
 
-    def check(key: str, num_bytes: int) -> None:
-        if num_bytes > sizes.get(key, -1):
-            raise ValueError(f"the storage {key[:100]!r} is larger than its record")
+        def check(key: str, num_bytes: int) -> None:
+            if num_bytes > sizes.get(key, -1):
+                raise ValueError(f"the storage {key[:100]!r} is larger than its record")
 
-    return check
+        for member in archive.infolist():
+            if member.filename.lower().endswith("data.pkl"):
+                check_pickle(archive.read(member), storages=check)
 
 
-def _check_legacy(file: io.BytesIO | mmap.mmap, num_bytes: int, what: str) -> None:
+def _check_legacy(file: io.BytesIO | mmap.mmap, num_bytes: int) -> None:
     """Check the pickles of a file of torch before 1.6."""
     left = num_bytes
 
@@ -131,17 +134,12 @@ def _check_legacy(file: io.BytesIO | mmap.mmap, num_bytes: int, what: str) -> No
         if left < 0:
             raise ValueError(f"the storage {key[:100]!r} is larger than its file")
 
-    try:
-        for _ in range(_NUM_LEGACY_PICKLES):
-            check_pickle(file, storages=check)
-    except ValueError as error:
-        raise Corrupt(f"{what} is not a complete file of torch.save: {error}", key=what) from error
+    for _ in range(_NUM_LEGACY_PICKLES):
+        check_pickle(file, storages=check)
 
 
 def _weights_only(source: Any, what: str, **options: Any) -> Any:
     """Call `torch.load(weights_only=True)`, on the CPU unless `options` override that."""
-    import pickle
-
     import torch
 
     try:
@@ -157,20 +155,6 @@ def _weights_only(source: Any, what: str, **options: Any) -> Any:
             "with torch.save; or allow the name with torch.serialization.add_safe_globals.",
             key=refused,
         ) from error
-    except Exception as error:  # a damaged file can fail in any way, even with an invalid seek
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            raise RetryLater(f"{what} could not be read: {error}.", key=what) from error
-        raise Corrupt(f"{what} is not a complete file of torch.save: {error}", key=what) from error
-
-
-def _is_archive(path: Path) -> bool:
-    try:
-        size = path.stat().st_size
-        return bytes(read_range(path, 0, min(4, size))) == _ARCHIVE
-    except FileNotFoundError:
-        raise NotFound(f"{path} does not exist.", key=str(path)) from None
-    except OSError as error:
-        raise RetryLater(f"{path} could not be read: {error.strerror}.", key=str(path)) from error
 
 
 def open_tree(tree: dict[str, Any]) -> Source:
@@ -339,7 +323,6 @@ class _DcpFolder:
 
 def _item_reader(path: Path, start: int, length: int, dtype: str, region: Region, name: str) -> RegionReader:
     """Return a reader of a chunk of a DCP checkpoint: a `torch.save` of one tensor in a range of a file."""
-    located: list[RegionReader] = []  # by the first read
 
     def check(found_dtype: str, shape: tuple[int, ...]) -> None:
         if (found_dtype, shape) != (dtype, region.sizes):
@@ -350,14 +333,17 @@ def _item_reader(path: Path, start: int, length: int, dtype: str, region: Region
                 key=name,
             )
 
-    def read(part: Region) -> memoryview:
-        if located:
-            return located[0].read(part)
+    @functools.cache  # at the first read
+    def locate() -> RegionReader | None:
         location = locate_tensor(path, start, length)
-        if location is not None:
-            check(location.dtype, location.shape)
-            located.append(file_reader(path, location.start, region, ITEM_BYTES[dtype]))
-            return located[0].read(part)
+        if location is None:
+            return None
+        check(location.dtype, location.shape)
+        return file_reader(path, location.start, region, ITEM_BYTES[dtype])
+
+    def read(part: Region) -> memoryview:
+        if (located := locate()) is not None:
+            return located.read(part)
         from holdfast.checkpoint.state.tensors import dtype_name
 
         # A tensor that is not contiguous is loaded whole by every read.

@@ -82,11 +82,9 @@ def _check(selection: ExportSelection, values: Mapping[str, Any]) -> None:
         )
 
 
-def _part(
-    selection: ExportSelection, key: str, *, rename: Mapping[str, str] | None = None
-) -> ExportSelection:
-    whole, options = selection, {"num_threads": selection.num_threads, "on_bytes": selection.on_bytes}
-    return ExportSelection.choose(whole.checkpoint, rank=whole.rank, only=[key], rename=rename, **options)
+def _part(whole: ExportSelection, key: str, rename: Mapping[str, str] | None = None) -> ExportSelection:
+    options = {"num_threads": whole.num_threads, "on_bytes": whole.on_bytes}
+    return ExportSelection(whole.checkpoint, rank=whole.rank, only=[key], rename=rename, **options)
 
 
 def number_parameters(optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -127,10 +125,7 @@ _LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
 
 
 def write_deepspeed_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -> None:
-    """Write the files of all ranks for `engine.load_checkpoint`, and then the file `latest`.
-
-    Memory: for one file.
-    """
+    """Write the files of all ranks for `engine.load_checkpoint`, then the file `latest`; one is in memory."""
     import torch
 
     checkpoint = selection.checkpoint

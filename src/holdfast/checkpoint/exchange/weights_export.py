@@ -67,8 +67,8 @@ def _write_safetensors(selection: ExportSelection, renamed: dict[str, str], path
 
     def feed(order: list[int]) -> Iterator[memoryview]:
         tensors = [chosen[index] for index in order]
-        stream = selection.stream([tensor.name for tensor in tensors])
-        return itertools.chain.from_iterable(stream.read(tensor.num_bytes) for tensor in tensors)
+        read = selection.stream([tensor.name for tensor in tensors])
+        return itertools.chain.from_iterable(read(tensor.num_bytes) for tensor in tensors)
 
     pairs = zip(renamed, chosen, strict=True)
     write_safetensors(path, [Shard.whole(new, one.dtype, one.shape) for new, one in pairs], feed)
@@ -84,9 +84,9 @@ def write_tree(
     path: Path, selection: ExportSelection, stored: dict[str, ArchivedTensor], tree: Any, *, overwrite: bool
 ) -> None:
     """Write a file of torch.save with a tree from `build_tree`, or a part of it that has all its tensors."""
-    stream = selection.stream(list(stored))
+    read = selection.stream(list(stored))
     with atomic_file(path, overwrite=overwrite) as partial, partial.open("wb") as file:
-        write_archive(file, tree, stored.values(), lambda one: stream.read(one.num_bytes))
+        write_archive(file, tree, stored.values(), lambda one: read(one.num_bytes))
 
 
 def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], dict[str, Any]]:
@@ -115,13 +115,13 @@ def write_dcp_folder(selection: ExportSelection, folder: Path, *, overwrite: boo
 
     stored, tree = build_tree(selection)
     flat, paths = _flatten(tree)
-    stream = selection.stream(list(stored))
+    read = selection.stream(list(stored))
     places: dict[str, tuple[int, int]] = {}  # offset and length of each archive
     with atomic_folder(folder, _DCP_PATTERNS, overwrite=overwrite) as partial:
         with (partial / _DCP_DATA).open("wb") as file:
             for one in stored.values():
                 start, alone = file.tell(), ArchivedTensor("0", one.dtype, one.shape)
-                length = write_archive(file, alone, [alone], lambda part: stream.read(part.num_bytes))
+                length = write_archive(file, alone, [alone], lambda part: read(part.num_bytes))
                 places[one.key] = start, length
             metadata = _describe(file, flat, paths, places)
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # since torch 2.7

@@ -8,7 +8,7 @@ from typing import NoReturn, TypeVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.store.contract import ObjectInfo, Store
+from holdfast.checkpoint.store.contract import Buffer, ObjectInfo, Store
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
 
 
@@ -20,10 +20,28 @@ class ReadOnlyStore(Store):
     def reason(self) -> str:
         """The reason why this store is read-only, as a sentence."""
 
-    def _refuse(self, name: str = "", *_: object, **__: object) -> NoReturn:
-        raise Unsupported(f"{name!r} in {self.url} is read-only: {self.reason}", key=name)
+    @override
+    def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
+        self._refuse(name)
 
-    put = link = append = delete = sweep = _refuse
+    @override
+    def link(self, source: str, name: str) -> None:
+        self._refuse(name)
+
+    @override
+    def append(self, name: str, data: bytes) -> None:
+        self._refuse(name)
+
+    @override
+    def delete(self, name: str) -> None:
+        self._refuse(name)
+
+    @override
+    def sweep(self, prefix: str = "") -> None:
+        self._refuse(prefix)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise Unsupported(f"{name!r} in {self.url} is read-only: {self.reason}", key=name)
 
 
 _T = TypeVar("_T")

@@ -36,12 +36,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> None:
-    """Write a private file atomically, replacing any existing one.
-
-    Args:
-        data: its contents; text is encoded in UTF-8.
-        is_durable: sync the contents first, so that they survive a power cut.
-    """
+    """Write a private file atomically, replacing any existing one; durable contents survive a power cut."""
     with partial_file(path) as partial:
         with partial.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -52,10 +47,7 @@ def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> N
 
 
 def reserve_space(fd: int, offset: int, num_bytes: int) -> None:
-    """Reserve disk space for a part of a file, also beyond its end. Its size stays.
-
-    Source: fallocate(2), FALLOC_FL_KEEP_SIZE.
-    """
+    """Reserve disk space for a part of a file, also beyond its end; its size stays (fallocate(2))."""
     if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

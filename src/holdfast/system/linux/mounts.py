@@ -21,10 +21,7 @@ class MountPoint:
 
 
 def mount_points() -> Iterator[MountPoint]:
-    """Yield all mounts of this process's namespace, in the order of mounting.
-
-    Source: proc_pid_mountinfo(5).
-    """
+    """Yield all mounts of this process's namespace in the order of mounting, see proc_pid_mountinfo(5)."""
     for line in _MOUNTS.read_text(errors="surrogateescape").splitlines():
         fields = line.split(" ")
         root, path = (Path(_ESCAPE.sub(lambda match: chr(int(match[1], 8)), field)) for field in fields[3:5])

@@ -25,10 +25,6 @@ def partial_file(path: Path, *, mode: int = 0o600, is_folder: bool = False) -> I
 
     Its name is random and new, so that a link that another user has left is never followed. This process
     holds its lock. Those of `path` whose lock is free were left by killed processes, and are removed first.
-
-    Args:
-        mode: permissions, as for `os.open`.
-        is_folder: make a folder.
     """
     partial, fd = _make(path, mode, is_folder=is_folder)
     try:

@@ -35,10 +35,7 @@ class ProcessStat:
 
 
 def read_stat(pid: int) -> ProcessStat | None:
-    """Return facts about a process; None if it has exited, or is a zombie.
-
-    Source: proc_pid_stat(5).
-    """
+    """Return facts about a process, see proc_pid_stat(5); None if it has exited, or is a zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
@@ -86,35 +83,23 @@ def _has_signal(status: str, mask: str, number: int) -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies.
-
-    Source: prctl(2), PR_SET_PDEATHSIG.
-    """
+    """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:
-    """Return a command that receives a signal when the thread that starts it ends.
-
-    Source: prctl(2), PR_SET_PDEATHSIG.
-    """
+    """Return a command that receives a signal when the thread that starts it ends, see prctl(2)."""
     wrapper = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT]
     return [*wrapper, str(os.getpid()), str(int(number)), *command]
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process, so that it can find and reap them.
-
-    Source: prctl(2), PR_SET_CHILD_SUBREAPER.
-    """
+    """Make orphaned descendants children of this process, so that it can reap them, see prctl(2)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def allow_tracing(pid: int) -> None:
-    """Allow a process and its descendants to trace this one.
-
-    Source: prctl(2), PR_SET_PTRACER.
-    """
+    """Allow a process and its descendants to trace this one (prctl(2), PR_SET_PTRACER)."""
     _prctl(_PR_SET_PTRACER, pid)
 
 

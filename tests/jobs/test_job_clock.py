@@ -104,8 +104,8 @@ class LoneController(Controller):
         self.machine = machine
         state, timers = (before.state, before._timers) if before else (JobState(), None)
         clock = JobClock(before.recorded if before else None, machine.read)
-        given = {"task_id": "lone", "timers": timers, "clock": clock}
-        super().__init__(JobFolder(folder), RestartPolicy(), state, **given)
+        job, policy = JobFolder(folder), RestartPolicy()
+        super().__init__(job, policy, state, task_id="lone", timers=timers, clock=clock)
         if before is None:
             self._apply(ControllerStarted())
         self.recorded = self._clock.read()

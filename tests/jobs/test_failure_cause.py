@@ -74,10 +74,8 @@ def test_without_known_steps_the_numbers_count_too() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        IMPORT_ERROR.replace("flash_atn", "apex"),
-        IMPORT_ERROR.replace("ModuleNotFoundError", "ImportError"),
-        IMPORT_ERROR.replace("train.py", "eval.py"),
-        IMPORT_ERROR + "Killed\n",
+        *(IMPORT_ERROR.replace("flash_atn", "apex"), IMPORT_ERROR.replace("ModuleNotFound", "Import")),
+        *(IMPORT_ERROR.replace("train.py", "eval.py"), IMPORT_ERROR + "Killed\n"),
     ],
 )
 def test_another_error_is_not_the_same(other: str) -> None:

@@ -101,9 +101,8 @@ def test_images_are_pulled_from_dockers_registry_by_default(name: str, expected:
 
 
 def spec(runtime: ContainerRuntime, *, has_gpus: bool = False) -> ImageSpec:
-    return ImageSpec(
-        runtime, "an/image", "sky-managed-1_a_1-0", ("/home/me/a,b:c", "/state/jobs/1"), has_gpus
-    )
+    places = ("/home/me/a,b:c", "/state/jobs/1")
+    return ImageSpec(runtime, "an/image", "sky-managed-1_a_1-0", places, has_gpus)
 
 
 @pytest.mark.parametrize("runtime", list(ContainerRuntime))

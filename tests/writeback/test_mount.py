@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,13 +128,16 @@ def test_an_incomplete_archive_is_held_back_until_it_is_complete(mounted: Mounte
     assert mounted.drained() == mounted.local()
 
 
-def test_mounting_downloads_what_the_bucket_holds(make_directory: MakeDirectory):
+def test_the_first_mount_downloads_what_the_bucket_holds_and_uploads_the_other_files(
+    make_directory: MakeDirectory,
+):
     mounted = make_directory()
+    mounted.write("early", "bird")
     mounted.store.put("a", b"small")
     mounted.store.put("b/c", os.urandom(20 << 20))
     mounted.mount()
-    assert mounted.local() == mounted.bucket()
-    assert mounted.drained() == mounted.local()
+    assert mounted.drained() == mounted.local() == mounted.bucket()
+    assert set(mounted.local()) == {"early", "a", "b/c"}
 
 
 def test_fetching_is_optional(make_directory: MakeDirectory):
@@ -162,13 +166,6 @@ def test_nothing_is_deleted_while_the_last_version_of_an_open_file_is_not_in_the
         assert mounted.bucket() == {"data-1": b"1", "latest": b"data-1", "data-2": b"2", "later": b"x"}
         file.write(b"data-2")
     assert mounted.drained() == {"latest": b"data-2", "data-2": b"2", "later": b"x"}
-
-
-def test_existing_files_are_uploaded_at_the_first_mount(make_directory: MakeDirectory):
-    mounted = make_directory()
-    mounted.write("early", "bird")
-    mounted.mount()
-    assert mounted.drained() == {"early": b"bird"}
 
 
 def test_an_object_replaces_an_unknown_file_of_its_name(make_directory: MakeDirectory):
@@ -336,15 +333,12 @@ def test_after_sigterm_closed_files_are_uploaded_and_the_uploader_exits(mounted:
         file.flush()
         mounted.signal(signal.SIGTERM)
         mounted.wait_until_gone()
-        status = mounted.status()
-        assert [one.name for one in status.written] == ["open"]
+        assert [one.name for one in mounted.status().written] == ["open"]
     assert mounted.bucket() == {"closed": b"x"}
     assert mounted.status().uploader == "ended"
 
 
 def test_the_deletion_of_the_directory_is_reported(mounted: MountedDirectory):
-    import shutil
-
     mounted.write("file", "x")
     mounted.drained()
     shutil.rmtree(mounted.directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
@@ -120,12 +121,8 @@ def test_the_status_is_never_drained_too_early_while_a_program_writes(mounted: M
 
 
 def test_the_status_is_available_as_json(mounted: MountedDirectory, make_directory: MakeDirectory):
-    import json
-
     mounted.write("file", "x")
     mounted.drained()
     facts = json.loads(json.dumps(mounted.status().as_json()))
-    assert facts["is_drained"] is True
-    assert facts["uploader"] == "alive"
-    assert facts["num_sent"] == 1
+    assert (facts["is_drained"], facts["uploader"], facts["num_sent"]) == (True, "alive", 1)
     assert mounted.status().summary() == f"all of {mounted.directory} is in {mounted.place} (1 file)"

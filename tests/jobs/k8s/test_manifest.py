@@ -342,10 +342,7 @@ more = maybe(
     config=st.fixed_dictionaries({"kubernetes": maybe(pod_config=pods)}),
 )
 tasks = st.builds(
-    lambda run, resources, more: {"run": run, "resources": resources, **more},
-    words.filter(bool),
-    resources,
-    more,
+    lambda run, found, more: {"run": run, "resources": found, **more}, words.filter(bool), resources, more
 )
 
 

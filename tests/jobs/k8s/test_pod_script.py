@@ -59,7 +59,7 @@ class Pod:
         asked = Task("gpt", run, setup, recovery=JobRecovery(0, frozenset(free)))
         words = pod_arguments(asked, **{"status": PREEMPTED_STATUS, "in_place": 0, **rule}, grace_s=LIMIT_S)
         # The tag is that of the keepers to wait for, as other processes of this machine are visible too.
-        environment = {
+        variables = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder / "home"),
             "PYTHON": sys.executable,
@@ -72,7 +72,7 @@ class Pod:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env=environment,
+            env=variables,
             stdout=pipe,
             stderr=both,
             text=True,

@@ -214,9 +214,8 @@ def test_the_next_save_is_compared_with_the_free_space(tmp_path: Path) -> None:
 
 
 def test_other_homes_have_no_space_to_compare(tmp_path: Path) -> None:
-    assert measure_space("s3://bucket/home") is None
-    assert measure_space(str(tmp_path / "missing")) is None
-    assert measure_space(str(tmp_path)) is None
+    for place in ("s3://bucket/home", str(tmp_path / "missing"), str(tmp_path)):
+        assert measure_space(place) is None
 
 
 def test_all_checks_of_a_sound_machine_pass(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_problems_have_a_line_a_path_an_expectation_and_the_nearest_word() -> No
         ("run: [a\n", "invalid YAML"),
         ("name: x\nrun: echo \x07\n", ":2: U+0007 is not allowed in YAML. Remove it."),
         ("run: x\nenvs:\n  A:\n", ":3: envs.A: A has no value: give it here, or with --env A=VALUE"),
-        ("run: x\nsecrets: [T]\n", "T has no value: give it here, or with --secret T=..., or --secret T if"),
+        ("run: x\nsecrets: [T]\n", "T has no value: give it here, or with --secret T=VALUE, or --secret T"),
         ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
         ('run: x\nenvs:\n  A: "a\\0b"\n', "expected a text without NUL characters"),
         ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),

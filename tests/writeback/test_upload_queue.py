@@ -199,6 +199,13 @@ def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path:
     assert loaded.sent == queue.sent
 
 
+def test_an_upload_in_progress_is_not_withdrawn():
+    queue = UploadQueue()
+    queue.put("tmp", version(1))
+    (queue.begun,) = queue.entries
+    assert queue.withdraw("tmp") is None
+
+
 def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():
     queue = UploadQueue()
     queue.remove("unknown")

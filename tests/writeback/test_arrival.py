@@ -165,8 +165,7 @@ def test_after_failures_of_the_bucket_everything_arrives_in_order(
         remote.write(f"file-{number}", os.urandom(1000))
     wait_for(lambda: "Uploading file-0 has failed" in remote.status().trouble, "the failure to be reported")
     status = remote.status()
-    assert not status.is_settled
-    assert status.uploader == "alive"
+    assert (status.is_settled, status.uploader) == (False, "alive")
     assert remote.bucket() == {}
     proxy.clear()
     for fault in ("reset-before", "reset-after", "reset-request"):

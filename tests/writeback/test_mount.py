@@ -102,8 +102,7 @@ def test_a_file_that_cannot_be_an_object_is_reported_and_does_not_block(mounted:
     Path(os.fsdecode(bad)).write_text("x")
     mounted.write("later", "y")
     status = mounted.drain()
-    assert not status.is_drained
-    assert status.is_settled
+    assert (status.is_drained, status.is_settled) == (False, True)
     assert {one.name for one in status.left_out} == {"link", "pipe", "bad\\xff"}
     assert set(mounted.bucket()) == {"file", "later"}
     for name in ("link", "pipe", os.fsdecode(b"bad\xff")):
@@ -287,8 +286,7 @@ def test_mounts_of_the_same_attempt_or_other_owners_coexist(
 def test_the_uploader_exits_when_all_is_uploaded_and_no_handle_is_left(mounted: MountedDirectory):
     mounted.write("file", os.urandom(LARGE))
     status = mounted.held.pop().close(timeout_s=None)
-    assert status.uploader == "ended"
-    assert status.is_drained
+    assert (status.uploader, status.is_drained) == ("ended", True)
     assert mounted.bucket() == mounted.local()
 
 

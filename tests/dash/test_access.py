@@ -122,17 +122,10 @@ def test_every_response_has_the_headers_of_a_strict_page(client: Client, path: s
 
 TRAVERSALS = [
     *("../secret", "../../etc/passwd", "..%2fsecret", "/etc/passwd", "assets/page.css", "./page.css"),
-    *(
-        "page.css/",
-        "page.css\0",
-        "Page.css",
-        "\\..\\secret",
-        "api/jobs/../../secret",
-        "api/homes//etc/curves",
-    ),
+    *("page.css/", "page.css\0", "Page.css", "\\..\\secret", "__init__.py", "application.py"),
+    *(f"api/jobs/{one}" for one in ("../../secret", "0x1", "-1", "1 ", "1\n", "٣", "99999999999999999999")),
+    *("api/jobs/1/homes/../../../../etc/passwd/curves", "api/homes//etc/curves"),
     *(f"api/homes/0000000000000000/{one}" for one in ("curves", "report")),
-    *(f"api/jobs/{one}" for one in ("0x1", "-1", "1 ", "1\n", "٣", "99999999999999999999")),
-    *("api/jobs/1/homes/../../../../etc/passwd/curves", "__init__.py", "application.py"),
 ]
 
 

@@ -21,10 +21,8 @@ from jobs.harness import JobHarness
 
 pytest.importorskip("waitress", reason="needs the extra `dash`")
 pytest.importorskip("vl_convert", reason="needs the extra `report`")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing_browser()), reason=missing_browser() or "not skipped"),
-]
+MISSING = missing_browser()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING or "not skipped")]
 
 TRAINING = Path(__file__).parent.parent / "jobs" / "training.py"
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -62,15 +60,10 @@ return seen;
 LABELLED = """
 return [...document.querySelectorAll('.line')].map((one) => one.innerText.replace(/\\s+/g, ' '));
 """
-CHOOSE = """
-const node = document.getElementById('node');
-node.value = arguments[0];
-node.dispatchEvent(new Event('change'));
-"""
-TYPE = """
-const box = document.getElementById('filter');
-box.value = arguments[0];
-box.dispatchEvent(new Event('input'));
+SET = """
+const [id, value, event] = arguments;
+document.getElementById(id).value = value;
+document.getElementById(id).dispatchEvent(new Event(event));
 """
 AT_END = """
 const box = document.querySelector('.lines');
@@ -153,8 +146,7 @@ def test_the_report_opens_with_its_charts_and_without_rights(story: Story, tmp_p
     job = story.launch(f"{sys.executable} {TRAINING} {tmp_path / 'run'} 10 --every 5", name="gpt")
     story.jobs.wait(job)
     story.show(job)
-    link = page.wait("return document.querySelector('.runs a')?.href")
-    page.open(link)
+    page.open(page.wait("return document.querySelector('.runs a')?.href"))
     page.wait("return document.body.dataset.drawn")
     assert (page.run("return document.body.dataset.failed"), page.text("h1")) == ("0", "run")
     assert page.run("return self.origin") == "null", "an origin of its own"
@@ -171,8 +163,7 @@ def test_texts_of_strangers_are_shown_as_text(story: Story) -> None:
     story.show(job)
     page.wait("return document.querySelector('.lines').innerText.includes(arguments[0])", HOSTILE)
     assert page.text("h1") == f"{job.id}: {HOSTILE}"
-    reason = "return document.querySelector('.lead').innerText.includes(arguments[0])"
-    page.wait(reason, HOSTILE)
+    page.wait("return document.querySelector('.lead').innerText.includes(arguments[0])", HOSTILE)
     assert page.text("h2.place") == f"/runs/{HOSTILE}"
     for tag in ("img", "body script"):
         assert page.run("return document.querySelectorAll(arguments[0]).length", tag) == 0
@@ -187,7 +178,7 @@ def test_nodes_are_labelled_and_one_can_be_chosen(story: Story) -> None:
     story.show(job)
     page.wait("return document.querySelector('.lines').innerText.includes('from 1')")
     assert {"node 0 from 0", "node 1 from 1"} <= set(page.run(LABELLED))
-    page.run(CHOOSE, "1")
+    page.run(SET, "node", "1", "change")
     page.wait("return document.querySelector('.line') && !document.querySelector('.lines [data-node=\"0\"]')")
     assert "from 1" in page.text(".lines")
 
@@ -242,8 +233,7 @@ def test_the_page_is_usable_on_a_phone_by_keyboard_and_by_a_screen_reader(
     named = [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in heard]
     assert {"main", "banner", "navigation", "log", "table", "status"} <= {role for role, _ in named}
     assert any(role in ("img", "image") and name.startswith("loss") for role, name in named)
-    unnamed = [role for role, name in named if role in NAMED and not name]
-    assert unnamed == []
+    assert not [role for role, name in named if role in NAMED and not name]
 
 
 def test_a_server_that_has_ended_is_reported(story: Story) -> None:
@@ -258,10 +248,10 @@ def test_many_jobs_are_filtered(story: Story) -> None:
         story.jobs.wait(story.launch("true", name=name))
     page = story.page
     page.wait("return document.querySelectorAll('tbody tr').length === 2")
-    page.run(TYPE, "ALP")
+    page.run(SET, "filter", "ALP", "input")
     names = page.run("return [...document.querySelectorAll('tbody .name')].map((one) => one.innerText)")
     assert names == ["alpha"]
-    page.run(TYPE, "nothing")
+    page.run(SET, "filter", "nothing", "input")
     assert page.text(".note") == "No job matches."
 
 

@@ -85,9 +85,7 @@ def test_the_extra_is_named_if_it_is_missing(
 @pytest.mark.parametrize(
     ("env", "shown"),
     [
-        ({}, False),
-        ({"DISPLAY": ""}, False),
-        ({"DISPLAY": ":0"}, True),
+        *(({}, False), ({"DISPLAY": ""}, False), ({"DISPLAY": ":0"}, True)),
         ({"WAYLAND_DISPLAY": "wayland-0"}, True),
         ({"DISPLAY": "localhost:10.0", "SSH_CONNECTION": "10.0.0.1 5 10.0.0.2 22"}, False),
     ],

@@ -74,20 +74,13 @@ def test_without_known_steps_the_numbers_count_too() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        IMPORT_ERROR.replace("flash_atn", "apex"),
-        IMPORT_ERROR.replace("ModuleNotFoundError", "ImportError"),
-        IMPORT_ERROR.replace("train.py", "eval.py"),
-        IMPORT_ERROR + "Killed\n",
+        *(cause(IMPORT_ERROR.replace(*two)) for two in (("flash_atn", "apex"), ("ModuleNotFound", "Import"))),
+        *(cause(IMPORT_ERROR.replace("train.py", "eval.py")), cause(IMPORT_ERROR + "Killed\n")),
+        *(cause(IMPORT_ERROR, code=2), cause(IMPORT_ERROR, phase=Phase.SETUP)),
     ],
 )
-def test_another_error_is_not_the_same(other: str) -> None:
-    assert not is_same(cause(IMPORT_ERROR), cause(other), at_same_step=True)
-
-
-def test_another_status_or_phase_is_not_the_same() -> None:
-    first = cause(IMPORT_ERROR)
-    assert not is_same(first, cause(IMPORT_ERROR, code=2), at_same_step=True)
-    assert not is_same(first, cause(IMPORT_ERROR, phase=Phase.SETUP), at_same_step=True)
+def test_another_error_status_or_phase_is_not_the_same(other: FailureCause) -> None:
+    assert not is_same(cause(IMPORT_ERROR), other, at_same_step=True)
 
 
 def test_an_attempt_without_output_has_no_cause() -> None:

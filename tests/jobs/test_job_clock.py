@@ -104,8 +104,8 @@ class LoneController(Controller):
         self.machine = machine
         state, timers = (before.state, before._timers) if before else (JobState(), None)
         clock = JobClock(before.recorded if before else None, machine.read)
-        given = {"task_id": "lone", "timers": timers, "clock": clock}
-        super().__init__(JobFolder(folder), RestartPolicy(), state, **given)
+        job, policy = JobFolder(folder), RestartPolicy()
+        super().__init__(job, policy, state, task_id="lone", timers=timers, clock=clock)
         if before is None:
             self._apply(ControllerStarted())
         self.recorded = self._clock.read()
@@ -121,9 +121,6 @@ class LoneController(Controller):
         while self._check():
             self._act()
         return self.state.status
-
-    @override
-    def _begin(self) -> None: ...
 
     @override
     def _is_leaving(self) -> bool:
@@ -146,7 +143,9 @@ class LoneController(Controller):
         self.is_killed = False
 
     @override
-    def _start_nodes(self) -> None: ...
+    def _begin(self) -> None: ...
+
+    _start_nodes = _receive_signals = _wait = _abandon = _begin
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -158,17 +157,8 @@ class LoneController(Controller):
         self.is_killed = True
 
     @override
-    def _receive_signals(self) -> None: ...
-
-    @override
     def _node_events(self) -> Iterator[JobEvent]:
         yield from ()
-
-    @override
-    def _wait(self) -> None: ...
-
-    @override
-    def _abandon(self) -> None: ...
 
 
 @pytest.mark.parametrize("jump_s", [YEAR_S, -YEAR_S])

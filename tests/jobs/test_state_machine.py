@@ -383,17 +383,13 @@ def test_a_training_that_diverged_is_not_restarted() -> None:
 
 
 outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG, UNFIT])
+progress, causes = st.sampled_from([True, False, None]), st.sampled_from([None, *CAUSES])
 events = st.one_of(
     st.just(ControllerStarted()),
     st.builds(NodesRunning, st.integers(1, 4)),
     st.builds(NodeExited, st.integers(1, 4), st.integers(0, 1), outcomes),
     st.builds(Uploading, st.integers(1, 4), st.just("x")),
-    st.builds(
-        AttemptExited,
-        st.integers(1, 4),
-        st.sampled_from([True, False, None]),
-        cause=st.sampled_from([None, *CAUSES]),
-    ),
+    st.builds(AttemptExited, st.integers(1, 4), progress, cause=causes),
     st.builds(NoticeReceived, st.floats(0, 100)),
     st.builds(NoticeDelivered, st.integers(1, 4), st.integers(0, 1)),
     st.just(CancelRequested()),

@@ -30,13 +30,8 @@ def test_objects_appear_in_the_order_of_closing(remote: MountedDirectory, proxy:
     proxy.bytes_per_s = 4e6
     names = []
     for number in range(4):
-        for name, num_bytes in (
-            (f"large-{number}", 600_000),
-            (f"small-{number}", 10),
-            (f"empty-{number}", 0),
-        ):
-            remote.write(name, os.urandom(num_bytes))
-            names.append(name)
+        for kind, num_bytes in (("large", 600_000), ("small", 10), ("empty", 0)):
+            names.append(remote.write(f"{kind}-{number}", os.urandom(num_bytes)).name)
     seen = []
 
     def all_there() -> bool:
@@ -170,8 +165,7 @@ def test_after_failures_of_the_bucket_everything_arrives_in_order(
         remote.write(f"file-{number}", os.urandom(1000))
     wait_for(lambda: "Uploading file-0 has failed" in remote.status().trouble, "the failure to be reported")
     status = remote.status()
-    assert not status.is_settled
-    assert status.uploader == "alive"
+    assert (status.is_settled, status.uploader) == (False, "alive")
     assert remote.bucket() == {}
     proxy.clear()
     for fault in ("reset-before", "reset-after", "reset-request"):

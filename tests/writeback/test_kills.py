@@ -94,9 +94,12 @@ def test_a_kill_of_the_uploader_between_any_two_effects_loses_nothing(
     assert mounted.bucket()["latest"] == b"5"
 
 
-def check_random_kills(mounted: MountedDirectory, seed: int, num_kills: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 125))]
+)
+def test_random_kills(make_directory: MakeDirectory, seed: int):
     """Kill the job, the uploader or both at random moments, then let a job finish."""
-    draw = random.Random(seed)
+    mounted, draw, num_kills = make_directory(), random.Random(seed), 6 if seed else 3
     mounted.mount(copy_bytes=COPIED_BYTES)
     step = 1
     for _ in range(num_kills):
@@ -123,15 +126,3 @@ def check_random_kills(mounted: MountedDirectory, seed: int, num_kills: int) -> 
     wait_and_check(mounted, lambda: mounted.status().is_settled)
     assert mounted.drained() == mounted.local()
     assert mounted.bucket()["latest"] == str(step + 2).encode()
-
-
-@pytest.mark.parametrize("seed", range(1))
-def test_random_kills(make_directory: MakeDirectory, seed: int):
-    """A few of the hundreds of random kills of the long suite."""
-    check_random_kills(make_directory(), seed, num_kills=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 125))
-def test_hundreds_of_random_kills(make_directory: MakeDirectory, seed: int):
-    check_random_kills(make_directory(), seed, num_kills=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,8 +102,7 @@ def test_a_file_that_cannot_be_an_object_is_reported_and_does_not_block(mounted:
     Path(os.fsdecode(bad)).write_text("x")
     mounted.write("later", "y")
     status = mounted.drain()
-    assert not status.is_drained
-    assert status.is_settled
+    assert (status.is_drained, status.is_settled) == (False, True)
     assert {one.name for one in status.left_out} == {"link", "pipe", "bad\\xff"}
     assert set(mounted.bucket()) == {"file", "later"}
     for name in ("link", "pipe", os.fsdecode(b"bad\xff")):
@@ -127,13 +127,16 @@ def test_an_incomplete_archive_is_held_back_until_it_is_complete(mounted: Mounte
     assert mounted.drained() == mounted.local()
 
 
-def test_mounting_downloads_what_the_bucket_holds(make_directory: MakeDirectory):
+def test_the_first_mount_downloads_what_the_bucket_holds_and_uploads_the_other_files(
+    make_directory: MakeDirectory,
+):
     mounted = make_directory()
+    mounted.write("early", "bird")
     mounted.store.put("a", b"small")
     mounted.store.put("b/c", os.urandom(20 << 20))
     mounted.mount()
-    assert mounted.local() == mounted.bucket()
-    assert mounted.drained() == mounted.local()
+    assert mounted.drained() == mounted.local() == mounted.bucket()
+    assert set(mounted.local()) == {"early", "a", "b/c"}
 
 
 def test_fetching_is_optional(make_directory: MakeDirectory):
@@ -162,13 +165,6 @@ def test_nothing_is_deleted_while_the_last_version_of_an_open_file_is_not_in_the
         assert mounted.bucket() == {"data-1": b"1", "latest": b"data-1", "data-2": b"2", "later": b"x"}
         file.write(b"data-2")
     assert mounted.drained() == {"latest": b"data-2", "data-2": b"2", "later": b"x"}
-
-
-def test_existing_files_are_uploaded_at_the_first_mount(make_directory: MakeDirectory):
-    mounted = make_directory()
-    mounted.write("early", "bird")
-    mounted.mount()
-    assert mounted.drained() == {"early": b"bird"}
 
 
 def test_an_object_replaces_an_unknown_file_of_its_name(make_directory: MakeDirectory):
@@ -290,8 +286,7 @@ def test_mounts_of_the_same_attempt_or_other_owners_coexist(
 def test_the_uploader_exits_when_all_is_uploaded_and_no_handle_is_left(mounted: MountedDirectory):
     mounted.write("file", os.urandom(LARGE))
     status = mounted.held.pop().close(timeout_s=None)
-    assert status.uploader == "ended"
-    assert status.is_drained
+    assert (status.uploader, status.is_drained) == ("ended", True)
     assert mounted.bucket() == mounted.local()
 
 
@@ -336,15 +331,12 @@ def test_after_sigterm_closed_files_are_uploaded_and_the_uploader_exits(mounted:
         file.flush()
         mounted.signal(signal.SIGTERM)
         mounted.wait_until_gone()
-        status = mounted.status()
-        assert [one.name for one in status.written] == ["open"]
+        assert [one.name for one in mounted.status().written] == ["open"]
     assert mounted.bucket() == {"closed": b"x"}
     assert mounted.status().uploader == "ended"
 
 
 def test_the_deletion_of_the_directory_is_reported(mounted: MountedDirectory):
-    import shutil
-
     mounted.write("file", "x")
     mounted.drained()
     shutil.rmtree(mounted.directory)

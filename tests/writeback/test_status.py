@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
@@ -79,8 +80,7 @@ def test_a_dead_uploader_is_reported_as_dead(mounted: MountedDirectory):
     assert (status.uploader, status.pid, status.is_drained) == ("dead", None, True)
     mounted.write("not sent", "x")
     status = wait_until_settled(mounted.directory, timeout_s=60)  # returns at once: no uploader is running
-    assert status.uploader == "dead"
-    assert not status.is_drained
+    assert (status.uploader, status.is_drained) == ("dead", False)
     assert names(status.unread) == {"not sent"}
     mounted.mount()
     assert mounted.drained() == mounted.local()
@@ -120,12 +120,8 @@ def test_the_status_is_never_drained_too_early_while_a_program_writes(mounted: M
 
 
 def test_the_status_is_available_as_json(mounted: MountedDirectory, make_directory: MakeDirectory):
-    import json
-
     mounted.write("file", "x")
     mounted.drained()
     facts = json.loads(json.dumps(mounted.status().as_json()))
-    assert facts["is_drained"] is True
-    assert facts["uploader"] == "alive"
-    assert facts["num_sent"] == 1
+    assert (facts["is_drained"], facts["uploader"], facts["num_sent"]) == (True, "alive", 1)
     assert mounted.status().summary() == f"all of {mounted.directory} is in {mounted.place} (1 file)"

@@ -114,11 +114,9 @@ class QueueMachine(RuleBasedStateMachine):
                 self.journal[write.table].pop(write.key, None)
             else:
                 self.journal[write.table][write.key] = write.value
-        entries = dict(sorted(self.journal["entry"].items()))
-        lost, self.queue = (
-            self.queue,
-            UploadQueue(entries, dict(self.journal["sent"]), dict(self.journal["problem"]), self.queue.last),
-        )
+        entries, sent, problems = (dict(self.journal[table]) for table in ("entry", "sent", "problem"))
+        entries, lost = dict(sorted(entries.items())), self.queue
+        self.queue = UploadQueue(entries, sent, problems, lost.last)
         assert list(lost.entries.items()) == list(self.queue.entries.items())
         assert (lost.sent, lost.problems) == (self.queue.sent, self.queue.problems)
         assert lost.newest_first() == self.queue.newest_first()
@@ -201,6 +199,13 @@ def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path:
     assert loaded.sent == queue.sent
 
 
+def test_an_upload_in_progress_is_not_withdrawn():
+    queue = UploadQueue()
+    queue.put("tmp", version(1))
+    (queue.begun,) = queue.entries
+    assert queue.withdraw("tmp") is None
+
+
 def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():
     queue = UploadQueue()
     queue.remove("unknown")
@@ -210,8 +215,7 @@ def test_removing_a_name_that_was_never_in_the_bucket_does_nothing():
 def test_a_problem_lasts_until_the_file_changes():
     queue = UploadQueue()
     queue.put("torn.pt", version(1))
-    entry = queue.first()
-    assert entry is not None
+    (entry,) = queue.entries.values()
     queue.skip(entry, INCOMPLETE, "torn")
     assert queue.fingerprint("torn.pt") == version(1).fingerprint
     assert queue.problems == {"torn.pt": UploadProblem(INCOMPLETE, "torn", version(1).fingerprint)}
@@ -222,9 +226,8 @@ def test_a_problem_lasts_until_the_file_changes():
 def test_a_problem_of_an_older_version_does_not_affect_a_newer_one():
     queue = UploadQueue()
     queue.put("file", version(1))
-    entry = queue.first()
+    (entry,) = queue.entries.values()
     queue.put("file", version(2))
-    assert entry is not None
     queue.skip(entry, INCOMPLETE, "torn")
     assert queue.problems == {}
     assert queue.fingerprint("file") == version(2).fingerprint
@@ -234,11 +237,7 @@ def test_an_entry_whose_kept_version_is_lost_keeps_its_place():
     queue = UploadQueue()
     queue.put("a", version(1))
     queue.put("b", version(2))
-    entry = queue.first()
-    assert entry is not None
-    queue.mark_lost(entry)
-    first = queue.first()
-    assert first is not None
+    queue.mark_lost(next(iter(queue.entries.values())))
+    first, second = queue.entries.values()
     assert first.version is not None
-    assert (first.name, first.version.form) == ("a", PATH)
-    assert [one.name for one in queue.entries.values()] == ["a", "b"]
+    assert (first.name, first.version.form, second.name) == ("a", PATH, "b")

@@ -37,8 +37,8 @@ def print_checks(found: JobDescription) -> None:
         for line in describe_checks(of_nodes):
             hanging = " " * (len(line) - len(line.lstrip()) + 8)
             width = max(24, terminal_width() or _WIDTH)
-            indents = {"initial_indent": " " * 4, "subsequent_indent": hanging}
-            print(textwrap.fill(printable(line), width, **indents, break_on_hyphens=False))
+            wrapper = textwrap.TextWrapper(width, " " * 4, hanging, break_on_hyphens=False)
+            print(wrapper.fill(printable(line)))
 
 
 _EXAMPLES = """

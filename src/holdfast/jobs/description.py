@@ -100,7 +100,9 @@ def recorded_homes(folder: JobFolder) -> dict[str, int]:
     return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
 
 
-def durations_of(job: Job, changes: list[Change] | None = None, now_unix_s: float | None = None) -> Durations:
+def durations_of(
+    job: Job, changes: Sequence[Change] | None = None, now_unix_s: float | None = None
+) -> Durations:
     """Return the durations of a job. Without a history, all time since its start counts as running."""
     changes = read_changes(job_folder(state_dir(), job.id)) if changes is None else changes
     now_s = time.time() if now_unix_s is None else now_unix_s

@@ -18,7 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Reading of a job's clock, from which another controller continues.
+    """Reading of a job's clock. Another controller continues from it.
 
     Source: clock_gettime(2), CLOCK_BOOTTIME; random(4), boot_id.
     """

@@ -13,16 +13,10 @@ from jobs.containers.runtimes import RealRuntime, RuntimeUnderTest, StandInUnder
 from jobs.containers.stand_in import StandIn
 from jobs.harness import JobHarness, needs_namespaces
 
-_slow = pytest.mark.slow
+_REAL = [pytest.param(name, marks=pytest.mark.slow) for name in ("podman", "docker")]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("stand-in", marks=needs_namespaces),
-        pytest.param("podman", marks=_slow),
-        pytest.param("docker", marks=_slow),
-    ]
-)
+@pytest.fixture(params=[pytest.param("stand-in", marks=needs_namespaces), *_REAL])
 def runtime(request: pytest.FixtureRequest, harness: JobHarness) -> Iterator[RuntimeUnderTest]:
     """Return a runtime that is on the PATH of jobs, and check that they leave no container behind."""
     before = os.environ["PATH"]

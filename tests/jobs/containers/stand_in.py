@@ -122,8 +122,8 @@ class StandIn:
             user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
             words = ["unshare", "--mount", *user, "--propagation", "slave", "--", "sh", "-c"]
             words.append(_CONTAINER.format(layer=shlex.quote(str(self.folder / container))))
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-            started = subprocess.Popen(words, **pipes, start_new_session=True)
+            null, pipe = subprocess.DEVNULL, subprocess.PIPE
+            started = subprocess.Popen(words, stdin=null, stdout=pipe, start_new_session=True)
             assert started.stdout is not None
             assert started.stdout.readline() == b"ready\n"
             (self.folder / f"{container}.pid").write_text(str(started.pid))

@@ -102,9 +102,8 @@ def test_images_are_pulled_from_dockers_registry_by_default(name: str, expected:
 
 
 def spec(runtime: ContainerRuntime, *, has_gpus: bool = False) -> ImageSpec:
-    return ImageSpec(
-        runtime, "an/image", "sky-managed-1_a_1-0", ("/home/me/a,b:c", "/state/jobs/1"), has_gpus
-    )
+    places = ("/home/me/a,b:c", "/state/jobs/1")
+    return ImageSpec(runtime, "an/image", "sky-managed-1_a_1-0", places, has_gpus)
 
 
 @pytest.mark.parametrize("runtime", list(ContainerRuntime))
@@ -134,14 +133,11 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
 
 
 @pytest.mark.parametrize(
-    ("runtime", "option"),
-    [
-        (ContainerRuntime.PODMAN, ["--device", "nvidia.com/gpu=all"]),
-        (ContainerRuntime.DOCKER, ["--gpus", "all"]),
-    ],
+    ("name", "option"), [("podman", ["--device", "nvidia.com/gpu=all"]), ("docker", ["--gpus", "all"])]
 )
-def test_a_job_that_asks_for_gpus_gets_the_devices(runtime: ContainerRuntime, option: list[str]) -> None:
+def test_a_job_that_asks_for_gpus_gets_the_devices(name: str, option: list[str]) -> None:
     """By the runtimes' documents: no test has run it on a machine with GPUs."""
+    runtime = ContainerRuntime(name)
     words = node_container.create_command(spec(runtime, has_gpus=True), 0, "sha256:1")
     assert words[words.index(option[0]) :][:2] == option
     assert option[0] not in node_container.create_command(spec(runtime), 0, "sha256:1")

@@ -301,7 +301,7 @@ def test_text_that_readers_may_take_for_something_else_is_quoted(word: str) -> N
     assert to_manifest({"a": word, word: "b"}, []) == f'a: "{word}"\n"{word}": b\n'
 
 
-def maybe(members: dict[str, Any]) -> Any:
+def maybe(**members: Any) -> Any:
     """Return maps with any of some members."""
     return st.fixed_dictionaries({}, optional=members)
 
@@ -309,55 +309,40 @@ def maybe(members: dict[str, Any]) -> Any:
 words = st.text(max_size=12)
 names = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,8}", fullmatch=True)
 claims = st.from_regex(r"[a-z][a-z0-9-]{0,5}[a-z0-9]", fullmatch=True)
-accelerators = st.sampled_from(
-    ["A100:8", "H100", "T4:0.5", "tpu-v3-8", "X/Y", {"L4": 1, "T4": 1}, ["A10", "V100:2"]]
+choices = ["A100:8", "H100", "T4:0.5", "tpu-v3-8", "X/Y", {"L4": 1, "T4": 1}, ["A10", "V100:2"]]
+exit_codes = st.lists(st.integers(), max_size=3)
+images = st.sampled_from(["docker:a/b:1", "docker:a@sha256:0", "docker:a", "ami-1"])
+further = maybe(
+    cpus=st.sampled_from(["4+", "x"]) | st.floats() | st.integers(),
+    memory=st.sampled_from(["64GB", "x"]) | st.floats() | st.integers(),
+    accelerators=st.sampled_from(choices),
+    labels=st.dictionaries(words | names, words | names, max_size=2),
+    use_spot=st.booleans(),
+    priority_class=claims | words,
+    job_recovery=maybe(max_restarts_on_errors=st.integers(0, 2**33), recover_on_exit_codes=exit_codes),
 )
-labels = st.dictionaries(words | names, words | names, max_size=2)
-resources = st.fixed_dictionaries(
-    {"image_id": st.sampled_from(["docker:a/b:1", "docker:a@sha256:0", "docker:a", "ami-1"])},
-    optional={
-        "cpus": st.sampled_from(["4+", "x"]) | st.floats() | st.integers(),
-        "memory": st.sampled_from(["64GB", "x"]) | st.floats() | st.integers(),
-        "accelerators": accelerators,
-        "labels": labels,
-        "use_spot": st.booleans(),
-        "priority_class": claims | words,
-        "job_recovery": maybe(
-            {
-                "max_restarts_on_errors": st.integers(0, 2**33),
-                "recover_on_exit_codes": st.lists(st.integers(), max_size=3),
-            },
-        ),
-    },
+resources = st.builds(lambda image, more: {"image_id": image, **more}, images, further)
+spec = maybe(
+    terminationGracePeriodSeconds=st.integers(-1, 2**33),
+    nodeSelector=st.dictionaries(names, names, max_size=2),
+    tolerations=st.lists(st.fixed_dictionaries({"key": names}), max_size=2),
+    containers=st.just([{"imagePullPolicy": "Always", "env": [{"name": "LR", "value": "2"}]}]),
+    serviceAccountName=claims,
 )
-pods = maybe(
-    {
-        "metadata": maybe({"labels": st.dictionaries(names, names, max_size=2)}),
-        "spec": maybe(
-            {
-                "terminationGracePeriodSeconds": st.integers(-1, 2**33),
-                "nodeSelector": st.dictionaries(names, names, max_size=2),
-                "tolerations": st.lists(st.fixed_dictionaries({"key": names}), max_size=2),
-                "containers": st.just([{"imagePullPolicy": "Always", "env": [{"name": "LR", "value": "2"}]}]),
-                "serviceAccountName": claims,
-            },
-        ),
-    },
+pods = maybe(metadata=maybe(labels=st.dictionaries(names, names, max_size=2)), spec=spec)
+paths = st.sampled_from(["/a", "/b/c", "/tmp", "d", "/e/"])
+more = maybe(
+    name=words | names,
+    num_nodes=st.sampled_from([1, 2, 3, 10**20]),
+    setup=words,
+    envs=st.dictionaries(names, words | st.integers() | st.booleans(), max_size=3),
+    secrets=st.dictionaries(names, words, max_size=2),
+    volumes=st.dictionaries(paths | words, claims | words, max_size=2),
+    workdir=st.builds(lambda url, ref: {"url": url, **ref}, words.filter(bool), maybe(ref=words)),
+    config=st.fixed_dictionaries({"kubernetes": maybe(pod_config=pods)}),
 )
-tasks = st.fixed_dictionaries(
-    {"run": words.filter(bool), "resources": resources},
-    optional={
-        "name": words | names,
-        "num_nodes": st.sampled_from([1, 2, 3, 10**20]),
-        "setup": words,
-        "envs": st.dictionaries(names, words | st.integers() | st.booleans(), max_size=3),
-        "secrets": st.dictionaries(names, words, max_size=2),
-        "volumes": st.dictionaries(
-            st.sampled_from(["/a", "/b/c", "/tmp", "d", "/e/"]) | words, claims | words, max_size=2
-        ),
-        "workdir": st.fixed_dictionaries({"url": words.filter(bool)}, optional={"ref": words}),
-        "config": st.fixed_dictionaries({"kubernetes": maybe({"pod_config": pods})}),
-    },
+tasks = st.builds(
+    lambda run, found, more: {"run": run, "resources": found, **more}, words.filter(bool), resources, more
 )
 
 

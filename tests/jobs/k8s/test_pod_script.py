@@ -54,20 +54,12 @@ class Pod:
         self.folder = folder
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(
-        self,
-        run: str,
-        *,
-        setup: str = "",
-        free: tuple[int, ...] = (),
-        status: int = PREEMPTED_STATUS,
-        in_place: int = 0,
-    ) -> None:
+    def start(self, run: str, setup: str = "", free: tuple[int, ...] = (), **rule: int) -> None:
         (self.folder / "home").mkdir(exist_ok=True)
         asked = Task("gpt", run, setup, recovery=JobRecovery(0, frozenset(free)))
-        words = pod_arguments(asked, status=status, in_place=in_place, grace_s=LIMIT_S)
+        words = pod_arguments(asked, **{"status": PREEMPTED_STATUS, "in_place": 0, **rule}, grace_s=LIMIT_S)
         # The tag is that of the keepers to wait for, as other processes of this machine are visible too.
-        environment = {
+        variables = {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder / "home"),
             "PYTHON": sys.executable,
@@ -76,9 +68,17 @@ class Pod:
             "RANK": "3",
         }
         command = ["bash", "-c", script("pod.sh"), *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        options = {"cwd": self.folder, "env": environment, "start_new_session": True}
-        self._started.append(subprocess.Popen(command, **pipes, **options))
+        pipe, both = subprocess.PIPE, subprocess.STDOUT
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=variables,
+            stdout=pipe,
+            stderr=both,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
 
     def wait_for(self, name: str) -> None:
         deadline = time.monotonic() + LIMIT_S

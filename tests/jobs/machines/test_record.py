@@ -111,8 +111,8 @@ def test_a_record_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def events_of(outcomes: dict[int, Outcome], *machines: str, **more: Any) -> dict[str, MachineEvent]:
     """Return the events of an attempt by machine, by default of n0 and n1."""
-    given = {"checks": {}, "job": "j", "attempt": 2, "unix_s": NOW, "is_preempted": False, **more}
-    found = attempt_events(machines or ("n0", "n1"), outcomes, **given)
+    given: dict[str, Any] = {"checks": {}, "job": "j", "attempt": 2, "unix_s": NOW, "is_preempted": False}
+    found = attempt_events(machines or ("n0", "n1"), outcomes, **{**given, **more})
     assert len(found) == len({one.machine for one in found})
     return {one.machine: one for one in found}
 

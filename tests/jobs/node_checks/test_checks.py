@@ -19,28 +19,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.checkpoint.home.inventory import measure_space
-from holdfast.jobs.node.checks import gate, gpu_script
+from holdfast.jobs.node.checks import gate, gpu_script, result
 from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import (
-    GOLDEN,
-    CheckedPlaces,
-    NodeGate,
-    check_memory,
-    check_products,
-    compare_copy,
-    make_plan,
-    numpy_products,
-    python_products,
-)
-from holdfast.jobs.node.checks.result import (
-    Check,
-    NodeChecks,
-    read_checks,
-    read_mode,
-    read_results,
-    write_checks,
-    write_result,
-)
+from holdfast.jobs.node.checks.gate import CheckedPlaces, NodeGate, make_plan
+from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode, read_results
 from holdfast.jobs.task.parser import parse_task
 from small_disk import small_disk
 
@@ -139,10 +121,10 @@ def test_a_clock_that_is_off_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_copied_and_too_little_is_named() -> None:
-    found = by_name(check_memory(0))
+    found = by_name(gate.check_memory(0))
     assert found["copy"].trouble == found["memory"].trouble == ""
     assert found["copy"].values["copy_s"] > 0
-    short = by_name(check_memory(1 << 60))["memory"]
+    short = by_name(gate.check_memory(1 << 60))["memory"]
     assert "staging the next save takes" in short.trouble
     assert not short.stops
 
@@ -150,7 +132,7 @@ def test_memory_is_copied_and_too_little_is_named() -> None:
 def test_a_copy_that_differs_is_wrong() -> None:
     copy = bytearray(1000)
     copy[10] = 4
-    found = compare_copy(bytes(1000), copy, {})
+    found = gate.compare_copy(bytes(1000), copy, {})
     assert found.is_wrong
     assert "from byte 10 on" in found.trouble
 
@@ -168,29 +150,29 @@ def test_the_golden_hashes_are_those_of_exact_integers(key: tuple[int, str]) -> 
     assert gate.is_right(key, exact_product(*key))
 
 
-@pytest.mark.parametrize("make", [numpy_products, python_products])
+@pytest.mark.parametrize("make", [gate.numpy_products, gate.python_products])
 def test_products_are_right_on_every_core(make: Callable[[], gate.Products | None]) -> None:
     products = make()
     if products is None:
         pytest.skip("numpy is not installed")
-    (found,) = check_products(products)
+    (found,) = gate.check_products(products)
     assert found.trouble == ""
     assert found.values["cores"] == len(os.sched_getaffinity(0))
 
 
-@given(st.sampled_from(sorted(GOLDEN)), st.data())
+@given(st.sampled_from(sorted(gate.GOLDEN)), st.data())
 def test_a_product_with_one_wrong_bit_is_found(key: tuple[int, str], data: st.DataObject) -> None:
     right = _products()[key]()
     wrong = bytearray(right)
     wrong[data.draw(st.integers(0, len(right) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    (found,) = check_products({key: lambda: bytes(wrong)})
+    (found,) = gate.check_products({key: lambda: bytes(wrong)})
     assert found.is_wrong
     assert found.stops
     assert key[1] in found.trouble
 
 
 def _products() -> gate.Products:
-    return {**(numpy_products() or {}), **python_products()}
+    return {**(gate.numpy_products() or {}), **gate.python_products()}
 
 
 def test_the_script_for_gpus_runs_on_a_device(capfd: pytest.CaptureFixture[str]) -> None:
@@ -232,9 +214,8 @@ def test_the_next_save_is_compared_with_the_free_space(tmp_path: Path) -> None:
 
 
 def test_other_homes_have_no_space_to_compare(tmp_path: Path) -> None:
-    assert measure_space("s3://bucket/home") is None
-    assert measure_space(str(tmp_path / "missing")) is None
-    assert measure_space(str(tmp_path)) is None
+    for place in ("s3://bucket/home", str(tmp_path / "missing"), str(tmp_path)):
+        assert measure_space(place) is None
 
 
 def test_all_checks_of_a_sound_machine_pass(tmp_path: Path) -> None:
@@ -278,23 +259,17 @@ def test_a_command_for_gpus_is_part_of_the_gate() -> None:
     assert [(one.name, one.where, one.trouble) for one in found.checks] == [("gpu", "cpu", "")]
 
 
-checks = st.builds(
-    Check,
-    st.sampled_from(["disk", "copy"]),
-    st.text(max_size=20),
-    st.text(max_size=20),
-    st.booleans(),
-    st.booleans(),
-    st.dictionaries(st.text(max_size=5), st.floats(0, 1e12), max_size=3),
-)
+text, flag = st.text(max_size=20), st.booleans()
+values = st.dictionaries(st.text(max_size=5), st.floats(0, 1e12), max_size=3)
+checks = st.builds(Check, st.sampled_from(["disk", "copy"]), text, text, flag, flag, values)
 
 
 @given(st.lists(checks, max_size=4))
 def test_results_are_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Check]) -> None:
-    assert read_results(b"".join(map(write_result, found))) == found
+    assert read_results(b"".join(map(result.write_result, found))) == found
     path = tmp_path_factory.mktemp("node") / "checks.json"
     document = NodeChecks("n1", 1e9, 0.5, 0.1, tuple(found), was_refused=True)
-    write_checks(path, document)
+    result.write_checks(path, document)
     assert read_checks(path) == document
 
 
@@ -303,7 +278,7 @@ def test_damaged_results_are_left_out(tmp_path_factory: pytest.TempPathFactory, 
     path = tmp_path_factory.mktemp("node") / "checks.json"
     path.write_bytes(data)
     assert read_checks(path) is None
-    assert read_results(data + b"\n" + write_result(Check("copy")))[-1] == Check("copy")
+    assert read_results(data + b"\n" + result.write_result(Check("copy")))[-1] == Check("copy")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -114,13 +115,9 @@ def test_the_url_is_private_while_the_job_runs(
     assert holders(harness, job) == ["notify.json"]
     assert harness.files(job).notify_plan.stat().st_mode & 0o077 == 0
     for one in processes.snapshot().values():
-        if one.pid == os.getpid():
-            continue
-        try:
+        with contextlib.suppress(OSError):
             shown = Path(f"/proc/{one.pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        assert SECRET.encode() not in shown
+            assert one.pid == os.getpid() or SECRET.encode() not in shown
     for role in ("controller", "agent"):
         for one in harness.roles(job, role):
             assert SECRET.encode() not in Path(f"/proc/{one.pid}/environ").read_bytes()
@@ -155,9 +152,7 @@ def test_the_end_of_the_commands_does_not_end_a_request(harness: JobHarness, rec
     assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
 
 
-def test_failures_are_in_the_log_and_the_description(
-    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_are_in_the_log_and_the_description(harness: JobHarness, receiver: Receiver) -> None:
     receiver.answers = [404, 307]
     job = launch(harness, "true", receiver.url, "exit 3", receiver.url, f"kill -9 $$ # {SECRET}")
     assert wait_for_end(harness, job).status is JobStatus.SUCCEEDED
@@ -192,9 +187,7 @@ def test_messages_of_failures_have_neither_url_nor_host(receiver: Receiver) -> N
         error, may_pass = notifications.post(bad, b"{}")
         assert error
         assert may_pass
-        assert SECRET not in error
-        assert "127.0.0.1" not in error
-        assert "localhost" not in error
+        assert not [text for text in (SECRET, "127.0.0.1", "localhost") if text in error]
 
 
 def test_https_and_the_proxy_of_the_users_environment_are_used(

@@ -11,12 +11,8 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.service import BootCommand, make_boot_command
 
 NAMES = [
-    "plain",
-    "with spaces",
-    "50% of %",
-    'it\'s "quoted" $HOME `id` ;&|<>',
-    "back\\slash \\\\ two \\% and \\' end\\",
-    "# a comment, ümläut",
+    *("plain", "with spaces", "50% of %", 'it\'s "quoted" $HOME `id` ;&|<>'),
+    *("back\\slash \\\\ two \\% and \\' end\\", "# a comment, ümläut"),
 ]
 
 

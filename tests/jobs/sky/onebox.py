@@ -103,8 +103,10 @@ class SkyBox:
         """Return the output of a `sky` command."""
         environment = {**os.environ, **self.environment}
         environment.pop("PYTHONPATH", None)
-        options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "timeout": 600}
-        done = subprocess.run([str(self.program), *words], check=False, env=environment, **options)
+        command = [str(self.program), *words]
+        done = subprocess.run(
+            command, capture_output=True, text=True, input="", check=False, env=environment, timeout=600
+        )
         assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
         return done.stdout
 

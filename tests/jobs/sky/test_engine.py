@@ -67,14 +67,15 @@ def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSky:
     return found
 
 
-def submit(engine: SkyEngine) -> int:
-    return engine.submit(parse_task(TASK, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))).id
+def submit() -> tuple[SkyEngine, int]:
+    engine = SkyEngine()
+    return engine, engine.submit(parse_task(TASK, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))).id
 
 
 def test_a_job_is_submitted_with_its_secrets_in_the_environment_only(
     sky: FakeSky, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    number = submit(SkyEngine())
+    _engine, number = submit()
     version, launched, seen, *_ = sky.calls()
     words = launched.split()
     assert version == "--version"
@@ -88,8 +89,7 @@ def test_a_job_is_submitted_with_its_secrets_in_the_environment_only(
 
 
 def test_the_status_is_skypilot_s_until_the_job_has_ended(sky: FakeSky) -> None:
-    engine = SkyEngine()
-    number = submit(engine)
+    engine, number = submit()
     assert "does not have a job named" in engine.job(number).reason
     sky.report(status="RUNNING", start_at=5.0)
     running = engine.job(number)
@@ -112,8 +112,7 @@ def test_the_status_is_skypilot_s_until_the_job_has_ended(sky: FakeSky) -> None:
 
 def test_a_job_whose_id_was_not_printed_is_found_by_its_name(sky: FakeSky) -> None:
     sky.be("mute")
-    engine = SkyEngine()
-    number = submit(engine)
+    engine, number = submit()
     with pytest.raises(Conflict, match="has not assigned an id"):
         engine.cancel(number)
     sky.report(status="RUNNING", start_at=1.0)
@@ -123,24 +122,21 @@ def test_a_job_whose_id_was_not_printed_is_found_by_its_name(sky: FakeSky) -> No
 
 def test_a_job_that_skypilot_rejects_is_not_listed(sky: FakeSky) -> None:
     sky.be("refuse")
-    engine = SkyEngine()
     with pytest.raises(RetryLater, match="no cloud access"):
-        submit(engine)
-    assert engine.jobs() == []
+        submit()
+    assert SkyEngine().jobs() == []
 
 
 def test_output_has_no_colours(sky: FakeSky) -> None:
-    engine = SkyEngine()
-    number = submit(engine)
-    lines = [line.text for line in engine.lines(number, OutputSelection(follow=True))]
-    assert lines == ["(gpt-1, pid=3) hello", "bye"]
+    engine, number = submit()
+    lines = engine.lines(number, OutputSelection(follow=True))
+    assert [line.text for line in lines] == ["(gpt-1, pid=3) hello", "bye"]
     assert sky.calls()[-1] == "jobs logs --follow 17"
 
 
 def test_output_ends_with_the_command_whatever_daemon_it_has_started(sky: FakeSky) -> None:
     """The server of SkyPilot has inherited the command's output."""
-    engine = SkyEngine()
-    number = submit(engine)
+    engine, number = submit()
     sky.program.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {sky.folder}/daemon\nprintf 'hello\\nbye'\n")
     try:
         lines = [line.text for line in engine.lines(number, OutputSelection())]
@@ -150,8 +146,7 @@ def test_output_ends_with_the_command_whatever_daemon_it_has_started(sky: FakeSk
 
 
 def test_an_unsupported_request_is_reported(sky: FakeSky) -> None:
-    engine = SkyEngine()
-    number = submit(engine)
+    engine, number = submit()
     with pytest.raises(Unsupported, match="managed job 17"):
         engine.preempt(number, lead_s=1)
     sky.report(status="CANCELLED", start_at=1.0, end_at=2.0)
@@ -160,8 +155,7 @@ def test_an_unsupported_request_is_reported(sky: FakeSky) -> None:
 
 
 def test_only_a_job_that_has_ended_is_removed(sky: FakeSky) -> None:
-    engine = SkyEngine()
-    number = submit(engine)
+    engine, number = submit()
     sky.report(status="RUNNING", start_at=1.0)
     with pytest.raises(Conflict):
         engine.forget(number)

@@ -88,14 +88,9 @@ def test_what_skypilot_accepts_is_accepted(
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     files = examples()
     assert files
-    answer = subprocess.run(
-        [skypilot() / "python", "-c", _THEIRS],
-        input=json.dumps(files),
-        env={**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words, given = [skypilot() / "python", "-c", _THEIRS], json.dumps(files)
+    env = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    answer = subprocess.run(words, input=given, env=env, capture_output=True, text=True, check=True)
     theirs = json.loads(answer.stdout.splitlines()[-1])
     counts: Counter[tuple[str, str]] = Counter()
     unexplained = []

@@ -31,8 +31,7 @@ def refusal(text: str) -> str:
 
 @pytest.mark.parametrize("name", SNIPPETS)
 def test_every_snippet_of_the_guide_is_parsed(name: str) -> None:
-    task = task_of(SNIPPETS[name], WANDB_API_KEY="key")
-    assert task.run
+    assert task_of(SNIPPETS[name], WANDB_API_KEY="key").run
 
 
 def test_the_guide_s_folded_accelerators_are_the_intended_set() -> None:
@@ -89,15 +88,6 @@ def test_an_invalid_accelerator_is_rejected(asked: object) -> None:
     assert isinstance(parse_accelerators(asked), str)
 
 
-def test_problems_have_a_line_an_expectation_and_the_nearest_word() -> None:
-    said = refusal("name: x\nresorces:\n  cpus: 2\nnum_nodes: two\nrun: true-command\n")
-    assert (
-        "task.yaml:2: resorces: unknown key 'resorces' at the top of a task. Did you mean 'resources'?"
-        in said
-    )
-    assert "task.yaml:4: num_nodes: expected a whole number, found 'two'" in said
-
-
 @pytest.mark.parametrize(
     ("key", "where", "value"),
     [("cpus", "resources", one) for one in ("lots", "-1", "0", "nan", "4GB")]
@@ -115,10 +105,11 @@ def test_amounts_of_skypilot_are_accepted(resources: str) -> None:
     assert parse_task(f"run: x\nresources: {{{resources}}}", "task.yaml", Overrides()).run == "x"
 
 
-def test_nested_problems_have_their_path() -> None:
+def test_problems_have_a_line_a_path_an_expectation_and_the_nearest_word() -> None:
     said = refusal(
         "run: x\nresources:\n  disk_tier: bset\n  job_recovery:\n    max_restart_on_errors: 3\n"
         "  any_of:\n    - use_spot: maybe\nfile_mounts:\n  /c:\n    mode: MOUNT_CACHE\n"
+        "resorces:\n  cpus: 2\nnum_nodes: two\n"
     )
     for line in (
         "task.yaml:3: resources.disk_tier: expected one of low, medium, high, ultra, best, none, found "
@@ -127,6 +118,8 @@ def test_nested_problems_have_their_path() -> None:
         "task.yaml:7: resources.any_of[0].use_spot: expected true or false, found 'maybe'",
         "task.yaml:10: file_mounts./c.mode: expected one of MOUNT, COPY, MOUNT_CACHED, found "
         "'MOUNT_CACHE' Did you mean 'MOUNT_CACHED'?",
+        "task.yaml:11: resorces: unknown key 'resorces' at the top of a task. Did you mean 'resources'?",
+        "task.yaml:13: num_nodes: expected a whole number, found 'two'",
     ):
         assert line in said
 
@@ -141,27 +134,15 @@ def test_nested_problems_have_their_path() -> None:
         ("run: [a\n", "invalid YAML"),
         ("name: x\nrun: echo \x07\n", ":2: U+0007 is not allowed in YAML. Remove it."),
         ("run: x\nenvs:\n  A:\n", ":3: envs.A: A has no value: give it here, or with --env A=VALUE"),
-        (
-            "run: x\nsecrets: [TOKEN]\n",
-            "TOKEN has no value: give it here, or with --secret TOKEN=..., or --secret TOKEN if",
-        ),
+        ("run: x\nsecrets: [T]\n", "T has no value: give it here, or with --secret T=VALUE, or --secret T"),
         ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
         ('run: x\nenvs:\n  A: "a\\0b"\n', "expected a text without NUL characters"),
         ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),
-        (
-            "service: {}\n",
-            "services and pools are not jobs; start this one with SkyPilot: `sky serve up FILE`",
-        ),
+        ("service: {}\n", "are not jobs; start this one with SkyPilot: `sky serve up FILE`"),
         ("pool: {}\n", "`sky jobs pool apply FILE`"),
-        (
-            "run: x\nresources: {gpus: A, accelerators: B}\n",
-            ":2: resources.gpus: another name of accelerators",
-        ),
+        ("\nresources: {gpus: A, accelerators: B}\n", ":2: resources.gpus: another name of accelerators"),
         ("run: x\nresources: {gpus: A100:x}\n", ":2: resources.accelerators: expected NAME"),
-        (
-            "run: x\nresources: {any_of: [{}], ordered: [{}]}\n",
-            "expected one of any_of and ordered, found both",
-        ),
+        ("resources: {any_of: [{}], ordered: [{}]}\n", "expected one of any_of and ordered, found both"),
         ("run: x\nenvs: {S: no}\nfile_mounts: {/a: {name: b, store: $S}}\n", "a.store: expected one of S3"),
         ("run: x\nnum_nodes: 0\n", "at least 1"),
     ],
@@ -176,11 +157,7 @@ def test_an_invalid_file_is_rejected_with_an_explanation(text: str, said: str) -
         ("{gpus: A100:8}", [("A100", 8)], False),
         ("{gpus: {A100: 1, H100: 2}}", [("A100", 1), ("H100", 2)], False),
         ("{any_of: [{accelerators: A100:8}, {gpus: H100:4}]}", [("A100", 8), ("H100", 4)], False),
-        (
-            "{ordered: [{accelerators: A100}, {accelerators: [B:2, C:2]}]}",
-            [("A100", 1), ("B", 2), ("C", 2)],
-            True,
-        ),
+        ("{ordered: [{gpus: A}, {accelerators: [B:2, C:2]}]}", [("A", 1), ("B", 2), ("C", 2)], True),
         ("{accelerators: T4:2, any_of: [{use_spot: true}, {gpus: V100}]}", [("T4", 2), ("V100", 1)], False),
         ("{any_of: [{use_spot: true}, {use_spot: false}]}", [], False),
     ],
@@ -324,13 +301,10 @@ def test_the_schema_has_all_keys() -> None:
     assert {"name", "source", "mode", "type"} <= set(STORAGE)
 
 
+plain = st.none() | st.booleans() | st.integers() | st.text(max_size=5)
+keys = st.sampled_from([*TASK.shapes, *RESOURCES, "x"])
 trees = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from([*TASK.shapes, *RESOURCES, "x"]), inner, max_size=4)
-    ),
-    max_leaves=12,
+    plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
 )
 
 

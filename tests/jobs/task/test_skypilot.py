@@ -89,14 +89,9 @@ def parse(files: dict[str, str], folder: Path) -> dict[str, object]:
     home = folder / "home"  # SkyPilot writes there, and must not find anybody's configuration
     home.mkdir(exist_ok=True)
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    words, given = [str(skypilot() / "python"), "-c", PARSE], json.dumps(paths)
     done = subprocess.run(
-        [str(skypilot() / "python"), "-c", PARSE],
-        input=json.dumps(paths),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        cwd=folder,
+        words, input=given, env=environment, cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -120,7 +120,7 @@ def job_page(job: Job) -> dict[str, Any]:
 
 
 def homes_of(job: Job) -> list[str]:
-    """Return the homes of which a job has reported steps, at most `MAX_HOMES`."""
+    """Return the homes with steps that a job has reported, at most `MAX_HOMES`."""
     return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
 
 

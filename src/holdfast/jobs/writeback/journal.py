@@ -108,8 +108,9 @@ class Journal:
         with self._translate_errors(), self._transaction():
             entries = {row[0]: _entry(row) for row in self._rows("entry")}
             sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in self._rows("sent")}
-            rows = self._rows("problem")
-            problems = {row[0]: UploadProblem(*row[4:6], Fingerprint(*row[1:4])) for row in rows}
+            problems = {
+                row[0]: UploadProblem(row[4], row[5], Fingerprint(*row[1:4])) for row in self._rows("problem")
+            }
             last = self._base.execute("SELECT value FROM fact WHERE key = 'last'").fetchone()
         _check_rows(self._path, entries, sent, problems)
         number = decode(str(last[0]), str(self._path)) if last else 0

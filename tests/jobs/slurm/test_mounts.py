@@ -29,7 +29,6 @@ from jobs.slurm.node_disks import (
     uploaders,
 )
 from jobs.slurm.stand_in import StandIn
-from servers import Server
 from small_disk import small_disk
 
 
@@ -40,13 +39,6 @@ def slurm(stand_in: StandIn, tmp_path: Path) -> Iterator[SlurmHarness]:
     yield found
     for job in found.engine.jobs():
         found.wait_for(job, lambda: not processes_below(tmp_path), "the end of all processes")
-
-
-@pytest.fixture
-def bucket(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """Return an empty place in a bucket of a server that the user trusts."""
-    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
-    return Bucket(s3, proxy)
 
 
 def processes_below(folder: Path) -> list[bytes]:

@@ -38,6 +38,16 @@ def command_line(pid: int) -> list[bytes]:
         return []
 
 
+def holders(folder: Path, *words: str) -> list[str]:
+    """Return the files below a folder, by their paths in it, that contain one of some words."""
+    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    return [
+        str(path.relative_to(folder))
+        for path in found
+        if path.is_file() and any(word.encode() in path.read_bytes() for word in words)
+    ]
+
+
 def with_word(found: list[Process], word: str) -> list[Process]:
     """Return the processes with a text in their command line."""
     return [one for one in found if word.encode() in b"\0".join(command_line(one.pid))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.status import JobStatus
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, holders
 
 SECRET = "s3cret-7f1c"
 INHERITED = "inherited-91ab"
@@ -26,20 +25,14 @@ def inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", INHERITED)
 
 
-def holders(harness: JobHarness, job: Job) -> list[str]:
+def secrets_in(harness: JobHarness, job: Job) -> list[str]:
     """Return the files below a job's folder that contain a secret."""
-    folder = harness.files(job).path
-    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return [
-        str(path.relative_to(folder))
-        for path in found
-        if path.is_file() and any(word.encode() in path.read_bytes() for word in (SECRET, INHERITED))
-    ]
+    return holders(harness.place(job).path, SECRET, INHERITED)
 
 
 def wait_without_secrets(harness: JobHarness, job: Job) -> None:
     """Wait until no file of a job contains a secret, with no further command."""
-    harness.wait_for(job, lambda: not holders(harness, job), "the removal of the secrets")
+    harness.wait_for(job, lambda: not secrets_in(harness, job), "the removal of the secrets")
 
 
 def check_usable(harness: JobHarness, job: Job) -> None:
@@ -75,7 +68,7 @@ def test_a_cancelled_job_has_no_secrets(harness: JobHarness) -> None:
     job = harness.submit(WAITS, head="num_nodes: 2", TOKEN=SECRET)
     harness.wait_for_output(job, "up", node=1)
     plans = [f"attempts/1/{rank}/plan.json" for rank in (0, 1)]
-    assert sorted(holders(harness, job)) == [*plans, "environment.json"], "while it runs"
+    assert sorted(secrets_in(harness, job)) == [*plans, "environment.json"], "while it runs"
     harness.engine.cancel(job.id)
     assert harness.wait(job).status is JobStatus.CANCELLED
     wait_without_secrets(harness, job)
@@ -89,7 +82,7 @@ def test_jobs_that_never_start_have_no_secrets(harness: JobHarness, monkeypatch:
     running = harness.submit(WAITS, head=gpu)
     harness.wait_for_output(running, "up")
     waiting = harness.submit("true", head=gpu, TOKEN=SECRET)
-    assert holders(harness, waiting) == ["environment.json"]
+    assert secrets_in(harness, waiting) == ["environment.json"]
     harness.engine.cancel(waiting.id)
     assert harness.wait(waiting).status is JobStatus.CANCELLED
     wait_without_secrets(harness, waiting)
@@ -117,9 +110,9 @@ def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
     harness.wait_for(job, lambda: harness.record(job).job_state.status.is_final, "the end of the job")
     harness.wait_for(job, lambda: not harness.roles(job, "agent"), "the end of the agent")
     harness.wait_for(job, lambda: kill_controllers(harness, job), "the end of the controllers")
-    assert "environment.json" in holders(harness, job)
+    assert "environment.json" in secrets_in(harness, job)
     assert harness.engine.job(job.id).status is JobStatus.SUCCEEDED
-    assert not holders(harness, job)
+    assert not secrets_in(harness, job)
     check_usable(harness, job)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,50 +15,9 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import caches
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of
-from jobs.bucket import SAVES, Bucket
+from jobs.bucket import MANY_SAVES, SAVES, Bucket, Watcher
 from jobs.harness import JobHarness
 from servers import Server
-
-
-@pytest.fixture(autouse=True)
-def _trusted(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trust of the user in the servers that task files name here."""
-    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url},http://127.0.0.1:9")
-
-
-@pytest.fixture
-def place(s3: Server, proxy: FaultProxy) -> Bucket:
-    return Bucket(s3, proxy)
-
-
-class Watcher:
-    """Observer that lists the bucket continuously: a marker must never appear without its data."""
-
-    def __init__(self, place: Bucket) -> None:
-        self._place = place
-        self._is_over = threading.Event()
-        self.num_looks = 0
-        self.wrong: list[set[str]] = []
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(0.02):
-            # Markers are listed first, so the data can only have come meanwhile.
-            marked = {name.removeprefix("marker-") for name in self._place.names() if "marker" in name}
-            found = self._place.names()
-            if {f"data-{one}" for one in marked} - found:
-                self.wrong.append(found)
-            self.num_looks += 1
-
-    def __enter__(self) -> Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-        assert self.num_looks > 1
-        assert not self.wrong
 
 
 def uploader(harness: JobHarness, job: Job) -> processes.Process:
@@ -96,25 +54,25 @@ def test_a_named_bucket_is_written_through_a_write_back_directory(harness: JobHa
 
 
 def test_a_job_is_not_complete_before_its_files_are_in_the_bucket(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy
+    harness: JobHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + "save 1", head=place.cached)
-    with Watcher(place):
+    job = harness.submit(SAVES + "save 1", head=bucket.cached)
+    with Watcher(bucket):
         assert gate.reached.wait(600), harness.describe(job)
         waiting = harness.wait(job, JobStatus.WINDING_DOWN)
         assert "waiting" in waiting.reason
         assert not status_of(harness.files(job).workdir(0) / "out").is_drained
-        assert place.names() == set()
+        assert bucket.names() == set()
         gate.opened.set()
         ended = harness.wait(job)
     assert (ended.status, ended.reason, ended.attempt) == (JobStatus.SUCCEEDED, "", 1)
-    assert place.names() == {"data-1", "marker-1"}
+    assert bucket.names() == {"data-1", "marker-1"}
     assert "all files of the job are in its bucket" in harness.log(job)
 
 
 @pytest.mark.slow
-def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarness, place: Bucket) -> None:
+def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarness, bucket: Bucket) -> None:
     job = harness.submit(
         SAVES
         + """
@@ -127,23 +85,23 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
         until [ -e go ]; do sleep 0.02; done
         save 2
         """,
-        head=place.cached,
+        head=bucket.cached,
     )
-    with Watcher(place):
+    with Watcher(bucket):
         harness.wait_for_output(job, "ready")
         harness.wait(job, JobStatus.RUNNING)
         harness.engine.preempt(job.id, lead_s=600)
         harness.wait_for_output(job, "attempt 2 of job")
-        assert place.names() == {"data-1", "marker-1"}
+        assert bucket.names() == {"data-1", "marker-1"}
         harness.wait_for_output(job, "\n1\n")
         (harness.files(job).workdir(0) / "go").touch()
         ended = harness.wait(job)
     assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
-    assert place.names() == {"data-1", "marker-1", "data-2", "marker-2"}
+    assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
 
 def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attempt(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy
+    harness: JobHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
     """Node, uploader and all others are killed in the middle of an upload."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=2")
@@ -154,9 +112,9 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
         cat out/marker-1
         save 2
         """,
-        head=place.cached,
+        head=bucket.cached,
     )
-    with Watcher(place):
+    with Watcher(bucket):
         harness.wait_for_output(job, "saved")
         assert gate.reached.wait(600)
         processes.kill([uploader(harness, job)])
@@ -165,16 +123,16 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
         ended = harness.wait(job)
     assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     assert "\n1\n" in harness.log(job)
-    assert place.names() == {"data-1", "marker-1", "data-2", "marker-2"}
+    assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
 
 @pytest.mark.essential
 def test_a_completed_job_survives_kills_during_its_upload(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy
+    harness: JobHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
     """The job ends correctly without any command."""
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + "save 1", head=place.cached)
+    job = harness.submit(SAVES + "save 1", head=bucket.cached)
     assert gate.reached.wait(600), harness.describe(job)
     harness.wait(job, JobStatus.WINDING_DOWN)
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
@@ -182,23 +140,19 @@ def test_a_completed_job_survives_kills_during_its_upload(
     gate.opened.set()
     harness.wait_for(job, lambda: harness.record(job).job_state.status.is_final, "the end")
     assert harness.record(job).job_state.status is JobStatus.SUCCEEDED, harness.describe(job)
-    assert place.names() == {"data-1", "marker-1"}
+    assert bucket.names() == {"data-1", "marker-1"}
 
 
 @pytest.mark.slow
-def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, place: Bucket) -> None:
+def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, bucket: Bucket) -> None:
     import random
 
     chance = random.Random(11)
     job = harness.submit(
-        SAVES.replace("9000000", "300000")
-        + """
-        n=$(ls out | sed -n 's/marker-//p' | sort -n | tail -n 1)
-        for i in $(seq $((${n:-0} + 1)) 60); do save $i; echo saved $i; sleep 0.05; done
-        """,
-        head=place.cached,
+        MANY_SAVES,
+        head=bucket.cached,
     )
-    with Watcher(place):
+    with Watcher(bucket):
         for number in range(1, 9):
             harness.wait_for_output(job, f"saved {6 * number}\n")
             what = chance.choice(["controller", "mounter", "agent", "uploader", "node"])
@@ -211,15 +165,15 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
         harness.engine.jobs()
         ended = harness.wait(job)
     assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.describe(job)
-    assert place.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
+    assert bucket.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["failed", "cancelled"])
 def test_a_job_without_success_ends_at_once_with_what_is_missing_and_still_uploads_it(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy, is_cancelled: bool
+    harness: JobHarness, bucket: Bucket, proxy: FaultProxy, is_cancelled: bool
 ) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = harness.submit(SAVES + f"save 1; {'sleep 1000' if is_cancelled else 'exit 5'}", head=place.cached)
+    job = harness.submit(SAVES + f"save 1; {'sleep 1000' if is_cancelled else 'exit 5'}", head=bucket.cached)
     assert gate.reached.wait(600), harness.describe(job)
     if is_cancelled:
         harness.engine.cancel(job.id)
@@ -231,7 +185,7 @@ def test_a_job_without_success_ends_at_once_with_what_is_missing_and_still_uploa
     harness.wait_for(job, files.without_secrets.exists, "the removal of the secrets")
     assert not files.environment.exists(), "the uploader has the keys of the bucket in its process"
     gate.opened.set()
-    harness.wait_for(job, lambda: place.names() == {"data-1", "marker-1"}, "the rest")
+    harness.wait_for(job, lambda: bucket.names() == {"data-1", "marker-1"}, "the rest")
 
 
 @pytest.mark.slow
@@ -258,11 +212,11 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
 
 
 @pytest.mark.slow
-def test_nodes_share_a_write_back_directory(harness: JobHarness, place: Bucket) -> None:
+def test_nodes_share_a_write_back_directory(harness: JobHarness, bucket: Bucket) -> None:
     harness.run(
-        "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{place.cached}"
+        "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{bucket.cached}"
     )
-    assert place.names() == {"from-0", "from-1"}
+    assert bucket.names() == {"from-0", "from-1"}
 
 
 def test_a_job_whose_bucket_is_unreachable_does_not_start(
@@ -278,6 +232,7 @@ def test_a_job_whose_bucket_is_unreachable_does_not_start(
     assert "never" not in harness.log(job)
 
 
+@pytest.mark.usefixtures("bucket")  # trusts the server
 def test_why_names_the_mount_that_failed_and_no_setup_that_the_task_has_not(
     harness: JobHarness, s3: Server
 ) -> None:
@@ -296,14 +251,14 @@ def test_why_names_the_mount_that_failed_and_no_setup_that_the_task_has_not(
 
 @pytest.mark.slow
 def test_a_bucket_is_copied_once_for_all_attempts(
-    harness: JobHarness, place: Bucket, proxy: FaultProxy
+    harness: JobHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
     large = os.urandom(7 << 20)
-    place.store.put("data/a/large", large)
-    place.store.put("data/b", b"small")
-    place.store.put("data/empty", b"")
+    bucket.store.put("data/a/large", large)
+    bucket.store.put("data/b", b"small")
+    bucket.store.put("data/empty", b"")
     proxy.inject("truncate", method="GET", target="large", after_bytes=100_000)
-    source = place.url.replace("?", "/data?")
+    source = bucket.url.replace("?", "/data?")
     job = harness.submit(
         "cat in/b one; echo mine > in/b; ls -l in/a; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; cat in/b",
         head=f'file_mounts: {{in: "{source}", one: "{source.replace("?", "/b?")}"}}\nnum_nodes: 1',
@@ -315,20 +270,20 @@ def test_a_bucket_is_copied_once_for_all_attempts(
     assert (copy / "empty").read_bytes() == b""
     assert "smallsmall" in harness.log(job)
     assert harness.log(job).count("copied s3://") == 2, "once for each mount"
-    assert place.store.get("data/b") == b"small", "what was copied is a copy"
+    assert bucket.store.get("data/b") == b"small", "what was copied is a copy"
 
 
-def test_copying_a_missing_source_is_rejected(harness: JobHarness, place: Bucket) -> None:
+def test_copying_a_missing_source_is_rejected(harness: JobHarness, bucket: Bucket) -> None:
     with pytest.raises(NotFound, match="nothing exists at"):
-        harness.submit("true", head=f'file_mounts: {{in: "{place.url}"}}')
+        harness.submit("true", head=f'file_mounts: {{in: "{bucket.url}"}}')
     assert harness.engine.jobs() == []
 
 
-def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarness, place: Bucket) -> None:
+def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarness, bucket: Bucket) -> None:
     """Three jobs at once on one bucket, of which nothing stays on this machine."""
-    place.store.put("corpus", b"x" * 2_000_000)
+    bucket.store.put("corpus", b"x" * 2_000_000)
     jobs = [
-        harness.submit(f"wc -c < out/corpus; echo {number} > out/result-{number}", head=place.cached)
+        harness.submit(f"wc -c < out/corpus; echo {number} > out/result-{number}", head=bucket.cached)
         for number in range(3)
     ]
     for job in jobs:
@@ -337,16 +292,16 @@ def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarn
         harness.wait_for(job, lambda path=Path(spec.path): not path.exists(), "the removal of the copies")
         assert "2000000" in harness.log(job)
         assert harness.engine.job(job.id).reason == ""
-    assert place.names() == {"corpus", "result-0", "result-1", "result-2"}
+    assert bucket.names() == {"corpus", "result-0", "result-1", "result-2"}
 
 
 @pytest.mark.parametrize(
     "left", ["ln -s corpus out/link", "echo x > out/unfinished.tmp"], ids=["link", "unfinished"]
 )
 def test_a_directory_with_files_that_are_not_uploaded_stays(
-    harness: JobHarness, place: Bucket, left: str
+    harness: JobHarness, bucket: Bucket, left: str
 ) -> None:
-    job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=place.cached))
+    job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=bucket.cached))
     assert job.status is JobStatus.FAILED
     harness.wait_for(job, lambda: not harness.roles(job, "mounter"), "the end of the uploads")
     harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of the controller")
@@ -355,12 +310,12 @@ def test_a_directory_with_files_that_are_not_uploaded_stays(
     assert (Path(spec.path) / "corpus").exists()
 
 
-def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: Bucket) -> None:
+def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, bucket: Bucket) -> None:
     def head(limit: str) -> str:
         config = f"config: {{mount_cached: {{vfs_cache_max_size: {limit}}}}}"
-        return f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED, {config}}}}}'
+        return f'file_mounts: {{out: {{source: "{bucket.url}", mode: MOUNT_CACHED, {config}}}}}'
 
-    place.store.put("corpus", b"x" * 2_000_000)
+    bucket.store.put("corpus", b"x" * 2_000_000)
     with pytest.raises(InvalidInput, match=r"holds at least 2.0 MB.*the limit is 1.0 MB.*vfs_cache_max_size"):
         harness.submit("true", head=head("1M"))
     with pytest.raises(InvalidInput, match=r"expected a size, such as 50G, or off, found 'much'"):
@@ -372,16 +327,16 @@ def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, place: 
 
 
 @pytest.mark.slow
-def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, place: Bucket) -> None:
-    place.store.put("corpus", b"x" * 900_000)
+def test_a_bucket_that_grows_above_the_limit_ends_the_job(harness: JobHarness, bucket: Bucket) -> None:
+    bucket.store.put("corpus", b"x" * 900_000)
     gate = harness.folder / "go"
     job = harness.submit(
         f"[ $HOLDFAST_ATTEMPT = 1 ] || exit 0; echo up; until [ -e {gate} ]; do sleep 0.05; done; exit 75",
-        head=f'file_mounts: {{out: {{source: "{place.url}", mode: MOUNT_CACHED, '
+        head=f'file_mounts: {{out: {{source: "{bucket.url}", mode: MOUNT_CACHED, '
         "config: {mount_cached: {vfs_cache_max_size: 1M}}}}",
     )
     harness.wait_for_output(job, "up")
-    place.store.put("more", b"x" * 2_000_000)
+    bucket.store.put("more", b"x" * 2_000_000)
     gate.touch()
     ended = harness.wait(job)
     assert ended.status in (JobStatus.FAILED, JobStatus.FAILED_SETUP), harness.describe(job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import pytest
 
@@ -11,11 +10,10 @@ from fault_proxy import FaultProxy
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.status import JobStatus
-from jobs.bucket import SAVES, Bucket
+from jobs.bucket import MANY_SAVES, SAVES, Bucket, Watcher
 from jobs.local.test_bucket import needs_fuse
 from jobs.slurm.harness import SlurmHarness, command
 from jobs.slurm.node_disks import cache_on, left_on, scratch_roles, uploaders
-from servers import Server
 
 pytestmark = pytest.mark.slow
 ONE = "resources: {cpus: 1}"
@@ -26,13 +24,6 @@ ON_N1 = "config: {slurm: {sbatch_options: {nodelist: n1, cpus_per_task: 1}}}"
 def _disks(slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk of its own for each node."""
     monkeypatch.setenv("HOLDFAST_SCRATCH", f"{slurm.folder}/disks/$SLURMD_NODENAME")
-
-
-@pytest.fixture
-def bucket(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """Return an empty place in a bucket of a server that the user trusts."""
-    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
-    return Bucket(s3, proxy)
 
 
 def test_two_nodes_write_into_one_bucket(slurm: SlurmHarness, bucket: Bucket) -> None:
@@ -144,45 +135,11 @@ def test_a_cancellation_in_slurm_names_what_is_missing(
     assert (cache_on(slurm, "n1") / "data-1").stat().st_size == 9_000_000
 
 
-class Watcher:
-    """Observer that lists the bucket continuously: a marker must never appear without its data."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self._is_over = threading.Event()
-        self.num_looks = 0
-        self.wrong: list[set[str]] = []
-        self._thread = threading.Thread(target=self._watch)
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(0.05):
-            # Markers are listed first, so the data can only have come meanwhile.
-            marked = {name.removeprefix("marker-") for name in self._bucket.names() if "marker" in name}
-            found = self._bucket.names()
-            if {f"data-{one}" for one in marked} - found:
-                self.wrong.append(found)
-            self.num_looks += 1
-
-    def __enter__(self) -> Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-        assert self.num_looks > 1
-        assert not self.wrong
-
-
 def test_random_kills_never_show_a_marker_without_its_data(slurm: SlurmHarness, bucket: Bucket) -> None:
     """Of any process of the job, and of requeues. Nothing that was saved is missing at the end."""
     chance = random.Random(20261124)
     job = slurm.submit(
-        SAVES.replace("9000000", "300000")
-        + """
-        n=$(ls out | sed -n 's/marker-//p' | sort -n | tail -n 1)
-        for i in $(seq $((${n:-0} + 1)) 60); do save $i; echo saved $i; sleep 0.05; done
-        """,
+        MANY_SAVES,
         head=f"{ON_N1}\n{bucket.cached}",
     )
     with Watcher(bucket):

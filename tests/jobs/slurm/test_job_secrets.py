@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.slurm import controller
 from holdfast.jobs.status import JobStatus
+from jobs.harness import holders
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn
 
@@ -34,12 +34,6 @@ def slurm(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
     return SlurmHarness(tmp_path)
 
 
-def holders(folder: Path) -> list[str]:
-    """Return the files below a folder that contain the secret."""
-    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return [path.name for path in found if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
 def folder_of(slurm: SlurmHarness, job: Job) -> Path:
     return slurm.files(job).job.path
 
@@ -54,9 +48,9 @@ def test_a_job_that_has_ended_has_no_secrets(slurm: SlurmHarness, run: str, expe
         TOKEN=SECRET,
     )
     slurm.wait_for_output(job, "up")
-    assert sorted(holders(folder_of(slurm, job))) == ["environment.json"], "while it runs"
+    assert sorted(holders(folder_of(slurm, job), SECRET)) == ["environment.json"], "while it runs"
     gate.touch()
-    slurm.wait_for(job, lambda: not holders(folder_of(slurm, job)), "the removal, without a command")
+    slurm.wait_for(job, lambda: not holders(folder_of(slurm, job), SECRET), "the removal, without a command")
     ended = slurm.wait(job)
     assert ended.status is expected
     assert len(describe_job(ended).attempts) == 1
@@ -74,7 +68,7 @@ def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     slurm.wait_for(job, (slurm.folder / "killed").exists, "the kill")
     slurm.succeed(job)
-    assert not holders(folder_of(slurm, job))
+    assert not holders(folder_of(slurm, job), SECRET)
 
 
 def test_a_job_without_its_secrets_is_not_started_again(
@@ -85,7 +79,7 @@ def test_a_job_without_its_secrets_is_not_started_again(
     job = slurm.submit("echo ran", TOKEN=SECRET)
     (stand_in.folder / "running").unlink()  # Slurm has forgotten it
     assert slurm.wait(job).status is JobStatus.FAILED_CONTROLLER
-    assert not holders(folder_of(slurm, job))
+    assert not holders(folder_of(slurm, job), SECRET)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert controller.supervise(slurm.files(job).job) == controller.FAILED
     found = slurm.files(job).read_state().job_state
@@ -100,7 +94,7 @@ def test_a_submission_that_slurm_refuses_leaves_nothing(slurm: SlurmHarness, sta
         slurm.submit("true", TOKEN=SECRET)
     jobs = slurm.folder / "state" / "jobs"
     assert [path.name for path in jobs.iterdir() if path.is_dir()] == []
-    assert not holders(slurm.folder / "state")
+    assert not holders(slurm.folder / "state", SECRET)
     with pytest.raises(NotFound):
         slurm.engine.job(1)
     (stand_in.folder / "refuse").unlink()
@@ -134,8 +128,8 @@ def test_a_submission_whose_launch_was_killed_can_be_cancelled_and_removed(
     assert done.returncode == -signal.SIGKILL
     (job,) = slurm.engine.jobs()
     assert (job.status, job.engine_job_id) == (JobStatus.PENDING, None)
-    assert holders(folder_of(slurm, job))
+    assert holders(folder_of(slurm, job), SECRET)
     assert slurm.engine.cancel(job.id).status is JobStatus.CANCELLED
-    assert not holders(folder_of(slurm, job))
+    assert not holders(folder_of(slurm, job), SECRET)
     slurm.engine.forget(job.id)
     assert not folder_of(slurm, job).exists()

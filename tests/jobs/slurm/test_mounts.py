@@ -29,7 +29,6 @@ from jobs.slurm.node_disks import (
     uploaders,
 )
 from jobs.slurm.stand_in import StandIn
-from servers import Server
 from small_disk import small_disk
 
 
@@ -40,13 +39,6 @@ def slurm(stand_in: StandIn, tmp_path: Path) -> Iterator[SlurmHarness]:
     yield found
     for job in found.engine.jobs():
         found.wait_for(job, lambda: not processes_below(tmp_path), "the end of all processes")
-
-
-@pytest.fixture
-def bucket(s3: Server, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """Return an empty place in a bucket of a server that the user trusts."""
-    monkeypatch.setenv("HOLDFAST_TRUST_ENDPOINTS", f"{s3.endpoint_url},{proxy.url}")
-    return Bucket(s3, proxy)
 
 
 def processes_below(folder: Path) -> list[bytes]:
@@ -325,16 +317,26 @@ def test_a_cancelled_job_uploads_until_its_deadline_and_names_what_is_missing(
     assert not uploaders(slurm, "n1"), "nothing of a job stays on a node that it has given back"
 
 
-def test_a_cancelled_job_uploads_what_it_can(slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy) -> None:
+@pytest.mark.parametrize("is_cancelled", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_job_without_success_ends_when_its_files_are_in_the_bucket(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy, is_cancelled: bool
+) -> None:
     gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     options = "config: {slurm: {sbatch_options: {signal: USR1@600}}}"
-    job = slurm.submit(SAVES + "save 1; sleep 1000", head=f"{options}\n{bucket.cached}")
+    run = f"save 1; {'sleep 1000' if is_cancelled else 'exit 5'}"
+    job = slurm.submit(SAVES + run, head=f"{options}\n{bucket.cached}")
     assert gate.reached.wait(600), slurm.describe(job)
-    slurm.engine.cancel(job.id)
-    slurm.wait(job, JobStatus.CANCELLING)
+    if is_cancelled:
+        slurm.engine.cancel(job.id)
+        slurm.wait(job, JobStatus.CANCELLING)
+    else:
+        slurm.wait_for_output(job, "not all of")
+        assert not slurm.engine.job(job.id).status.is_final
     gate.opened.set()
     ended = end(slurm, job)
-    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled"), slurm.describe(job)
+    assert ended.status is (JobStatus.CANCELLED if is_cancelled else JobStatus.FAILED), slurm.describe(job)
+    reason = ended.reason.partition("\nThe last lines")[0]
+    assert reason == ("cancelled" if is_cancelled else "node 0 failed in run with status 5")
     assert bucket.names() == {"data-1", "marker-1"}
     assert left_on(slurm, "n1") == []
 
@@ -358,23 +360,6 @@ def test_a_job_that_is_cancelled_while_leftovers_are_uploaded_names_them(
     assert f"not all of {cache_on(slurm, 'n1')} is in s3://" in ended.reason
     assert (cache_on(slurm, "n1") / "data-1").stat().st_size == 9_000_000
     assert not uploaders(slurm, "n1")
-
-
-@pytest.mark.slow
-def test_a_failed_job_ends_when_its_files_are_in_the_bucket(
-    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
-) -> None:
-    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = slurm.submit(SAVES + "save 1; exit 5", head=bucket.cached)
-    assert gate.reached.wait(600), slurm.describe(job)
-    slurm.wait_for_output(job, "not all of")
-    assert not slurm.engine.job(job.id).status.is_final
-    gate.opened.set()
-    ended = end(slurm, job)
-    assert ended.status is JobStatus.FAILED
-    assert "status 5" in ended.reason
-    assert "not all of" not in ended.reason.partition("The last lines")[0]
-    assert bucket.names() == {"data-1", "marker-1"}
 
 
 @pytest.mark.slow

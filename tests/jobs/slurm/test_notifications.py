@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import start_time
+from jobs.harness import holders
 from jobs.notifications.receiver import SECRET, Receiver
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn
@@ -44,13 +44,6 @@ def wait_for_end(slurm: SlurmHarness, job: Job) -> Job:
     return slurm.wait(job)
 
 
-def holders(slurm: SlurmHarness, job: Job) -> list[str]:
-    """Return the files below a job's folder that contain the secret."""
-    folder = slurm.files(job).job.path
-    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return [path.name for path in found if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
 def test_the_controller_sends_each_status(
     desk: SlurmHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +55,7 @@ def test_the_controller_sends_each_status(
     errors = [one.error for one in jobs.describe(job.id).notifications]
     assert errors == ["", "the server answered with status 404"]
     assert "was not sent to webhook 1" in desk.files(job).output.read_text()
-    assert not holders(desk, job)
+    assert not holders(desk.place(job).path, SECRET)
 
 
 def test_variables_with_targets_do_not_reach_the_job(
@@ -76,7 +69,7 @@ def test_variables_with_targets_do_not_reach_the_job(
     wait_for_end(desk, job)
     assert receiver.statuses == ["SUCCEEDED"]
     assert "HOLDFAST_NOTIFY" not in desk.log(job)
-    assert not holders(desk, job)
+    assert not holders(desk.place(job).path, SECRET)
 
 
 @pytest.mark.parametrize("point", ["jobs.recorded:3", "jobs.notified:1"])
@@ -107,7 +100,7 @@ def test_a_job_that_slurm_has_removed_before_its_start_is_notified_of(
     assert desk.wait(job).status is JobStatus.FAILED_CONTROLLER
     wait_for_end(desk, job)
     assert receiver.statuses == ["FAILED_CONTROLLER"]
-    assert not holders(desk, job)
+    assert not holders(desk.place(job).path, SECRET)
 
 
 def test_the_batch_script_waits_for_the_last_notification(desk: SlurmHarness, receiver: Receiver) -> None:
@@ -136,4 +129,4 @@ def test_a_real_cluster_sends_before_it_ends_the_job(slurm: SlurmHarness, receiv
         found = [(body["status"], body["attempt"]) for body in bodies]
         # Slurm kills the controller's node between the attempts, so one may be sent twice.
         assert list(dict.fromkeys(found)) == expected
-    assert not holders(slurm, job)
+    assert not holders(slurm.place(job).path, SECRET)

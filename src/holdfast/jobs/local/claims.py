@@ -109,8 +109,7 @@ def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Itera
     given: dict[int, Devices] = {}
     shortages: dict[int, str] = {}
     for demand in sorted(demands, key=lambda one: (-one.priority, one.job)):
-        shortage = machine.shortage(demand)
-        gpus = machine.take(demand, is_waiting=bool(shortage))
+        gpus, shortage = machine.take(demand)
         if shortage:
             shortages[demand.job] = shortage
         else:
@@ -127,47 +126,33 @@ class _Machine:
         self._taken = list(claims)
         self._waiting: set[int] = set()  # jobs that wait, and keep what they have taken
 
-    def shortage(self, demand: Demand) -> str:
-        """Return why a job must wait, for people. Empty if it fits."""
+    def take(self, demand: Demand) -> tuple[list[str], str]:
+        """Take what a job needs, or of that what is free. Return its GPUs, and why it must wait, if so."""
+        taken, capacity = self._taken, self._capacity
+        used = {gpu for one in taken for gpu in one.gpus}
+        gpus = [gpu for gpu in dict.fromkeys(demand.devices) if gpu not in used]
+        cpus, memory_mib = min(demand.cpus, capacity.cpus), min(demand.memory_mib, capacity.memory_mib)
+        free_cpus = max(0.0, capacity.cpus - sum(one.cpus for one in taken))
+        free_mib = max(0, capacity.memory_mib - sum(one.memory_mib for one in taken))
         needs: list[str] = []
         users: set[int] = set()
-        free_gpus = self._free_gpus(demand)
-        if len(free_gpus) < demand.num_gpus:
-            needs.append(f"{plural(demand.num_gpus, 'GPU')} ({len(free_gpus)} free)")
-            users |= {one.job for one in self._taken if set(one.gpus) & set(demand.devices)}
-        cpus, memory_mib = self._needs(demand)
-        if cpus > self._free_cpus() + _ROUNDING:
-            needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({self._free_cpus():g} free)")
-            users |= {one.job for one in self._taken if one.cpus}
-        if memory_mib > self._free_memory_mib():
-            needs.append(f"{_amount(memory_mib)} of memory ({_amount(self._free_memory_mib())} free)")
-            users |= {one.job for one in self._taken if one.memory_mib}
+        if len(gpus) < demand.num_gpus:
+            needs.append(f"{plural(demand.num_gpus, 'GPU')} ({len(gpus)} free)")
+            users |= {one.job for one in taken if set(one.gpus) & set(demand.devices)}
+        if cpus > free_cpus + _ROUNDING:
+            needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({free_cpus:g} free)")
+            users |= {one.job for one in taken if one.cpus}
+        if memory_mib > free_mib:
+            needs.append(f"{_amount(memory_mib)} of memory ({_amount(free_mib)} free)")
+            users |= {one.job for one in taken if one.memory_mib}
         for port in demand.ports:
-            needs += [f"port {port} of job {one.job}" for one in self._taken if port in one.ports]
-        return f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
-
-    def take(self, demand: Demand, *, is_waiting: bool) -> list[str]:
-        """Take what a job needs, or of that what is free, and return its GPUs."""
-        gpus = self._free_gpus(demand)[: demand.num_gpus]
-        cpus, memory_mib = self._needs(demand)
-        cpus, memory_mib = min(cpus, self._free_cpus()), min(memory_mib, self._free_memory_mib())
-        self._taken.append(ResourceClaim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
-        if is_waiting:
+            needs += [f"port {port} of job {one.job}" for one in taken if port in one.ports]
+        shortage = f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
+        gpus, cpus, memory_mib = gpus[: demand.num_gpus], min(cpus, free_cpus), min(memory_mib, free_mib)
+        taken.append(ResourceClaim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
+        if shortage:
             self._waiting.add(demand.job)
-        return gpus
-
-    def _needs(self, demand: Demand) -> tuple[float, int]:
-        return min(demand.cpus, self._capacity.cpus), min(demand.memory_mib, self._capacity.memory_mib)
-
-    def _free_gpus(self, demand: Demand) -> list[str]:
-        taken = {gpu for one in self._taken for gpu in one.gpus}
-        return [gpu for gpu in dict.fromkeys(demand.devices) if gpu not in taken]
-
-    def _free_cpus(self) -> float:
-        return max(0.0, self._capacity.cpus - sum(one.cpus for one in self._taken))
-
-    def _free_memory_mib(self) -> int:
-        return max(0, self._capacity.memory_mib - sum(one.memory_mib for one in self._taken))
+        return gpus, shortage
 
     def _who(self, users: set[int]) -> str:
         """Return which jobs have, or get first, what another one needs."""

@@ -15,7 +15,7 @@ from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
-from holdfast.jobs.node.processes import AGENT, ROLES, Process
+from holdfast.jobs.node.processes import AGENT, Process
 from holdfast.jobs.node.roles import STOPPED, spawn
 from holdfast.jobs.node_spec import NodeSpec, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
@@ -172,7 +172,7 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     assert lock is not None, "no other process has this folder"
     making.rename(folder.path)  # from here on the node exists, with its lock held
     try:
-        return spawn((ROLES, AGENT, str(folder.path)), Path(plan.log), lock=lock)
+        return spawn(AGENT, folder.path, Path(plan.log), lock=lock)
     finally:
         os.close(lock)
 

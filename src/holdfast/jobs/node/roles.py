@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,8 +63,7 @@ class ProcessRole:
             return False
         try:
             before()
-            words = (ROLES, self.name, str(self.folder))
-            spawn(words, log, lock=lock, environment=environment)
+            spawn(self.name, self.folder, log, lock=lock, environment=environment)
         finally:
             os.close(lock)
         return True
@@ -74,18 +73,24 @@ class ProcessRole:
         processes.kill(processes.of_role(self.name, self.folder))
 
 
-def spawn(words: Sequence[str], log: Path, *, lock: int, environment: Mapping[str, str] | None = None) -> int:
-    """Start a process of Holdfast with a lock and without a terminal, and return its pid.
+def spawn(
+    role: str, folder: Path, log: Path, *, lock: int, environment: Mapping[str, str] | None = None
+) -> int:
+    """Start a process of Holdfast without a terminal, and return its pid.
 
     Args:
-        words: module and arguments.
-        lock: descriptor of the lock, which it holds from the start.
+        lock: descriptor of a lock, which it holds from the start.
+        environment: default: that of this process, without the variables of a node.
     """
+    given = os.environ if environment is None else environment
+    kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
+    # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
+    kept |= {_PATH: os.environ[_PATH]} if _PATH in os.environ else {}
     python = own_python()
     return os.posix_spawn(
         python,
-        command(*words, python=python),
-        own_environment(environment),
+        command(ROLES, role, str(folder), python=python),
+        kept,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600),
@@ -96,14 +101,6 @@ def spawn(words: Sequence[str], log: Path, *, lock: int, environment: Mapping[st
         setsigmask=[],
         setsigdef=_DEFAULT_SIGNALS,
     )
-
-
-def own_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of Holdfast's own processes, which do not belong to a node."""
-    given = os.environ if environment is None else environment
-    kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
-    # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
-    return {**kept, _PATH: os.environ[_PATH]} if _PATH in os.environ else kept
 
 
 def log_line(text: str) -> None:

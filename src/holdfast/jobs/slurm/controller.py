@@ -272,7 +272,8 @@ class SlurmController(Controller):
             for node, report in reports.items()
             if report.notified_unix_s == step.orders.notice_unix_s
         }
-        if len(notified.keys() | self.state.outcomes.keys()) == num_nodes and step.orders.notice:
+        has_sent = self._is_notified and bool(step.orders.notice)  # the newest notice
+        if has_sent and len(notified.keys() | self.state.outcomes.keys()) == num_nodes:
             yield NoticeDelivered(attempt, sum(notified.values()))
         for node, report in reports.items():
             if report.outcome is not None:

@@ -140,7 +140,7 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
         self._rows: list[tuple[int, ...]] = []
         self._widths: list[int] = []
         self._given: list[tuple[list[Tensor], Tensor | None]] = []
-        self._items = self._elements = 0
+        self._items = 0
 
     @override
     def begin(self, training: TrainingInfo) -> None:
@@ -166,7 +166,7 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
         if number > _WARM_UP:
             waited_s, num_loaded = self._loaders.pop_waited()
             peak, num_items = self._clock.peak_bytes(), self._items or num_loaded
-            self._steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, self._elements, peak, is_odd))
+            self._steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, peak, is_odd))
         self._measure_given()
         self._begin_step()
 
@@ -193,7 +193,7 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
 
     def _begin_step(self) -> None:
         self._given.clear()
-        self._items = self._elements = 0
+        self._items = 0
         self._started, self._compiled = self._loaders.num_started, tracker.compilation_state()
         self._clock.reset_peak()
         self._loaders.pop_waited()
@@ -203,11 +203,9 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
         given = [one for one in find_tensors((args, kwargs)) if one.dim() > 0]
         if not given:
             return
-        largest = max(given, key=lambda one: one.numel())
         mask = kwargs.get("attention_mask")
         self._given.append((given, mask if isinstance(mask, Tensor) else None))
-        self._items += largest.shape[0]
-        self._elements += largest.numel()
+        self._items += max(given, key=lambda one: one.numel()).shape[0]
 
     def _measure_given(self) -> None:
         """Measure the inputs. Called after the timing, since reading them makes the host wait."""

@@ -40,9 +40,9 @@ def is_user_code(file: str) -> bool:
     return not resolved.startswith(_libraries()) and not file.startswith(_libraries())
 
 
-def frames(start: FrameType | None = None) -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
     """Yield the running frames, innermost first, without those of this package."""
-    frame = start or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_WATCHERS):
             yield frame

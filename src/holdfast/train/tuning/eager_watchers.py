@@ -94,14 +94,9 @@ _MIN_TAIL = 4  # equal tokens at the end of a row that count as padding
 
 
 def useful_lengths(given: Iterable[Tensor], mask: Tensor | None) -> tuple[tuple[int, ...], int] | None:
-    """Return the useful length of each row of a batch, and their padded length.
+    """Return the useful length of each row of a batch, and their padded length. None without rows of tokens.
 
-    Args:
-        given: the model's inputs. The first integer tensor of shape (rows, length) counts.
-        mask: the model's attention mask of shape (rows, length), if it has one.
-
-    Returns:
-        None if no input looks like padded rows of tokens.
+    The attention mask counts, of shape (rows, length), or else the first integer tensor of that shape.
     """
     if mask is not None and mask.dim() == 2:
         return tuple(int(length) for length in (mask != 0).sum(dim=1).tolist()), mask.shape[1]

@@ -90,11 +90,7 @@ def line_at(file: str, line: int) -> SourceLine:
 
 
 def innermost_user_line(stack: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """Return the innermost line of the user's code in a stack, otherwise its last line.
-
-    Args:
-        stack: files and lines, outermost first.
-    """
+    """Return the innermost line of the user's code in a stack, outermost first; otherwise its last line."""
     lines = list(stack)
     for file, line in reversed(lines):
         if is_user_code(file):

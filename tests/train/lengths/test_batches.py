@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import InvalidInput
 from holdfast.train.data.progress import EpochLayout
 from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
+from train.data.numbers import Numbers
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
 
@@ -172,3 +174,22 @@ def test_if_fewer_units_than_ranks_are_left_the_next_epoch_starts() -> None:
     second.load_state_dict(first.state_dict())
     assert len(next(iter(second))) == 1
     assert second.epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_that_reads_ahead_resumes_exactly(num_workers: int) -> None:
+    lengths = [1 + (7 * number) % 30 for number in range(50)]
+
+    def loader() -> StatefulDataLoader[int]:
+        return StatefulDataLoader(
+            Numbers(50), batch_sampler=make("buckets", lengths, 8), num_workers=num_workers
+        )
+
+    expected = [batch.tolist() for batch in loader()]
+    first = loader()
+    iterator = iter(first)
+    assert [next(iterator).tolist() for _ in range(3)] == expected[:3]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == expected[3:]

@@ -13,7 +13,7 @@ LIMIT_S = 600
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of this process, with which another one finds this version of Holdfast."""
+    """Return the variables of this process, with the path of this version of Holdfast."""
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
 

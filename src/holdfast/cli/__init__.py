@@ -24,9 +24,7 @@ _WITH_COMMAND_LINE = ("launch",)
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of the whole command line.
 
-    Args:
-        only: the command whose module is imported. The others have no options then, only their line in the
-            help. None for all commands.
+    With `only`, the module of that command alone is imported. The others have no options then, only a line.
     """
     parser = argparse.ArgumentParser(
         prog="holdfast",
@@ -44,14 +42,7 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the arguments of the program; those of this process by default.
-
-    Returns:
-        Exit status: 0 for success, 1 if damage or a difference was found, 2 for an error.
-    """
+    """Run one command, with the arguments of this process by default, and return the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")
     parser = make_parser(command)  # other commands are not imported

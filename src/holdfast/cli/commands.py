@@ -71,11 +71,7 @@ def short_summary(name: str) -> str:
 
 
 class Arguments:
-    """Arguments of a command, or a group of them.
-
-    Args:
-        target: parser or group of argparse.
-    """
+    """Arguments of a command, or a group of them: those of a parser or group of argparse."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -181,12 +177,7 @@ def _patience(text: str) -> float:
 
 
 def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
-    """Check that `--yes` was given or that the command can ask on the terminal.
-
-    Args:
-        args: with `yes` and `json`.
-        what_was_done: the end of the message, such as "Nothing was deleted."
-    """
+    """Check that `--yes` was given or that the command can ask on the terminal."""
     if not args.yes and (args.json or not sys.stdin.isatty()):
         why = "--json does not ask" if args.json else "standard input is not a terminal"
         raise InvalidInput(f"Add --yes: {why}. {what_was_done}")

@@ -114,11 +114,7 @@ def _format_metric(row: Row, name: str) -> str | None:
 
 
 def _print_notes(inventory: Inventory, rows: list[Row], listed: list[Row]) -> None:
-    """Print the defects of the listed checkpoints, and the numbers of the others.
-
-    Args:
-        listed: the rows, with those that are left out since they are not known to be healthy.
-    """
+    """Print the defects of the rows, and the number of others. `listed` has the unhealthy ones too."""
     for row in rows:
         if row.reason and row.state != INCOMPLETE:
             print_text(f"step {row.step}, attempt {row.attempt}: {row.reason}")

@@ -50,10 +50,7 @@ def judge(
     Values that differ between two replays are no evidence about the record, such as a time, or generators
     that nobody has seeded. Without them, the others are compared, unless a tensor is among them.
 
-    Args:
-        record: differences of the first replay from the record.
-        again: those of the second replay, if there was one.
-        between: those of the two replays.
+    `record` and `again` are the differences of the two replays from the record, `between` those of the two.
     """
     if not record:
         return ReplayVerdict(SOUND, [], matches_once=False)

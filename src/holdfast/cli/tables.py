@@ -22,18 +22,13 @@ from holdfast.system.units import format_bytes, format_duration
 class Column(NamedTuple):
     """Column of a table.
 
-    Attributes:
-        heading: its heading.
-        cell: returns the cell of a row: a text, a number, or None for `-`.
-        kind: "left", or "right" for numbers. In a too wide table a "name" is shortened in the middle, and
-            a "text" is wrapped or placed below its row.
-        spare: for a column that is left out if the table is too wide, its turn.
+    In a too wide table a "name" is shortened in the middle, and a "text" is wrapped or placed below its row.
     """
 
     heading: str
-    cell: Callable[[Any], object]
+    cell: Callable[[Any], object]  # returns the cell of a row: a text, a number, or None for `-`
     kind: Literal["left", "right", "name", "text"] = "left"
-    spare: int = 0
+    spare: int = 0  # for a column that is left out if the table is too wide, its turn
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
@@ -114,11 +109,7 @@ def styled(out: TextIO) -> TextIO:
 
 
 def write_output(path: str, text: str, what: str) -> None:
-    """Write the text of a result to a file atomically.
-
-    Args:
-        what: the result in an error, such as "the report to ".
-    """
+    """Write the text of a result to a file atomically. `what` names it in errors: "the report to "."""
     from holdfast.checkpoint.restore.atomic_output import atomic_file  # few commands need it
 
     with naming_output(path, what), atomic_file(Path(path), overwrite=True) as partial:

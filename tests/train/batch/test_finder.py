@@ -53,19 +53,6 @@ def test_the_largest_batch_is_found_and_nothing_is_changed(
     assert real_peak(training, found.largest) <= PEAK_LIMIT < real_peak(training, int(found.largest * 1.05))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("limit", [900_000, 1_100_000, 1_500_000])
-def test_no_other_size_is_better(limit: int, reads: bool) -> None:
-    """Compare with every size from 2 on."""
-    training = Training(reads=reads)
-    found = training.fit(memory_limit=limit, quiet=True)
-    size, truth = 2, 0
-    while real_peak(training, size) <= limit:
-        truth, size = size, size + 1
-    assert truth * 0.95 <= found.largest <= truth
-
-
 @pytest.mark.parametrize("size", [4, 64, 300])
 def test_the_estimate_matches_the_real_peak(size: int) -> None:
     training = Training(warm=False)

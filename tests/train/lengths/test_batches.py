@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import InvalidInput
 from holdfast.train.data.progress import EpochLayout
 from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
-from stage.training import make_checkpointer
 from train.data.numbers import Numbers
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
@@ -176,25 +174,6 @@ def test_if_fewer_units_than_ranks_are_left_the_next_epoch_starts() -> None:
     second.load_state_dict(first.state_dict())
     assert len(next(iter(second))) == 1
     assert second.epoch == 1
-
-
-def test_batches_in_a_loader_resume_from_a_checkpoint(tmp_path: Any) -> None:
-    lengths = [1 + (7 * number) % 30 for number in range(50)]
-
-    def batches_of(loader: DataLoader[int]) -> Any:
-        return itertools.chain.from_iterable(loader for _ in itertools.count())
-
-    whole = batches_of(DataLoader(Numbers(50), batch_sampler=make("buckets", lengths, 8)))
-    expected = [batch.tolist() for batch in itertools.islice(whole, 12)]
-    first = make("buckets", lengths, 8)
-    with make_checkpointer(tmp_path, {"batches": first}, every=9) as ckpt:
-        given = batches_of(DataLoader(Numbers(50), batch_sampler=first))
-        assert [next(given).tolist() for _ in ckpt.steps(9)] == expected[:9]
-    second = make("buckets", lengths, 8)
-    with make_checkpointer(tmp_path, {"batches": second}, every=50) as ckpt:
-        assert ckpt.restore() == 9
-        given = batches_of(DataLoader(Numbers(50), batch_sampler=second))
-        assert [next(given).tolist() for _ in range(3)] == expected[9:]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own

@@ -29,7 +29,7 @@ LINE, OTHER = SourceLine("train.py", 7, "loss.item()"), SourceLine("train.py", 9
 LOADER = LoaderInfo(0, SourceLine("train.py", 3), SourceLine("data.py", 5), 4, 0, is_iterable=False)
 STEPS = StepMeasurements(
     device="cpu",
-    steps=(StepTiming(0.1, 0.05, 0.0, 4, 512),) * 5,
+    steps=(StepTiming(0.1, 0.05, 0.0, 4),) * 5,
     call=SourceLine("train.py", 6),
     optimizer="AdamW",
     learning_rate=1e-3,
@@ -88,7 +88,7 @@ def test_one_or_two_recompiles_are_not_a_finding(num_times: int, hit_limit: bool
 
 def test_waiting_is_a_finding_with_the_best_number_of_workers_or_on_the_dataset() -> None:
     assert findings.find_input(STEPS, measure_throughput(STEPS.steps, "cpu"), []) == []
-    waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4, 512),) * 5)
+    waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4),) * 5)
     now = measure_throughput(waiting.steps, "cpu")
     trials = [trial(0, 40), trial(1, 70, step_s=0.06), trial(2, 90, step_s=0.04), trial(4, 0, failure="no")]
     (one,) = findings.find_input(waiting, now, trials)
@@ -146,7 +146,7 @@ def test_a_batch_whose_gain_is_noise_is_not_a_finding() -> None:
 
 
 def test_a_loop_with_accumulation_keeps_its_global_batch() -> None:
-    steps = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16, 512),) * 5)
+    steps = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16),) * 5)
     (one,) = findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
     assert "Accumulate 2 batches per step instead of 4" in one.change
 

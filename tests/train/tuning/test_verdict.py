@@ -25,7 +25,7 @@ def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) 
 
 
 def step(wall_s: float, *, wait_s: float = 0.0, is_odd: bool = False) -> StepTiming:
-    return StepTiming(wall_s, wall_s / 2, wait_s, 8, 64, None, is_odd)
+    return StepTiming(wall_s, wall_s / 2, wait_s, 8, None, is_odd)
 
 
 @pytest.mark.parametrize(

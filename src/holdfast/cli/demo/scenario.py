@@ -52,11 +52,7 @@ class Start:
 
 
 class Child:
-    """A running training, which two threads record and show.
-
-    Args:
-        options: its command line.
-    """
+    """A running training, which two threads record and show."""
 
     def __init__(self, name: str, options: list[str], screen: Screen) -> None:
         self.record = Start(name)

@@ -116,11 +116,7 @@ class MeshLayout:
         return ("shard",) if self.copies == 1 else ("replicate", "shard")
 
     def describe(self, *, reshard_after_forward: bool) -> str:
-        """Return a description with the common names, such as ZeRO-3.
-
-        Args:
-            reshard_after_forward: gathered parameters are freed after the forward pass.
-        """
+        """Return a description with the common names, such as ZeRO-3."""
         if self.num_ranks == 1:
             return "on 1 rank, not sharded"
         if self.shards == 1:

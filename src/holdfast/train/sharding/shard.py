@@ -50,10 +50,7 @@ class UnitOptions:
 def make_units(
     model: nn.Module, names: Sequence[str], layout: MeshLayout, device: str, options: UnitOptions
 ) -> None:
-    """Shard the named modules and then the model, in place.
-
-    Args:
-        names: names of its blocks, inner ones before outer ones.
+    """Shard the named modules, inner ones before outer ones, and then the model, in place.
 
     Ranks: collective.
     """

@@ -94,14 +94,9 @@ _MIN_TAIL = 4  # equal tokens at the end of a row that count as padding
 
 
 def useful_lengths(given: Iterable[Tensor], mask: Tensor | None) -> tuple[tuple[int, ...], int] | None:
-    """Return the useful length of each row of a batch, and their padded length.
+    """Return the useful length of each row of a batch, and their padded length. None without rows of tokens.
 
-    Args:
-        given: the model's inputs. The first integer tensor of shape (rows, length) counts.
-        mask: the model's attention mask of shape (rows, length), if it has one.
-
-    Returns:
-        None if no input looks like padded rows of tokens.
+    The attention mask counts, of shape (rows, length), or else the first integer tensor of that shape.
     """
     if mask is not None and mask.dim() == 2:
         return tuple(int(length) for length in (mask != 0).sum(dim=1).tolist()), mask.shape[1]
@@ -140,7 +135,7 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
         self._rows: list[tuple[int, ...]] = []
         self._widths: list[int] = []
         self._given: list[tuple[list[Tensor], Tensor | None]] = []
-        self._items = self._elements = 0
+        self._items = 0
 
     @override
     def begin(self, training: TrainingInfo) -> None:
@@ -166,7 +161,7 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
         if number > _WARM_UP:
             waited_s, num_loaded = self._loaders.pop_waited()
             peak, num_items = self._clock.peak_bytes(), self._items or num_loaded
-            self._steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, self._elements, peak, is_odd))
+            self._steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, peak, is_odd))
         self._measure_given()
         self._begin_step()
 
@@ -193,7 +188,7 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
 
     def _begin_step(self) -> None:
         self._given.clear()
-        self._items = self._elements = 0
+        self._items = 0
         self._started, self._compiled = self._loaders.num_started, tracker.compilation_state()
         self._clock.reset_peak()
         self._loaders.pop_waited()
@@ -203,11 +198,9 @@ class TimingWatcher(StepWatcher[StepMeasurements]):
         given = [one for one in find_tensors((args, kwargs)) if one.dim() > 0]
         if not given:
             return
-        largest = max(given, key=lambda one: one.numel())
         mask = kwargs.get("attention_mask")
         self._given.append((given, mask if isinstance(mask, Tensor) else None))
-        self._items += largest.shape[0]
-        self._elements += largest.numel()
+        self._items += max(given, key=lambda one: one.numel()).shape[0]
 
     def _measure_given(self) -> None:
         """Measure the inputs. Called after the timing, since reading them makes the host wait."""

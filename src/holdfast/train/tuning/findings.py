@@ -355,11 +355,7 @@ def choose_batch(trials: Sequence[TrialResult]) -> TrialResult:
 
 
 def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts: float) -> str:
-    """Return the advice on the learning rate for another batch size, or on accumulation instead.
-
-    Args:
-        parts: batches that are accumulated per optimizer step now.
-    """
+    """Return the advice on the learning rate for another batch size, or on the `parts` to accumulate."""
     factor = chosen / batch
     if parts >= 1.5 and parts / factor >= 1:
         return f"Accumulate {parts / factor:g} batches per step instead of {parts:g}: nothing else changes."

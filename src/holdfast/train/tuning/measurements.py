@@ -25,7 +25,6 @@ class StepTiming:
     cpu_s: float
     wait_s: float  # part of `wall_s` spent waiting for the data loader
     num_items: int  # samples: first dimensions of the model's inputs, or the loader's batch sizes
-    num_elements: int  # elements of the model's largest input, over all its calls
     peak_bytes: int | None = None  # peak of memory, if it can be measured
     is_odd: bool = False  # the step started an epoch or compiled something, so it is not typical
 

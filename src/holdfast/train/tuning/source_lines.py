@@ -40,9 +40,9 @@ def is_user_code(file: str) -> bool:
     return not resolved.startswith(_libraries()) and not file.startswith(_libraries())
 
 
-def frames(start: FrameType | None = None) -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
     """Yield the running frames, innermost first, without those of this package."""
-    frame = start or sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_WATCHERS):
             yield frame
@@ -90,11 +90,7 @@ def line_at(file: str, line: int) -> SourceLine:
 
 
 def innermost_user_line(stack: Iterable[tuple[str, int]]) -> SourceLine | None:
-    """Return the innermost line of the user's code in a stack, otherwise its last line.
-
-    Args:
-        stack: files and lines, outermost first.
-    """
+    """Return the innermost line of the user's code in a stack, outermost first; otherwise its last line."""
     lines = list(stack)
     for file, line in reversed(lines):
         if is_user_code(file):

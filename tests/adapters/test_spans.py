@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.adapters.dcp.reader import make_sinks
-from holdfast.checkpoint.format.layout import Shard
-from holdfast.checkpoint.format.partitioning import Region
+from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.errors import InvalidInput
 
 

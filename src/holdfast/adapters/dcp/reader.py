@@ -31,7 +31,6 @@ from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.format.value_index import ValueIndex
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.documents import check_files, read_manifest

@@ -372,10 +372,10 @@ def test_a_replay_lists_again_if_a_checkpoint_is_deleted_meanwhile(
         return real(listing)
 
     monkeypatch.setattr(replay, "candidates", candidates)
-    found = replay.find_span(local.LocalStore(home), to_step=NEWEST + 10)
-    assert (found.start.step, found.end.step) == (OLDER, NEWEST + 10)
+    start, end = replay.find_span(local.LocalStore(home), None, NEWEST + 10)
+    assert (start.step, end.step) == (OLDER, NEWEST + 10)
     with pytest.raises(NotFound, match="step 20"):
-        replay.find_span(local.LocalStore(home), step=NEWEST)
+        replay.find_span(local.LocalStore(home), NEWEST, None)
 
 
 @pytest.mark.parametrize("command", ["export", "diff"])

@@ -35,9 +35,7 @@ class TestEngine(DoorSuite):
     unbroken = {"stock": True, "every": 99}
     killed = {name: ({**plan, "steps": 6, "client_state": True}, 3) for name, plan in KINDS.items()}
     of_ranks = {name: ({**plan, "steps": 6}, 3, plan["stage"] % 2) for name, plan in KINDS.items()}
-    test_a_preempted_run_exits_with_75_and_resumes_bit_for_bit = (
-        None  # see below, with and without a function
-    )
+    preempted = {}  # see below, with and without a function
     ended = {"": ({"stage": 1, "steps": 3}, 3)}
     again = ({"stage": 2, "dtype": "bf16", "steps": 12}, (2, 5), 7)
     agreed = {"stage": 1, "steps": 12}

@@ -79,11 +79,6 @@ class Selection:
     choices: tuple[CheckpointId, ...] | None = None  # the newest of these and no other
     kept: Collection[str] = ()  # key paths of objects that stay as they are
 
-    @property
-    def is_newest(self) -> bool:
-        """True if the newest checkpoint is wanted, of whatever step and value."""
-        return self.step is None and not self.best
-
 
 @dataclass(frozen=True, slots=True)
 class Request:

@@ -238,7 +238,7 @@ class _Restore:
         selection = self._request.selection
         if selection.choices is not None:
             return checkpoint not in selection.choices
-        return selection.is_newest and self._skip_superseded(checkpoint)
+        return selection.step is None and not selection.best and self._skip_superseded(checkpoint)
 
     # -- the order -------------------------------------------------------------------------------------------
 
@@ -379,11 +379,9 @@ class _Restore:
             request.mark([newest], None)
         if verdict.ancestors is not None:
             self._note_line(checkpoint, verdict.ancestors)
-        selection = request.selection
-        older = [
-            other.step for other in left if not selection.is_newest or self._resumed_before(other) is None
-        ]
-        choices = older if selection.step is None else []
+        wanted = request.selection
+        older = [other.step for other in left if wanted.best or self._resumed_before(other) is None]
+        choices = older if wanted.step is None else []
         raise make_unread_error(self._url, newest, self._patience.spent_s, choices, self._touched)
 
     def _show_lacking(self, restored: CheckpointId) -> None:

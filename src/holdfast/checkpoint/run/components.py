@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -133,25 +134,21 @@ class DoneMarker:
 
     Args:
         rank: this rank. Only rank 0 reads and writes the marker.
+
+    Attributes:
+        step: final step of the run, as the marker was read; None without one.
     """
 
     def __init__(self, home: Store, *, rank: int) -> None:
         self._home, self._is_first = home, rank == 0
-        self._found: runs.Done | None = None
-
-    @property
-    def step(self) -> int | None:
-        """Final step of the run, as the marker was read; None without one."""
-        return None if self._found is None else self._found.step
+        self.step: int | None = None
 
     def read(self) -> None:
         """Read the marker. One that cannot be read counts as missing: `write` replaces it."""
-        self._found = None
+        self.step = None
         if self._is_first:
-            try:
-                self._found = runs.parse(runs.Done, self._home.get(names.DONE), names.DONE)
-            except HoldfastError:  # it only selects a line of text
-                return
+            with contextlib.suppress(HoldfastError):  # it only selects a line of text
+                self.step = runs.parse(runs.Done, self._home.get(names.DONE), names.DONE).step
 
     def write(self, run: str, attempt: int, step: int) -> None:
         """Mark the run as finished at `step`."""
@@ -161,6 +158,6 @@ class DoneMarker:
 
     def delete(self) -> None:
         """Delete the marker, if it was read: the run is trained further."""
-        if self._found is not None:
+        if self.step is not None:
             self._home.delete(names.DONE)
-            self._found = None
+            self.step = None

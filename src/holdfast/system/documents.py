@@ -125,15 +125,15 @@ _SLOW = json.JSONDecoder(
 def _check_texts(value: Any) -> None:
     left = [value]
     while left:
-        one = left.pop()
-        if isinstance(one, str):
-            if not one.isascii():
-                one.encode()
-        elif isinstance(one, list):
-            left += one
-        elif isinstance(one, dict):
-            left += one
-            left += one.values()
+        item = left.pop()
+        if isinstance(item, str):
+            if not item.isascii():
+                item.encode()
+        elif isinstance(item, list):
+            left += item
+        elif isinstance(item, dict):
+            left += item
+            left += item.values()
 
 
 def is_text(text: str) -> bool:

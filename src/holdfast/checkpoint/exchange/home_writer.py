@@ -104,9 +104,9 @@ def write_home(
     with suppress(HoldfastError):  # the checkpoint is complete; the next start of the run writes it too
         store.put(names.RUN, run.document(this_run), if_absent=True)
     with suppress(HoldfastError):  # they do no harm, and `holdfast rm --incomplete` deletes them
-        for one in list_home(store).saved.values():
-            if one.attempt < attempt and not one.is_committed:  # an import that no longer may commit
-                delete_files(store, one.names)
+        for saved in list_home(store).saved.values():
+            if saved.attempt < attempt and not saved.is_committed:  # an import that no longer may commit
+                delete_files(store, saved.names)
     history = History(store, WriterId(this_run.id, attempt, rank=0, world_size=1))
     detail, seconds = f"imported from {origin}", time.perf_counter() - began
     history.record("committed", step=step, num_bytes=file.num_bytes, seconds=seconds, detail=detail)

@@ -247,12 +247,12 @@ def _check_call(call: _FunctionCall, *, has_storages: bool) -> None:
 def _holds_integer(node: Any) -> bool:
     left, seen = [node], set[int]()
     while left:
-        one = left.pop()
-        if type(one) is int:
+        item = left.pop()
+        if type(item) is int:
             return True
-        if isinstance(one, list) and id(one) not in seen and type(one) is not _Storage:
-            seen.add(id(one))
-            left += one
+        if isinstance(item, list) and id(item) not in seen and type(item) is not _Storage:
+            seen.add(id(item))
+            left += item
     return False
 
 

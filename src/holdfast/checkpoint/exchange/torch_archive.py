@@ -39,15 +39,15 @@ def check_layout(archive: zipfile.ZipFile) -> str:
         raise ValueError("its directory is not at the position in its end record")
     root = members[0].filename.partition("/")[0] + "/"
     seen: set[str] = set()
-    for one in members:
-        name = one.filename.lower()
-        if name in seen or one.filename != one.orig_filename or not one.filename.startswith(root):
-            raise ValueError(f"the name {one.orig_filename[:100]!r} occurs twice, or is ambiguous")
+    for member in members:
+        name = member.filename.lower()
+        if name in seen or member.filename != member.orig_filename or not member.filename.startswith(root):
+            raise ValueError(f"the name {member.orig_filename[:100]!r} occurs twice, or is ambiguous")
         seen.add(name)
     end = start
-    for one in sorted(members, key=lambda one: one.header_offset, reverse=True):
-        _check_member(file, one, end)
-        end = one.header_offset
+    for member in sorted(members, key=lambda one: one.header_offset, reverse=True):
+        _check_member(file, member, end)
+        end = member.header_offset
     return root
 
 
@@ -252,10 +252,10 @@ def write_records(out: IO[bytes], pickled: bytes, storages: Iterable[Record]) ->
     view = _ArchiveFile(out)
     first = Record.of_bytes("data.pkl", pickled), Record.of_bytes("byteorder", b"little")
     with zipfile.ZipFile(view, "w", zipfile.ZIP_STORED) as archive:
-        for one in itertools.chain(first, storages, [Record.of_bytes("version", b"3\n")]):
-            info = _info(view, one.name, one.num_bytes)
-            with archive.open(info, "w", force_zip64=one.num_bytes >= _ZIP64_BYTES) as record:
-                for part in one.read():
+        for source in itertools.chain(first, storages, [Record.of_bytes("version", b"3\n")]):
+            info = _info(view, source.name, source.num_bytes)
+            with archive.open(info, "w", force_zip64=source.num_bytes >= _ZIP64_BYTES) as record:
+                for part in source.read():
                     record.write(part)
     return view.seek(0, 2)
 

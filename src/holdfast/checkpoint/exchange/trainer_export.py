@@ -67,10 +67,11 @@ def _check(selection: ExportSelection, values: Mapping[str, Any]) -> None:
             step=step,
         )
     for key, value in values.items():
-        for path, one in composites(value, key):
+        for path, composite in composites(value, key):
             raise Unsupported(
-                f"{path} of step {step} was saved as {shown_type(one.type, one.facts)}, which a folder for "
-                "the Trainer cannot hold. Nothing was written. Resume through Holdfast, or export to torch.",
+                f"{path} of step {step} was saved as {shown_type(composite.type, composite.facts)}, which a "
+                "folder for the Trainer cannot hold. Nothing was written. Resume through Holdfast, or export "
+                "to torch.",
                 step=step,
                 key=path,
             )

@@ -92,9 +92,9 @@ def write_tree(
 def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], dict[str, Any]]:
     """Return a placeholder per stored tensor, and the nested state dict that refers to them."""
     stored: dict[str, ArchivedTensor] = {}
-    for name, one in selection.tensors.items():
+    for name, info in selection.tensors.items():
         if selection.original(name) == name:
-            stored[name] = ArchivedTensor(str(len(stored)), one.dtype, one.shape)
+            stored[name] = ArchivedTensor(str(len(stored)), info.dtype, info.shape)
 
     def tensor(name: str) -> ArchivedTensor:
         return stored[selection.original(name)]
@@ -119,10 +119,10 @@ def write_dcp_folder(selection: ExportSelection, folder: Path, *, overwrite: boo
     places: dict[str, tuple[int, int]] = {}  # offset and length of each archive
     with atomic_folder(folder, _DCP_PATTERNS, overwrite=overwrite) as partial:
         with (partial / _DCP_DATA).open("wb") as file:
-            for one in stored.values():
-                start, alone = file.tell(), ArchivedTensor("0", one.dtype, one.shape)
+            for tensor in stored.values():
+                start, alone = file.tell(), ArchivedTensor("0", tensor.dtype, tensor.shape)
                 length = write_archive(file, alone, [alone], lambda part: read(part.num_bytes))
-                places[one.key] = start, length
+                places[tensor.key] = start, length
             metadata = _describe(file, flat, paths, places)
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # since torch 2.7
         (partial / _DCP_METADATA).write_bytes(pickle.dumps(metadata))

@@ -189,10 +189,10 @@ def _union(name: str, listed: Sequence[Tensor], work: _Work) -> tuple[ListedPart
     """Return all regions of a tensor that several catalogs list, and the ranks that hold it."""
     regions: dict[int, tuple[Region, ...]] = {}
     holders: set[int] = set()
-    for one in listed:
-        assert isinstance(one.partitioning, ListedPartitioning)
-        work.count(len(one.partitioning.rows) + len(one.held_by), name)
-        for rank, own in _by_rank(one.partitioning.rows).items():
+    for tensor in listed:
+        assert isinstance(tensor.partitioning, ListedPartitioning)
+        work.count(len(tensor.partitioning.rows) + len(tensor.held_by), name)
+        for rank, own in _by_rank(tensor.partitioning.rows).items():
             if regions.setdefault(rank, own) != own:
                 raise InvalidInput(
                     f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
@@ -200,7 +200,7 @@ def _union(name: str, listed: Sequence[Tensor], work: _Work) -> tuple[ListedPart
                     rank=rank,
                     key=name,
                 )
-        holders.update(one.held_by)
+        holders.update(tensor.held_by)
     rows = tuple((rank, region) for rank, own in regions.items() for region in own)
     return ListedPartitioning(rows), tuple(sorted(holders))
 
@@ -371,9 +371,9 @@ def _find_gap(shape: tuple[int, ...], regions: list[Region]) -> Region | None:
     ]
     cells = itertools.product(*(itertools.pairwise(edges) for edges in borders))
     for cell in itertools.islice(cells, 1 + _MAX_COMPARISONS // (1 + len(regions))):
-        one = Region(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
-        if not any(one.overlap(region) for region in regions):
-            return one
+        cover = Region(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
+        if not any(cover.overlap(region) for region in regions):
+            return cover
     return None
 
 

@@ -118,8 +118,8 @@ class EvenPartitioning:
             offsets, sizes = list(inside.offsets), list(inside.sizes)
             offsets[dim] = start + which * size
             sizes[dim] = min(size, length - which * size)
-            one = Region(tuple(offsets), tuple(sizes))
-            yield from self._touching(wanted, one, split + 1, index * parts + which)
+            part = Region(tuple(offsets), tuple(sizes))
+            yield from self._touching(wanted, part, split + 1, index * parts + which)
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,9 +200,9 @@ def finish(
     return seal(b"\n".join((facts[:-1] + b"," + dumps(members)[1:], catalog, starts, *hashes)))
 
 
-def differ_in_watches_only(one: bytes, other: bytes, what: str) -> bool:
+def differ_in_watches_only(own: bytes, other: bytes, what: str) -> bool:
     """Return True if two part documents describe the same files of the same save."""
-    first, second = (replace(parse(text, what), watches={}) for text in (one, other))
+    first, second = (replace(parse(text, what), watches={}) for text in (own, other))
     return first == second
 
 

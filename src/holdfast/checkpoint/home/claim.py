@@ -273,9 +273,9 @@ def _runs_named_elsewhere(store: Store) -> Iterator[run.Run]:
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
             claim = first_good(store, lambda copy, number=number: read_claim(copy, number))
             yield run.Run(claim.run, claim.started_unix_s)
-    for one in candidates(home):
+    for checkpoint in candidates(home):
         with contextlib.suppress(Corrupt, NotFound, Unsupported):
-            manifest = read_manifest(store, one, None)
+            manifest = read_manifest(store, checkpoint, None)
             yield run.Run(manifest.run, manifest.created_unix_s)
     for saved in reversed(home.by_step()):
         for rank in saved.parts:

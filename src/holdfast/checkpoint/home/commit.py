@@ -246,9 +246,9 @@ def find_loadable(store: Store, run_id: str | None) -> list[CheckpointId]:
     """Return all checkpoints that can be loaded, newest first: also saves that lack only their manifest."""
     listing = list_home(store)
     found = set(candidates(listing))
-    for one, saved in listing.saved.items():
+    for checkpoint, saved in listing.saved.items():
         if merge_saved(store, saved, run_id) is not None:
-            found.add(one)
+            found.add(checkpoint)
     return sorted(found, reverse=True)
 
 

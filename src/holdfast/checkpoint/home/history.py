@@ -163,9 +163,9 @@ def read_new_lines(store: Store, attempt: int, offsets: dict[str, int], event: s
 def parse_lines(lines: Iterable[bytes], *events: str) -> Iterator[Line]:
     """Yield the complete lines of some kinds. Others are skipped without decoding them."""
     marks = [dumps(event) for event in events]
-    for one in lines:
-        if any(mark in one for mark in marks):
-            line = _parse(one)
+    for text in lines:
+        if any(mark in text for mark in marks):
+            line = _parse(text)
             if line is not None and line["event"] in events:
                 yield line
 

@@ -96,11 +96,11 @@ def list_home(store: Store, *, step: int | None = None) -> Listing:
         if facts.kind == "step-other":
             foreign.append(entry.name)
             continue
-        one = saved.setdefault(facts.checkpoint_id, ListedSave(step=facts.step, attempt=facts.attempt))
+        save = saved.setdefault(facts.checkpoint_id, ListedSave(step=facts.step, attempt=facts.attempt))
         if facts.kind == "manifest":
-            one.manifest_bytes = entry.num_bytes
+            save.manifest_bytes = entry.num_bytes
         else:
-            files = {"part": one.parts, "data": one.data, "frozen": one.frozen}[facts.kind]
+            files = {"part": save.parts, "data": save.data, "frozen": save.frozen}[facts.kind]
             files[facts.rank] = entry.num_bytes
     for facts in notes:
         if noted := saved.get(facts.checkpoint_id):  # else only the note about it is left

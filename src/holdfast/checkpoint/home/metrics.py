@@ -91,15 +91,15 @@ def read_values(store: Store, metric: str, found: Iterable[CheckpointId]) -> Met
     """
     values: dict[CheckpointId, float] = {}
     modes: dict[CheckpointId, str] = {}
-    for one in found:
+    for checkpoint in found:
         try:
-            metrics = read_document(store, one)
+            metrics = read_document(store, checkpoint)
         except (Corrupt, Unsupported):
             continue
         if metric in metrics.values:
-            values[one] = metrics.values[metric]
+            values[checkpoint] = metrics.values[metric]
         if metric in metrics.modes:
-            modes[one] = metrics.modes[metric]
+            modes[checkpoint] = metrics.modes[metric]
     return MetricByCheckpoint(values, modes[max(modes)] if modes else None)
 
 
@@ -122,11 +122,11 @@ def read_recent_values(stores: Sequence[Store], line: Sequence[CheckpointId], nu
     """
     found: Values = {}
     bases = [-1, *(one.step for one in line)]
-    for one, base in list(zip(line, bases, strict=False))[: -_MAX_ATTEMPTS - 1 : -1]:
-        log = _read_log(stores, one.attempt)
+    for checkpoint, base in list(zip(line, bases, strict=False))[: -_MAX_ATTEMPTS - 1 : -1]:
+        log = _read_log(stores, checkpoint.attempt)
         for event in parse_lines(reversed(log.splitlines()), "metrics"):
             for at, name, value in _values_of(event):
-                if base < at <= one.step:
+                if base < at <= checkpoint.step:
                     found.setdefault(at, {}).setdefault(name, value)  # the last one of a step counts
             if len(found) > num_steps:
                 break

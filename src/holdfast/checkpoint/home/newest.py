@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from holdfast.checkpoint.format import names, run
@@ -40,12 +41,13 @@ def usable(
         found: checkpoints, newest first.
         load: called with each; None leaves it out.
     """
-    for index, one in enumerate(found):
+    for index, checkpoint in enumerate(found):
         patience.reset()
         try:
-            loaded = patience.retry(f"step {one.step} of attempt {one.attempt}", lambda one=one: load(one))
+            name = f"step {checkpoint.step} of attempt {checkpoint.attempt}"
+            loaded = patience.retry(name, partial(load, checkpoint))
         except _PASSABLE as error:
-            on_skipped(Skipped(step=one.step, attempt=one.attempt, reason=str(error)), error)
+            on_skipped(Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=str(error)), error)
             continue
         except (RetryLater, Denied) as error:
             raise _unread(url, found[index:], error, patience.spent_s) from error
@@ -54,14 +56,14 @@ def usable(
 
 
 def _unread(url: str, left: Sequence[CheckpointId], error: HoldfastError, seconds: float) -> HoldfastError:
-    one, *older = left
+    checkpoint, *older = left
     tried = f" for {format_duration(seconds)}" if isinstance(error, RetryLater) else ""
     choice = f", or ask for an older one by its number (step {older[0].step})" if older else ""
     message = (
-        f"Step {one.step} of attempt {one.attempt} in {url} could not be read{tried}: {error} It may be "
-        f"whole, so no older one was loaded in its place. Try again when the store answers{choice}."
+        f"Step {checkpoint.step} of attempt {checkpoint.attempt} in {url} could not be read{tried}: {error} "
+        f"It may be whole, so no older one was loaded in its place. Try again when the store answers{choice}."
     )
-    return type(error)(message, step=one.step, key=error.key)
+    return type(error)(message, step=checkpoint.step, key=error.key)
 
 
 def from_listing(read: Callable[[], _T]) -> _T:
@@ -182,12 +184,13 @@ def note_skipped(store: Store, skipped: Iterable[Skipped], run_id: str | None) -
         with contextlib.suppress(Corrupt, Unsupported):
             found = read_run(store)
             run_id = found.id if found else None
-    for one in skipped:
-        saved = list_home(store, step=one.step).saved.get(one.checkpoint_id)
-        if one.is_superseded or saved is None or saved.was_skipped:
+    for checkpoint in skipped:
+        saved = list_home(store, step=checkpoint.step).saved.get(checkpoint.checkpoint_id)
+        if checkpoint.is_superseded or saved is None or saved.was_skipped:
             continue
-        note = run.SkippedNote(run_id or "", one.attempt, one.step, one.reason, noted_unix_s=time.time())
-        store.put(names.skipped(one.step, one.attempt), run.document(note))
+        attempt, step = checkpoint.attempt, checkpoint.step
+        note = run.SkippedNote(run_id or "", attempt, step, checkpoint.reason, noted_unix_s=time.time())
+        store.put(names.skipped(step, attempt), run.document(note))
 
 
 def drop_note(store: Store, checkpoint: CheckpointId) -> None:

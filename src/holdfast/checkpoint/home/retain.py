@@ -220,9 +220,9 @@ class ShareRetention:
         doomed = set(line.current) | {one for one in line.superseded if one.step <= complete.step}
         half_done = {one for one in files if one not in saved and one < complete}
         unwanted = {one for one in saved if one.step in asked and one < complete} - skipped - set(needed)
-        for one in sorted((doomed | half_done) - kept | unwanted):
-            delete_files(self.store, files[one], on_deleted=lambda _: failpoint("keeper.retain"))
-            yield Deleted(attempt=one.attempt, step=one.step, was_complete=one in saved)
+        for checkpoint in sorted((doomed | half_done) - kept | unwanted):
+            delete_files(self.store, files[checkpoint], on_deleted=lambda _: failpoint("keeper.retain"))
+            yield Deleted(attempt=checkpoint.attempt, step=checkpoint.step, was_complete=checkpoint in saved)
         self.unwanted -= _settled(asked, complete, needed)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:

@@ -30,16 +30,16 @@ class Rollbacks:
     found: tuple[run.Rollback, ...] = ()
     unreadable: tuple[str, ...] = ()
 
-    def superseding(self, one: CheckpointId) -> run.Rollback | None:
+    def superseding(self, checkpoint: CheckpointId) -> run.Rollback | None:
         """Return the rollback that a checkpoint was left behind in; None without one."""
-        return next((rollback for rollback in self.found if rollback.supersedes(one)), None)
+        return next((rollback for rollback in self.found if rollback.supersedes(checkpoint)), None)
 
     def skipped(self) -> dict[str, list[tuple[int, int]]]:
         """Return the ranges of samples to leave out, by the key of an object."""
         ranges: dict[str, list[tuple[int, int]]] = {}
         for rollback in self.found:
-            for key, one in rollback.skipped.items():
-                ranges.setdefault(key, []).append(one)
+            for key, samples in rollback.skipped.items():
+                ranges.setdefault(key, []).append(samples)
         return ranges
 
 
@@ -108,8 +108,8 @@ def find_healthy(
     return tuple(sorted(found, reverse=True))
 
 
-def _is_healthy(store: Store, run_id: str, one: CheckpointId) -> bool:
+def _is_healthy(store: Store, run_id: str, checkpoint: CheckpointId) -> bool:
     try:
-        return read_manifest(store, one, run_id).health.healthy is True
+        return read_manifest(store, checkpoint, run_id).health.healthy is True
     except (Conflict, Corrupt, NotFound, Unsupported):
         return False

@@ -299,13 +299,15 @@ class Keeper(SupervisedKeeper):
 
     @override
     def resend(self) -> int:
-        for step, one in list(self._submitted.items()):
-            for message in one.before:
+        for step, submitted in list(self._submitted.items()):
+            for message in submitted.before:
                 self.child.outbox.send(message)
-            if one.is_persisted:
-                self.child.outbox.send(messages.ResumeCommit(step, one.layout.data_bytes, one.to_home))
+            if submitted.is_persisted:
+                self.child.outbox.send(
+                    messages.ResumeCommit(step, submitted.layout.data_bytes, submitted.to_home)
+                )
             else:
-                self._resend_save(one)
+                self._resend_save(submitted)
         for message in self._unsaved:
             self.child.outbox.send(message)
         for step in self._towards_home:

@@ -129,9 +129,9 @@ class Drain:
 
     def _run(self) -> None:
         failing_since_s: float | None = None
-        while (one := self._pop_newest()) is not None:
+        while (checkpoint := self._pop_newest()) is not None:
             try:
-                drained = self._copy_or_raise(one)
+                drained = self._copy_or_raise(checkpoint)
             except HoldfastError as error:
                 now_s = time.monotonic()
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
@@ -141,12 +141,14 @@ class Drain:
                 )
                 with self._changed:
                     if retry:
-                        self._due.add(one)
+                        self._due.add(checkpoint)
                     else:
                         failing_since_s = None
-                        self._best.discard(one)
+                        self._best.discard(checkpoint)
                     self._current = None
-                self._on_drained(Drained(attempt=one.attempt, step=one.step, error=error, is_over=not retry))
+                self._on_drained(
+                    Drained(attempt=checkpoint.attempt, step=checkpoint.step, error=error, is_over=not retry)
+                )
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
                     return
                 if retry and failing_since_s is not None:
@@ -160,26 +162,27 @@ class Drain:
                 with self._changed:
                     self._current = None
                     if drained is not None:
-                        self._best.discard(one)
-                        self._in_home.add(one)
+                        self._best.discard(checkpoint)
+                        self._in_home.add(checkpoint)
                 if drained is not None:
                     self._on_drained(drained)
                     self._copy_history()
 
-    def _copy_or_raise(self, one: CheckpointId) -> Drained | None:
+    def _copy_or_raise(self, checkpoint: CheckpointId) -> Drained | None:
         """Copy one checkpoint, and raise bugs as errors. A thread that died would be waited for for ever."""
         try:
-            return self._copy(one)
+            return self._copy(checkpoint)
         except NotFound:
             with self._changed:
-                if any(other > one for other in self._due):
+                if any(other > checkpoint for other in self._due):
                     return None  # deleted from the local tier meanwhile; the newer one is copied next
             raise
         except HoldfastError:
             raise
         except Exception as error:
             raise Internal(
-                f"The drain of step {one.step} failed because of a bug in Holdfast: {error!r}.", step=one.step
+                f"The drain of step {checkpoint.step} failed because of a bug in Holdfast: {error!r}.",
+                step=checkpoint.step,
             ) from error
 
     def _pop_newest(self) -> CheckpointId | None:
@@ -198,7 +201,7 @@ class Drain:
     def _wanted(self) -> set[CheckpointId]:
         return self._due or self._best
 
-    def _is_overtaken(self, one: CheckpointId, waited_s: float) -> bool:
+    def _is_overtaken(self, checkpoint: CheckpointId, waited_s: float) -> bool:
         """Return True if this rank should abandon a checkpoint whose other files are still missing.
 
         A newer one that is merely due does not suffice: if every rank switched to its own newest, and home
@@ -206,30 +209,32 @@ class Drain:
         begun a newer checkpoint, and follows; or until a newer one is complete, if this one was only due.
         """
         with self._changed:
-            newer = {other for other in self._due | self._best if other > one}
-            is_wanted = one in self._requested | self._best
+            newer = {other for other in self._due | self._best if other > checkpoint}
+            is_wanted = checkpoint in self._requested | self._best
         if not newer and (is_wanted or waited_s < _OVERTAKEN_S):
             return False
         found = [facts for _, facts in scan(self._home, "step-")]
         begun = {facts.checkpoint_id for facts in found if facts.rank >= 0}
         complete = {facts.checkpoint_id for facts in found if facts.kind == "manifest"}
-        return not newer.isdisjoint(begun) or (not is_wanted and max(complete, default=one) > one)
+        return not newer.isdisjoint(begun) or (
+            not is_wanted and max(complete, default=checkpoint) > checkpoint
+        )
 
     # -- one checkpoint --------------------------------------------------------------------------------------
 
-    def _copy(self, one: CheckpointId) -> Drained | None:
+    def _copy(self, checkpoint: CheckpointId) -> Drained | None:
         """Copy one checkpoint. Return None if a newer one has become due meanwhile."""
-        attempt, step = one.attempt, one.step
+        attempt, step = checkpoint.attempt, checkpoint.step
         began = time.monotonic()
         name = names.manifest(step, attempt)
-        plan = DrainPlan(self._local, self._home, self._config, one, self._watches.judges)
+        plan = DrainPlan(self._local, self._home, self._config, checkpoint, self._watches.judges)
         check_not_fenced(self._home, self._config.attempt)  # the newer attempt drains what is left (note 014)
         in_home = self._sizes(step)
         if 0 in plan.ranks:  # before the manifest: a complete checkpoint has its metrics
             with self._changed:
-                self._new_metrics.discard(one)
-            copy_metrics(self._local, self._home, one)
-        num_bytes = sum(self._copy_rank(one, rank, in_home) for rank in plan.ranks)
+                self._new_metrics.discard(checkpoint)
+            copy_metrics(self._local, self._home, checkpoint)
+        num_bytes = sum(self._copy_rank(checkpoint, rank, in_home) for rank in plan.ranks)
         changed_s, before = time.monotonic(), in_home
         while name not in (in_home := self._sizes(step)):
             document = plan.manifest(in_home) if self._config.rank == 0 else None
@@ -239,7 +244,7 @@ class Drain:
                 if self._config.is_node_local and attempt == self._config.attempt:
                     self._watches.committed(step)
                 break
-            if self._is_overtaken(one, time.monotonic() - changed_s):
+            if self._is_overtaken(checkpoint, time.monotonic() - changed_s):
                 return None
             if self._config.is_node_local:  # the others' files may never come, or a newer attempt sends them
                 check_not_fenced(self._home, self._config.attempt)
@@ -261,14 +266,16 @@ class Drain:
     def _sizes(self, step: int) -> Sizes:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
 
-    def _copy_rank(self, one: CheckpointId, rank: int, in_home: Sizes) -> int:
-        name = names.part(one.step, one.attempt, rank)
+    def _copy_rank(self, checkpoint: CheckpointId, rank: int, in_home: Sizes) -> int:
+        name = names.part(checkpoint.step, checkpoint.attempt, rank)
         text = self._local.get(name)
         part = parts.parse(text, name)
         num_bytes = 0
         if part.frozen is not None:
             num_bytes += self._copy_frozen(part, part.frozen, in_home)
-        num_bytes += self._copy_file(names.data(one.step, one.attempt, rank), part.file, in_home)
+        num_bytes += self._copy_file(
+            names.data(checkpoint.step, checkpoint.attempt, rank), part.file, in_home
+        )
         # As in a save, a part follows the files that it describes, and the manifest follows all parts (003).
         if in_home.get(name) != len(text):
             self._put_part(name, text, exists=name in in_home)
@@ -335,10 +342,10 @@ class Drain:
         """Copy metrics that have changed. A failure is ignored: the next change sends all of them again."""
         with self._changed:
             changed, self._new_metrics = self._new_metrics, set[CheckpointId]()
-        for one in changed:
+        for checkpoint in changed:
             with contextlib.suppress(HoldfastError):
-                if self._home.size(names.manifest(one.step, one.attempt)) is not None:
-                    copy_metrics(self._local, self._home, one)  # else copied with the rest
+                if self._home.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None:
+                    copy_metrics(self._local, self._home, checkpoint)  # else copied with the rest
 
     def _copy_history(self) -> None:
         """Copy this attempt's log. It is for people, so after a failure the next copy is enough."""

@@ -60,8 +60,8 @@ class TierRetention:
         assert self._newest is not None
         newest, ancestors = self._newest
         with self._reports.retention_errors(newest.step if step is None else step, self._tier):
-            for one in self._apply(newest, ancestors):
-                self._reports.deleted(one, self._tier)
+            for deleted in self._apply(newest, ancestors):
+                self._reports.deleted(deleted, self._tier)
             for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
                 self._store.sweep(folder)
 

@@ -251,12 +251,15 @@ class FrozenFile:
         """Return the newest file, after one search for those of earlier keepers and attempts."""
         if self._newest is None and not self._has_searched:
             self._has_searched = True
-            for one in sorted(self._saves_with_frozen(), reverse=True):
-                name = names.part(one.step, one.attempt, self._config.rank)
+            for checkpoint in sorted(self._saves_with_frozen(), reverse=True):
+                name = names.part(checkpoint.step, checkpoint.attempt, self._config.rank)
                 with contextlib.suppress(Corrupt, NotFound, Unsupported):
                     found = parts.parse(self._store.get(name), name).frozen
                     if found is not None:
-                        self._newest = names.frozen(one.step, one.attempt, self._config.rank), found
+                        self._newest = (
+                            names.frozen(checkpoint.step, checkpoint.attempt, self._config.rank),
+                            found,
+                        )
                         break
         return self._newest
 

@@ -101,8 +101,8 @@ class CalmTensors:
 
 def cancel_all() -> None:
     """End the observations of all stagers of this process: memory can be watched by one only."""
-    for one in list(_all):
-        one.cancel()
+    for calm in list(_all):
+        calm.cancel()
 
 
 _FIRST_SAVES = 8

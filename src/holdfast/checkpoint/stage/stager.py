@@ -419,5 +419,5 @@ def _copy_in_threads(views: list[torch.Tensor], live: list[torch.Tensor]) -> Non
     with ThreadPoolExecutor(len(others), "holdfast-copy") as pool:
         pending = [pool.submit(copy_part, start) for start in others]
         copy_part(first)
-        for one in pending:
-            one.result()
+        for part in pending:
+            part.result()

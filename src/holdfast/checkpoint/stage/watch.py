@@ -290,12 +290,12 @@ class Watcher:
         """Start tracking range by range; return extents without tensors that the kernel refuses."""
         assert self._tracker is not None
         started, refused, is_busy = [], [], False
-        for one in extents.ranges:
+        for extent in extents.ranges:
             try:
-                self._tracker.start([one])
-                started.append(one)
+                self._tracker.start([extent])
+                started.append(extent)
             except OSError as error:
-                refused.append(one)
+                refused.append(extent)
                 is_busy = is_busy or error.errno == errno.EBUSY  # another tracker has it, for now
         self._tracker.stop(started)
         accepted = extents.indices.difference(extents.touched_by(refused))

@@ -280,10 +280,10 @@ def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list
     """
     numbers = {name: number for number, name in enumerate(catalog.tensors)}
     found: list[SharedTensor] = []
-    for name, one in captured.shardings.items():
-        layout = captured.lowest.get(name, one.layout)
+    for name, sharding in captured.shardings.items():
+        layout = captured.lowest.get(name, sharding.layout)
         region, item_bytes = layout.region_number(rank), ITEM_BYTES[NAMES[captured.tensors[name].dtype]]
-        num_bytes = -(-math.prod(one.shape) // len(layout.copies[0])) * item_bytes
+        num_bytes = -(-math.prod(sharding.shape) // len(layout.copies[0])) * item_bytes
         if len(layout.copies) > 1 and region is not None and num_bytes and name in numbers:
             is_trained = name in captured.owned
             found.append(SharedTensor(name, numbers[name], region, layout.copies, num_bytes, is_trained))

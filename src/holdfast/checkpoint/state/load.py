@@ -123,8 +123,8 @@ class Load:
             raise mismatch(self.missing, unexpected)
         if found := find_read_only(self.written):
             raise read_only_error(found)
-        for one in self.misfits:
-            kept = str(one).partition(" Nothing was changed.")[0]
+        for error in self.misfits:
+            kept = str(error).partition(" Nothing was changed.")[0]
             self.notes.append(f"{kept} The live value stays (strict=False).")
         self.unexpected = unexpected
         return self

@@ -341,8 +341,8 @@ class ObjectStore(Store):
         with ThreadPoolExecutor(min(self.address.parallel, len(starts)), "holdfast-range") as pool:
             ranges = [pool.submit(fill, start) for start in starts]
             try:
-                for one in ranges:
-                    versions.add(one.result())
+                for piece in ranges:
+                    versions.add(piece.result())
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -366,10 +366,10 @@ class ObjectStore(Store):
         skip = len(self.address.prefix) + 1 if self.address.prefix else 0
         found = []
         for page in self._library.list(client, prefix=folder or None, chunk_size=1000):
-            for one in page:
-                name = one["path"][skip:]
+            for entry in page:
+                name = entry["path"][skip:]
                 if name and not name.endswith("/"):  # consoles create such objects as folders
-                    found.append(ObjectInfo(name, one["size"]))
+                    found.append(ObjectInfo(name, entry["size"]))
         return found
 
     def _load_log(self, name: str, limit_s: float | None) -> bytes | None:

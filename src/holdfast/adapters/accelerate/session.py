@@ -340,6 +340,7 @@ class Session(TrainerRun):
         self.checkpointer.close()
         self._settle()
         self._notices.close()
+        self.notices = None
         self.ranks.barrier_and_close()
 
 

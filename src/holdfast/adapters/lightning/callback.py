@@ -5,11 +5,11 @@
 import os
 import signal
 import threading
+import weakref
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from weakref import proxy
 
 import torch
 
@@ -139,7 +139,8 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Set the trainer's CheckpointIO, and record the position in the data."""
         super().setup(trainer, pl_module, stage)
         self._saver = self._set_io(trainer).saver_for(f"{absolute(self.dirpath)}/any.ckpt")
-        self._saver.is_training = lambda: _is_fitting(trainer)
+        reference = weakref.ref(trainer)  # the saver outlives it
+        self._saver.is_training = lambda: (alive := reference()) is not None and _is_fitting(alive)
         if stage == "fit":
             watch_position(trainer)
 
@@ -308,7 +309,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
             if self._saver.is_pending(absolute(path)):
                 waiting.append((logger, path))
             else:
-                logger.after_save_checkpoint(proxy(self))
+                logger.after_save_checkpoint(weakref.proxy(self))
         self._unsent = waiting
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Any) -> bool:

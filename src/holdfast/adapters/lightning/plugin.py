@@ -136,6 +136,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             self.home = self.home or home_beside(folder_of(path))
             self._saver = BackgroundSaver(HomePlace(self.home, storage_options or {}), self._memory)
             weakref.finalize(self, self._saver.close)
+        elif storage_options:
+            self._saver.place = HomePlace(self._saver.place.home, storage_options)
         return self._saver
 
     def _existing_saver(self, path: str) -> BackgroundSaver | None:

@@ -336,7 +336,9 @@ class Session(TrainerRun):
             counters=read_counters(trainer),
         )
         self._state[PROGRESS] = dataclasses.asdict(progress)
-        self._last = self.save_step(step, silenced=[LoaderWarning])  # the Trainer brings its loaders back
+        # The Trainer brings its loaders back. A model alone never resumes exactly, which the resume says.
+        silenced = ResumeWarning if self._args.save_only_model else LoaderWarning
+        self._last = self.save_step(step, silenced=[silenced])
         if self._args.push_to_hub and self._args.hub_strategy != HubStrategy.END:
             # The Hub takes its files from a folder of the Trainer's own.
             folder = self._folders.path(step)

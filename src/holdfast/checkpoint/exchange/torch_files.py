@@ -99,7 +99,7 @@ def _reading(what: str) -> Iterator[None]:
     """Translate errors of the disk, and those of a damaged file, which can fail in any way."""
     try:
         yield
-    except HoldfastError:
+    except (HoldfastError, ImportError):
         raise
     except FileNotFoundError:
         raise NotFound(f"{what} does not exist.", key=what) from None

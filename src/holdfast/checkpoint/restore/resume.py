@@ -215,7 +215,8 @@ class _Restore:
         opened = group.agree(stages.open)
         rows = None
         for outcome in opened:
-            rows = rows or outcome.value
+            if rows is None:  # [] is a checkpoint without ancestors
+                rows = outcome.value
         ancestors = None if rows is None else tuple(CheckpointId(*row) for row in rows)
         verdict = judge(opened, group.rank, ancestors)
         # Every rank judges the outcomes of all, and none begins a stage before all have completed the one

@@ -81,21 +81,21 @@ def restore(values: dict[str, Any]) -> list[str]:
     """Set all process-wide generators to checked states; return notes on those that could not be set."""
     notes: list[str] = []
     numpy = sys.modules.get("numpy")
-    setters: list[tuple[str, Callable[..., object], tuple[Any, ...]]] = [
-        ("python", set_python_state, (random, values["python"])),
-        ("torch", torch.set_rng_state, (values["torch"].cpu(),)),
+    setters: list[tuple[str, Callable[[], object]]] = [
+        ("python", lambda: set_python_state(random, values["python"])),
+        ("torch", lambda: torch.set_rng_state(values["torch"].cpu())),
     ]
     if "numpy" in values and numpy is not None:
-        setters.append(("numpy", _set_numpy, (numpy.random.mtrand._rand, values["numpy"])))
+        setters.append(("numpy", lambda: _set_numpy(numpy.random.mtrand._rand, values["numpy"])))
     elif "numpy" in values:
         notes.append("rng: the checkpoint has a numpy state, but numpy is not imported; it was skipped.")
     if "cuda" in values and torch.cuda.is_available():
-        setters.append(("CUDA", torch.cuda.set_rng_state, (values["cuda"].cpu(),)))
+        setters.append(("CUDA", lambda: torch.cuda.set_rng_state(values["cuda"].cpu())))
     elif "cuda" in values:
         notes.append("rng: the checkpoint has a CUDA state, but CUDA is not available; it was skipped.")
-    for name, set_state, arguments in setters:
+    for name, set_state in setters:
         try:
-            set_state(*arguments)
+            set_state()
         except MISFITS as error:
             notes.append(f"rng: the saved state does not fit the {name} generator ({error}); it was skipped.")
     return notes

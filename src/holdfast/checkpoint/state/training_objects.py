@@ -185,7 +185,11 @@ class State:
         forgotten = [
             one
             for one in stepped
-            if any(local_of(t).data_ptr() not in saved for t in state_tensors(one) if t.numel())
+            if any(
+                local_of(tensor).data_ptr() not in saved
+                for tensor in state_tensors(one)
+                if tensor.numel() and tensor.layout is torch.strided  # others have no memory of their own
+            )
         ]
         # Tensors of the last capture that a restore could not write to.
         filled = [key for key, one in self._entries.items() if one.is_filled]

@@ -192,7 +192,7 @@ class _Agent:
         if plan.setup is None and Path(plan.venv).exists():  # one that `setup` has not completed is replaced
             return ""
         try:
-            parent = find_parent(plan.environment, Path(plan.workdir))
+            parent = find_parent(plan.environment, Path(plan.workdir), self._on_look)
             if parent is not None:
                 make_virtual_environment(Path(plan.venv), parent)
         except Unsupported as error:

@@ -109,17 +109,19 @@ def own_python() -> str:
     return python
 
 
-def find_parent(environment: Mapping[str, str], workdir: Path) -> ParentPython | None:
+def find_parent(
+    environment: Mapping[str, str], workdir: Path, on_look: Callable[[], object]
+) -> ParentPython | None:
     """Return the first Python on the PATH, or None if it does not have any.
 
     A virtual environment is read from its files. Any other Python is called once: it may be a shim, which
-    chooses a version by the current directory.
+    chooses a version by the current directory. `on_look` is called while it runs.
     """
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python3", path=path) or shutil.which("python", path=path)
     if found is None:
         return None
-    return _read_virtual_environment(Path(found)) or _ask(found, environment, workdir)
+    return _read_virtual_environment(Path(found)) or _ask(found, environment, workdir, on_look)
 
 
 def _read_virtual_environment(executable: Path) -> ParentPython | None:
@@ -156,10 +158,12 @@ def read_config(executable: Path) -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
-def _ask(found: str, environment: Mapping[str, str], workdir: Path) -> ParentPython:
+def _ask(
+    found: str, environment: Mapping[str, str], workdir: Path, on_look: Callable[[], object]
+) -> ParentPython:
     command = [found, "-I", "-c", _QUESTION]
     try:
-        done = run_program(command, timeout_s=_LIMIT_S, env=environment, cwd=workdir)
+        done = run_program(command, timeout_s=_LIMIT_S, env=environment, cwd=workdir, on_look=on_look)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unsupported(f"{found} does not run: {error}") from error
     if done.status:

@@ -92,7 +92,7 @@ class SlurmController(Controller):
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._kill_wait_s = commands.kill_wait_s()
         self._step: Step | None = None
-        self._noticed: set[int] = set()  # nodes whose notice from Slurm was handled
+        self._noticed: dict[int, str] = {}  # newest notice from Slurm that was handled, by node
         self._has_reports = False  # a node has sent a report in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
@@ -160,7 +160,7 @@ class SlurmController(Controller):
 
     @override
     def _prepare_attempt(self) -> None:
-        self._noticed, self._has_reports = set(), False
+        self._noticed, self._has_reports = {}, False
         self._mounts.forget()
         self._num_resumed = 0
         if self._stored.uploads:
@@ -263,8 +263,8 @@ class SlurmController(Controller):
         if len(reports) == num_nodes and all(one.is_running for one in reports.values()):
             yield NodesRunning(attempt)
         for node, report in reports.items():
-            if report.notice and node not in self._noticed:
-                self._noticed.add(node)
+            if report.notice and self._noticed.get(node) != report.notice:
+                self._noticed[node] = report.notice
                 if not self.state.is_noticed:
                     yield self._notice(report.notice_lead_s, report.notice)
         notified = {
@@ -299,7 +299,11 @@ class SlurmController(Controller):
         step.order(
             uploads=UploadTerms(self._mounts.until_unix_s(self.state, notice_unix_s, leaves=leaves), leaves)
         )
-        parts = [f"node {node}: {one.missing}" for node, one in sorted(step.reports.items()) if one.missing]
+        parts = [
+            f"node {node}: {one.missing}"
+            for node, one in sorted(step.reports.items())
+            if one.missing and not one.are_uploads_over
+        ]
         missing = "; ".join(parts)
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
             yield Uploading(self.state.attempt, missing)

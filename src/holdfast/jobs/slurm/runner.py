@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +33,7 @@ from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import NodeSpec, machine_name, read_environment, read_outcome
-from holdfast.jobs.outcome import Outcome
+from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.messages import Inbox, write
@@ -122,7 +123,7 @@ class _Runner:
             self._open_mounts(is_new=False)  # an earlier runner was killed during the uploads
         if self._orders.kills and not outcome.is_success:
             outcome = Outcome(outcome.phase, outcome.code, outcome.killed_by, is_stopped=True)
-        self._tell(outcome=outcome)
+        self._tell(outcome=outcome, is_running=self._node.running.exists())  # perhaps between two looks
         # Keepers may hold the last save, and Slurm kills them when the runner exits.
         self._turn_until(
             lambda: self._orders.kills_keepers or not self._has_keepers(), self._job.policy.grace_s
@@ -140,14 +141,20 @@ class _Runner:
         """Run the commands of the node."""
         why_not = self._open_mounts(is_new=True) or self._open_container()
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return run_commands(
-            self._node,
-            self._plan,
-            on_look=self._look,
-            fds=lambda: self._fds,
-            mounts=None if self._mounts is None else self._mounts.held,
-            why_not=why_not,
-        )
+        try:
+            return run_commands(
+                self._node,
+                self._plan,
+                on_look=self._look,
+                fds=lambda: self._fds,
+                mounts=None if self._mounts is None else self._mounts.held,
+                why_not=why_not,
+            )
+        except Exception:  # noqa: BLE001 - the node is lost, and its files are uploaded all the same
+            with contextlib.suppress(OSError), Path(self._plan.log).open("a") as log:
+                traceback.print_exc(file=log)
+            processes.kill(self._left())
+            return Outcome(Phase.RUN if self._node.running.exists() else Phase.SETUP)
 
     def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
         """Serve the node until a condition is true, or the time is over."""

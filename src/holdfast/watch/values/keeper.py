@@ -83,4 +83,7 @@ def _tensors(section: Section | None) -> TensorHealth | None:
     """Return the health of a rank's tensors; None if they were not checked."""
     if section is None or section.version != _VERSION or not section.data:
         return None
-    return read_members(TensorHealth, Fields(dict(section.data), _WHAT))
+    body = Fields(dict(section.data), _WHAT)
+    for name in ("num_bad", "bad", "squares"):
+        body.value(name)  # none of them may be missing
+    return read_members(TensorHealth, body)

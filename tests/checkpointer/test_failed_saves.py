@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 import uuid
@@ -24,7 +25,7 @@ from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.run import attempt
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
+from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.system.environment import PROGRESS, count_failed_saves
 from holdfast.watch.report.summary import read_summary
 from servers import Server, ministack
@@ -334,3 +335,24 @@ def test_a_disk_that_fills_between_part_and_manifest_is_named_within_seconds(
             ckpt.save(4).wait_durable(SOON_S)
         assert save.durable
         assert steps_saved(disk / "home") == [1, 2, 3, 4]
+
+
+def test_close_after_a_conflict_does_not_wait_for_the_memory_that_the_keeper_keeps(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"local": tmp_path / "local", "memory": holdfast.Memory(keep_for="1h")}
+    old = make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}, **options)
+    old.restore()
+    old.save(1).wait_durable()
+    keeper = old._training.attempt.keeper
+    assert keeper is not None
+    try:
+        new = {"x": torch.zeros(3)}
+        with make_checkpointer(tmp_path / "home", new, take_over=True, **options) as ckpt:
+            ckpt.restore()
+            ckpt.save(2)
+        with pytest.raises(Conflict):
+            old.save(3).wait_durable(600)
+        with contextlib.suppress(Conflict):
+            old.close()
+        assert Path(f"/proc/{keeper.pid}").exists()
+    finally:
+        os.kill(keeper.pid, signal.SIGKILL)

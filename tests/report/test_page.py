@@ -115,6 +115,24 @@ def test_an_eventful_run_has_every_figure() -> None:
     assert list(make_figures(eventful())) == IDS
 
 
+def test_a_figure_of_the_run_stays_although_a_watch_has_its_name() -> None:
+    """The watch "replicas" has events, and no figure of its own."""
+    line = {
+        "t": START,
+        "event": "replicas-differ",
+        "attempt": 1,
+        "rank": 0,
+        "step": 10,
+        "detail": "w differs",
+    }
+    made_up = MadeUpRun()
+    made_up.claim(1, 0.0)
+    made_up.save(1, 10, 5.0)
+    made_up.add(1, 6.0, "replicas-differ", 10, detail="w differs")
+    found = replace(summarize(made_up.by_time(), made_up.claims), lines={"replicas-differ": (line,)})
+    assert "replicas" in make_figures(found)
+
+
 def test_a_refused_node_and_a_failed_save_are_listed_with_their_cost() -> None:
     found = make_figures(eventful())
     assert found["nodes"].text.startswith("1 node failed, 1 refused; the job waited 3.2 s.")

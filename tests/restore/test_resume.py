@@ -698,3 +698,21 @@ def test_checkpoints_of_a_home_without_a_run_document_can_be_restored() -> None:
     store = make_store()
     store.delete(names.RUN)
     assert restore(store, empty_live()).step == 300
+
+
+def test_a_start_whose_first_checkpoint_is_damaged_on_one_rank_still_supersedes_earlier_attempts() -> None:
+    """Attempt 2 began from nothing, so that its checkpoint has no ancestors."""
+
+    class Damaged(MemoryStore):
+        def get(self, name: str) -> bytes:
+            if name == names.manifest(100, 2) and threading.current_thread().name.endswith("_1"):
+                raise Corrupt("a bit has flipped")
+            return super().get(name)
+
+    store = Damaged()
+    make_home(store)
+    for step, attempt in ((200, 1), (100, 2)):
+        make_checkpoint(store, step, attempt, two_ranks(step), per_rank=["own"])
+    results = on_ranks(store, [rank_live(), rank_live()])
+    assert all(isinstance(one, Corrupt) for one in results)
+    assert "step 200, attempt 1: superseded: attempt 2 continued from step 0" in str(results[0])

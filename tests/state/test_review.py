@@ -420,3 +420,16 @@ def test_optimizers_that_are_saved_or_have_no_state_are_not_named(tmp_path: Path
     inside = Inside(model.parameters())
     both = {"model": model, "sam": inside, "base": inside.base_optimizer}
     assert trained_doubts(tmp_path / "d", both, inside) == []
+
+
+def test_sparse_state_of_an_optimizer_is_no_error(tmp_path: Path) -> None:
+    class Sparse(SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for one in group["params"]:
+                    self.state[one]["rows"] = torch.eye(2).to_sparse()
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = Sparse(model.parameters(), lr=0.1)
+    optimizer.step()
+    assert doubts_of(tmp_path, {"model": model, "optimizer": optimizer}) == []

@@ -18,6 +18,7 @@ from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.layout import Shard, lay_out, whole
 from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper.config import WatchConfig
 from holdfast.checkpoint.keeper.inbox import StagedSave
@@ -27,7 +28,8 @@ from holdfast.checkpoint.keeper.save_files import SaveFiles
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatches
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.watch import CopiedSave
-from holdfast.errors import RetryLater
+from holdfast.errors import Corrupt, RetryLater
+from holdfast.watch.values.keeper import ValuesKeeper
 from keeper.test_commit import make_config
 from making import make_home, make_reports, raw_bytes
 from stage.training import make_checkpointer
@@ -99,3 +101,12 @@ def test_a_watch_that_fails_while_copying_fails_no_save_even_if_warnings_are_err
         ckpt.save(2).wait_durable(600)
         ckpt.close()
     assert holdfast.open(tmp_path / "run").step == 2
+
+
+@pytest.mark.parametrize("missing", ["num_bad", "bad", "squares"])
+def test_a_section_that_lacks_a_member_is_not_healthy(missing: str) -> None:
+    data = {"num_bad": 0, "bad": [], "squares": {}}
+    del data[missing]
+    save = CompleteSave(1, 1, {0: Section(1, data, Mark.NONE)}, lambda rank: ("w",))
+    with pytest.raises(Corrupt, match=missing):
+        ValuesKeeper({}).committing(save)

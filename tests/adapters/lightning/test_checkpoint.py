@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +376,23 @@ def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any
     assert newest(tmp_path / "home", str(tmp_path / "run")) is None
     with pytest.raises(Corrupt, match="Lightning's part of"):
         HomeContent.open(str(tmp_path / "home"))
+
+
+def test_a_trainer_is_freed_after_its_training(tmp_path: Path) -> None:
+    def train() -> list[weakref.ref[Any]]:
+        run, module = trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")), model()
+        run.fit(module)
+        return [weakref.ref(run), weakref.ref(module)]
+
+    found = train()
+    gc.collect()
+    assert [one() for one in found] == [None, None]
+
+
+def test_storage_options_of_a_save_are_used_beside_the_callback(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"))
+    run.fit(model())
+    io = run.strategy.checkpoint_io
+    assert isinstance(io, HoldfastCheckpointIO)
+    run.save_checkpoint("memory://elsewhere/x.ckpt", storage_options={"skip_instance_cache": True})
+    assert io.saver_for("memory://elsewhere/x.ckpt").place.storage_options == {"skip_instance_cache": True}

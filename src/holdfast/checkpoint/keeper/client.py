@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 from typing_extensions import override
@@ -155,6 +155,9 @@ class Keeper(SupervisedKeeper):
         with self.lock:
             if save.failed is not None or save.is_settled_in_home:
                 return
+            if self.fenced is not None:
+                save.mark_home_failed(self.fenced)
+                return
             self._towards_home[save.step] = save
             self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=save.step))
 
@@ -223,14 +226,23 @@ class Keeper(SupervisedKeeper):
         Args:
             frees_memory: no later attempt needs the contents of its memory.
 
-        Blocks: until it has exited, at most `timeout_s`.
+        Blocks: until it has exited, or until it has stored everything if it keeps its memory for a later
+            attempt; at most `timeout_s`.
         """
         with self.lock:
             _closing.add(self)
             self.send_close(messages.Close(frees_memory), must_restart=bool(self._submitted))
-        waits = f"waiting for the keeper of rank {self.config.rank} (pid {self.pid}) to complete its work"
-        with reported_if_slow(lambda: _log.info(waits)):
-            self.wait_ended(timeout_s)
+        text = f"the keeper of rank {self.config.rank} (pid {self.pid}) to complete its work"
+        if frees_memory:
+            with reported_if_slow(lambda: _log.info(f"waiting for {text}")):
+                self.wait_ended(timeout_s)
+        else:
+            limit_s = math.inf if timeout_s is None else timeout_s
+            wait_while(lambda: "" if self._has_stored() else text, limit_s, _log.info)
+
+    def _has_stored(self) -> bool:
+        """Return True if the keeper has exited, or at most offers its memory."""
+        return self.wait_ended(0) or self.is_done
 
     @override
     def wait_ended(self, timeout_s: float | None) -> bool:
@@ -329,6 +341,11 @@ class Keeper(SupervisedKeeper):
 
     @override
     def receive(self, message: messages.Message) -> None:
+        if isinstance(message, messages.ShowText):  # without the lock: it may be the text about a hang
+            _log.log(logging.ERROR if message.must_reply else logging.WARNING, message.text)
+            if message.must_reply:
+                self.child.outbox.send(messages.TextShown())
+            return
         with self.lock:  # nothing is logged under it, as standard error may block, and save() needs it
             match message:
                 case messages.SavePersisted(step) if step in self._submitted:
@@ -349,10 +366,6 @@ class Keeper(SupervisedKeeper):
             self._release(message.arena)
         elif isinstance(message, messages.SaveDelayed):
             self._note_delay(message)
-        elif isinstance(message, messages.ShowText):
-            _log.log(logging.ERROR if message.must_reply else logging.WARNING, message.text)
-            if message.must_reply:
-                self.child.outbox.send(messages.TextShown())
 
     def _note_delay(self, message: messages.SaveDelayed) -> None:
         submitted = self._submitted.get(message.step)
@@ -396,6 +409,8 @@ class Keeper(SupervisedKeeper):
             error = kind(message.detail, step=step)
             if isinstance(error, Conflict):
                 self.fenced = error
+                while self._towards_home:  # the newer attempt drains
+                    self._towards_home.popitem()[1].mark_home_failed(error)
             self._finish(step, error)
             return
         error = kind(f"Step {step} is not in home: {message.detail}", step=step)
@@ -417,10 +432,5 @@ def wait_for_closed(home: str, *, timeout_s: float, notify: Callable[[str], None
     Blocks: until they have stored everything, at most `timeout_s` each.
     """
     text = "the keeper of an earlier Checkpointer of this process to complete its saves"
-
-    def waits_for(keeper: Keeper) -> str:
-        return "" if keeper.wait_ended(0) or keeper.is_done else text
-
-    for keeper in list(_closing):
-        if keeper.config.home == home:
-            wait_while(partial(waits_for, keeper), timeout_s, notify)
+    for keeper in [one for one in _closing if one.config.home == home]:
+        wait_while(lambda keeper=keeper: "" if keeper._has_stored() else text, timeout_s, notify)

@@ -70,7 +70,7 @@ def _receive_packet(end: socket.socket) -> tuple[bytes, list[int], int, Any]:
 
 
 _MAX_QUEUED = 4096
-"""Messages in the queue. Further events are dropped and counted; saves never are.
+"""Messages in the queue. Further events are dropped; saves never are.
 
 Saves in the queue are limited by the staging memory that they hold.
 """

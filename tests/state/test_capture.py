@@ -268,7 +268,6 @@ def test_a_capture_has_the_current_tensors_of_other_objects() -> None:
 
 
 def test_tensors_that_begin_to_share_memory_become_tied() -> None:
-    """Two tensors that did not share memory in the capture before."""
     story, loose = Story(), Loose()
     story.objects["loose"] = loose
     loose.give = lambda: {"a": torch.randn(3), "b": torch.randn(3)}
@@ -327,7 +326,6 @@ def test_earlier_captures_keep_their_tensors() -> None:
 
 
 def test_a_failed_capture_does_not_affect_the_next_one() -> None:
-    """The one after it is right again."""
     story = Story()
     story.model.norm.running_mean = torch.randn(8)
     story.objects["bad"] = object()

@@ -65,7 +65,6 @@ def test_names_equal_those_of_torch_distributed_checkpoint(name: str) -> None:
 
 @pytest.mark.parametrize("into", WRAPPED)
 def test_a_checkpoint_loads_into_any_wrapper(into: str) -> None:
-    """What is saved from one wrapping comes back to the bit, buffers and ties included."""
     torch.manual_seed(1)
     model, other = WRAPPED[into](), WRAPPED[into]()
     kept({"m": model}).restore(State({"m": other}))
@@ -73,7 +72,6 @@ def test_a_checkpoint_loads_into_any_wrapper(into: str) -> None:
 
 
 def test_a_plain_model_loads_a_checkpoint_of_a_compiled_one() -> None:
-    """Wrapping does not show in a checkpoint."""
     model: Any = torch.compile(Net(), backend="eager")
     other = Net()
     kept({"m": model}).restore(State({"m": other}))
@@ -180,7 +178,6 @@ def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
 
 
 def test_a_tied_checkpoint_fills_untied_tensors() -> None:
-    """Both live tensors get the one saved."""
     model, other = Net(), Net()
     other.out.weight = nn.Parameter(torch.zeros(11, 8))
     kept({"m": model}).restore(State({"m": other}))
@@ -230,7 +227,6 @@ def test_meta_tensors_stay_untied_when_only_the_checkpoint_is_tied() -> None:
 
 
 def test_the_error_names_meta_buffers_without_values() -> None:
-    """A non-persistent buffer on meta cannot be restored."""
     saved = kept({"m": nn.Linear(1, 1)})
     with torch.device("meta"):
         blank = nn.Linear(1, 1)
@@ -239,16 +235,14 @@ def test_the_error_names_meta_buffers_without_values() -> None:
         saved.plan(State({"m": blank}))
 
 
-def test_a_meta_module_cannot_be_saved() -> None:
-    """It has no bytes."""
-    with pytest.raises(Unsupported, match=r"m\.weight.*meta"):
-        State({"m": nn.Linear(1, 1, device="meta")}).capture()
-
-
-def test_a_lazy_module_without_parameters_is_refused() -> None:
-    """Uninitialized parameters are refused by name."""
-    with pytest.raises(Unsupported, match=r"m\.weight.*lazy module"):
-        State({"m": nn.LazyLinear(2)})
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(lambda: nn.Linear(1, 1, device="meta"), "meta"), (lambda: nn.LazyLinear(2), "lazy module")],
+    ids=["meta", "lazy"],
+)
+def test_a_module_without_bytes_is_refused_by_name(make: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(Unsupported, match=rf"m\.weight.*{why}"):
+        State({"m": make()}).capture()
 
 
 def test_a_changed_module_is_detected() -> None:

@@ -118,7 +118,6 @@ def test_reduce_lr_on_plateau_resumes() -> None:
 
 
 def test_grad_scaler_and_averaged_model_resume() -> None:
-    """A GradScaler and an EMA model beside the model that it follows."""
 
     def build(seed: int) -> tuple[dict[str, Any], Callable[[], None]]:
         torch.manual_seed(seed)
@@ -217,7 +216,6 @@ def test_planning_a_load_changes_nothing() -> None:
 
 
 def test_a_checkpoint_from_before_the_first_step_clears_moments() -> None:
-    """A step-0 checkpoint brings back an optimizer without state."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     saved = kept({"model": model, "optimizer": optimizer})

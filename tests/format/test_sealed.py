@@ -91,7 +91,6 @@ def test_foreign_bytes_are_corrupt(document: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b"{not json}", b"{" + b'"a":[' * 100_000, b'{"a":"\xff"}', b"{" + bytes(9)])
 def test_a_valid_seal_around_invalid_json_is_corrupt(body: bytes) -> None:
-    """A valid seal around nonsense, or around nesting that no parser takes, raises nothing but Corrupt."""
     with pytest.raises(Corrupt, match="is not valid JSON"):
         unseal(seal(body), "doc")
 

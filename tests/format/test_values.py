@@ -13,7 +13,6 @@ import functools
 import io
 import ipaddress
 import json
-import math
 import pathlib
 import re
 import string
@@ -29,6 +28,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from format.equality import same
 from holdfast.checkpoint.format.composites import RAW_DTYPES, SPARSE, SavedTensor
 from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
 from holdfast.checkpoint.format.sealed import dumps
@@ -180,46 +180,12 @@ trees = st.recursive(
 )
 
 
-def bytes_of(array: Any) -> bytes:
-    """The bytes of the fields: those between them mean nothing."""
-    filled = np.zeros(array.shape, array.dtype)
-    filled[...] = array
-    return filled.tobytes()
-
-
 def has_titles(dtype: Any) -> bool:
     fields = (dtype.fields or {}).values()
     inner = dtype.subdtype[0] if dtype.subdtype else None
     return any(len(field) > 2 or has_titles(field[0]) for field in fields) or (
         inner is not None and has_titles(inner)
     )
-
-
-def content(value: Any) -> Any:
-    return (value.getvalue(), value.tell()) if isinstance(value, io.BytesIO) else value
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in value and type all the way down, NaN equal to NaN, -0.0 different from 0.0."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (np.ndarray, np.generic)):
-        return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
-    if isinstance(a, float):
-        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
-    if isinstance(a, complex):
-        return same(a.real, b.real) and same(a.imag, b.imag)
-    if isinstance(a, (list, tuple, collections.deque)):
-        return (
-            len(a) == len(b) and all(map(same, a, b)) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
-        )
-    if isinstance(a, (argparse.Namespace, types.SimpleNamespace)):
-        return same(vars(a), vars(b))
-    if isinstance(a, (SavedDataclass, SavedNamedTuple, SavedTensor)):
-        return same([getattr(a, name) for name in a.__slots__], [getattr(b, name) for name in b.__slots__])
-    if isinstance(a, dict):
-        return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
-    return content(a) == content(b)
 
 
 def through_json(value: Any) -> Any:
@@ -332,7 +298,6 @@ class Facts:
     ids=lambda value: value if isinstance(value, str) and value.isprintable() else "value",
 )
 def test_the_error_has_the_path_of_a_refused_value(value: Any, word: str) -> None:
-    """The error has the key path and the type, at any depth."""
     trees = [
         ({"a": [0, value]}, "state.a[1]"),
         ({"a": {1: (value,)}}, "state.a[1][0]"),

@@ -91,9 +91,8 @@ def make_checkpoint(
     catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}), partitionings or {})
     parts = []
     for rank, held in enumerate(tensors):
-        shared = [
-            Shard(n, t.dtype, t.shape, *region, frozen=t.frozen) for n, t, region in catalog.written_by(rank)
-        ]
+        written = catalog.written_by(rank)
+        shared = [Shard(n, t.dtype, t.shape, *region, frozen=t.frozen) for n, t, region in written]
         own = [
             Shard.whole(name, _NAMES[value.dtype], tuple(value.shape), per_rank=True)
             for name, value in held.items()
@@ -168,12 +167,7 @@ def reseal(
 ) -> None:
     """Change a sealed document and seal it again, as another writer would have written it.
 
-    Args:
-        store: the home.
-        name: the document.
-        catalog: its only catalog from now on; a part then names this one.
-        starts: those of a part from now on.
-        facts: members of the first line.
+    It has other members in its first line, and perhaps another only catalog, which a part then names.
     """
     first, *rest = unseal_lines(store.get(name), name)
     is_part = "catalog" in json.loads(first)

@@ -37,9 +37,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, complex):
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, (list, tuple, collections.deque)):
-        return (
-            len(a) == len(b) and all(map(same, a, b)) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
-        )
+        is_as_long = len(a) == len(b) and getattr(a, "maxlen", 0) == getattr(b, "maxlen", 0)
+        return is_as_long and all(map(same, a, b))
     if isinstance(a, (argparse.Namespace, types.SimpleNamespace)):
         return same(vars(a), vars(b))
     if isinstance(a, (SavedDataclass, SavedNamedTuple, SavedTensor)):

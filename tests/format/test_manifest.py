@@ -82,14 +82,8 @@ def test_a_manifest_lists_owners_ties_and_files() -> None:
     ranks = parts_of([EXAMPLE, EXAMPLE], own)
     merged = merge(ranks)
     assert merged.tensors == {**EXAMPLE.tensors, "rng": Tensor("U8", (16,), None)}
-    assert {name: tensor.owner for name, tensor in merged.tensors.items()} == {
-        "a": 0,
-        "s": SPLIT,
-        "c": SPLIT,
-        "none": 0,
-        "scalar": 1,
-        "rng": EACH,
-    }
+    owners = {"a": 0, "s": SPLIT, "c": SPLIT, "none": 0, "scalar": 1, "rng": EACH}
+    assert {name: tensor.owner for name, tensor in merged.tensors.items()} == owners
     assert merged.tied == {"head": "a", "seed": "rng"}
     assert merged.parts == (
         PartFile(0, len(ranks[0][1]), digest(ranks[0][1]), 1000, None, 0),
@@ -184,11 +178,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
     shapes = st.lists(st.integers(0, 9), max_size=2).map(tuple)
     own = [[(name, "F32", draw(shapes), 0) for name in names] for _ in ranks]
     ancestors = tuple(draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), max_size=3)))
-    facts = {
-        "run": draw(run_ids),
-        "step": draw(st.integers(0, MAX_STEP)),
-        "attempt": draw(st.integers(1, MAX_ATTEMPT)),
-    }
+    facts = {"run": draw(run_ids), "step": draw(st.integers(0, MAX_STEP))}
+    facts["attempt"] = draw(st.integers(1, MAX_ATTEMPT))
     parts = [
         (dataclasses.replace(part, ancestors=ancestors, **facts), document)
         for part, document in parts_of([common] * len(ranks), own)
@@ -245,11 +236,8 @@ def test_a_manifest_whose_catalogs_disagree_is_corrupt() -> None:
     """Otherwise a reader would search for regions that no rank wrote."""
     halves = EvenPartitioning(((0, 2),), (0, 1))
     body, rest = lines_of(catalog(w=Tensor("F32", (4,), halves, (0, 1))), own=())
-    for old, new in (
-        (b'"ranks":[0,1]', b'"ranks":[0,2]'),
-        (b'"ranks":[0,1]', b'"ranks":[0]'),
-        (b"[0,2]", b"[0,3]"),
-    ):
+    ranks = b'"ranks":[0,1]'
+    for old, new in ((ranks, b'"ranks":[0,2]'), (ranks, b'"ranks":[0]'), (b"[0,2]", b"[0,3]")):
         assert rest.count(old) == 1
         with pytest.raises(Corrupt, match="is not a valid manifest"):
             manifest.parse(seal(body + b"\n" + rest.replace(old, new)), "manifest")

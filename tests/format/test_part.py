@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,9 +36,8 @@ def parts(draw: st.DrawFn) -> Part:
     ]
     shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
     own = draw(st.dictionaries(tensor_names, st.tuples(dtypes, shapes), max_size=2))
-    own_shards = [
-        Shard.whole(name, *facts, per_rank=True) for name, facts in own.items() if name not in common.tensors
-    ]
+    alone = own.keys() - common.tensors.keys()
+    own_shards = [Shard.whole(name, *own[name], per_rank=True) for name in sorted(alone)]
     file = lay_out([shard for shard in held if not shard.frozen] + own_shards, rank)
     frozen = lay_out([shard for shard in held if shard.frozen], rank)
     places = {False: iter(file.starts), True: iter(frozen.starts)}
@@ -73,18 +73,9 @@ def data_file(num_bytes: int) -> DataFile:
 
 def document(value: Part) -> bytes:
     """The part's document, by the way that a trainer and its keeper write it."""
-    draft = part.draft(
-        run=value.run,
-        step=value.step,
-        attempt=value.attempt,
-        rank=value.rank,
-        world_size=value.world_size,
-        ancestors=value.ancestors,
-        values=value.values,
-        own=value.own,
-        starts=value.catalog_starts,
-        catalog=value.catalog_text,
-    )
+    names = ("run", "step", "attempt", "rank", "world_size", "ancestors", "values", "own")
+    facts: dict[str, Any] = {name: getattr(value, name) for name in names}
+    draft = part.draft(**facts, starts=value.catalog_starts, catalog=value.catalog_text)
     draft = part.add_findings(draft, value.watches, {"replicas": ((64, 8),)})
     assert part.findings_of(draft, "draft") == (value.watches, {"replicas": ((64, 8),)})
     return part.finish(draft, value.file, value.frozen, value.watches)
@@ -96,9 +87,7 @@ def lines_of(value: Part) -> list[bytes]:
 
 
 @given(parts(), sections)
-def test_parts_that_differ_in_findings_of_watches_describe_the_same_files(
-    value: Part, others: dict[str, Section]
-) -> None:
+def test_parts_with_other_findings_have_the_same_files(value: Part, others: dict[str, Section]) -> None:
     other = dataclasses.replace(value, watches=others)
     assert part.differ_in_watches_only(document(value), document(other), "part")
     moved = dataclasses.replace(value, step=value.step + 1)
@@ -204,13 +193,8 @@ def test_a_wrong_number_of_chunk_hashes_is_corrupt(hashes: str) -> None:
     [
         *({"step": None}, {"step": "5"}, {"rank": [0]}, {"world_size": 1.5}, {"attempt": True}),
         *({"ancestors": None}, {"ancestors": [[1]]}, {"ancestors": [["a", "b"]]}, {"ancestors": 3}),
-        *(
-            {"own": 3},
-            {"own": [5]},
-            {"own": [["w"]]},
-            {"own": [["w", "F13", [1], 0]]},
-            {"own": [[5, "U8", [1], 0]]},
-        ),
+        *({"own": 3}, {"own": [5]}, {"own": [["w"]]}),
+        *({"own": [["w", "F13", [1], 0]]}, {"own": [[5, "U8", [1], 0]]}),
         *({"own": [["w", "U8", "1", 0]]}, {"own": [["w", "U8", [1], "0"]]}, {"own": [["w", ["U8"], [1], 0]]}),
         *({"file": None}, {"file": []}, {"file": {"bytes": "x"}}, {"frozen": []}, {"frozen": {"bytes": 1}}),
         *({"file": {"bytes": 1, "chunk_bytes": size, "chunks": ""}} for size in (0, -1, None, float("inf"))),
@@ -267,9 +251,8 @@ def test_starts_that_cannot_be_parsed_raise_when_they_are_used(starts: bytes) ->
 @pytest.mark.parametrize("starts", [(), (4096,), (4096,) * 3])
 def test_more_or_fewer_starts_than_shards_are_corrupt(starts: tuple[int, ...]) -> None:
     found = part.parse(document(dataclasses.replace(example(), starts_text=dumps(starts))), "part")
-    with pytest.raises(
-        Corrupt, match=f"the starts of {len(starts)} shards, but by its catalog rank 0 wrote 2"
-    ):
+    match = f"the starts of {len(starts)} shards, but by its catalog rank 0 wrote 2"
+    with pytest.raises(Corrupt, match=match):
         _ = found.shards
 
 

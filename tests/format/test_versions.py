@@ -45,9 +45,7 @@ def store() -> MemoryStore:
     return made
 
 
-def test_checkpoints_of_both_versions_are_read_once_the_parser_is_added(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_added_parser_reads_its_version(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with_v2 = dataclasses.replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
     monkeypatch.setattr(manifest, "VERSIONS", with_v2)
     for step in (1, 2):

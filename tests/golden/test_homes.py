@@ -130,9 +130,8 @@ def test_a_dtype_that_this_torch_lacks_is_refused_with_the_remedy(monkeypatch: p
     """As float8_e8m0fnu on torch 2.6; the other tensors are read."""
     monkeypatch.delitem(tensors._TORCH, "F8_E8M0", raising=False)
     opened = open_checkpoint(GOLDEN / "two-ranks")
-    with pytest.raises(
-        Unsupported, match=r"saved as F8_E8M0 \(torch.float8_e8m0fnu\).*Install a newer torch"
-    ):
+    match = r"saved as F8_E8M0 \(torch.float8_e8m0fnu\).*Install a newer torch"
+    with pytest.raises(Unsupported, match=match):
         opened["dtype.F8_E8M0"]
     assert opened["scalar"].item() == 2.5
 
@@ -205,10 +204,8 @@ def test_frozen_tensors_are_in_a_file_of_their_own() -> None:
         assert torch.equal(opened["base"], torch.arange(500, dtype=torch.int16))
         assert torch.equal(opened["alias"], opened["base"])
         assert opened["split.base"].tolist() == [0, 0, 1, 1, 1]
-        assert {name for name, tensor in opened.manifest.tensors.items() if tensor.frozen} == {
-            "base",
-            "split.base",
-        }
+        frozen = {name for name, tensor in opened.manifest.tensors.items() if tensor.frozen}
+        assert frozen == {"base", "split.base"}
     folder = GOLDEN / "frozen"
     assert set(load_file(folder / names.data(2, 1, 0))) == {"adapter"}
     assert set(load_file(folder / names.frozen(2, 1, 0))) == {"base", "split.base"}

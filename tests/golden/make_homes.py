@@ -16,6 +16,7 @@ import socket
 import sys
 import types
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def bits(dtype: torch.dtype, count: int, first: int = 1) -> torch.Tensor:
     return raw.to(torch.uint8).view(dtype)
 
 
-def make(store: LocalStore, step: int, attempt: int, ranks: Ranks, *, run_id: str, **options: Any) -> None:
+def make(
+    store: LocalStore, step: int, attempt: int, ranks: Sequence[Any], *, run_id: str, **options: Any
+) -> None:
     """Make a checkpoint whose id is made of its run, step and attempt."""
     make_checkpoint(store, step, attempt, ranks, run_id=run_id, id=f"{run_id}-{step}-{attempt}", **options)
 

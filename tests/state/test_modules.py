@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.errors import InvalidInput, Unsupported
 from nursery import shared
-from state.trip import Net, assert_same_state, kept, same, train
+from state.trip import Net, advance, assert_same_state, kept, same, train, training
 
 
 def _compiled_inside() -> nn.Module:
@@ -198,11 +198,9 @@ def test_an_untied_checkpoint_in_tied_tensors_adds_a_note() -> None:
 def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
     """Parameters keep their identity: the optimizer that was made on meta continues to train them."""
     torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 2)
-    saved = kept({"model": model, "optimizer": optimizer})
-    train(model, optimizer, 2)
+    objects = training(steps=2)
+    saved = kept(objects)
+    advance(objects, 2)
     with torch.device("meta"):
         blank: Any = Net()
     blank.embed.weight.mark = "kept"
@@ -212,7 +210,7 @@ def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
     assert blank.embed.weight.mark == "kept"
     assert not any(t.is_meta for t in [*blank.parameters(), *blank.buffers()])
     train(blank, optimizer2, 2)
-    assert_same_state({"model": model, "optimizer": optimizer}, {"model": blank, "optimizer": optimizer2})
+    assert_same_state(objects, {"model": blank, "optimizer": optimizer2})
 
 
 def test_meta_tensors_stay_untied_when_only_the_checkpoint_is_tied() -> None:

@@ -166,7 +166,7 @@ class OtherBits(np.random.PCG64):
         (OtherBits, np.random.MT19937, False),
     ],
 )
-def test_the_global_generator_of_numpy_becomes_the_saved_kind_unless_only_a_library_has_it(
+def test_numpy_s_own_generator_becomes_the_saved_kind(
     numpy_random: Any, saved: Any, live: Any, is_restored: bool
 ) -> None:
     numpy_random.set_bit_generator(saved(3))
@@ -191,7 +191,7 @@ def test_the_global_generator_of_numpy_becomes_the_saved_kind_unless_only_a_libr
         lambda rng: rng.update(torch=4),
     ],
 )
-def test_damaged_states_of_generators_are_found_before_anything_changes(
+def test_damaged_states_of_generators_are_found_before_a_change(
     damage: Callable[[Any], object],
 ) -> None:
     saved = kept({"x": torch.ones(1)})
@@ -243,7 +243,7 @@ class _WithExtra(nn.Linear):
         _replace("value", {"$npdtype": ["", 1]}),
     ],
 )
-def test_values_that_no_save_writes_are_damage_so_that_an_older_checkpoint_is_taken(
+def test_values_that_no_save_writes_count_as_damage(
     damage: Callable[[Any], object],
 ) -> None:
     def build() -> dict[str, Any]:
@@ -379,11 +379,8 @@ def test_load_state_dict_receives_the_result_of_state_dict() -> None:
             self.state = state
 
     shared = torch.arange(3)
-    state = {
-        "a": (shared, [shared, None]),
-        5: {"t": torch.ones(2, 2, requires_grad=True)},
-        "n": np.float32(2),
-    }
+    trained = torch.ones(2, 2, requires_grad=True)
+    state = {"a": (shared, [shared, None]), 5: {"t": trained}, "n": np.float32(2)}
     other = Thing(None)
     kept({"thing": Thing(state)}).restore(State({"thing": other}))
     assert same(other.state["a"], state["a"])
@@ -487,7 +484,6 @@ def test_annotated_values_keep_their_annotation() -> None:
 
 
 def test_dtype_names_round_trip() -> None:
-    """Every dtype of the format that this torch has."""
     assert dtype_name(torch.bfloat16) == "BF16"
     assert torch_dtype("F8_E4M3") is torch.float8_e4m3fn
     for dtype in (torch.float32, torch.int64, torch.bool, torch.uint16, torch.complex64):

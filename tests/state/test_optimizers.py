@@ -65,9 +65,7 @@ def test_optimizer_state_is_named_after_parameters() -> None:
 
 def test_parameter_groups_in_another_order_get_their_own_options() -> None:
     model, optimizer = _trained(_split)
-    model2, optimizer2, load = _restored(
-        model, optimizer, lambda other: torch.optim.AdamW(_split(other)[::-1], 1.0)
-    )
+    model2, optimizer2, load = _restored(model, optimizer, lambda m: torch.optim.AdamW(_split(m)[::-1], 1.0))
     assert not load.notes
     assert [g["weight_decay"] for g in optimizer2.param_groups] == [0.0, 0.1]
     assert [g["lr"] for g in optimizer2.param_groups] == [0.5, 1e-2]
@@ -188,11 +186,8 @@ def test_nested_state_and_state_without_a_parameter_are_restored() -> None:
     model = nn.Linear(2, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.state["global"] = {"count": 3, "table": torch.ones(2)}
-    optimizer.state[model.weight] = {
-        "n": 1,
-        "deep": [torch.zeros(1), (torch.ones(1), None)],
-        "a.b": torch.ones(3),
-    }
+    deep = [torch.zeros(1), (torch.ones(1), None)]
+    optimizer.state[model.weight] = {"n": 1, "deep": deep, "a.b": torch.ones(3)}
     other = nn.Linear(2, 2)
     optimizer2: Any = torch.optim.SGD(other.parameters(), 0.1)
     optimizer2.state["stale"] = 1
@@ -282,9 +277,7 @@ def _transposed() -> nn.Module:
     ],
     ids=["fused AdamW", "fused SGD", "Adam"],
 )
-def test_state_made_by_a_restore_has_the_memory_format_of_its_parameter(
-    make_model: Any, make_optimizer: Any
-) -> None:
+def test_restored_state_has_the_memory_format_of_its_parameter(make_model: Any, make_optimizer: Any) -> None:
     """Fused optimizers go through memory without looking at strides, so training would differ."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:

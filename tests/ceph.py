@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import RetryLater, Unsupported
-from servers import BUCKET, Server, end, reserve_port, send_request, start
+from servers import BUCKET, Server, end, listens, reserve_port, send_request, start
 
 PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
 _KEY, _SECRET = "test", "testsecret"
@@ -150,27 +148,18 @@ class _Cluster:
         name = ["-c", self._config, "-n", "client.rgw"]
         gateway = self._start("radosgw", "-f", *name)
         self.gateway_pid = gateway.pid
-        self._wait_for(gateway)
+        if not listens(gateway, self.port, _START_LIMIT_S):
+            logs = "\n".join(path.read_text()[-500:] for path in (self._folder / "log").glob("*.log"))
+            raise RetryLater(f"radosgw did not start: {logs}")
         keys = [f"--access-key={_KEY}", f"--secret-key={_SECRET}"]
         self._run("radosgw-admin", *name, "user", "create", "--uid=t", "--display-name=t", *keys)
-
-    def _wait_for(self, gateway: subprocess.Popen[bytes]) -> None:
-        deadline_s = time.monotonic() + _START_LIMIT_S
-        while time.monotonic() < deadline_s and gateway.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.1)
-        logs = "\n".join(path.read_text()[-500:] for path in (self._folder / "log").glob("*.log"))
-        raise RetryLater(f"radosgw did not start: {logs}")
 
     def _ceph(self, *words: str) -> None:
         self._run("ceph", "-c", self._config, "--connect-timeout", "30", *words)
 
     def _run(self, *argv: str) -> None:
-        done = subprocess.run(
-            argv, cwd=self._folder, capture_output=True, text=True, check=False, timeout=_COMMAND_LIMIT_S
-        )
+        options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _COMMAND_LIMIT_S}
+        done = subprocess.run(argv, cwd=self._folder, check=False, **options)
         if done.returncode:
             raise RetryLater(f"{' '.join(argv[:4])} failed: {done.stderr[-500:]}")
 

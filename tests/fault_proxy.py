@@ -76,24 +76,13 @@ class InjectedFault:
 class FaultProxy:
     """Proxy on 127.0.0.1 that forwards requests to a server, and breaks those that `inject` selects.
 
-    Example:
-        >>> with FaultProxy("127.0.0.1", 4566) as proxy:
-        ...     proxy.inject("reset-after", method="PUT", target="manifest")
-        ...     store = open_store(f"s3://bucket/run?endpoint_url={proxy.url}")
-
-    Args:
-        listen_on: port of the proxy; 0 for a free one.
-
-    Attributes:
-        latency_s: delay of every request.
-        bytes_per_s: bandwidth limit of each connection's bodies; 0 for no limit.
-        stripped: request headers to remove, in lower case.
+    Its port is `listen_on`, or a free one: `open_store(f"s3://bucket/run?endpoint_url={proxy.url}")`.
     """
 
     def __init__(self, host: str, port: int, *, listen_on: int = 0) -> None:
-        self.latency_s = 0.0
-        self.bytes_per_s = 0.0
-        self.stripped: frozenset[str] = frozenset()
+        self.latency_s = 0.0  # delay of every request
+        self.bytes_per_s = 0.0  # bandwidth limit of each connection's bodies; 0 for no limit
+        self.stripped: frozenset[str] = frozenset()  # request headers to remove, in lower case
         self.server = host, port
         self.closed = threading.Event()
         self.sockets: set[socket.socket] = set()

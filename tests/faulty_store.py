@@ -144,10 +144,8 @@ class FaultyStore(Store):
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with self._call(Call("list", prefix)):
-            found = [
-                ObjectInfo(one.name, self._truncated(one.name, one.num_bytes))
-                for one in self.inner.list(prefix)
-            ]
+            listed = [(one.name, one.num_bytes) for one in self.inner.list(prefix)]
+            found = [ObjectInfo(name, self._truncated(name, num_bytes)) for name, num_bytes in listed]
         return iter(found)
 
     @override

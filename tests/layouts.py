@@ -71,37 +71,16 @@ def _all() -> DeviceMesh:
     return mesh_of(dist.get_world_size())
 
 
-def _ddp() -> Any:
-    return DistributedDataParallel(Net())
-
-
 def _fsdp(**options: Any) -> Any:
     model: Any = Net()
     fully_shard(model.up, mesh=_all(), **options)
     return fully_shard(model, mesh=_all(), **options)
 
 
-def _unresharded() -> Any:
-    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    return _fsdp(reshard_after_forward=False, mp_policy=half)
-
-
-def _offload() -> Any:
-    return _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
 def _on_meta() -> Any:
     """There to be loaded into."""
     with torch.device("meta"):
         return _fsdp()
-
-
-def _meta() -> Any:
-    return _on_meta().to_empty(device="cpu")
-
-
-def _hsdp() -> Any:
-    return fully_shard(Net(), mesh=mesh_of(2, dist.get_world_size() // 2, names=("replicate", "shard")))
 
 
 def _partly() -> Any:
@@ -116,17 +95,8 @@ def tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def _tp() -> Any:
-    return tensor_parallel(Net(), _all())
-
-
 def _pairs() -> DeviceMesh:
     return mesh_of(dist.get_world_size() // 2, 2, names=("data", "tensor"))
-
-
-def _tp_pairs() -> Any:
-    """Tensor parallel in pairs: each pair has a mesh of its own."""
-    return tensor_parallel(Net(), _pairs()["tensor"])
 
 
 def _fsdp_tp() -> Any:
@@ -137,61 +107,49 @@ def _fsdp_tp() -> Any:
     return fully_shard(model, mesh=mesh["data"])
 
 
-def _fsdp1() -> Any:
-    return FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+def _halves(first: str) -> DeviceMesh:
+    """Half of the ranks by the other half: two copies or stages, each in shards."""
+    return mesh_of(2, dist.get_world_size() // 2, names=(first, "shard"))
 
 
-def _fsdp1_mesh() -> Any:
-    """With a mesh, FSDP1 gives DTensors instead of ShardedTensors."""
-    mesh = mesh_of(dist.get_world_size())
+def _fsdp1(**options: Any) -> Any:
     cpu = torch.device("cpu")
-    return FullyShardedDataParallel(Net(), use_orig_params=True, device_mesh=mesh, device_id=cpu)
+    return FullyShardedDataParallel(Net(), use_orig_params=True, device_id=cpu, **options)
 
 
-def _fsdp1_hybrid() -> Any:
-    """Sharded in pairs, alike in both."""
-    mesh = mesh_of(2, dist.get_world_size() // 2, names=("replicate", "shard"))
-    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
-    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
-    return FullyShardedDataParallel(Net(), device_mesh=mesh, **options)
-
-
-def _fsdp1_hybrid_groups() -> Any:
-    """The same, told by process groups: FSDP1 then gives ShardedTensors of a pair's group."""
-    mesh = mesh_of(2, dist.get_world_size() // 2, names=("replicate", "shard"))
+def _fsdp1_hybrid(*, by_groups: bool) -> Any:
+    """Sharded in pairs, alike in both; by process groups, FSDP1 gives ShardedTensors of a pair."""
+    mesh, strategy = _halves("replicate"), ShardingStrategy.HYBRID_SHARD
+    if not by_groups:
+        return _fsdp1(device_mesh=mesh, sharding_strategy=strategy)
     groups = mesh.get_group("shard"), mesh.get_group("replicate")
-    cpu, strategy = torch.device("cpu"), ShardingStrategy.HYBRID_SHARD
-    options: dict[str, Any] = {"use_orig_params": True, "device_id": cpu, "sharding_strategy": strategy}
-    return FullyShardedDataParallel(Net(), process_group=groups, **options)
-
-
-def _pipeline() -> Any:
-    return Half(dist.get_rank() // (dist.get_world_size() // 2))
+    return _fsdp1(process_group=groups, sharding_strategy=strategy)
 
 
 def _pipeline_fsdp() -> Any:
-    mesh = mesh_of(2, dist.get_world_size() // 2, names=("stage", "shard"))
+    mesh = _halves("stage")
     return fully_shard(Half(mesh.get_local_rank("stage")), mesh=mesh["shard"])
 
 
+_HALF_PRECISION = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 LAYOUTS: dict[str, Callable[[], Any]] = {
     "alone": Net,
-    "ddp": _ddp,
+    "ddp": lambda: DistributedDataParallel(Net()),
     "fsdp": _fsdp,
-    "unresharded": _unresharded,
-    "offload": _offload,
-    "meta": _meta,
+    "unresharded": lambda: _fsdp(reshard_after_forward=False, mp_policy=_HALF_PRECISION),
+    "offload": lambda: _fsdp(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "meta": lambda: _on_meta().to_empty(device="cpu"),
     "on-meta": _on_meta,
-    "hsdp": _hsdp,
+    "hsdp": lambda: fully_shard(Net(), mesh=_halves("replicate")),
     "partly": _partly,
-    "tp": _tp,
-    "tp-pairs": _tp_pairs,
+    "tp": lambda: tensor_parallel(Net(), _all()),
+    "tp-pairs": lambda: tensor_parallel(Net(), _pairs()["tensor"]),  # each pair has a mesh of its own
     "fsdp-tp": _fsdp_tp,
     "fsdp1": _fsdp1,
-    "fsdp1-mesh": _fsdp1_mesh,
-    "fsdp1-hybrid": _fsdp1_hybrid,
-    "fsdp1-hybrid-groups": _fsdp1_hybrid_groups,
-    "pipeline": _pipeline,
+    "fsdp1-mesh": lambda: _fsdp1(device_mesh=_all()),  # gives DTensors instead of ShardedTensors
+    "fsdp1-hybrid": lambda: _fsdp1_hybrid(by_groups=False),
+    "fsdp1-hybrid-groups": lambda: _fsdp1_hybrid(by_groups=True),
+    "pipeline": lambda: Half(dist.get_rank() // (dist.get_world_size() // 2)),
     "pipeline-fsdp": _pipeline_fsdp,
 }
 

@@ -81,27 +81,18 @@ def make_checkpoint(
         tensors: what each rank writes; a `LocalShard` where it writes only a region.
         per_rank: names of which every rank writes its own.
         tied: alias -> name.
-        values: each rank's values by top-level key, not encoded; default none.
+        values: each rank's values by top-level key, not encoded.
         base: (attempt, step) that the attempt was restored from, as its only ancestor.
-        ancestors: all ancestors, instead.
         partitionings: the rule of a tensor's regions; without one they are listed.
         frozen: names that stand in the second file.
-        run_id: the run.
-        chunk_bytes: size of the hashed chunks; default as the format chooses.
-        commit: write the manifest.
-        id: the manifest's id; default made from step and attempt.
-        created_unix_s: the manifest's time.
+        commit: write the manifest, which is returned in any case.
         mark: of a watch of the run, about the state.
-
-    Returns:
-        The manifest, written or not.
     """
     catalog = _catalog(tensors, per_rank, frozen, dict(tied or {}), partitionings or {})
     parts = []
     for rank, held in enumerate(tensors):
-        shared = [
-            Shard(n, t.dtype, t.shape, *region, frozen=t.frozen) for n, t, region in catalog.written_by(rank)
-        ]
+        written = catalog.written_by(rank)
+        shared = [Shard(n, t.dtype, t.shape, *region, frozen=t.frozen) for n, t, region in written]
         own = [
             Shard.whole(name, _NAMES[value.dtype], tuple(value.shape), per_rank=True)
             for name, value in held.items()
@@ -176,22 +167,23 @@ def reseal(
 ) -> None:
     """Change a sealed document and seal it again, as another writer would have written it.
 
-    Args:
-        store: the home.
-        name: the document.
-        catalog: its only catalog from now on; a part then names this one.
-        starts: those of a part from now on.
-        facts: members of the first line.
+    It has other members in its first line, and perhaps another only catalog, which a part then names.
     """
     first, *rest = unseal_lines(store.get(name), name)
-    body = json.loads(first)
+    is_part = "catalog" in json.loads(first)
     if catalog is not None:
-        is_part = "catalog" in body
         rest = [catalog, *rest[1:]] if is_part else [catalog]  # starts and hashes follow
-        body |= {"catalog": digest(catalog)} if is_part else {}
+        facts = facts | ({"catalog": digest(catalog)} if is_part else {})
     if starts is not None:
         rest[1] = dumps(starts)  # after its catalog
-    store.put(name, seal(b"\n".join([dumps({**body, **facts}), *rest])))
+    store.put(name, resealed([first, *rest], facts))
+
+
+def resealed(lines: Sequence[bytes], change: Mapping[str, Any]) -> bytes:
+    """Seal lines, the first of them with other members; None takes a member away."""
+    first, *rest = lines
+    body = {name: value for name, value in {**json.loads(first), **change}.items() if value is not None}
+    return seal(b"\n".join([json.dumps(body, ensure_ascii=False).encode(), *rest]))
 
 
 def data_file(image: bytes, chunk_bytes: int | None = None) -> part.DataFile:

@@ -25,11 +25,9 @@ from typing import Any
 
 END_TIMEOUT_S = 600
 """Limit of each wait: only what hangs reaches it, on however busy a machine."""
+# The first step of an optimizer imports `torch._dynamo`.
 PRELOADED = (
-    "numpy",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "torch._dynamo",  # the first step of an optimizer imports it
+    *("numpy", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo"),
     "holdfast.checkpoint.run",
 )
 
@@ -86,15 +84,10 @@ class Nursery:
         cwd: Path | None = None,
         env: Mapping[str, str] | None = None,
     ) -> Child:
-        """Start a program in a new process.
+        """Start a program in a new process, by default with the directory and environment of this one.
 
-        Args:
-            arguments: those of `python`: perhaps `-W` with an action; a script, `-c` with code, or `-m` with
-                a module; then the program's own.
-            output: file to which stdout is appended.
-            errors: file to which stderr is appended; by default `output`.
-            cwd: its working directory; by default this process's.
-            env: its environment; by default this process's.
+        The arguments are those of `python`: perhaps `-W` with an action; a script, `-c` with code, or `-m`
+        with a module; then the program's own. Output is appended to the files, or all of it to `output`.
         """
         assert self._process.stdin is not None
         command = {

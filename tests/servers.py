@@ -33,11 +33,8 @@ BUCKET = "test"
 AZURITE_VERSION = "3.37.0"
 # azurite sends telemetry with this package, which is disabled here. Newer versions depend on unreleased
 # packages.
-_PACKAGE = {
-    "private": True,
-    "dependencies": {"azurite": AZURITE_VERSION},
-    "overrides": {"applicationinsights": "3.16.0"},
-}
+_OVERRIDES = {"applicationinsights": "3.16.0"}
+_PACKAGE = {"private": True, "dependencies": {"azurite": AZURITE_VERSION}, "overrides": _OVERRIDES}
 START_LIMIT_S = 300.0
 _reserved: list[socket.socket] = []
 
@@ -157,9 +154,10 @@ def _running(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[int,
     """Run a server and yield its port and pid. `{port}` is replaced in arguments and variables."""
     with tempfile.TemporaryFile() as output:
         port = reserve_port()
-        process = start([word.format(port=port) for word in argv], _at_port(env, port), output)
+        variables = {name: value.format(port=port) for name, value in env.items()}
+        process = start([word.format(port=port) for word in argv], os.environ | variables, output)
         try:
-            has_started = _listens(process, port)
+            has_started = listens(process, port)
             if has_started:
                 yield port, process.pid
             status = process.poll()
@@ -170,10 +168,6 @@ def _running(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[int,
             printed = output.read()[-2000:].decode(errors="replace")
             verb = "ended" if has_started else "did not start"
             raise RetryLater(f"{argv[0]} {verb}, with status {status}: {printed}")
-
-
-def _at_port(env: Mapping[str, str], port: int) -> dict[str, str]:
-    return {**os.environ, **{name: value.format(port=port) for name, value in env.items()}}
 
 
 def start(argv: Sequence[str], env: Mapping[str, str] | None, output: object) -> subprocess.Popen[bytes]:
@@ -188,9 +182,9 @@ def start(argv: Sequence[str], env: Mapping[str, str] | None, output: object) ->
     )
 
 
-def _listens(process: subprocess.Popen[bytes], port: int) -> bool:
+def listens(process: subprocess.Popen[bytes], port: int, limit_s: float = START_LIMIT_S) -> bool:
     """Wait until a server listens; return False if it has exited instead."""
-    deadline_s = time.monotonic() + START_LIMIT_S
+    deadline_s = time.monotonic() + limit_s
     while process.poll() is None and time.monotonic() < deadline_s:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

@@ -40,24 +40,6 @@ import sys
 import torch
 import holdfast
 
-def make(count):
-    layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
-    model = torch.nn.Sequential(*layers)
-    groups = [{"params": [layer.weight], "lr": 0.1 * (i + 1)} for i, layer in enumerate(layers)]
-    if count == 1:
-        groups = [{"params": [layer.weight for layer in layers], "lr": 0.1}]
-    return {"model": model, "optimizer": torch.optim.SGD(groups, momentum=0.9)}
-
-with holdfast.Checkpointer(sys.argv[1], make(2)) as ckpt:
-    ckpt.save(1)
-with holdfast.Checkpointer(sys.argv[1], make(1)) as ckpt:
-    ckpt.restore()  # <- here
-"""
-IN_THE_LOOP = """
-import sys
-import torch
-import holdfast
-
 layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
 model = torch.nn.Sequential(*layers)
 groups = [{"params": [layer.weight], "lr": 0.1 * (i + 1)} for i, layer in enumerate(layers)]
@@ -65,9 +47,9 @@ with holdfast.Checkpointer(sys.argv[1], {"model": model, "optimizer": torch.opti
     ckpt.save(1)
 one = torch.optim.SGD(model.parameters(), lr=0.1)
 with holdfast.Checkpointer(sys.argv[1], {"model": model, "optimizer": one}) as ckpt:
-    for step in ckpt.steps(3):  # <- here
-        pass
 """
+RESTORE = "    ckpt.restore()  # <- here\n"
+IN_THE_LOOP = "    for step in ckpt.steps(3):  # <- here\n        pass\n"
 COMMA = """
 import sys
 import holdfast.adapters.nebula as nm
@@ -76,7 +58,11 @@ nm.init(persistent_storage_path=(sys.argv[1],))  # <- here
 """
 
 
-@pytest.mark.parametrize("script", [KEEPER_DIES, OTHER_GROUPS, IN_THE_LOOP, COMMA])
+@pytest.mark.parametrize(
+    "script",
+    [KEEPER_DIES, OTHER_GROUPS + RESTORE, OTHER_GROUPS + IN_THE_LOOP, COMMA],
+    ids=["keeper dies", "restore", "in the loop", "comma"],
+)
 def test_a_warning_shows_the_line_of_the_script(script: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(script)

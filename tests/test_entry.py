@@ -59,9 +59,7 @@ def _run(words: list[str], cwd: Path, **environment: str) -> subprocess.Complete
     return done
 
 
-def test_launch_runs_nothing_of_the_current_directory(
-    desk: JobHarness, hostile: Path, tmp_path: Path
-) -> None:
+def test_launch_runs_nothing_of_the_current_folder(desk: JobHarness, hostile: Path, tmp_path: Path) -> None:
     """`cd /tmp && holdfast launch ~/t.yaml` ran anybody's /tmp/xxhash.py."""
     task = tmp_path / "t.yaml"
     task.write_text("run: pwd; echo PYTHONPATH=$PYTHONPATH SAFE=$PYTHONSAFEPATH\n")
@@ -74,9 +72,7 @@ def test_launch_runs_nothing_of_the_current_directory(
 
 
 @pytest.mark.parametrize("path", [None, "", ":", "{}:", ":/none"])
-def test_a_mount_runs_nothing_of_the_current_directory(
-    hostile: Path, tmp_path: Path, path: str | None
-) -> None:
+def test_a_mount_runs_nothing_of_the_current_folder(hostile: Path, tmp_path: Path, path: str | None) -> None:
     """Nor does an empty part of PYTHONPATH, which Python takes for the current directory, lead there."""
     script = (
         "import sys; sys.path[:] = [p for p in sys.path if p not in ('', sys.argv[3])]\n"
@@ -87,17 +83,11 @@ def test_a_mount_runs_nothing_of_the_current_directory(
     )
     (tmp_path / "script.py").write_text(script)
     environment = {} if path is None else {"PYTHONPATH": path.format(tmp_path)}
-    words = [
-        sys.executable,
-        str(tmp_path / "script.py"),
-        str(tmp_path / "d"),
-        str(tmp_path / "p"),
-        str(hostile),
-    ]
-    _run(words, hostile, **environment)
+    places = [str(tmp_path / name) for name in ("script.py", "d", "p")]
+    _run([sys.executable, *places, str(hostile)], hostile, **environment)
 
 
-def test_a_keeper_runs_nothing_of_the_current_directory(hostile: Path, tmp_path: Path) -> None:
+def test_a_keeper_runs_nothing_of_the_current_folder(hostile: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import sys; sys.path.append(sys.argv[2])\n"
@@ -111,7 +101,7 @@ def test_a_keeper_runs_nothing_of_the_current_directory(hostile: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_tune_runs_nothing_of_the_current_directory(hostile: Path, tmp_path: Path, ranks: int | None) -> None:
+def test_tune_runs_nothing_of_the_current_folder(hostile: Path, tmp_path: Path, ranks: int | None) -> None:
     """Its processes run the user's script, which finds modules beside itself and nowhere else."""
     (tmp_path / "beside.py").write_text("SIZE = 4\n")
     (tmp_path / "train.py").write_text(_TRAIN)

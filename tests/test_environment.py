@@ -42,13 +42,10 @@ def test_an_integer_is_read_and_an_empty_value_is_unset(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("value", ["two", "-1", "1.5", "0x2", "\u0663", "1_000", "9" * 5000, "2(x3)"])
-def test_another_value_is_an_error_with_its_name_and_the_expected_one(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
+def test_another_value_is_an_error_with_what_is_expected(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("SLURM_NODEID", value)
-    with pytest.raises(
-        InvalidInput, match=r"SLURM_NODEID is .*, expected an integer of at least 0"
-    ) as raised:
+    match = r"SLURM_NODEID is .*, expected an integer of at least 0"
+    with pytest.raises(InvalidInput, match=match) as raised:
         read_integer("SLURM_NODEID", 0)
     assert repr(value[:100]) in str(raised.value)
     assert len(str(raised.value)) < 400
@@ -97,9 +94,7 @@ def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         STARTS[name](folder)
 
 
-def test_a_preemption_is_reported_to_the_job_once_per_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_preemption_is_reported_once_per_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "progress"
     monkeypatch.setenv(PROGRESS, str(path))
     assert not was_preempted(path, after=0)

@@ -17,6 +17,7 @@ import holdfast
 import slow_tests
 from holdfast.errors import Unsupported
 from holdfast.system.failpoint import POINTS
+from programs import run_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "holdfast"
@@ -58,14 +59,8 @@ FLOOR_RANKS = {room: ranks(floors) for room, floors in FLOORS.items()}
 
 # Rooms and files whose `__all__` only the package itself uses. All others are public.
 INTERNAL = {
-    "checkpoint.format.manifest",
-    "checkpoint.keeper",
-    "checkpoint.run",
-    "checkpoint.stage",
-    "checkpoint.state",
-    "watch.compiled",
-    "watch.preemption",
-    "watch.report",
+    *("checkpoint.format.manifest", "checkpoint.keeper", "checkpoint.run", "checkpoint.stage"),
+    *("checkpoint.state", "watch.compiled", "watch.preemption", "watch.report"),
 }
 # Each adapter has one of these, for its framework; `Checkpoint` is Nebula's own name.
 ADAPTER_ROLES = {"DataPosition", "Facts", "Folders", "PositionedLoader", "Session", "Settings", "Checkpoint"}
@@ -82,6 +77,11 @@ def parsed(path: Path) -> ast.Module:
 def part_of(path: Path) -> str:
     """First-level file or folder of the package that `path` belongs to."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def dotted(path: Path) -> str:
+    """Dotted name of a file, under which it is imported."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -125,18 +125,8 @@ def upward_imports(path: Path) -> list[str]:
     ]
 
 
-def run_python(code: str) -> str:
-    """Standard output of `code` in a fresh interpreter."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_the_package_has_files() -> None:
-    assert len(FILES) > 20
-
-
 def test_every_part_has_a_layer() -> None:
+    assert len(FILES) > 20
     assert {part_of(path) for path in FILES} - {"__init__", "__main__"} == set(ROOM_RANKS)
     for room, floors in FLOOR_RANKS.items():
         parts = {path.relative_to(PACKAGE / room).with_suffix("").parts[0] for path in files_of(room)}
@@ -165,12 +155,8 @@ def test_an_upward_import_would_be_found(tmp_path: Path, monkeypatch: pytest.Mon
         "from holdfast.checkpoint.format import names\n"
         "def later():\n    from holdfast.checkpoint.run import Checkpointer\n"
     )
-    assert [line.rpartition(" ")[2] for line in upward_imports(file)] == [
-        "checkpoint.keeper",
-        "cli",
-        "checkpoint.restore.read",
-        "checkpoint.run.Checkpointer",
-    ]
+    expected = ["checkpoint.keeper", "cli", "checkpoint.restore.read", "checkpoint.run.Checkpointer"]
+    assert [line.rpartition(" ")[2] for line in upward_imports(file)] == expected
 
 
 @each_file
@@ -209,15 +195,13 @@ def public_classes(paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 def names_with_two_meanings(paths: Iterable[Path]) -> list[str]:
     """Names of classes that differ in their job, and not only in the framework of their adapter."""
-    return [
-        f"{name}: {', '.join(str(path.relative_to(PACKAGE)) for path in found)}"
-        for name, found in public_classes(paths).items()
-        if len(
-            {path for path in found if name not in ADAPTER_ROLES or PACKAGE / "adapters" not in path.parents}
-        )
-        > 1
-        or len({path.parent for path in found}) < len(found)
-    ]
+    adapters = PACKAGE / "adapters"
+    doubled = []
+    for name, found in public_classes(paths).items():
+        own = [path for path in found if name not in ADAPTER_ROLES or adapters not in path.parents]
+        if len(set(own)) > 1 or len({path.parent for path in found}) < len(found):
+            doubled.append(f"{name}: {', '.join(str(path.relative_to(PACKAGE)) for path in found)}")
+    return doubled
 
 
 def test_a_class_name_means_one_thing() -> None:
@@ -280,19 +264,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = holdfast.no_such_name  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        "import holdfast; dir(holdfast)",
-        "import holdfast; holdfast.open, holdfast.HoldfastError, holdfast.Keep",
-        "import holdfast.cli",
-    ],
-)
+STARTS = ("dir(holdfast)", "holdfast.open, holdfast.HoldfastError, holdfast.Keep", "import holdfast.cli")
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_starting_does_not_import_torch(start: str) -> None:
-    assert (
-        run_python(f"{start}; import sys; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])")
-        == "[]"
-    )
+    code = f"import holdfast; {start}; import sys; print({{'torch', 'numpy', 'rich'}} & set(sys.modules))"
+    assert run_python(code) == "set()"
 
 
 @pytest.mark.parametrize("name", ["Checkpointer", "Save", "replicated", "open"])
@@ -317,11 +295,7 @@ def test_help_does_not_import_torch() -> None:
 )
 def test_room_does_not_import_torch(room: str) -> None:
     """Every file of the room is imported; the keeper's own process must stay small."""
-    modules = [
-        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        for path in files_of(room)
-        if path.stem != "__main__"
-    ]
+    modules = [dotted(path) for path in files_of(room) if path.stem != "__main__"]
     assert modules
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
     assert run_python(f"{code}print('torch' in sys.modules)") == "False"
@@ -338,7 +312,7 @@ def test_every_module_can_be_imported() -> None:
     for path in FILES:
         if path.stem == "__main__":
             continue
-        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        name = dotted(path)
         try:
             importlib.import_module(name)
         except Unsupported as error:
@@ -354,14 +328,9 @@ def test_each_listed_slow_test_exists() -> None:
         assert re.search(rf"\b{function}\b", text), f"remove {name} from tests/slow_tests.txt"
 
 
-def test_architecture_has_the_tree_of_today() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "house.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_reference_has_the_docstrings_of_today() -> None:
-    command = [sys.executable, str(ROOT / "docs" / "reference.py"), "--check"]
+@pytest.mark.parametrize("page", ["house.py", "reference.py"])
+def test_the_architecture_and_the_reference_are_those_of_today(page: str) -> None:
+    command = [sys.executable, str(ROOT / "docs" / page), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -374,10 +343,10 @@ def test_every_name_of_an_all_has_its_entry_in_the_reference() -> None:
     missing = [
         f"{room}.{name}"
         for path in FILES
-        for room in [".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")]
-        if room not in INTERNAL
+        for room in [dotted(path)]
+        if room.removeprefix("holdfast.") not in INTERNAL
         for name in listed(path)
-        if origin(f"holdfast.{room}".removesuffix(".__init__"), name) not in known
+        if origin(room, name) not in known
     ]
     assert not missing
 

@@ -15,6 +15,9 @@ LINES = (
 )
 
 
+RESTORED, CLOUD = "holdfast: restored step 5", "holdfast: cannot reach the cloud"
+
+
 def stderr_of(code: str) -> list[str]:
     """Return the lines that a program writes to stderr."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -25,12 +28,9 @@ def stderr_of(code: str) -> list[str]:
 @pytest.mark.parametrize(
     ("setup", "expected"),
     [
-        ("", ["holdfast: restored step 5", "holdfast: cannot reach the cloud"]),
-        ("logging.getLogger('holdfast').setLevel(logging.WARNING)\n", ["holdfast: cannot reach the cloud"]),
-        (
-            "logging.getLogger('holdfast.watch.preemption').setLevel(logging.ERROR)\n",
-            ["holdfast: restored step 5"],
-        ),
+        ("", [RESTORED, CLOUD]),
+        ("logging.getLogger('holdfast').setLevel(logging.WARNING)\n", [CLOUD]),
+        ("logging.getLogger('holdfast.watch.preemption').setLevel(logging.ERROR)\n", [RESTORED]),
         ("logging.getLogger('holdfast').addHandler(logging.NullHandler())\n", []),
         (
             "logging.basicConfig(format='%(levelname)s %(name)s - %(message)s')\n",
@@ -39,17 +39,12 @@ def stderr_of(code: str) -> list[str]:
                 "WARNING holdfast.watch.preemption - cannot reach the cloud",
             ],
         ),
-        (
-            "logging.getLogger('holdfast').setLevel(logging.DEBUG)\n",
-            ["holdfast: restored step 5", "holdfast: cannot reach the cloud", "holdfast: details"],
-        ),
+        ("logging.getLogger('holdfast').setLevel(logging.DEBUG)\n", [RESTORED, CLOUD, "holdfast: details"]),
     ],
     ids=["default", "level", "level of a room", "null handler", "root", "debug"],
 )
 @pytest.mark.parametrize("is_imported_first", [False, True])
-def test_lines_are_plain_and_can_be_silenced_or_routed(
-    setup: str, expected: list[str], is_imported_first: bool
-) -> None:
+def test_lines_are_plain_silenced_or_routed(setup: str, expected: list[str], is_imported_first: bool) -> None:
     before, after = ("import holdfast.system.log\n", setup) if is_imported_first else (setup, "")
     assert stderr_of(f"import logging\n{before}{after}{LINES}") == expected
 

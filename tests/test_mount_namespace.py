@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from holdfast.system.linux.mount_namespace import add_links, enter
 from jobs.harness import needs_namespaces
+from programs import run_python
 
 STRANGER = 65531
 PR_SET_DUMPABLE = 4
@@ -165,5 +165,4 @@ def test_a_directory_with_very_many_entries_is_refused(folder: Path) -> None:
 def test_a_process_with_threads_can_try_it() -> None:
     code = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     code += "from holdfast.jobs.node.mounts.mount_records import why_unavailable\nprint(why_unavailable())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
+    assert run_python(code) == "None"

@@ -62,9 +62,8 @@ def map_weights_of_a_run(folder: Path) -> None:
 
     home = folder / "home"
     if not home.exists():
-        with holdfast.Checkpointer(
-            home, {"model": torch.nn.Linear(2, 2)}, watches=[holdfast.CompileCache("off")]
-        ) as ckpt:
+        model, watches = torch.nn.Linear(2, 2), [holdfast.CompileCache("off")]
+        with holdfast.Checkpointer(home, {"model": model}, watches=watches) as ckpt:
             ckpt.save(1)
     map_weights(holdfast.open(home), "model", folder)
 

@@ -36,10 +36,8 @@ def test_auto_first_measures_then_keeps_the_cost_under_its_budget():
     assert policy.due(pace(10))
     assert not policy.due(pace(50, now_s=19.9, save_cost_s=0.2))
     assert policy.due(pace(50, now_s=20.0, save_cost_s=0.2))
-
-
-def test_auto_never_saves_faster_than_saves_become_durable():
-    assert not EveryAuto().due(pace(50, now_s=3.0, save_cost_s=0.001, durable_s=5.0))
+    too_soon = pace(50, now_s=3.0, save_cost_s=0.001, durable_s=5.0)
+    assert not EveryAuto().due(too_soon), "the save before is not durable yet"
 
 
 def test_policies_compose():
@@ -71,23 +69,19 @@ def test_every_refuses_other_values(value: object):
         every(value)  # pyright: ignore[reportArgumentType]
 
 
-def test_the_meter_counts_blocked_time_and_slowed_steps():
+@pytest.mark.parametrize(
+    ("usual", "slowed_s", "blocked_s", "cost_s"), [(10, (1.25, 1.15), 0.1, 0.5), (1, (0.5,), 0.01, 0.0)]
+)
+def test_the_meter_counts_blocked_time_and_slowed_steps_but_no_quick_ones(
+    usual: int, slowed_s: tuple[float, ...], blocked_s: float, cost_s: float
+):
     meter = Meter()
-    for _ in range(10):
+    for _ in range(usual):
         meter.step(1.0, in_flight=False)
-    meter.step(1.25, in_flight=True)
-    meter.step(1.15, in_flight=True)
-    meter.saved(blocked_s=0.1, durable_s=2.0)
-    assert meter.save_cost_s == pytest.approx(0.5)
-    assert meter.durable_s == 2.0
-
-
-def test_a_step_that_happens_to_be_quick_costs_nothing():
-    meter = Meter()
-    meter.step(1.0, in_flight=False)
-    meter.step(0.5, in_flight=True)
-    meter.saved(blocked_s=0.01, durable_s=1.0)
-    assert meter.save_cost_s == 0.0
+    for seconds in slowed_s:
+        meter.step(seconds, in_flight=True)
+    meter.saved(blocked_s=blocked_s, durable_s=2.0)
+    assert (meter.save_cost_s, meter.durable_s) == (pytest.approx(cost_s), 2.0)
 
 
 def overdue_at(overdue: Overdue, *moments_s: float) -> list[float]:
@@ -95,12 +89,18 @@ def overdue_at(overdue: Overdue, *moments_s: float) -> list[float]:
     return [now_s for now_s in moments_s if overdue.check(now_s) is not None]
 
 
+def fail_at(overdue: Overdue, *moments_s: float) -> None:
+    """Begin saves that fail at once."""
+    for moment_s in moments_s:
+        overdue.begin(moment_s)
+        overdue.fail()
+
+
 def test_three_failed_saves_in_a_row_are_reported_and_then_twice_as_many():
     overdue = Overdue(now_s=0.0)
     reported = []
     for number in range(1, 13):
-        overdue.begin(10.0 * number)
-        overdue.fail()
+        fail_at(overdue, 10.0 * number)
         if overdue.check(10.0 * number + 1.0) is not None:
             reported.append(number)
     assert reported == [3, 6, 12]
@@ -125,26 +125,21 @@ def test_the_report_names_the_time_since_the_last_success():
     overdue = Overdue(now_s=0.0)
     overdue.begin(5.0)
     overdue.succeed(7.0)
-    for moment_s in (20.0, 30.0, 40.0):
-        overdue.begin(moment_s)
-        overdue.fail()
+    fail_at(overdue, 20.0, 30.0, 40.0)
     assert overdue.check(47.0) == 40.0
     assert overdue.num_failed == 3
 
 
 def test_a_success_ends_the_count_of_failures_and_the_doubling():
     overdue = Overdue(now_s=0.0)
-    for moment_s in (1.0, 2.0, 3.0):
-        overdue.begin(moment_s)
-        overdue.fail()
+    fail_at(overdue, 1.0, 2.0, 3.0)
     assert overdue.check(4.0) is not None
     overdue.begin(5.0)
     overdue.succeed(6.0)
     assert overdue.check(1e6) is None, "nothing is under way"
     for moment_s in (7.0, 8.0, 9.0):
         assert overdue.check(moment_s) is None
-        overdue.begin(moment_s)
-        overdue.fail()
+        fail_at(overdue, moment_s)
     assert overdue.check(10.0) is not None, "three are enough again"
 
 

@@ -97,9 +97,7 @@ def test_a_runtime_folder_that_another_user_made_first_denies_no_training(
         lockfile.runtime_dir("x")
 
 
-def test_a_file_in_place_of_the_runtime_folder_is_a_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_as_runtime_folder_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "file"))
     with pytest.raises(Unsupported, match="only you can change"):
@@ -135,9 +133,7 @@ print(found)
 
 @as_root
 @pytest.mark.parametrize("user", [STRANGER, OTHER])
-def test_another_user_sees_nothing_of_a_keeper(
-    shared: Path, user: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_see_nothing_of_a_keeper(shared: Path, user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lock files, sockets, memory and environment: a keeper has files that only its user may open."""
     folder = shared / "runtime"
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(folder))
@@ -176,9 +172,7 @@ def test_headers_of_another_users_folder_do_not_travel(shared: Path, monkeypatch
 
 
 @as_root
-def test_a_planted_file_is_not_handed_out_as_the_latest_checkpoint(
-    shared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_file_is_not_the_latest_checkpoint(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`get_latest_checkpoint_path` returned whatever stood at a predictable path below TMPDIR."""
     import holdfast.adapters.nebula as nm
     from holdfast.adapters.nebula import interface

@@ -23,21 +23,16 @@ def pid_file(tmp_path: Path) -> Iterator[Path]:
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_a_daemon_that_keeps_the_pipes_open_is_not_waited_for(
-    pid_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_that_keeps_pipes_delays_nothing(pid_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those that git and SkyPilot start. Every command of the system failed at its time limit."""
     monkeypatch.setattr(service, "_LIMIT_S", 5.0)
-    done = service.run_program(
-        "sh", "-c", f"sleep 600 & echo $! > {pid_file}; echo out; echo err >&2; exit 3"
-    )
+    code = f"sleep 600 & echo $! > {pid_file}; echo out; echo err >&2; exit 3"
+    done = service.run_program("sh", "-c", code)
     assert (done.status, done.text, done.error, done.message) == (3, "out", "err", "err")
     assert read_stat(int(pid_file.read_text())) is not None
 
 
-def test_a_hook_whose_daemon_keeps_the_input_ends_at_its_limit(
-    pid_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_with_a_daemon_ends_at_its_limit(pid_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had been killed, and the rest of its input was still to be sent."""
     monkeypatch.setattr(notifications, "_HOOK_LIMIT_S", 0.5)
     command = f"setsid sleep 600 <&0 & echo $! > {pid_file}; sleep 600"
@@ -48,12 +43,9 @@ def test_a_hook_whose_daemon_keeps_the_input_ends_at_its_limit(
 def test_a_program_that_ignores_its_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_runs, "_END_S", 0.1)
     pids: list[bytes] = []
+    code = "trap '' TERM; echo $$; while :; do sleep 0.05; done"
     with pytest.raises(subprocess.TimeoutExpired):
-        run_program(
-            ["sh", "-c", "trap '' TERM; echo $$; while :; do sleep 0.05; done"],
-            timeout_s=0.3,
-            on_output=pids.append,
-        )
+        run_program(["sh", "-c", code], timeout_s=0.3, on_output=pids.append)
     assert read_stat(int(pids[0])) is None
 
 
@@ -64,10 +56,9 @@ def test_a_program_is_ended_by_an_error_of_its_owner() -> None:
         if pids:
             raise KeyError
 
+    command = ["sh", "-c", "echo $$; exec sleep 600"]
     with pytest.raises(KeyError):
-        run_program(
-            ["sh", "-c", "echo $$; exec sleep 600"], timeout_s=None, on_output=pids.append, on_look=stop
-        )
+        run_program(command, timeout_s=None, on_output=pids.append, on_look=stop)
     assert read_stat(int(pids[0])) is None
 
 
@@ -85,9 +76,8 @@ def test_a_program_beside_a_folder_of_path_that_may_not_be_searched_is_not_found
     """As with the PATH of root after `su`. A file that may not be executed has the same error for root."""
     (tmp_path / "sinfo").write_text("")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="sinfo"):
-        run_program(["sinfo"], timeout_s=5.0)
-    with pytest.raises(FileNotFoundError, match="sinfo"):
-        run_program(["sinfo"], timeout_s=5.0, env={"PATH": str(tmp_path)})
+    for env in (None, {"PATH": str(tmp_path)}):
+        with pytest.raises(FileNotFoundError, match="sinfo"):
+            run_program(["sinfo"], timeout_s=5.0, env=env)
     with pytest.raises(PermissionError):
         run_program([str(tmp_path / "sinfo")], timeout_s=5.0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from holdfast.system.rawbytes import copy_to, view_bytes
+from programs import run_python
 
 WITHOUT_NUMPY = """
 import sys, warnings
@@ -69,10 +68,7 @@ def test_what_is_not_contiguous_is_refused() -> None:
 
 
 def test_nothing_needs_numpy(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMPY, tmp_path / "home"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(WITHOUT_NUMPY, tmp_path / "home")
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])

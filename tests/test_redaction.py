@@ -78,12 +78,13 @@ def test_control_characters_become_escapes() -> None:
 
 def test_long_messages_are_redacted_quickly() -> None:
     began = time.process_time()
-    for text in (
+    long = (
         "a" * 200_000,
         "://" * 60_000,
         "https://" + ":" * 200_000,
         "token" * 40_000 + "=",
         "x-amz-" * 30_000,
-    ):
+    )
+    for text in long:
         printable(redact(text + "="))
     assert time.process_time() - began < 30

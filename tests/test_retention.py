@@ -19,14 +19,13 @@ def test_keep_refuses_to_keep_nothing():
         Keep(0)
 
 
+Found = list[CheckpointId]
 checkpoints = st.builds(CheckpointId, st.integers(1, 5), st.integers(0, 50))
 ids = st.lists(checkpoints, unique=True, min_size=1)
 
 
 @given(ids, st.integers(1, 5), st.none() | st.integers(1, 10))
-def test_keep_always_keeps_the_newest_and_what_it_promises(
-    found: list[CheckpointId], last: int, keep_every: int | None
-):
+def test_keep_always_keeps_the_newest_and_what_it_promises(found: Found, last: int, keep_every: int | None):
     line = sorted(found, reverse=True)
     kept = Keep(last, keep_every).kept(line)
     assert line[0] in kept
@@ -42,7 +41,7 @@ def test_keep_always_keeps_the_newest_and_what_it_promises(
     st.lists(st.floats() | st.none(), min_size=30, max_size=30),
 )
 def test_keep_keeps_the_best_and_the_newest_and_nothing_else(
-    found: list[CheckpointId], last: int, best: int, mode: str, drawn: list[float | None]
+    found: Found, last: int, best: int, mode: str, drawn: list[float | None]
 ):
     line = sorted(found, reverse=True)
     values = {one: value for one, value in zip(line, drawn, strict=False) if value is not None}
@@ -115,9 +114,7 @@ def test_the_line_of_the_newest_checkpoint_is_what_it_continues(name: str):
 
 
 @given(ids, st.lists(checkpoints, max_size=4).map(sorted))
-def test_every_checkpoint_is_current_or_superseded_by_where_the_line_left_its_attempt(
-    found: list[CheckpointId], ancestors: list[CheckpointId]
-):
+def test_every_checkpoint_is_current_or_superseded(found: Found, ancestors: Found):
     """Both newest first; current is what lies at or before the last step that the line has of its attempt."""
     newest = max(found)
     older = [one for one in ancestors if one.attempt < newest.attempt]

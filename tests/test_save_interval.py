@@ -44,9 +44,7 @@ def test_young_and_daly_agree_when_saves_cost_next_to_nothing(cost_s: float, mtb
 
 
 @given(st.floats(0.1, 1e4), costs, mtbfs)
-def test_more_expensive_saves_and_shorter_mtbf_never_lose_less(
-    interval_s: float, cost_s: float, mtbf_s: float
-) -> None:
+def test_costly_saves_and_short_mtbf_never_lose_less(interval_s: float, cost_s: float, mtbf_s: float) -> None:
     lost = lost_share(interval_s, cost_s, mtbf_s)
     assert lost >= 0
     assert lost_share(interval_s, cost_s * 2, mtbf_s) >= lost - 1e-9

@@ -12,15 +12,8 @@ import pytest
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Unsupported
+from holdfast.system.linux.processes import read_stat
 from servers import azurite, install_azurite, ministack
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_a_server_listens_and_exits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,8 +24,8 @@ def test_a_server_listens_and_exits(monkeypatch: pytest.MonkeyPatch) -> None:
         store = open_store(server.home("run"))
         store.put("a", b"x")
         assert open_store(server.home("run")).get("a") == b"x"
-        assert is_alive(server.pid)
-    assert not is_alive(server.pid)
+        assert read_stat(server.pid)
+    assert read_stat(server.pid) is None
 
 
 SCRIPT = f"""
@@ -65,9 +58,7 @@ def test_a_missing_azurite_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         pass
 
 
-def test_a_folder_for_azurite_that_cannot_be_created_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unusable_folder_of_azurite_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOLDFAST_TEST_AZURITE", str(tmp_path / "file" / "below"))
     with pytest.raises(Unsupported, match="cannot be installed into"):

@@ -30,17 +30,7 @@ def test_durations_are_read(text: str | float, seconds: float):
 
 
 def test_quantities_are_said_for_people():
-    assert [format_bytes(n) for n in (0, 999, 1_500, 123_000_000, 1_500_000_000)] == [
-        "0 B",
-        "999 B",
-        "1.5 kB",
-        "123 MB",
-        "1.5 GB",
-    ]
-    assert [format_duration(s) for s in (0.0012, 3.44, 320, 7500, 100_000)] == [
-        "1.2 ms",
-        "3.4 s",
-        "5 min 20 s",
-        "2 h 5 min",
-        "1 d 3 h",
-    ]
+    sizes = {0: "0 B", 999: "999 B", 1500: "1.5 kB", 123_000_000: "123 MB", 1_500_000_000: "1.5 GB"}
+    assert {n: format_bytes(n) for n in sizes} == sizes
+    durations = {0.0012: "1.2 ms", 3.44: "3.4 s", 320: "5 min 20 s", 7500: "2 h 5 min", 100_000: "1 d 3 h"}
+    assert {s: format_duration(s) for s in durations} == durations

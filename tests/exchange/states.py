@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from making import raw_bytes
+from state.trip import same
 
 DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
@@ -48,21 +48,6 @@ def training() -> dict[str, Any]:
         "ema": torch.randn(4),
         "mixed": [torch.ones(2), {"deep": torch.zeros(1), "n": 1}],
     }
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return True if two trees are equal in type, structure and every bit of every tensor."""
-    if isinstance(a, torch.Tensor):
-        return (
-            isinstance(b, torch.Tensor)
-            and (a.dtype, a.shape) == (b.dtype, b.shape)
-            and raw_bytes(a) == raw_bytes(b)
-        )
-    if isinstance(a, dict):
-        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return type(a) is type(b) and a == b
 
 
 def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

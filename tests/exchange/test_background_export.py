@@ -17,12 +17,12 @@ from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLate
 from stage.training import make_checkpointer
 
 
-def saved(home: Path) -> torch.nn.Module:
-    """Save a model as step 1, and return it."""
-    model = torch.nn.Linear(64, 64)
-    with make_checkpointer(home, {"model": model, "epoch": 3}) as ckpt:
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with a model and a number as step 1."""
+    with make_checkpointer(tmp_path / "home", {"model": torch.nn.Linear(64, 64), "epoch": 3}) as ckpt:
         ckpt.save(1)
-    return model
+    return tmp_path / "home"
 
 
 def wait(export: BackgroundExport) -> BackgroundExport:
@@ -50,10 +50,9 @@ def test_an_export_follows_its_save_while_training_continues(tmp_path: Path) -> 
     assert export.num_bytes == export.total_bytes == done.num_bytes == 64 * 65 * 4
 
 
-def test_an_export_waits_for_its_save(tmp_path: Path) -> None:
-    saved(tmp_path / "home")
+def test_an_export_waits_for_its_save(home: Path, tmp_path: Path) -> None:
     save = Save(1)
-    export = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save, kind="torch")
+    export = export_in_background(home, tmp_path / "out.pt", after=save, kind="torch")
     with pytest.raises(TimedOut, match="continues in the background"):
         export.result(timeout=0.01)
     assert not (tmp_path / "out.pt").exists()
@@ -63,12 +62,11 @@ def test_an_export_waits_for_its_save(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "out.pt", weights_only=True)["epoch"] == 3
 
 
-def test_a_failed_save_is_not_exported(tmp_path: Path) -> None:
-    saved(tmp_path / "home")
+def test_a_failed_save_is_not_exported(home: Path, tmp_path: Path) -> None:
     save, error = Save(1), RetryLater("The disk is full.")
     save.mark_failed(error)
     with pytest.warns(SaveWarning, match=r"out\.pt failed: The disk is full"):
-        export = wait(export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save, kind="torch"))
+        export = wait(export_in_background(home, tmp_path / "out.pt", after=save, kind="torch"))
     assert export.exception() is error
     with pytest.raises(RetryLater, match="disk is full"):
         export.result()
@@ -79,35 +77,32 @@ def test_a_failed_save_is_not_exported(tmp_path: Path) -> None:
     [(Save(1), Save.mark_skipped, "was skipped"), (Save(7), Save.mark_home, "to_home=True")],
 )
 def test_a_save_that_is_not_in_home_is_named_with_the_reason(
-    tmp_path: Path, save: Save, mark: Callable[[Save], None], match: str
+    home: Path, tmp_path: Path, save: Save, mark: Callable[[Save], None], match: str
 ) -> None:
-    saved(tmp_path / "home")
     mark(save)
     with pytest.warns(SaveWarning, match=match):
-        error = export_in_background(tmp_path / "home", tmp_path / "out.pt", after=save).exception()
+        error = export_in_background(home, tmp_path / "out.pt", after=save).exception()
     assert isinstance(error, NotFound)
 
 
-def test_damage_is_reported_and_nothing_is_written(tmp_path: Path) -> None:
-    saved(tmp_path / "home")
-    data = max((tmp_path / "home").rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+def test_damage_is_reported_and_nothing_is_written(home: Path, tmp_path: Path) -> None:
+    data = max((home).rglob("*.safetensors"), key=lambda file: file.stat().st_size)
     content = bytearray(data.read_bytes())
     content[-5] ^= 1
     data.write_bytes(content)
     with pytest.warns(SaveWarning, match=r"out\.safetensors failed"):
-        error = export_in_background(tmp_path / "home", tmp_path / "out.safetensors").exception()
+        error = export_in_background(home, tmp_path / "out.safetensors").exception()
     assert isinstance(error, Corrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-def test_an_older_export_is_replaced_only_on_request(tmp_path: Path) -> None:
-    saved(tmp_path / "home")
+def test_an_older_export_is_replaced_only_on_request(home: Path, tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"older")
     with pytest.warns(SaveWarning, match="overwrite=True"):
-        error = export_in_background(tmp_path / "home", tmp_path / "out").exception()
+        error = export_in_background(home, tmp_path / "out").exception()
     assert isinstance(error, Conflict)
     assert (tmp_path / "out").read_bytes() == b"older"
-    export_in_background(tmp_path / "home", tmp_path / "out", step=1, overwrite=True).result()
+    export_in_background(home, tmp_path / "out", step=1, overwrite=True).result()
     assert "model.weight" in load_file(tmp_path / "out")
 
 
@@ -136,9 +131,8 @@ began.wait()
 """
 
 
-def test_a_program_that_ends_early_warns_and_leaves_nothing(tmp_path: Path) -> None:
-    saved(tmp_path / "home")
-    command = [sys.executable, "-c", ENDS_EARLY, str(tmp_path / "home"), str(tmp_path / "out")]
+def test_a_program_that_ends_early_warns_and_leaves_nothing(home: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS_EARLY, str(home), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "The program ended before the export to" in done.stderr
     assert "Call result()" in done.stderr

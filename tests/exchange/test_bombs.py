@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 from campaigns.fuzz.bounded import run_case
+from exchange.stock import torch_file
 from holdfast.checkpoint.exchange import safe_unpickler
 from holdfast.checkpoint.exchange.importer import import_checkpoint
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
@@ -29,15 +30,11 @@ def test_an_expanded_tensor_is_imported_only_if_allowed(tmp_path: Path) -> None:
         import_checkpoint(source, tmp_path / "home", under="model")
     assert "4194304 bytes" in str(caught.value)
     assert written_bytes(tmp_path / "home") == 0
+    torch.save({"w": torch.ones(1).expand(1 << 40)}, tmp_path / "b.pt")
+    with pytest.raises(InvalidInput, match="4398046511104 bytes"):
+        import_checkpoint(tmp_path / "b.pt", tmp_path / "home", under="model")
     import_checkpoint(source, tmp_path / "home", under="model", allow_expanded=True)
     assert torch.equal(holdfast.open(tmp_path / "home")["model.w"], torch.ones(1 << 20))
-
-
-def test_a_kilobyte_that_needs_terabytes_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "a.pt"
-    torch.save({"w": torch.ones(1).expand(1 << 40)}, source)
-    with pytest.raises(InvalidInput, match="4398046511104 bytes"):
-        import_checkpoint(source, tmp_path / "home", under="model")
 
 
 def test_tensors_of_a_safetensors_file_may_not_share_bytes(tmp_path: Path) -> None:
@@ -78,18 +75,6 @@ def test_a_fifo_is_refused_without_blocking(tmp_path: Path, kind: str, match: st
         import_checkpoint(tmp_path / "source", tmp_path / "home", kind=kind)
 
 
-def _torch_file(path: Path, pickled: bytes, *, legacy: bool) -> Path:
-    """Write a file of torch.save with the given pickle in it."""
-    if legacy:
-        parts = [pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
-        path.write_bytes(b"".join(parts) + pickled + pickle.dumps([], 2))
-        return path
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
-            archive.writestr(f"a/{name}", content)
-    return path
-
-
 def _doubled(kind: str, levels: int) -> object:
     value: object = (1, 2)
     makes = {"dict": lambda one: {"a": one, "b": one}, "list": lambda one: [one, one]}
@@ -122,7 +107,8 @@ PICKLES = {
 @pytest.mark.parametrize("pickled", PICKLES.values(), ids=PICKLES)
 def test_a_small_pickle_of_a_huge_object_is_refused(tmp_path: Path, pickled: bytes, legacy: bool) -> None:
     assert len(pickled) < 100_000
-    source = _torch_file(tmp_path / "a.pt", pickled, legacy=legacy)
+    source = tmp_path / "a.pt"
+    source.write_bytes(torch_file(pickled, legacy=legacy))
     failure = run_case(lambda: import_checkpoint(source, tmp_path / "home", under="model", kind="torch"))
     assert failure is None, failure.text
     with pytest.raises(Corrupt):

@@ -44,9 +44,7 @@ def kill_import(source: Path, home: Path, point: str, put: str) -> None:
 
 
 @pytest.mark.parametrize(("point", "put"), KILLS)
-def test_a_killed_import_has_a_complete_checkpoint_or_can_be_repeated(
-    source: Path, tmp_path: Path, point: str, put: str
-) -> None:
+def test_a_killed_import_is_whole_or_repeatable(source: Path, tmp_path: Path, point: str, put: str) -> None:
     home = tmp_path / "home"
     kill_import(source, home, point, put)
     is_complete = (put, point) == ("manifest", "store.linked") or put == "run"
@@ -118,9 +116,8 @@ def test_a_failed_import_deletes_only_its_own_files(source: Path, tmp_path: Path
 def test_a_home_that_may_not_be_of_a_killed_import_is_left_alone(source: Path, kept: str) -> None:
     store = MemoryStore()
     make_home(store)
-    make_checkpoint(
-        store, 3, 1, [{"w": torch.ones(2)}] * (2 if kept == "another rank" else 1), per_rank=["w"]
-    )
+    num_ranks = 2 if kept == "another rank" else 1
+    make_checkpoint(store, 3, 1, [{"w": torch.ones(2)}] * num_ranks, per_rank=["w"])
     gone = {
         "all": [],
         "no manifest": [names.manifest(3, 1)],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 import holdfast
 from holdfast.checkpoint.exchange.exporter import map_weights
 from holdfast.errors import Corrupt, NotFound
+from programs import run_python
 from stage.training import make_checkpointer
 
 MEASURE = """
@@ -77,8 +76,7 @@ def test_mapped_weights_take_no_memory_of_their_own(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path / "home", {"model": model}) as ckpt:
         ckpt.continue_from()
         ckpt.save(2)
-    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(tmp_path / "home"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    grown, size, total = json.loads(done.stdout.splitlines()[-1])
+    said = run_python(MEASURE, tmp_path / "home", tmp_path)
+    grown, size, total = json.loads(said.splitlines()[-1])
     assert (size, total) == (num_bytes, num_bytes // 4)
     assert grown < num_bytes // 4

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from exchange.stock import save_dcp
+from programs import run_python
 
 NUM_BYTES = 128 << 20
 LIMIT_BYTES = 80 << 20
@@ -73,10 +72,7 @@ def make(kind: str, folder: Path) -> Path:
 )
 def test_memory_does_not_grow_with_the_size(tmp_path: Path, source: str, target: str) -> None:
     path = make(source, tmp_path)
-    command = [sys.executable, "-W", "ignore", "-c", MEASURE, str(path), target, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    into, out = json.loads(done.stdout.splitlines()[-1])
+    into, out = json.loads(run_python(MEASURE, path, target, tmp_path).splitlines()[-1])
     assert into < LIMIT_BYTES
     assert out < LIMIT_BYTES
     assert (tmp_path / f"out-{target}").exists()

@@ -19,6 +19,7 @@ import torch._utils
 
 import holdfast
 from campaigns.fuzz.bounded import run_case
+from exchange.stock import archive, torch_file
 from holdfast.checkpoint.exchange.importer import import_checkpoint
 from holdfast.checkpoint.exchange.torch_archive import locate_tensor
 from holdfast.checkpoint.exchange.torch_files import load_bytes
@@ -68,21 +69,7 @@ def _file(value: Any, *, legacy: bool) -> bytes:
     pickler = _Pickler(out, 2)
     pickler.legacy = legacy
     pickler.dump(value)
-    content = torch.arange(4.0).numpy().tobytes()
-    if legacy:
-        parts = [pickle.dumps(one, 2) for one in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
-        return b"".join(parts) + out.getvalue() + pickle.dumps(["0"], 2) + struct.pack("<q", 4) + content
-    return _archive(
-        {"data.pkl": out.getvalue(), "byteorder": b"little", "data/0": content, "version": b"3\n"}
-    )
-
-
-def _archive(members: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in members.items():
-            archive.writestr(f"a/{name}", content)
-    return out.getvalue()
+    return torch_file(out.getvalue(), torch.arange(4.0).numpy().tobytes(), legacy=legacy)
 
 
 def _tensor(first: int, size: Any, stride: Any, num_items: int = 4) -> _Made:
@@ -143,7 +130,6 @@ def test_a_tensor_outside_its_storage_is_refused(tmp_path: Path, value: Any, leg
 
 
 def test_legacy_items_in_a_dcp_checkpoint_are_checked_too() -> None:
-    """Legacy files inside DCP items are checked before torch loads them."""
     with pytest.raises(Corrupt, match="needs more than"):
         load_bytes(_file(_tensor(FAR, (2,), (1,)), legacy=True), "an item")
 
@@ -154,10 +140,10 @@ HARMLESS = {"data.pkl": pickle.dumps({"n": 1}, 2), "byteorder": b"little", "vers
 
 
 def _twice(name: str) -> bytes:
-    out = io.BytesIO(_archive(HARMLESS))
-    with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as archive, warnings.catch_warnings():
+    out = io.BytesIO(archive(HARMLESS))
+    with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        archive.writestr(name, pickle.dumps({"n": 2}, 2))
+        file.writestr(name, pickle.dumps({"n": 2}, 2))
     return out.getvalue()
 
 
@@ -170,15 +156,15 @@ def _changed(data: bytes, old: bytes, new: bytes, which: int) -> bytes:
 
 
 def _with_comment() -> bytes:
-    out = io.BytesIO(_archive(HARMLESS))
-    with zipfile.ZipFile(out, "a") as archive:
-        archive.comment = b"PK\5\6 and more"
+    out = io.BytesIO(archive(HARMLESS))
+    with zipfile.ZipFile(out, "a") as file:
+        file.comment = b"PK\5\6 and more"
     return out.getvalue()
 
 
 def _with_zip64(reported: int) -> bytes:
     """Return an archive of zip64 whose locator is wrong by so many bytes."""
-    data = _archive(HARMLESS)
+    data = archive(HARMLESS)
     here, count, num_bytes, start = struct.unpack_from("<2H2L", data, len(data) - 14)
     at = len(data) - 22
     record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, here, count, num_bytes, start)
@@ -190,24 +176,24 @@ AMBIGUOUS: dict[str, Callable[[], bytes]] = {
     "a name twice": lambda: _twice("a/data.pkl"),
     "a name in two cases": lambda: _twice("a/DATA.PKL"),
     "a second folder": lambda: _twice("b/data.pkl"),
-    "bytes before it": lambda: _archive(HARMLESS)[:30] + _archive(HARMLESS),
-    "bytes after it": lambda: _archive(HARMLESS) + bytes(8),
+    "bytes before it": lambda: archive(HARMLESS)[:30] + archive(HARMLESS),
+    "bytes after it": lambda: archive(HARMLESS) + bytes(8),
     "a comment": _with_comment,
     "a zip64 record elsewhere": lambda: _with_zip64(-8),
-    "another name in a header": lambda: _changed(_archive(HARMLESS), b"a/data.pkl", b"a/data.pk_", 0),
-    "another name in the directory": lambda: _changed(_archive(HARMLESS), b"a/version", b"a/data.pk", 1),
-    "a name with a NUL": lambda: _archive({**HARMLESS, "data.pkl_x": b"1"}).replace(b"pkl_", b"pkl\0"),
+    "another name in a header": lambda: _changed(archive(HARMLESS), b"a/data.pkl", b"a/data.pk_", 0),
+    "another name in the directory": lambda: _changed(archive(HARMLESS), b"a/version", b"a/data.pk", 1),
+    "a name with a NUL": lambda: archive({**HARMLESS, "data.pkl_x": b"1"}).replace(b"pkl_", b"pkl\0"),
     "two fields of zip64": lambda: _with_extra(struct.pack("<HHQ", 1, 8, 5) * 2),
 }
 
 
 def _with_extra(extra: bytes) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as file:
         for name, content in HARMLESS.items():
             info = zipfile.ZipInfo(f"a/{name}")
             info.extra = extra
-            archive.writestr(info, content)
+            file.writestr(info, content)
     return out.getvalue()
 
 
@@ -220,6 +206,6 @@ def test_an_ambiguous_archive_is_refused(tmp_path: Path, make: Callable[[], byte
         locate_tensor(tmp_path / "item", 0, len(make()))
 
 
-@pytest.mark.parametrize("data", [_archive(HARMLESS), _with_zip64(0)], ids=["plain", "zip64"])
+@pytest.mark.parametrize("data", [archive(HARMLESS), _with_zip64(0)], ids=["plain", "zip64"])
 def test_an_unambiguous_archive_is_read(data: bytes) -> None:
     assert load_bytes(data, "an item") == {"n": 1}

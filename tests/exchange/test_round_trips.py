@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import enum
 import io
+import json
 import pathlib
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,13 @@ def saved(tmp_path: Path) -> tuple[dict[str, Any], Path]:
     return state, tmp_path / "state.pt"
 
 
+def imported(state: Any, folder: Path) -> Any:
+    """Import a file of torch.save with a state, and open the checkpoint."""
+    torch.save(state, folder / "in.pt")
+    import_checkpoint(folder / "in.pt", folder / "home")
+    return holdfast.open(folder / "home")
+
+
 def loaded(home: Any, path: Path, **options: Any) -> Any:
     """Export a checkpoint to a file of torch.save, and load that as stock torch does."""
     export_checkpoint(holdfast.open(home), path, kind="torch", **options)
@@ -60,17 +68,13 @@ def test_torch_files_round_trip(saved: tuple[dict[str, Any], Path], tmp_path: Pa
     for is_mapped in (False, True):
         found = torch.load(tmp_path / "out.pt", weights_only=True, mmap=is_mapped)
         assert set(found) == set(state)
-        assert all(same(found[key], state[key]) for key in state), [
-            k for k in state if not same(found[k], state[k])
-        ]
+        assert [key for key in state if not same(found[key], state[key])] == []
         assert found["model"]["head"].data_ptr() == found["model"]["layer.float32"].data_ptr()
 
 
 def test_a_bare_state_dict_round_trips(tmp_path: Path) -> None:
     state = model()
-    torch.save(state, tmp_path / "model.pt")
-    import_checkpoint(tmp_path / "model.pt", tmp_path / "home")
-    check(holdfast.open(tmp_path / "home").tensors(), state)
+    check(imported(state, tmp_path).tensors(), state)
     check(loaded(tmp_path / "home", tmp_path / "out.pt"), state)
 
 
@@ -115,10 +119,7 @@ def test_safetensors_round_trips(tmp_path: Path) -> None:
 @pytest.mark.parametrize("max_shard_bytes", [1, 200, "1GB"])
 def test_hugging_face_folders_round_trip(tmp_path: Path, max_shard_bytes: int | str) -> None:
     state = model()
-    torch.save(state, tmp_path / "in.pt")
-    import_checkpoint(tmp_path / "in.pt", tmp_path / "home")
-    checkpoint = holdfast.open(tmp_path / "home")
-    export_checkpoint(checkpoint, tmp_path / "hf", kind="hf", max_shard_bytes=max_shard_bytes)
+    export_checkpoint(imported(state, tmp_path), tmp_path / "hf", kind="hf", max_shard_bytes=max_shard_bytes)
     files = list((tmp_path / "hf").glob("*.safetensors"))
     assert (len(files) == 1) == (max_shard_bytes == "1GB")
     assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (len(files) > 1)
@@ -131,9 +132,7 @@ def test_hugging_face_folders_round_trip(tmp_path: Path, max_shard_bytes: int | 
 
 def test_stock_torch_loads_the_hugging_face_folder_and_reshards_it(tmp_path: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in model().items()}
-    torch.save(state, tmp_path / "in.pt")
-    import_checkpoint(tmp_path / "in.pt", tmp_path / "home")
-    export_checkpoint(holdfast.open(tmp_path / "home"), tmp_path / "hf", kind="hf", max_shard_bytes=100)
+    export_checkpoint(imported(state, tmp_path), tmp_path / "hf", kind="hf", max_shard_bytes=100)
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items() if tensor.numel()}
     reader = pytest.importorskip("torch.distributed.checkpoint.hf_storage").HuggingFaceStorageReader
     load_dcp(target, tmp_path / "hf", reader(str(tmp_path / "hf")))
@@ -152,9 +151,7 @@ def test_old_torch_files_and_sharded_bin_folders_are_imported(tmp_path: Path) ->
     for number, some in enumerate((names[:5], names[5:])):
         torch.save({name: state[name] for name in some}, new / f"pytorch_model-{number}.bin")
     weight_map = {name: f"pytorch_model-{int(i >= 5)}.bin" for i, name in enumerate(names)}
-    (new / "pytorch_model.bin.index.json").write_text(
-        '{"weight_map": ' + str(weight_map).replace("'", '"') + "}"
-    )
+    (new / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for folder in (old, new):
         assert import_checkpoint(folder, tmp_path / f"{folder.name}-home").kind == "hf"
         check(holdfast.open(tmp_path / f"{folder.name}-home").tensors(), state)
@@ -273,11 +270,8 @@ def test_the_files_of_a_holdfast_step_can_be_imported(tmp_path: Path) -> None:
     store = open_store(tmp_path / "run")
     make_home(store)
     whole = torch.randn(6, 8)
-    ranks = [
-        {"w": (whole[:, :3], (0, 0), (6, 8)), "scale": torch.tensor(2.5)},
-        {"w": (whole[:, 3:], (0, 3), (6, 8))},
-    ]
-    make_checkpoint(store, 5, 1, ranks)
+    left, right = (whole[:, :3], (0, 0), (6, 8)), (whole[:, 3:], (0, 3), (6, 8))
+    make_checkpoint(store, 5, 1, [{"w": left, "scale": torch.tensor(2.5)}, {"w": right}])
     done = import_checkpoint(tmp_path / "run" / names.step_dir(5), tmp_path / "home")
     assert done.kind == "hf"
     check(holdfast.open(tmp_path / "home").tensors(), {"w": whole, "scale": torch.tensor(2.5)})

@@ -71,9 +71,8 @@ def tensors(draw: st.DrawFn, ranks: list[int]) -> Tensor:
         shape, regions = draw(partitions(most_splits=min(len(ranks) - 1, 3)))
         partitioning = ListedPartitioning(tuple(zip(draw(st.permutations(ranks)), regions, strict=False)))
     others = draw(st.lists(st.sampled_from(ranks), max_size=3))
-    return Tensor(
-        draw(dtypes), shape, partitioning, tuple(sorted({*partitioning.ranks, *others})), draw(st.booleans())
-    )
+    holders = tuple(sorted({*partitioning.ranks, *others}))
+    return Tensor(draw(dtypes), shape, partitioning, holders, draw(st.booleans()))
 
 
 @st.composite

@@ -25,6 +25,8 @@ from holdfast.checkpoint.format.layout import (
 from holdfast.errors import Corrupt, InvalidInput
 
 F32 = "F32"
+Cut = tuple[tuple[int, ...], list[Region]]  # a shape, and the regions that it is cut into
+Sides = tuple[tuple[int, int], tuple[int, int]]
 
 
 def agreed(*by_rank: Catalog) -> Agreement:
@@ -90,7 +92,7 @@ def test_catalogs_that_agree_are_merged(groups: list[tuple[list[int], Catalog]])
 
 
 @given(partitions())
-def test_regions_that_ranks_list_separately_are_merged(case: tuple[tuple[int, ...], list[Region]]) -> None:
+def test_regions_that_ranks_list_separately_are_merged(case: Cut) -> None:
     shape, regions = case
     found = agreed(*listed(*regions, shape=shape))
     ranks = tuple(range(len(regions)))
@@ -135,9 +137,8 @@ def ruled(splits: tuple[tuple[int, int], ...], writers: tuple[int, ...]) -> tupl
 HALVES = EvenPartitioning(((0, 2),), (0, 1))
 ALL = Region((0,), (4,))
 ONE, OTHER = listed(Region((0,), (2,)), Region((2,), (2,)), shape=(4,))
-MOVED = replace(
-    OTHER.tensors["w"], partitioning=ListedPartitioning(((1, Region((2,), (2,))), (0, Region((2,), (2,)))))
-)
+UPPER = Region((2,), (2,))
+MOVED = replace(OTHER.tensors["w"], partitioning=ListedPartitioning(((1, UPPER), (0, UPPER))))
 WRITERS = "Ranks 0 and 1 disagree about the writers of regions of w."
 HOLDERS = "Ranks 1 are listed as writers of w, but its holders are ranks 0."
 OUTSIDE = "of w, which is outside of its shape [4]"
@@ -236,9 +237,7 @@ def test_the_error_names_a_rank_without_a_tensor_even_if_writers_differ() -> Non
 
 
 @given(partitions(), st.data())
-def test_the_error_names_a_missing_region(
-    case: tuple[tuple[int, ...], list[Region]], data: st.DataObject
-) -> None:
+def test_the_error_names_a_missing_region(case: Cut, data: st.DataObject) -> None:
     """A region that is named is inside the region that is missing."""
     shape, regions = case
     full = [region for region in regions if region.num_items]
@@ -253,9 +252,7 @@ def test_the_error_names_a_missing_region(
 
 
 @given(partitions(), st.data())
-def test_the_error_names_a_region_of_two_ranks(
-    case: tuple[tuple[int, ...], list[Region]], data: st.DataObject
-) -> None:
+def test_the_error_names_a_region_of_two_ranks(case: Cut, data: st.DataObject) -> None:
     shape, regions = case
     full = [region for region in regions if region.num_items]
     twice = data.draw(st.integers(0, len(full) - 1))
@@ -265,8 +262,8 @@ def test_the_error_names_a_region_of_two_ranks(
 
 
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 4))] * 2), min_size=2, max_size=5))
-def test_regions_are_accepted_only_if_each_element_is_covered_once(
-    sides: list[tuple[tuple[int, int], tuple[int, int]]],
+def test_each_element_must_be_covered_exactly_once(
+    sides: list[Sides],
 ) -> None:
     """Regions drawn at random are accepted exactly if every element is in one of them."""
     regions = [Region((a, b), (min(n, 5 - a), min(m, 5 - b))) for (a, n), (b, m) in sides]

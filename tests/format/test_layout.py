@@ -83,16 +83,12 @@ def test_data_starts_at_a_block_and_has_no_holes(shards: list[Shard], rank: int)
     """And every tensor begins at a multiple of its element size."""
     layout = lay_out(shards, rank)
     assert len(layout.header) % BLOCK_BYTES == 0
-    taken = sorted(
-        (start, start + shard.num_bytes) for start, shard in zip(layout.starts, shards, strict=True)
-    )
-    position = len(layout.header)
-    for start, stop in taken:
+    position, placed = len(layout.header), list(zip(layout.starts, shards, strict=True))
+    for start, stop in sorted((start, start + shard.num_bytes) for start, shard in placed):
         assert start == position
         position = stop
     assert position == layout.file_bytes
-    for start, shard in zip(layout.starts, shards, strict=True):
-        assert start % ITEM_BYTES[shard.dtype] == 0
+    assert all(start % ITEM_BYTES[shard.dtype] == 0 for start, shard in placed)
 
 
 @given(shard_lists, st.integers(0, 3), st.binary(max_size=64))
@@ -116,11 +112,8 @@ def test_every_dtype_has_a_torch_dtype_of_its_size() -> None:
 
 def test_a_file_is_opened_lazily_by_safe_open(tmp_path: Path) -> None:
     """One tensor can be read without the rest, and the metadata has `format` "pt"."""
-    shards = [
-        Shard.whole("w", "BF16", (3, 5)),
-        Shard.whole("step", "I64", ()),
-        Shard.whole("none", "F32", (0, 4)),
-    ]
+    facts = ("w", "BF16", (3, 5)), ("step", "I64", ()), ("none", "F32", (0, 4))
+    shards = [Shard.whole(*one) for one in facts]
     tensors = [random_tensor(shard) for shard in shards]
     (tmp_path / "f.safetensors").write_bytes(filled(lay_out(shards, 0), tensors))
     with safe_open(tmp_path / "f.safetensors", framework="pt") as opened:
@@ -144,14 +137,10 @@ def test_stock_torch_loads_and_reshards_the_files_of_two_ranks(tmp_path: Path) -
         "rng@r1": generator.manual_seed(2).get_state(),
     }
     rng = Shard.whole("rng", "U8", tuple(values["rng"].shape), per_rank=True)
+    scale, none = Shard.whole("scale", "F32", ()), Shard.whole("none", "F32", (0, 7))
     ranks = [
         (
-            [
-                Shard("w", "F32", (8, 300), (0, 0), (5, 300)),
-                rng,
-                Shard.whole("scale", "F32", ()),
-                Shard.whole("none", "F32", (0, 7)),
-            ],
+            [Shard("w", "F32", (8, 300), (0, 0), (5, 300)), rng, scale, none],
             [whole[:5], values["rng"], values["scale"], values["none"]],
         ),
         (
@@ -161,9 +150,8 @@ def test_stock_torch_loads_and_reshards_the_files_of_two_ranks(tmp_path: Path) -
     ]
     for rank, (shards, tensors) in enumerate(ranks):
         (tmp_path / f"rank-{rank}.safetensors").write_bytes(filled(lay_out(shards, rank), tensors))
-        assert set(load_file(tmp_path / f"rank-{rank}.safetensors")) == {
-            shard.file_key(rank) for shard in shards
-        }
+        keys = {shard.file_key(rank) for shard in shards}
+        assert set(load_file(tmp_path / f"rank-{rank}.safetensors")) == keys
     reader = pytest.importorskip("torch.distributed.checkpoint.hf_storage").HuggingFaceStorageReader
     target = {name: torch.full_like(value, 77) for name, value in values.items()}
     load_distributed(target, storage_reader=reader(str(tmp_path)))
@@ -200,13 +188,8 @@ def test_a_header_over_the_limit_is_refused() -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        *(
-            b"",
-            b"short",
-            struct.pack("<Q", 0) + b"{}",
-            struct.pack("<Q", 10) + b"{}",
-            struct.pack("<Q", 2**63) + b"{}",
-        ),
+        *(b"", b"short", struct.pack("<Q", 0) + b"{}"),
+        *(struct.pack("<Q", num_bytes) + b"{}" for num_bytes in (10, 2**63)),
         *(struct.pack("<Q", 2) + b"{x", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b'"\xff"}'),
         struct.pack("<Q", 90_000) + b"[" * 90_000,
     ],

@@ -46,24 +46,10 @@ def test_names_sort_by_step(steps: list[int]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "holdfast.json",
-            "done.json",
-            "history/a0001-rank-00000.jsonl",
-            "",
-            "step-",
-            "step-500/manifest-a0001.json",
-        ),
-        *(
-            "attempts/a1.json",
-            "attempts/a0001.json\n",
-            f"attempts/a{MAX_ATTEMPT + 1}.json",
-            f"attempts/a{'9' * 240}.json",
-            f"step-{MAX_STEP + 1}/manifest-a0001.json",
-            "attempts/a00001.json",
-            "attempts/a0001.json.tmp",
-            "x/attempts",
-        ),
+        *("holdfast.json", "done.json", "history/a0001-rank-00000.jsonl", "", "step-"),
+        *("step-500/manifest-a0001.json", f"step-{MAX_STEP + 1}/manifest-a0001.json", "attempts/a1.json"),
+        *("attempts/a0001.json\n", f"attempts/a{MAX_ATTEMPT + 1}.json", f"attempts/a{'9' * 240}.json"),
+        *("attempts/a00001.json", "attempts/a0001.json.tmp", "x/attempts"),
         *("step-0000000500", "step-00000500\n/a", "xstep-00000500/manifest-a0001.json"),
         "step-\u0660\u0660\u0660\u0660\u0660\u0665\u0660\u0660/manifest-a0001.json",  # digits, but not ours
     ],
@@ -73,16 +59,10 @@ def test_invalid_names_are_not_parsed(name: str) -> None:
     assert names.parse(name) is None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "manifest-a001.json",
-        "manifest-a0001.json\n",
-        "manifest-a00001.json",
-        "rank-0-a0001.json",
-        "rank-00000-a0001.pt",
-    ],
-)
+FOREIGN = ("manifest-a001.json", "manifest-a0001.json\n", "manifest-a00001.json", "rank-0-a0001.json")
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "rank-00000-a0001.pt"])
 def test_foreign_files_in_a_step_folder_are_recognized(name: str) -> None:
     assert names.parse(f"step-00000500/{name}") == Parsed("step-other", 500)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -23,8 +22,9 @@ from holdfast.checkpoint.format.run import (
     document,
     parse,
 )
-from holdfast.checkpoint.format.sealed import dumps, seal
-from holdfast.errors import Corrupt, Unsupported
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.errors import Corrupt
+from making import resealed
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=10)
 runs = run_ids
@@ -79,18 +79,15 @@ def test_metrics_round_trip_including_nan_and_infinity(values: dict[str, float])
     for name, value in values.items():
         same_sign = math.copysign(1, value) == math.copysign(1, found.values[name])
         is_huge = abs(value) > 1.7e308 and math.isinf(found.values[name]) and same_sign
-        assert (
-            found.values[name] == value or is_huge or (math.isnan(value) and math.isnan(found.values[name]))
-        )
+        are_nan = math.isnan(value) and math.isnan(found.values[name])
+        assert found.values[name] == value or is_huge or are_nan
 
 
 @pytest.mark.parametrize("values", [[], {"loss": None}, {"loss": "1"}, {"loss": True}, {"loss": [1]}])
 def test_metrics_that_are_not_numbers_are_corrupt(values: object) -> None:
-    text = dumps(
-        {"format": "holdfast-metrics", "version": 1, "run": "id", "attempt": 1, "step": 5, "values": values}
-    )
+    head = {"format": "holdfast-metrics", "version": 1, "run": "id", "attempt": 1, "step": 5}
     with pytest.raises(Corrupt):
-        parse(Metrics, seal(text), "doc")
+        parse(Metrics, seal(dumps({**head, "values": values})), "doc")
 
 
 @pytest.mark.parametrize(
@@ -103,19 +100,11 @@ def test_metrics_that_are_not_numbers_are_corrupt(values: object) -> None:
 )
 @given(rollbacks)
 def test_a_rollback_outside_of_the_limits_is_corrupt(member: str, value: object, rollback: Rollback) -> None:
-    members = json.loads(document(rollback))
-    del members["xxh3_128"]
+    changed = resealed(unseal_lines(document(rollback), "doc"), {member: value})
     with pytest.raises(Corrupt, match=member if member != "skipped" else "skipped|data"):
-        parse(Rollback, seal(dumps({**members, member: value})), "doc")
+        parse(Rollback, changed, "doc")
 
 
-def test_a_document_of_another_kind_is_corrupt() -> None:
-    with pytest.raises(Corrupt, match="expected 'holdfast-done'"):
-        parse(Done, document(Run("id", 1.0)), "doc")
-
-
-def test_missing_members_are_corrupt_and_newer_versions_unsupported() -> None:
+def test_missing_members_are_corrupt() -> None:
     with pytest.raises(Corrupt, match="lacks 'id'"):
         parse(Run, seal(dumps({"format": "holdfast-run", "version": 1})), "doc")
-    with pytest.raises(Unsupported, match="version 7"):
-        parse(Run, seal(dumps({"format": "holdfast-run", "version": 7})), "doc")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
-from holdfast.checkpoint.format import manifest, names
+from holdfast.checkpoint.format import manifest, names, part, run
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
@@ -43,9 +45,7 @@ def store() -> MemoryStore:
     return made
 
 
-def test_checkpoints_of_both_versions_are_read_once_the_parser_is_added(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_added_parser_reads_its_version(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     with_v2 = dataclasses.replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
     monkeypatch.setattr(manifest, "VERSIONS", with_v2)
     for step in (1, 2):
@@ -86,3 +86,19 @@ def test_an_unknown_version_is_unsupported(version: object) -> None:
 def test_a_document_of_another_kind_is_corrupt(members: Mapping[str, object]) -> None:
     with pytest.raises(Corrupt, match="expected 'holdfast-egg'"):
         VERSIONS.parser(Fields(dict(members), "egg.json"), "egg.json")
+
+
+@pytest.mark.parametrize(
+    ("parse", "kind"),
+    [
+        (part.parse, "holdfast-part"),
+        (manifest.parse, "holdfast-manifest"),
+        (partial(run.parse, run.Run), "holdfast-run"),
+        (partial(run.parse, run.Done), "holdfast-done"),
+    ],
+)
+def test_another_kind_is_corrupt_and_a_newer_version_is_unsupported(parse: Any, kind: str) -> None:
+    with pytest.raises(Corrupt, match=f"expected '{kind}'"):
+        parse(seal(dumps({"format": "holdfast-egg", "version": 1})), "doc")
+    with pytest.raises(Unsupported, match="version 2"):
+        parse(seal(dumps({"format": kind, "version": 2})), "doc")

@@ -16,6 +16,7 @@ import socket
 import sys
 import types
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from holdfast.checkpoint.format.values import EntryRef, SavedDataclass, SavedEnu
 from holdfast.checkpoint.store.local import LocalStore
 from making import CREATED_UNIX_S, LocalShard, make_checkpoint, make_home
 
+Ranks = list[dict[str, torch.Tensor | LocalShard]]
 VALUES: dict[str, Any] = {
     "plain": [None, True, 3, 0.1, "text \u00e9 \U0001f40c", {"nested": []}],
     "tensor": TensorRef("data.table"),
@@ -84,11 +86,7 @@ RECORDS = [
 ]
 """Records of the home of two ranks, under the names of `NAMES_OF_RECORDS`."""
 NAMES_OF_RECORDS = [
-    names.first_saved(2),
-    names.emptied(1),
-    names.rollback(1),
-    names.refusal(11, 1),
-    names.skipped(10, 1),
+    *(names.first_saved(2), names.emptied(1), names.rollback(1), names.refusal(11, 1), names.skipped(10, 1))
 ]
 REGIONS = [[(0, 2), (3, 6), (9, 10)], [(2, 3), (6, 9)]]
 """Rows of each rank in the home of several regions."""
@@ -100,6 +98,13 @@ def bits(dtype: torch.dtype, count: int, first: int = 1) -> torch.Tensor:
     return raw.to(torch.uint8).view(dtype)
 
 
+def make(
+    store: LocalStore, step: int, attempt: int, ranks: Sequence[Any], *, run_id: str, **options: Any
+) -> None:
+    """Make a checkpoint whose id is made of its run, step and attempt."""
+    make_checkpoint(store, step, attempt, ranks, run_id=run_id, id=f"{run_id}-{step}-{attempt}", **options)
+
+
 def make_one_rank(root: Path) -> None:
     """One rank, one step: a value of every tag, a finished run."""
     store = LocalStore(root)
@@ -108,7 +113,7 @@ def make_one_rank(root: Path) -> None:
         "model.weight": torch.arange(6.0).reshape(2, 3) / 4,
         "data.table": torch.arange(18_000, dtype=torch.int32),  # reaches over a chunk border
     }
-    make_checkpoint(store, 7, 1, [tensors], values=[VALUES], run_id="golden-one", id="golden-one-7-1")
+    make(store, 7, 1, [tensors], values=[VALUES], run_id="golden-one")
     store.put(names.metrics(7, 1), run.document(run.Metrics("golden-one", 1, 7, METRICS)))
     store.put(names.DONE, run.document(run.Done("golden-one", 1, 7, CREATED_UNIX_S + 60)))
 
@@ -117,10 +122,9 @@ def make_two_ranks(root: Path) -> None:
     """Two ranks, two attempts: every dtype, empty and 0-dim, per rank, tied, split by rows and by columns."""
     store = LocalStore(root)
     make_home(store, run_id="golden-two", attempts=[1, 2])
-    first: list[dict[str, torch.Tensor]] = [{"w": torch.ones(2)}, {"v": torch.zeros(2)}]
-    make_checkpoint(store, 10, 1, first, run_id="golden-two", id="golden-two-10-1")
+    make(store, 10, 1, [{"w": torch.ones(2)}, {"v": torch.zeros(2)}], run_id="golden-two")
     grid = torch.arange(12, dtype=torch.int16).reshape(3, 4)
-    ranks: list[dict[str, torch.Tensor | LocalShard]] = [{}, {}]
+    ranks: Ranks = [{}, {}]
     for index, (name, torch_name) in enumerate(TORCH_NAMES.items()):
         ranks[index % 2][f"dtype.{name}"] = bits(getattr(torch, torch_name), 3)
     ranks[0]["empty"] = torch.zeros(0, 3)
@@ -130,18 +134,9 @@ def make_two_ranks(root: Path) -> None:
         ranks[rank]["columns"] = (grid[:, 2 * rank : 2 * rank + 2].contiguous(), (0, 2 * rank), (3, 4))
     ranks[0]["rows"] = (grid[:1], (0, 0), (3, 4))
     ranks[1]["rows"] = (grid[1:], (1, 0), (3, 4))
-    make_checkpoint(
-        store,
-        12,
-        2,
-        ranks,
-        per_rank=["rng"],
-        tied={"head": "dtype.F32"},
-        values=[{"epoch": 1, "rank": 0}, {"epoch": 1, "rank": 1}],
-        base=(1, 10),
-        run_id="golden-two",
-        id="golden-two-12-2",
-    )
+    options = {"per_rank": ["rng"], "tied": {"head": "dtype.F32"}, "base": (1, 10)}
+    values = [{"epoch": 1, "rank": 0}, {"epoch": 1, "rank": 1}]
+    make(store, 12, 2, ranks, values=values, run_id="golden-two", **options)
     for name, record in zip(NAMES_OF_RECORDS, RECORDS, strict=True):
         store.put(name, run.document(record))
 
@@ -150,7 +145,7 @@ def make_sharded(root: Path) -> None:
     """Four ranks, regions by rules: along one dimension, both, one twice (strided); short and empty ones."""
     store = LocalStore(root)
     make_home(store, run_id="golden-sharded", attempts=[1, 2, 3])
-    ranks: list[dict[str, torch.Tensor | LocalShard]] = [{} for _ in range(4)]
+    ranks: Ranks = [{} for _ in range(4)]
     partitionings = {
         "rows": EvenPartitioning(((0, 4),), (0, 1, 2, 3)),
         "mesh": EvenPartitioning(((0, 2), (1, 2)), (0, 1, 2, 3)),
@@ -167,18 +162,9 @@ def make_sharded(root: Path) -> None:
     ranks[0]["listed"] = (torch.arange(3), (0,), (4,))
     ranks[2]["listed"] = (torch.arange(3, 4), (3,), (4,))
     ranks[1]["scalar"] = torch.tensor(2.5)
-    make_checkpoint(
-        store,
-        30,
-        3,
-        ranks,
-        partitionings=partitionings,
-        tied={"head": "mesh"},
-        values=[{"rank": rank} for rank in range(4)],
-        ancestors=((1, 10), (2, 20)),
-        run_id="golden-sharded",
-        id="golden-sharded-30-3",
-    )
+    values, older = [{"rank": rank} for rank in range(4)], ((1, 10), (2, 20))
+    options = {"partitionings": partitionings, "tied": {"head": "mesh"}, "values": values, "ancestors": older}
+    make(store, 30, 3, ranks, run_id="golden-sharded", **options)
 
 
 def make_types(root: Path) -> None:
@@ -186,7 +172,7 @@ def make_types(root: Path) -> None:
     store = LocalStore(root)
     make_home(store, run_id="golden-types")
     tensors = {"gan.g.weight": torch.arange(6.0), "config.table": torch.arange(3000, dtype=torch.int32)}
-    make_checkpoint(store, 5, 1, [tensors], values=[TYPES], run_id="golden-types", id="golden-types-5-1")
+    make(store, 5, 1, [tensors], values=[TYPES], run_id="golden-types")
 
 
 def make_frozen(root: Path) -> None:
@@ -194,22 +180,13 @@ def make_frozen(root: Path) -> None:
     store = LocalStore(root)
     make_home(store, run_id="golden-frozen")
     for step in (1, 2):
-        ranks: list[dict[str, torch.Tensor | LocalShard]] = [
+        ranks: Ranks = [
             {"adapter": torch.full((4,), float(step)), "base": torch.arange(500, dtype=torch.int16)},
             {"head": torch.arange(2.0) + step, "split.base": (torch.ones(3), (2,), (5,))},
         ]
         ranks[0]["split.base"] = (torch.zeros(2), (0,), (5,))
-        frozen = ["base", "split.base"]
-        make_checkpoint(
-            store,
-            step,
-            1,
-            ranks,
-            frozen=frozen,
-            tied={"alias": "base"},
-            run_id="golden-frozen",
-            id=f"golden-frozen-{step}-1",
-        )
+        options = {"frozen": ["base", "split.base"], "tied": {"alias": "base"}}
+        make(store, step, 1, ranks, run_id="golden-frozen", **options)
 
 
 def state_of_regions() -> dict[str, Any]:

@@ -55,7 +55,6 @@ def test_tensors_with_equal_copies_are_balanced_together() -> None:
 
 
 def test_regions_without_a_rule_are_listed() -> None:
-    """Uneven regions are written as they are."""
     regions = (Region((0,), (3,)), Region((3,), (1,)))
     sharding = Sharding((4,), ShardLayout((), ((5, 7),), regions))
     partitioning = assign({"t": 16}, {"t": sharding})["t"]
@@ -66,7 +65,6 @@ def test_regions_without_a_rule_are_listed() -> None:
 
 
 def test_equal_layouts_are_balanced_together() -> None:
-    """Layouts that are equal, but other objects, are balanced together."""
     shardings = {str(i): Sharding((1,), ShardLayout((), ((0,), (1,)))) for i in range(4)}
     partitionings = assign(dict.fromkeys(shardings, 4), shardings)
     assert sorted(one.ranks for one in partitionings.values()) == [(0,), (0,), (1,), (1,)]

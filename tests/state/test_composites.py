@@ -65,31 +65,22 @@ class Holder(nn.Module):
         self.register_buffer("extra", buffer)
 
 
+@pytest.mark.parametrize("factor", [1.0, 1j], ids=["float32", "complex128"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sparse_tensors_are_restored_with_their_number_of_elements(layout: str) -> None:
-    """As buffer and as entry the same object, in a container a new one."""
+def test_sparse_tensors_are_restored_with_their_number_of_elements(layout: str, factor: complex) -> None:
+    """As buffer and as entry the same object, in a container a new one.
+
+    The values of complex ones are composite tensors themselves, of another shape than the live ones.
+    """
     make = LAYOUTS[layout]
-    saved = kept({"m": Holder(make(MANY)), "x": make(MANY), "in": {"list": [make(MANY)]}})
-    live: dict[str, Any] = {"m": Holder(make(FEW)), "x": make(FEW), "in": {"list": [make(FEW)]}}
+    many, few = (one if factor == 1.0 else one.to(torch.complex128) * factor for one in (MANY, FEW))
+    saved = kept({"m": Holder(make(many)), "x": make(many), "in": {"list": [make(many)]}})
+    live: dict[str, Any] = {"m": Holder(make(few)), "x": make(few), "in": {"list": [make(few)]}}
     buffer, entry = live["m"].extra, live["x"]
     saved.restore(State(live))
     assert live["m"].extra is buffer
     assert live["x"] is entry
     for found in (buffer, entry, live["in"]["list"][0]):
-        assert same_sparse(found, make(MANY))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sparse_tensors_of_other_dtypes_are_restored_with_their_number_of_elements(layout: str) -> None:
-    """Their values are composite tensors themselves, of another shape than the live ones."""
-    make = LAYOUTS[layout]
-    many, few = MANY.to(torch.complex128) * 1j, FEW.to(torch.complex128)
-    live: dict[str, Any] = {"m": Holder(make(few)), "x": make(few), "in": [make(few)]}
-    buffer, entry = live["m"].extra, live["x"]
-    kept({"m": Holder(make(many)), "x": make(many), "in": [make(many)]}).restore(State(live))
-    assert live["m"].extra is buffer
-    assert live["x"] is entry
-    for found in (buffer, entry, live["in"][0]):
         assert same_sparse(found, make(many))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint.state import State
-from state.trip import Net, kept, same, train
+from state.trip import advance, kept, same, training
 
 schedulefree = pytest.importorskip("schedulefree")
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -16,12 +16,9 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 def build(kind: str) -> dict[str, Any]:
     torch.manual_seed(3)
-    model = Net()
-    if kind == "wrapper":
-        optimizer = schedulefree.ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), 0.1), momentum=0.9)
-    else:
-        optimizer = schedulefree.AdamWScheduleFree(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer}
+    if kind == "adamw":
+        return training(schedulefree.AdamWScheduleFree)
+    return training(lambda p: schedulefree.ScheduleFreeWrapper(torch.optim.SGD(p, 0.1), momentum=0.9))
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "adamw"])
@@ -30,7 +27,7 @@ def test_a_schedule_free_training_continues_exactly(kind: str, is_evaluating: bo
     """Saved while training or while evaluating, and switched to training after the restore, as scripts do."""
     state = build(kind)
     state["optimizer"].train()
-    train(state["model"], state["optimizer"], 3)
+    advance(state, 3)
     if is_evaluating:
         state["optimizer"].eval()
     saved = kept(state)
@@ -40,7 +37,7 @@ def test_a_schedule_free_training_continues_exactly(kind: str, is_evaluating: bo
     for one in (state, live):
         torch.set_rng_state(rng)
         one["optimizer"].train()
-        train(one["model"], one["optimizer"], 2)
+        advance(one, 2)
         one["optimizer"].eval()
     assert same(dict(state["model"].state_dict()), dict(live["model"].state_dict()))
 

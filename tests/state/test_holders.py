@@ -110,9 +110,8 @@ def test_tensor_parallel_pairs_are_copies_of_each_other() -> None:
 )
 def test_the_error_names_different_tensors_of_one_name(other: RankInventory) -> None:
     """With both ranks and what each has."""
-    with pytest.raises(
-        InvalidInput, match=r"model.w is torch.float32\[4\], whole on rank 0 but .* on rank 1"
-    ):
+    match = r"model.w is torch.float32\[4\], whole on rank 0 but .* on rank 1"
+    with pytest.raises(InvalidInput, match=match):
         _agreed([_inventory("model.w"), other])
 
 
@@ -206,9 +205,8 @@ def test_a_whole_model_loads_a_checkpoint_of_pipeline_stages() -> None:
     parts = {name: kept({"model": m, "optimizer": _train(m)}) for name, m in stages.items()}
     parts["second"].values["optimizer"]["param_groups"][0]["lr"] = 0.25
     whole = _Stage("second", "first")
-    optimizer = torch.optim.AdamW(
-        [{"params": list(whole.first.parameters())}, {"params": list(whole.second.parameters())}]
-    )
+    layers = (whole.first, whole.second)
+    optimizer = torch.optim.AdamW([{"params": list(layer.parameters())} for layer in layers])
     first, second = parts["first"], parts["second"]
     first.tensors.update(second.tensors)
     first.specs.update(second.specs)

@@ -113,9 +113,8 @@ def _qat_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated in favour of torchao
-        model = quantize_fx.prepare_qat_fx(
-            net.train(), get_default_qat_qconfig_mapping("fbgemm"), (torch.randn(2, 4),)
-        )
+        mapping = get_default_qat_qconfig_mapping("fbgemm")
+        model = quantize_fx.prepare_qat_fx(net.train(), mapping, (torch.randn(2, 4),))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 

@@ -111,9 +111,7 @@ def restore(rank: int, home: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("saving", "restoring"), [(2, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((4, 1), (1, 4)))]
 )
-def test_shards_are_one_global_tensor_that_any_number_of_ranks_restores(
-    tmp_path: Path, saving: int, restoring: int
-) -> None:
+def test_any_number_of_ranks_restores_global_tensors(tmp_path: Path, saving: int, restoring: int) -> None:
     home = tmp_path / "home"
     assert run_ranks(saving, save, home) == [None] * saving
     found = holdfast.open(home)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.errors import InvalidInput, Unsupported
 from nursery import shared
-from state.trip import Net, assert_same_state, kept, same, train
+from state.trip import Net, advance, assert_same_state, kept, same, train, training
 
 
 def _compiled_inside() -> nn.Module:
@@ -65,7 +65,6 @@ def test_names_equal_those_of_torch_distributed_checkpoint(name: str) -> None:
 
 @pytest.mark.parametrize("into", WRAPPED)
 def test_a_checkpoint_loads_into_any_wrapper(into: str) -> None:
-    """What is saved from one wrapping comes back to the bit, buffers and ties included."""
     torch.manual_seed(1)
     model, other = WRAPPED[into](), WRAPPED[into]()
     kept({"m": model}).restore(State({"m": other}))
@@ -73,7 +72,6 @@ def test_a_checkpoint_loads_into_any_wrapper(into: str) -> None:
 
 
 def test_a_plain_model_loads_a_checkpoint_of_a_compiled_one() -> None:
-    """Wrapping does not show in a checkpoint."""
     model: Any = torch.compile(Net(), backend="eager")
     other = Net()
     kept({"m": model}).restore(State({"m": other}))
@@ -180,7 +178,6 @@ def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
 
 
 def test_a_tied_checkpoint_fills_untied_tensors() -> None:
-    """Both live tensors get the one saved."""
     model, other = Net(), Net()
     other.out.weight = nn.Parameter(torch.zeros(11, 8))
     kept({"m": model}).restore(State({"m": other}))
@@ -201,11 +198,9 @@ def test_an_untied_checkpoint_in_tied_tensors_adds_a_note() -> None:
 def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
     """Parameters keep their identity: the optimizer that was made on meta continues to train them."""
     torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 2)
-    saved = kept({"model": model, "optimizer": optimizer})
-    train(model, optimizer, 2)
+    objects = training(steps=2)
+    saved = kept(objects)
+    advance(objects, 2)
     with torch.device("meta"):
         blank: Any = Net()
     blank.embed.weight.mark = "kept"
@@ -215,7 +210,7 @@ def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
     assert blank.embed.weight.mark == "kept"
     assert not any(t.is_meta for t in [*blank.parameters(), *blank.buffers()])
     train(blank, optimizer2, 2)
-    assert_same_state({"model": model, "optimizer": optimizer}, {"model": blank, "optimizer": optimizer2})
+    assert_same_state(objects, {"model": blank, "optimizer": optimizer2})
 
 
 def test_meta_tensors_stay_untied_when_only_the_checkpoint_is_tied() -> None:
@@ -230,7 +225,6 @@ def test_meta_tensors_stay_untied_when_only_the_checkpoint_is_tied() -> None:
 
 
 def test_the_error_names_meta_buffers_without_values() -> None:
-    """A non-persistent buffer on meta cannot be restored."""
     saved = kept({"m": nn.Linear(1, 1)})
     with torch.device("meta"):
         blank = nn.Linear(1, 1)
@@ -239,16 +233,14 @@ def test_the_error_names_meta_buffers_without_values() -> None:
         saved.plan(State({"m": blank}))
 
 
-def test_a_meta_module_cannot_be_saved() -> None:
-    """It has no bytes."""
-    with pytest.raises(Unsupported, match=r"m\.weight.*meta"):
-        State({"m": nn.Linear(1, 1, device="meta")}).capture()
-
-
-def test_a_lazy_module_without_parameters_is_refused() -> None:
-    """Uninitialized parameters are refused by name."""
-    with pytest.raises(Unsupported, match=r"m\.weight.*lazy module"):
-        State({"m": nn.LazyLinear(2)})
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(lambda: nn.Linear(1, 1, device="meta"), "meta"), (lambda: nn.LazyLinear(2), "lazy module")],
+    ids=["meta", "lazy"],
+)
+def test_a_module_without_bytes_is_refused_by_name(make: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(Unsupported, match=rf"m\.weight.*{why}"):
+        State({"m": make()}).capture()
 
 
 def test_a_changed_module_is_detected() -> None:

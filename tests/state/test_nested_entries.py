@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.errors import InvalidInput
 from stage.training import CopyGate, compute_gradients, make_checkpointer, make_model
-from state.trip import Net, assert_same_state, kept, train
+from state.trip import Net, assert_same_state, kept, train, training
 
 
 @dataclasses.dataclass
@@ -108,30 +108,24 @@ def test_a_later_capture_of_the_same_structure_is_quick() -> None:
 
 
 def test_an_object_in_two_places_is_saved_once() -> None:
-    model = Net()
-    optimizer = Adam(model.parameters())
-    train(model, optimizer, 1)
-    objects = {"a": {"model": model, "optimizer": optimizer}, "b": [model, optimizer]}
+    one = training(Adam, steps=1)
+    objects = {"a": one, "b": list(one.values())}
     captured = State(objects).capture()
-    alone = State({"a": {"model": model, "optimizer": optimizer}}).capture()
+    alone = State({"a": one}).capture()
     assert captured.tensors.keys() == alone.tensors.keys()
     assert captured.tied["b.0.inner.weight"] == "a.model.inner.weight"
-    assert State(objects).optimizers() == [optimizer]
-    other = Net()
-    other_optimizer = Adam(other.parameters())
-    live = {"a": {"model": other, "optimizer": other_optimizer}, "b": [other, other_optimizer]}
+    assert State(objects).optimizers() == [one["optimizer"]]
+    other = training(Adam)
+    live = {"a": other, "b": list(other.values())}
     kept(objects).restore(State(live))
     assert_same_state(live, objects)
 
 
 def test_an_optimizer_that_moved_into_a_container_is_restored_by_its_new_name() -> None:
-    model, other = Net(), Net()
-    optimizer = Adam(model.parameters())
-    train(model, optimizer, 1)
-    saved = kept({"model": model, "optimizer": optimizer})
-    live = {"train": {"model": other, "optimizer": Adam(other.parameters())}}
-    saved.restore(State(live), rename={"model": "train.model", "optimizer": "train.optimizer"})
-    assert_same_state(live, {"train": {"model": model, "optimizer": optimizer}})
+    objects, live = training(Adam, steps=1), {"train": training(Adam)}
+    rename = {"model": "train.model", "optimizer": "train.optimizer"}
+    kept(objects).restore(State(live), rename=rename)
+    assert_same_state(live, {"train": objects})
 
 
 def nets(count: int) -> list[nn.Linear]:
@@ -223,9 +217,7 @@ def test_a_container_that_contains_itself_is_refused() -> None:
         State({"x": own})
 
 
-def test_an_optimizer_in_a_container_waits_for_the_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nested_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its step waits, so that the checkpoint has the weights of the moment of the save."""
     gate, model = CopyGate(monkeypatch), make_model()
     optimizer = SGD(model.parameters(), lr=0.5)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import random
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from state.trip import kept, same
 
 
 def test_plain_values_are_assigned_to_the_users_mapping() -> None:
-    """Scalars are assigned, of whatever type they were."""
     saved = kept({"epoch": 3, "loss": 0.5, "name": "x", "none": None, "pair": (1, 2), "blob": b"ab"})
     objects: dict[str, Any] = {"epoch": 0, "loss": None, "name": "", "none": 4, "pair": (), "blob": b""}
     saved.restore(State(objects))
@@ -32,7 +30,6 @@ def test_plain_values_are_assigned_to_the_users_mapping() -> None:
 
 
 def test_later_changes_do_not_affect_captured_values() -> None:
-    """Later changes do not reach into what was captured."""
     history = [1, {"a": [2]}]
     objects = {"history": history, "epoch": 1}
     state = State(objects)
@@ -71,18 +68,9 @@ def test_containers_are_updated_in_place() -> None:
     pair_tensor = log["pair"][0]
     saved.restore(State(objects))
     assert objects["log"] is log
-    assert "gone" not in log
     assert all(log[key] is part for key, part in parts.items())
-    assert log["steps"] == [1, 2]
-    assert log["best"].tolist() == [1.0, 1.0]
-    assert log["inner"] == {"x": 1}
-    assert list(log["queue"]) == [1]
-    assert log["seen"] == {1}
-    assert log["array"].tolist() == [1, 1, 1]
     assert log["pair"][0] is pair_tensor
-    assert pair_tensor.tolist() == [1.0]
-    assert log["bytes"] == b"1"
-    assert log["odict"] == {"a": 1}
+    assert repr(log) == repr(build(1)["log"])
 
 
 def test_a_container_of_another_structure_is_replaced_where_it_differs() -> None:
@@ -108,7 +96,6 @@ def test_plain_tensors_are_filled_in_place() -> None:
 
 
 def test_generators_resume() -> None:
-    """Single generators of torch, python and numpy."""
 
     def build(seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
@@ -158,41 +145,38 @@ def test_a_generator_of_another_kind_is_refused_before_anything_changes(saved: s
     assert state["a"].tolist() == [0, 0]
 
 
-def test_the_global_generator_of_numpy_is_replaced_by_the_kind_that_was_saved() -> None:
+@pytest.fixture
+def numpy_random() -> Iterator[Any]:
+    """`numpy.random`, whose global generator is put back after the test."""
     numpy: Any = np.random  # stubs of numpy lack these functions
     before = numpy.get_bit_generator()
-    try:
-        numpy.set_bit_generator(np.random.PCG64(3))
-        saved = kept({"x": torch.ones(1)})
-        expected = _draw()
-        numpy.set_bit_generator(np.random.MT19937(3))
-        load = saved.restore(State({"x": torch.ones(1)}))
-        assert _draw() == expected
-        assert np.random.get_state(legacy=False)["bit_generator"] == "PCG64"
-        assert not load.generator_notes
-    finally:
-        numpy.set_bit_generator(before)
+    yield numpy
+    numpy.set_bit_generator(before)
 
 
 class OtherBits(np.random.PCG64):
     """Bit generator of a library."""
 
 
-@pytest.mark.parametrize("live", [OtherBits, np.random.MT19937])
-def test_a_global_generator_of_another_library_is_restored_or_left_out(live: Any) -> None:
-    numpy: Any = np.random
-    before = numpy.get_bit_generator()
-    try:
-        numpy.set_bit_generator(OtherBits(3))
-        saved = kept({"x": torch.ones(1)})
-        expected = _draw()
-        numpy.set_bit_generator(live(4))
-        load = saved.restore(State({"x": torch.ones(1)}))
-        is_same = live is OtherBits
-        assert (_draw() == expected) is is_same
-        assert len(load.generator_notes) == (not is_same)
-    finally:
-        numpy.set_bit_generator(before)
+@pytest.mark.parametrize(
+    ("saved", "live", "is_restored"),
+    [
+        (np.random.PCG64, np.random.MT19937, True),
+        (OtherBits, OtherBits, True),
+        (OtherBits, np.random.MT19937, False),
+    ],
+)
+def test_numpy_s_own_generator_becomes_the_saved_kind(
+    numpy_random: Any, saved: Any, live: Any, is_restored: bool
+) -> None:
+    numpy_random.set_bit_generator(saved(3))
+    checkpoint = kept({"x": torch.ones(1)})
+    expected = _draw()
+    numpy_random.set_bit_generator(live(4))
+    load = checkpoint.restore(State({"x": torch.ones(1)}))
+    assert (_draw() == expected) is is_restored
+    assert type(numpy_random.get_bit_generator()) is (saved if is_restored else live)
+    assert len(load.generator_notes) == (not is_restored)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +191,7 @@ def test_a_global_generator_of_another_library_is_restored_or_left_out(live: Any
         lambda rng: rng.update(torch=4),
     ],
 )
-def test_damaged_states_of_generators_are_found_before_anything_changes(
+def test_damaged_states_of_generators_are_found_before_a_change(
     damage: Callable[[Any], object],
 ) -> None:
     saved = kept({"x": torch.ones(1)})
@@ -259,7 +243,7 @@ class _WithExtra(nn.Linear):
         _replace("value", {"$npdtype": ["", 1]}),
     ],
 )
-def test_values_that_no_save_writes_are_damage_so_that_an_older_checkpoint_is_taken(
+def test_values_that_no_save_writes_count_as_damage(
     damage: Callable[[Any], object],
 ) -> None:
     def build() -> dict[str, Any]:
@@ -395,11 +379,8 @@ def test_load_state_dict_receives_the_result_of_state_dict() -> None:
             self.state = state
 
     shared = torch.arange(3)
-    state = {
-        "a": (shared, [shared, None]),
-        5: {"t": torch.ones(2, 2, requires_grad=True)},
-        "n": np.float32(2),
-    }
+    trained = torch.ones(2, 2, requires_grad=True)
+    state = {"a": (shared, [shared, None]), 5: {"t": trained}, "n": np.float32(2)}
     other = Thing(None)
     kept({"thing": Thing(state)}).restore(State({"thing": other}))
     assert same(other.state["a"], state["a"])
@@ -410,7 +391,6 @@ def test_load_state_dict_receives_the_result_of_state_dict() -> None:
 
 
 def test_the_error_of_a_stateful_object_names_its_key() -> None:
-    """load_state_dict() that raises is reported with key and cause."""
 
     class Picky:
         def state_dict(self) -> dict[str, Any]:
@@ -468,26 +448,15 @@ class Sub(torch.Tensor):
     """A tensor subclass."""
 
 
-def _quantized() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated, but there
-        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-
-
-def _nested_tensor() -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, but there
-        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
-
-
 BARE: dict[str, Callable[[], torch.Tensor]] = {
-    "qint8": _quantized,
+    "qint8": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "meta": lambda: torch.zeros(2, device="meta"),
-    "nested": _nested_tensor,
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
     "Sub": lambda: torch.zeros(2).as_subclass(Sub),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*(quantize_per_tensor|nested tensors|quantized)")
 @pytest.mark.parametrize("why", BARE)
 def test_tensors_without_plain_bytes_are_refused(why: str) -> None:
     """With their key path, wherever they are."""
@@ -507,7 +476,6 @@ def test_colliding_names_are_refused() -> None:
 
 
 def test_annotated_values_keep_their_annotation() -> None:
-    """A marked scalar is restored under the same mark."""
     saved = kept({"a": replicated(3), "b": per_rank([1])})
     objects: dict[str, Any] = {"a": replicated(0), "b": per_rank([2])}
     saved.restore(State(objects))
@@ -516,7 +484,6 @@ def test_annotated_values_keep_their_annotation() -> None:
 
 
 def test_dtype_names_round_trip() -> None:
-    """Every dtype of the format that this torch has."""
     assert dtype_name(torch.bfloat16) == "BF16"
     assert torch_dtype("F8_E4M3") is torch.float8_e4m3fn
     for dtype in (torch.float32, torch.int64, torch.bool, torch.uint16, torch.complex64):

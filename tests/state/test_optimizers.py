@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from holdfast.checkpoint.state import State
+from holdfast.checkpoint.state import Load, State
 from holdfast.errors import InvalidInput
 from state.trip import Net, kept, same, train
 
@@ -27,12 +28,28 @@ def _split(model: Net) -> list[dict[str, Any]]:
     return [{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.5}]
 
 
+def _restored(
+    model: nn.Module, optimizer: Any, make: Callable[[Any], Any], other: Any = None
+) -> tuple[Any, Any, Load]:
+    """Restore a model and its optimizer into another model and the optimizer that `make` gives it."""
+    other = Net() if other is None else other
+    live = make(other)
+    return other, live, kept({"m": model, "o": optimizer}).restore(State({"m": other, "o": live}))
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
 def _by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     return {name: dict(optimizer.state[p]) for name, p in model.named_parameters()}
 
 
 def test_optimizer_state_is_named_after_parameters() -> None:
-    """Names do not depend on the order of parameters in groups."""
     model, optimizer = _trained()
     captured = State({"optimizer": optimizer, "model": model}).capture()
     assert "optimizer.state.model.inner.weight.exp_avg" in captured.tensors
@@ -47,12 +64,8 @@ def test_optimizer_state_is_named_after_parameters() -> None:
 
 
 def test_parameter_groups_in_another_order_get_their_own_options() -> None:
-    """Each parameter's state and each group's options come back to where they belong."""
     model, optimizer = _trained(_split)
-    saved = kept({"m": model, "o": optimizer})
-    model2 = Net()
-    optimizer2 = torch.optim.AdamW(list(reversed(_split(model2))), 1.0)
-    load = saved.restore(State({"m": model2, "o": optimizer2}))
+    model2, optimizer2, load = _restored(model, optimizer, lambda m: torch.optim.AdamW(_split(m)[::-1], 1.0))
     assert not load.notes
     assert [g["weight_decay"] for g in optimizer2.param_groups] == [0.0, 0.1]
     assert [g["lr"] for g in optimizer2.param_groups] == [0.5, 1e-2]
@@ -62,10 +75,7 @@ def test_parameter_groups_in_another_order_get_their_own_options() -> None:
 def test_parameter_groups_split_differently_are_noted_if_options_differ() -> None:
     """One live group over two saved ones gets the first one's options, with a note."""
     model, optimizer = _trained(_split)
-    saved = kept({"m": model, "o": optimizer})
-    model2 = Net()
-    optimizer2 = torch.optim.AdamW(model2.parameters())
-    load = saved.restore(State({"m": model2, "o": optimizer2}))
+    model2, optimizer2, load = _restored(model, optimizer, _adamw)
     assert optimizer2.param_groups[0]["weight_decay"] == 0.1
     assert len(load.notes) == 1
     assert "2 saved groups" in load.notes[0]
@@ -76,11 +86,12 @@ def test_one_saved_group_fills_two_live_ones_without_sharing_tensors() -> None:
     """A tensor learning rate of one group does not become one tensor in two groups."""
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.25))
-    saved = kept({"m": model, "o": optimizer})
-    model2 = Net()
-    parameters = list(model2.parameters())
-    optimizer2 = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
-    saved.restore(State({"m": model2, "o": optimizer2}))
+
+    def halves(other: Net) -> Any:
+        parameters = list(other.parameters())
+        return torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+    _, optimizer2, _ = _restored(model, optimizer, halves)
     rates = [group["lr"] for group in optimizer2.param_groups]
     assert [float(rate) for rate in rates] == [0.25, 0.25]
     assert rates[0].data_ptr() != rates[1].data_ptr()
@@ -101,7 +112,6 @@ def test_tensor_learning_rates_are_filled_in_place() -> None:
 
 
 def test_a_new_group_and_a_replaced_parameter_are_detected() -> None:
-    """The next capture has them."""
     model, optimizer = _trained()
     extra = nn.Linear(2, 2)
     state = State({"m": model, "o": optimizer, "extra": extra})
@@ -130,7 +140,6 @@ def test_parameters_outside_the_state_are_numbered() -> None:
 
 
 def test_state_saved_under_the_other_name_of_a_tied_parameter_is_restored() -> None:
-    """State of a tied parameter is found even if the live model has another name first."""
 
     class Swapped(nn.Module):
         def __init__(self) -> None:
@@ -139,9 +148,7 @@ def test_state_saved_under_the_other_name_of_a_tied_parameter_is_restored() -> N
             self.out, self.norm, self.inner, self.embed = inner.out, inner.norm, inner.inner, inner.embed
 
     model, optimizer = _trained()
-    other = Swapped()
-    optimizer2 = torch.optim.AdamW(other.parameters())
-    load = kept({"m": model, "o": optimizer}).restore(State({"m": other, "o": optimizer2}))
+    other, optimizer2, load = _restored(model, optimizer, _adamw, Swapped())
     assert not load.notes
     found, expected = optimizer2.state[other.embed.weight], optimizer.state[model.embed.weight]
     assert same(found["exp_avg"], expected["exp_avg"])
@@ -153,8 +160,7 @@ def test_parameters_that_were_tied_get_state_of_their_own() -> None:
     model, optimizer = _trained()
     other = Net()
     other.out.weight = nn.Parameter(torch.zeros(11, 8))
-    optimizer2 = torch.optim.AdamW(other.parameters())
-    load = kept({"m": model, "o": optimizer}).restore(State({"m": other, "o": optimizer2}))
+    _, optimizer2, load = _restored(model, optimizer, _adamw, other)
     first, second = optimizer2.state[other.embed.weight], optimizer2.state[other.out.weight]
     expected = optimizer.state[model.embed.weight]
     for name in ("exp_avg", "exp_avg_sq", "step"):
@@ -166,16 +172,12 @@ def test_parameters_that_were_tied_get_state_of_their_own() -> None:
 
 
 def test_a_shared_step_counter_stays_shared() -> None:
-    """State tensors that several parameters share are one tensor again."""
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = _sgd(model)
     step = torch.tensor(3.0)
     for parameter in model.parameters():
         optimizer.state[parameter]["step"] = step
-    saved = kept({"m": model, "o": optimizer})
-    other = nn.Linear(2, 2)
-    optimizer2 = torch.optim.SGD(other.parameters(), 0.1)
-    saved.restore(State({"m": other, "o": optimizer2}))
+    other, optimizer2, _ = _restored(model, optimizer, _sgd, nn.Linear(2, 2))
     assert optimizer2.state[other.weight]["step"] is optimizer2.state[other.bias]["step"]
 
 
@@ -184,11 +186,8 @@ def test_nested_state_and_state_without_a_parameter_are_restored() -> None:
     model = nn.Linear(2, 2)
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
     optimizer.state["global"] = {"count": 3, "table": torch.ones(2)}
-    optimizer.state[model.weight] = {
-        "n": 1,
-        "deep": [torch.zeros(1), (torch.ones(1), None)],
-        "a.b": torch.ones(3),
-    }
+    deep = [torch.zeros(1), (torch.ones(1), None)]
+    optimizer.state[model.weight] = {"n": 1, "deep": deep, "a.b": torch.ones(3)}
     other = nn.Linear(2, 2)
     optimizer2: Any = torch.optim.SGD(other.parameters(), 0.1)
     optimizer2.state["stale"] = 1
@@ -251,7 +250,6 @@ def test_state_dict_hooks_of_an_optimizer_run() -> None:
 
 
 def test_the_error_names_options_that_cannot_be_saved() -> None:
-    """The key path leads to the option."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     optimizer.param_groups[0]["callback"] = print
     with pytest.raises(InvalidInput, match=r"o\.param_groups\[0\]\.callback"):
@@ -279,9 +277,7 @@ def _transposed() -> nn.Module:
     ],
     ids=["fused AdamW", "fused SGD", "Adam"],
 )
-def test_state_made_by_a_restore_has_the_memory_format_of_its_parameter(
-    make_model: Any, make_optimizer: Any
-) -> None:
+def test_restored_state_has_the_memory_format_of_its_parameter(make_model: Any, make_optimizer: Any) -> None:
     """Fused optimizers go through memory without looking at strides, so training would differ."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:

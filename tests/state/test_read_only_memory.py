@@ -34,9 +34,7 @@ def _model(table: torch.Tensor) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["filled", "copied"])
 @pytest.mark.parametrize("is_view", [False, True], ids=["whole", "view"])
-def test_a_restore_into_read_only_memory_is_refused_by_name(
-    tmp_path: Path, dtype: torch.dtype, is_view: bool
-) -> None:
+def test_a_restore_to_read_only_memory_is_refused(tmp_path: Path, dtype: torch.dtype, is_view: bool) -> None:
     """Writing to it would end the process with SIGSEGV."""
     live = _mapped(tmp_path / "table.npy", 1.0)
     live = live[1::2] if is_view else live

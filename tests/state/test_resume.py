@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast.checkpoint.state import State
-from state.trip import Kept, Net, assert_same_state, batch, kept, same, train
+from state.trip import Kept, Net, advance, assert_same_state, batch, kept, same, train, training
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -37,21 +37,15 @@ OPTIMIZERS: dict[str, Make] = {
 def test_every_optimizer_resumes_bit_for_bit(name: str, has_stepped: bool) -> None:
     """Into optimizers that have no state yet, and into ones that have other state."""
     torch.manual_seed(1)
-    model = Net()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    train(model, optimizer, 3)
-    saved = kept({"model": model, "optimizer": optimizer})
-    train(model, optimizer, 3)
-
+    objects = training(OPTIMIZERS[name], steps=3)
+    saved = kept(objects)
+    advance(objects, 3)
     torch.manual_seed(2)
-    model2 = Net()
-    optimizer2 = OPTIMIZERS[name](model2.parameters())
-    if has_stepped:
-        train(model2, optimizer2, 5)
-    load = saved.restore(State({"model": model2, "optimizer": optimizer2}))
+    live = training(OPTIMIZERS[name], steps=5 if has_stepped else 0)
+    load = saved.restore(State(live))
     assert not load.notes
-    train(model2, optimizer2, 3)
-    assert_same_state({"model": model, "optimizer": optimizer}, {"model": model2, "optimizer": optimizer2})
+    advance(live, 3)
+    assert_same_state(objects, live)
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -84,12 +78,8 @@ def test_every_scheduler_resumes(name: str, is_tensor: bool) -> None:
 
         def run() -> list[float]:
             rates: list[float] = []
-            train(
-                model,
-                optimizer,
-                5,
-                lambda: (scheduler.step(), rates.append(float(optimizer.param_groups[0]["lr"]))),
-            )
+            group = optimizer.param_groups[0]
+            train(model, optimizer, 5, lambda: (scheduler.step(), rates.append(float(group["lr"]))))
             return rates
 
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler}, run
@@ -106,7 +96,6 @@ def test_every_scheduler_resumes(name: str, is_tensor: bool) -> None:
 
 
 def test_reduce_lr_on_plateau_resumes() -> None:
-    """The one scheduler that is stepped with a metric."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
     for _ in range(2):
@@ -118,7 +107,6 @@ def test_reduce_lr_on_plateau_resumes() -> None:
 
 
 def test_grad_scaler_and_averaged_model_resume() -> None:
-    """A GradScaler and an EMA model beside the model that it follows."""
 
     def build(seed: int) -> tuple[dict[str, Any], Callable[[], None]]:
         torch.manual_seed(seed)
@@ -152,7 +140,6 @@ def test_grad_scaler_and_averaged_model_resume() -> None:
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_stateful_data_loader_resumes_within_an_epoch() -> None:
-    """The batches after the restore are the ones that the saved loader had not given yet."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def build() -> Any:
@@ -191,10 +178,7 @@ def test_moments_of_a_wider_dtype_keep_every_bit() -> None:
 
 def test_live_tensors_are_filled_in_place() -> None:
     """No second copy: parameters and existing moments are the targets themselves."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 1)
-    objects = {"model": model, "optimizer": optimizer}
+    objects = training(steps=1)
     load = kept(objects).plan(State(objects))
     captured = State(objects).capture()
     live = {name: t.data_ptr() for name, t in captured.tensors.items() if not name.startswith("rng")}
@@ -203,11 +187,9 @@ def test_live_tensors_are_filled_in_place() -> None:
 
 def test_planning_a_load_changes_nothing() -> None:
     """Until targets are filled and the load is finished, the live state is as it was."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "epoch": 1, "list": [1, 2]}
+    objects: dict[str, Any] = {**training(), "epoch": 1, "list": [1, 2]}
     saved = kept(objects)
-    train(model, optimizer, 2)
+    advance(objects, 2)
     objects["epoch"], objects["list"][0] = 2, 7
     before = Kept(State(objects).capture())
     saved.plan(State(objects))
@@ -217,12 +199,10 @@ def test_planning_a_load_changes_nothing() -> None:
 
 
 def test_a_checkpoint_from_before_the_first_step_clears_moments() -> None:
-    """A step-0 checkpoint brings back an optimizer without state."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    saved = kept({"model": model, "optimizer": optimizer})
-    train(model, optimizer, 2)
-    saved.restore(State({"model": model, "optimizer": optimizer}))
-    assert not optimizer.state
-    train(model, optimizer, 1)
-    assert int(optimizer.state[model.embed.weight]["step"]) == 1
+    objects = training()
+    saved = kept(objects)
+    advance(objects, 2)
+    saved.restore(State(objects))
+    assert not objects["optimizer"].state
+    advance(objects, 1)
+    assert int(objects["optimizer"].state[objects["model"].embed.weight]["step"]) == 1

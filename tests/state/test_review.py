@@ -73,9 +73,8 @@ def test_a_snapshot_that_is_added_later_warns_at_the_first_save(tmp_path: Path) 
     state: dict[str, Any] = {"epoch": 0}
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         state["all"] = {"model": make_model().state_dict()}
-        with pytest.warns(
-            ResumeWarning, match=r"all\.model is a dictionary that model\.state_dict\(\) returned"
-        ):
+        match = r"all\.model is a dictionary that model\.state_dict\(\) returned"
+        with pytest.warns(ResumeWarning, match=match):
             ckpt.save(1)
 
 
@@ -105,17 +104,13 @@ def prepared() -> Callable[..., Any]:
     return prepare
 
 
-def test_a_shuffled_loader_that_accelerate_has_prepared_warns(
-    tmp_path: Path, prepared: Callable[..., Any]
-) -> None:
+def test_a_shuffled_loader_prepared_by_accelerate_warns(tmp_path: Path, prepared: Callable[..., Any]) -> None:
     (doubt,) = doubts_of(tmp_path / "home", {"data": [prepared(shuffle=True)]})
     assert "data.0 is a data loader that Accelerate has prepared" in doubt
     assert "attach(accelerator)" in doubt
 
 
-def test_a_loader_in_order_that_accelerate_has_prepared_resumes(
-    tmp_path: Path, prepared: Callable[..., Any]
-) -> None:
+def test_a_loader_in_order_of_accelerate_resumes(tmp_path: Path, prepared: Callable[..., Any]) -> None:
     """Without a warning, neither at the save nor at the restore: the batches are those that follow."""
     loader = prepared(num_workers=0)
     batches = iter(loader)
@@ -141,24 +136,6 @@ def test_a_copy_of_a_state_dict_warns_with_a_fix(tmp_path: Path) -> None:
     (doubt,) = doubts_of(tmp_path / "home", {"all": {"weights": copy}})
     assert "all.weights is a dictionary of tensors that are named as those of a module" in doubt
     assert "state={'all': {'weights': model}}" in doubt
-
-
-def test_tensors_that_are_not_copies_of_a_model_do_not_warn(tmp_path: Path) -> None:
-    """An average beside its model, parameters of a functional model, and other tensors by name."""
-    model = make_model()
-    state = {
-        "model": model,
-        "average": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "parameters": {"layer.weight": torch.nn.Parameter(torch.ones(2))},
-        "statistics": {"layer.mean": torch.ones(2)},
-    }
-    assert doubts_of(tmp_path / "home", state) == []
-
-
-def test_parameters_in_a_container_are_saved(tmp_path: Path) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    state = {"parameters": {"all": parameters}, "optimizer": SGD(parameters, lr=0.1)}
-    assert doubts_of(tmp_path / "home", state) == []
 
 
 def test_objects_in_containers_are_reviewed(tmp_path: Path) -> None:
@@ -209,6 +186,7 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
     scheduled = SGD(model.parameters(), lr=0.1)
     StepLR(scheduled, 2)
     shared = torch.Generator()
+    unsaved = torch.utils.data.RandomSampler(Numbers(), generator=torch.Generator())
     workers = {"num_workers": 1, "generator": torch.Generator()}
     return {
         "empty": ({"meter": Meter({})}, "meter is a Meter whose state_dict() is empty"),
@@ -228,13 +206,7 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
             "data and its sampler share a generator",
         ),
         "sampler": (
-            {
-                "data": StatefulDataLoader(
-                    Numbers(),
-                    sampler=torch.utils.data.RandomSampler(Numbers(), generator=torch.Generator()),
-                    generator=torch.Generator(),
-                )
-            },
+            {"data": StatefulDataLoader(Numbers(), sampler=unsaved, generator=torch.Generator())},
             "the RandomSampler of data does not save its position",
         ),
         "workers": (
@@ -244,18 +216,25 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["empty", "metric", "scheduler", "model", "loader", "generator", "shared", "sampler", "workers"]
-)
+FAULTS = ["empty", "metric", "scheduler", "model", "loader", "generator", "shared", "sampler", "workers"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_entries_that_do_not_resume_exactly_warn_with_a_fix(tmp_path: Path, name: str) -> None:
     state, text = faults()[name]
     assert any(text in doubt for doubt in doubts_of(tmp_path / "home", state))
 
 
-@pytest.mark.usefixtures("no_other_loaders")
-def test_a_data_loader_in_use_warns(tmp_path: Path) -> None:
+def begun_loader() -> Any:
+    """The iterator of a shuffled loader that has given its first batch."""
     reading = iter(DataLoader(Numbers(), shuffle=True))
     next(reading)
+    return reading
+
+
+@pytest.mark.usefixtures("no_other_loaders")
+def test_a_data_loader_in_use_warns(tmp_path: Path) -> None:
+    _reading = begun_loader()
     (doubt,) = doubts_of(tmp_path / "home", {"x": torch.ones(1)})
     assert "a shuffled DataLoader over Numbers is being read" in doubt
 
@@ -264,8 +243,7 @@ def test_a_data_loader_in_use_warns(tmp_path: Path) -> None:
 def test_the_first_save_does_not_scan_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scan stops all threads of the process. It runs before training, and only once."""
     made = make_checkpointer(tmp_path / "home", {"x": torch.ones(1)})
-    reading = iter(DataLoader(Numbers(), shuffle=True))
-    next(reading)
+    _reading = begun_loader()
 
     def scan(*_: object) -> list[object]:
         raise AssertionError("a scan of all objects")
@@ -278,37 +256,48 @@ def test_the_first_save_does_not_scan_all_objects(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.usefixtures("no_other_loaders")
 def test_a_data_loader_no_longer_in_use_does_not_warn(tmp_path: Path) -> None:
-    reading = iter(DataLoader(Numbers(), shuffle=True))
-    next(reading)
+    reading = begun_loader()
     assert any(one is reading for one in plain_iterators())
     del reading
     assert doubts_of(tmp_path / "home", {"x": torch.ones(1)}) == []
 
 
-@pytest.mark.usefixtures("no_other_loaders")
-def test_states_that_resume_exactly_do_not_warn(tmp_path: Path) -> None:
+def sound() -> dict[str, dict[str, Any]]:
+    """States that resume exactly."""
     model = make_model()
     optimizer = SGD(model.parameters(), lr=0.1)
-    state = {
-        "model": model,
-        "optimizer": optimizer,
-        "steps": LambdaLR(optimizer, lambda _: 1.0),
-        "plateau": ReduceLROnPlateau(optimizer),
-        "scaler": torch.amp.GradScaler("cpu"),
-        "off": torch.amp.GradScaler("cpu", enabled=False),
-        "average": AveragedModel(model),
-        "generator": torch.Generator(),
-        "meter": Meter({"seen": 1}),
-        "data": StatefulDataLoader(Numbers(), num_workers=0, generator=torch.Generator()),
-        "shuffled": StatefulDataLoader(
-            Numbers(),
-            sampler=RandomSampler(Numbers(), generator=torch.Generator()),
-            generator=torch.Generator(),
-        ),
-        "epoch": 0,
-        "config": {"state": "Ohio", "param_groups": 3},
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    seeded, sampler = torch.Generator, RandomSampler(Numbers(), generator=torch.Generator())
+    return {
+        "everything": {
+            "model": model,
+            "optimizer": optimizer,
+            "steps": LambdaLR(optimizer, lambda _: 1.0),
+            "plateau": ReduceLROnPlateau(optimizer),
+            "scaler": torch.amp.GradScaler("cpu"),
+            "off": torch.amp.GradScaler("cpu", enabled=False),
+            "average": AveragedModel(model),
+            "generator": seeded(),
+            "meter": Meter({"seen": 1}),
+            "data": StatefulDataLoader(Numbers(), num_workers=0, generator=seeded()),
+            "shuffled": StatefulDataLoader(Numbers(), sampler=sampler, generator=seeded()),
+            "epoch": 0,
+            "config": {"state": "Ohio", "param_groups": 3},
+        },
+        "parameters in a container": {"all": parameters, "optimizer": SGD(parameters, lr=0.1)},
+        "no copies of a model": {
+            "model": model,
+            "average": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+            "parameters": {"layer.weight": torch.nn.Parameter(torch.ones(2))},
+            "statistics": {"layer.mean": torch.ones(2)},
+        },
     }
-    assert doubts_of(tmp_path / "home", state) == []
+
+
+@pytest.mark.usefixtures("no_other_loaders")
+@pytest.mark.parametrize("name", ["everything", "parameters in a container", "no copies of a model"])
+def test_states_that_resume_exactly_do_not_warn(tmp_path: Path, name: str) -> None:
+    assert doubts_of(tmp_path / "home", sound()[name]) == []
 
 
 def test_a_load_state_dict_that_ignores_its_argument_warns_at_the_restore(tmp_path: Path) -> None:

@@ -89,11 +89,8 @@ def test_views_of_one_buffer_remain_views_of_it() -> None:
     """The buffer is saved beside its views, in either order."""
 
     def build(values: torch.Tensor) -> dict[str, Any]:
-        return {
-            "first": {"head": values[:3]},
-            "flat": values,
-            "last": {"tail": values[2:], "mid": values[1:4]},
-        }
+        last = {"tail": values[2:], "mid": values[1:4]}
+        return {"first": {"head": values[:3]}, "flat": values, "last": last}
 
     saved = kept(build(torch.arange(5.0)))
     state = build(torch.zeros(5))
@@ -107,9 +104,8 @@ def test_views_of_one_buffer_remain_views_of_it() -> None:
 
 def test_a_tied_parameter_has_a_note_only_if_the_saved_values_differ() -> None:
     for value, num_notes in ((1.0, 0), (2.0, 1)):
-        model = nn.ParameterDict(
-            {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.full((3,), value))}
-        )
+        numbers = {"a": torch.ones(3), "b": torch.full((3,), value)}
+        model = nn.ParameterDict({name: nn.Parameter(one) for name, one in numbers.items()})
         saved = kept({"model": model})
         one = nn.Parameter(torch.zeros(3))
         load = saved.restore(State({"model": nn.ParameterDict({"a": one, "b": one})}))
@@ -121,9 +117,7 @@ RANGES = st.tuples(st.integers(0, 40), st.integers(1, 12)).map(lambda pair: (pai
 
 
 @given(st.lists(RANGES, max_size=12), RANGES)
-def test_overlaps_are_the_addresses_that_were_added(
-    added: list[tuple[int, int]], asked: tuple[int, int]
-) -> None:
+def test_overlaps_are_the_addresses_added(added: list[tuple[int, int]], asked: tuple[int, int]) -> None:
     memory = FilledMemory()
     for place in added:
         memory.add(*place)

@@ -10,14 +10,13 @@ from torch import nn
 
 from holdfast.checkpoint.state import State
 from holdfast.errors import Corrupt, InvalidInput
-from state.trip import Net, kept, same, train
+from state.trip import Net, kept, same, training
 
 
 def test_missing_and_unexpected_names_are_listed_with_advice() -> None:
     """Both directions, with counts, and nothing is changed."""
-    saved = kept(
-        {"m": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "old": 1, "gone": {"a": torch.ones(1)}}
-    )
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    saved = kept({"m": model, "old": 1, "gone": {"a": torch.ones(1)}})
     objects: dict[str, Any] = {"m": nn.ModuleDict({"0": nn.Linear(2, 2), "x": nn.Linear(2, 2)}), "new": 2}
     with pytest.raises(InvalidInput) as caught:
         saved.plan(State(objects))
@@ -33,14 +32,12 @@ def test_missing_and_unexpected_names_are_listed_with_advice() -> None:
 
 
 def test_long_lists_are_shortened() -> None:
-    """Ten names and a count."""
     saved = kept({"x": 1})
     with pytest.raises(InvalidInput, match=r"24 in the live state.*m\.4\.bias, \.\.\."):
         saved.plan(State({"x": 1, "m": nn.Sequential(*(nn.Linear(1, 1) for _ in range(12)))}))
 
 
-def test_a_different_shape_is_always_refused() -> None:
-    """Even when not strict."""
+def test_a_different_shape_is_refused_even_if_not_strict() -> None:
     saved = kept({"m": nn.Linear(2, 3)})
     with pytest.raises(InvalidInput, match=r"m\.weight has shape \[4, 2\] .* \[3, 2\] in the checkpoint"):
         saved.plan(State({"m": nn.Linear(2, 4)}), strict=False)
@@ -58,19 +55,14 @@ def test_a_different_dtype_is_converted_with_a_note() -> None:
 
 def test_only_restores_the_named_keys() -> None:
     """Everything else, RNG included, stays."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 1)
-    saved = kept({"model": model, "optimizer": optimizer, "epoch": 4, "lost": 1})
-    other = Net()
-    objects: dict[str, Any] = {"model": other, "optimizer": torch.optim.AdamW(other.parameters()), "epoch": 0}
+    saved = kept({**training(steps=1), "epoch": 4, "lost": 1})
+    objects: dict[str, Any] = {**training(), "epoch": 0}
+    other = objects["model"]
     state = torch.get_rng_state()
     load = saved.restore(State(objects), only={"model"})
     assert all(name.startswith("model.") for name in load.targets)
-    assert same(
-        dict(other.state_dict()),
-        {k: saved.tensors[saved.tied.get(f"model.{k}", f"model.{k}")] for k in other.state_dict()},
-    )
+    expected = {k: saved.tensors[saved.tied.get(f"model.{k}", f"model.{k}")] for k in other.state_dict()}
+    assert same(dict(other.state_dict()), expected)
     assert objects["epoch"] == 0
     assert not objects["optimizer"].state
     assert torch.equal(torch.get_rng_state(), state)
@@ -90,10 +82,9 @@ def test_only_restores_the_named_keys() -> None:
 )
 def test_renaming_applies_to_optimizer_state(rename: Any) -> None:
     """Tensors, top-level keys and the parameters that an optimizer names."""
-    model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.125)
-    train(model, optimizer, 1)
-    saved = kept({"model": model, "optimizer": optimizer})
+    objects = training(lambda parameters: torch.optim.AdamW(parameters, 0.125), steps=1)
+    model, optimizer = objects.values()
+    saved = kept(objects)
     other: Any = Net()
     other.hidden = other.inner
     del other.inner
@@ -101,9 +92,8 @@ def test_renaming_applies_to_optimizer_state(rename: Any) -> None:
     load = saved.restore(State({"net": other, "opt": optimizer2}), rename=rename)
     assert load.missing == load.unexpected == []
     assert same(other.hidden.weight, model.inner.weight)
-    assert same(
-        optimizer2.state[other.hidden.weight]["exp_avg"], optimizer.state[model.inner.weight]["exp_avg"]
-    )
+    average = optimizer2.state[other.hidden.weight]["exp_avg"]
+    assert same(average, optimizer.state[model.inner.weight]["exp_avg"])
     assert optimizer2.param_groups[0]["lr"] == 0.125
 
 
@@ -119,7 +109,6 @@ def test_a_submodule_can_be_renamed_to_a_top_level_key() -> None:
 
 
 def test_two_names_renamed_to_one_are_refused() -> None:
-    """It is undefined which of them would be loaded."""
     saved = kept({"a": torch.ones(1), "b": torch.ones(1)})
     with pytest.raises(InvalidInput, match="rename= maps both"):
         saved.plan(State({"c": torch.ones(1)}), rename={"a": "c", "b": "c"})

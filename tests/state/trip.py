@@ -37,12 +37,9 @@ class Kept:
     """What a checkpoint keeps of a captured state: copies of the bytes, values as JSON text."""
 
     def __init__(self, captured: CapturedState) -> None:
-        self.tensors = {
-            name: t.clone(memory_format=torch.contiguous_format) for name, t in captured.tensors.items()
-        }
-        self.specs = {
-            name: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for name, t in captured.tensors.items()
-        }
+        found, layout = captured.tensors, torch.contiguous_format
+        self.tensors = {name: t.clone(memory_format=layout) for name, t in found.items()}
+        self.specs = {name: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for name, t in found.items()}
         self.tied = dict(captured.tied)
         self.values: dict[str, Any] = copy.deepcopy(captured.values)
         self.text = dumps(self.values)
@@ -51,18 +48,24 @@ class Kept:
         return state.load(self.specs, self.tied, self.values, **options)
 
     def fill(self, load: Load) -> Load:
-        for name, target in ((name, one) for name, found in load.targets.items() for one in found):
-            saved = self.tensors[name] if target.region is None else self.tensors[name][target.region.slices]
-            assert target.tensor.is_contiguous()
-            assert target.tensor.dtype is saved.dtype
-            assert target.tensor.shape == saved.shape
-            target.tensor.copy_(saved)
+        fill(load, self.tensors)
         return load
 
     def restore(self, state: State, **options: Any) -> Load:
         load = self.fill(self.plan(state, **options))
         load.finish()
         return load
+
+
+def fill(load: Load, saved: Mapping[str, torch.Tensor]) -> None:
+    """Fill the targets of a load with their parts of saved tensors."""
+    for name, target in ((name, one) for name, found in load.targets.items() for one in found):
+        part = saved[name] if target.region is None else saved[name][target.region.slices]
+        assert target.tensor.is_contiguous()
+        assert target.tensor.dtype is part.dtype
+        assert target.tensor.shape == part.shape
+        assert target.region is None or target.region.num_items
+        target.tensor.copy_(part)
 
 
 def assign(thing: Any, **attributes: Any) -> None:
@@ -94,6 +97,19 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, after: Calla
         after()
 
 
+def training(make: Callable[[Any], Any] = torch.optim.AdamW, *, steps: int = 0) -> dict[str, Any]:
+    """A model and its optimizer, after some steps."""
+    model = Net()
+    objects = {"model": model, "optimizer": make(model.parameters())}
+    advance(objects, steps)
+    return objects
+
+
+def advance(objects: Mapping[str, Any], steps: int) -> None:
+    """Train a model with its optimizer."""
+    train(objects["model"], objects["optimizer"], steps)
+
+
 def same(a: Any, b: Any) -> bool:
     """Bit equality of two trees of tensors and values."""
     if isinstance(a, torch.Tensor):
@@ -104,7 +120,7 @@ def same(a: Any, b: Any) -> bool:
         return isinstance(b, Mapping) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+    return type(a) is type(b) and bool(a == b)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

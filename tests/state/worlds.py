@@ -22,6 +22,7 @@ from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.state import CapturedState, Load, State, assign
 from holdfast.checkpoint.state.tensors import dtype_name
 from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
+from state.trip import fill
 
 FOUR = (
     *("ddp", "fsdp", "unresharded", "offload", "hsdp", "partly", "tp-pairs", "fsdp-tp"),
@@ -76,9 +77,8 @@ class Setup:
         for states in gather({n: self.optimizer.state.get(p, {}) for n, p in self.model.named_parameters()}):
             for name, slots in states.items():
                 for key, value in slots.items():
-                    shards.setdefault(f"model.{name.replace('_fsdp_wrapped_module.', '')}/{key}", []).append(
-                        value
-                    )
+                    label = f"model.{name.replace('_fsdp_wrapped_module.', '')}/{key}"
+                    shards.setdefault(label, []).append(value)
         for label, values in shards.items():
             name, key = label.split("/")
             shape = found[name].shape
@@ -123,14 +123,7 @@ class Checkpoint:
         mine = min(rank, len(self.values) - 1)
         others = [self.values[i] for i in range(len(self.values)) if i != mine]
         load = state.load(self.specs, self.tied, self.values[mine], others=others, **options)
-        for name, target in ((name, one) for name, found in load.targets.items() for one in found):
-            saved = self.tensors[name]
-            part = saved if target.region is None else saved[target.region.slices]
-            assert target.tensor.is_contiguous()
-            assert target.tensor.dtype is saved.dtype
-            assert target.tensor.shape == part.shape
-            assert target.region is None or target.region.num_items
-            target.tensor.copy_(part)
+        fill(load, self.tensors)
         load.finish()
         return load
 

@@ -20,16 +20,17 @@ class Place:
         self.tried = threading.Event()
         self.is_down = False
 
-    def load(self, name: str, limit_s: float | None) -> bytes | None:
+    def reach(self) -> None:
         self.tried.set()
         if self.is_down:
             raise RetryLater("down")
+
+    def load(self, name: str, limit_s: float | None) -> bytes | None:
+        self.reach()
         return self.objects.get(name)
 
     def save(self, name: str, text: bytes, limit_s: float | None) -> None:
-        self.tried.set()
-        if self.is_down:
-            raise RetryLater("down")
+        self.reach()
         self.objects[name] = text
         self.written.set()
 
@@ -117,6 +118,5 @@ def test_many_threads_lose_no_line(place: Place, log: AppendLogs) -> None:
     for thread in threads:
         thread.join()
     log.flush()
-    assert sorted(place.objects["a"].split()) == sorted(
-        b"%d-%d" % (number, turn) for number in range(4) for turn in range(50)
-    )
+    expected = [b"%d-%d" % (number, turn) for number in range(4) for turn in range(50)]
+    assert sorted(place.objects["a"].split()) == sorted(expected)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +17,7 @@ from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
+from programs import run_python
 from servers import Server, azurite, install_azurite
 
 PART_BYTES = 5 << 20
@@ -90,16 +90,13 @@ class TestObjectStoreOnAzure(StoreSuite):
 @pytest.fixture(scope="session")
 def ceph(s3: Server) -> Iterator[Server]:
     """Ceph's gateway; it has the same keys as the other S3 server, and checks them."""
-    try:
-        running = ceph_rgw()
-        server = running.__enter__()
-    except Unsupported as error:
-        pytest.skip(str(error))
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(ceph_rgw())
+        except Unsupported as error:
+            pytest.skip(str(error))
         assert server.env == s3.env
         yield server
-    finally:
-        running.__exit__(None, None, None)
 
 
 @pytest.mark.slow
@@ -115,6 +112,12 @@ class TestObjectStoreOnCeph(StoreSuite):
         assert "HIDE" not in str(caught.value)
 
 
+@pytest.fixture
+def store(home: Home, proxy: FaultProxy) -> Store:
+    """A store behind the proxy, with small parts."""
+    return open_store(home(port=proxy.port, part_bytes=str(PART_BYTES)))
+
+
 def big(num_bytes: int) -> memoryview:
     """Memory of an arena's size, with bytes that differ everywhere."""
     memory = memoryview(mmap.mmap(-1, num_bytes))
@@ -125,8 +128,7 @@ def big(num_bytes: int) -> memoryview:
     return memory
 
 
-def test_a_large_object_is_sent_in_parts_and_read_in_ranges(home: Home, proxy: FaultProxy) -> None:
-    store = open_store(home(port=proxy.port, part_bytes=str(PART_BYTES)))
+def test_a_large_object_is_sent_in_parts_and_read_in_ranges(store: Store, proxy: FaultProxy) -> None:
     data = big(2 * PART_BYTES + READ_BYTES + 17)
     store.put("a/large", data)
     parts = [one for one in proxy.requests("PUT") if "partNumber" in one.target]
@@ -139,14 +141,12 @@ def test_a_large_object_is_sent_in_parts_and_read_in_ranges(home: Home, proxy: F
     assert store.get("a/large") == data
 
 
-def test_a_small_object_is_one_request(home: Home, proxy: FaultProxy) -> None:
-    store = open_store(home(port=proxy.port))
+def test_a_small_object_is_one_request(store: Store, proxy: FaultProxy) -> None:
     store.put("a", b"x" * 100_000)
     assert len(proxy.requests()) == 1
 
 
-def test_parts_of_a_large_object_are_streamed(home: Home, proxy: FaultProxy) -> None:
-    store = open_store(home(port=proxy.port, part_bytes=str(PART_BYTES)))
+def test_parts_of_a_large_object_are_streamed(store: Store, proxy: FaultProxy) -> None:
     data = bytes(big(3 * PART_BYTES + 5))
     room = bytearray(1_000_003)  # used again for each part, and no divisor of anything
 
@@ -169,8 +169,7 @@ def test_streamed_parts_of_another_length_leave_nothing(home: Home, found: int) 
     assert list(store.list()) == []
 
 
-def test_a_streams_own_error_is_raised_and_the_upload_aborted(home: Home, proxy: FaultProxy) -> None:
-    store = open_store(home(port=proxy.port, part_bytes=str(PART_BYTES)))
+def test_a_streams_own_error_is_raised_and_the_upload_aborted(store: Store, proxy: FaultProxy) -> None:
     damage = Corrupt("the source is damaged")
 
     def parts() -> Iterator[bytes]:
@@ -253,9 +252,8 @@ def test_names_that_the_client_refuses_raise_invalid_input(home: Home) -> None:
         open_store(home()).put("line\nbreak", b"x")
 
 
-def test_check_detects_a_server_that_ignores_create_if_absent(home: Home, proxy: FaultProxy) -> None:
+def test_check_detects_a_server_that_ignores_create_if_absent(store: Store, proxy: FaultProxy) -> None:
     proxy.stripped = frozenset({"if-none-match"})
-    store = open_store(home(port=proxy.port))
     with pytest.raises(Unsupported, match="If-None-Match") as caught:
         store.check()
     assert "s3://test/" in str(caught.value)
@@ -296,7 +294,7 @@ def test_appended_data_survives_a_normal_exit(home: Home) -> None:
         "open_store(sys.argv[1]).append('log', b'line\\n')"
     )
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", script, home()], check=True, timeout=600)
+        run_python(script, home())
     assert open_store(home()).get("log") == b"line\nline\n"
 
 
@@ -329,7 +327,7 @@ assert store.get("a") == b"x", "the parent continues"
 
 def test_a_fork_after_use_is_refused_and_does_not_hang(home: Home) -> None:
     open_store(home()).put("a", b"x")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKING, home()], check=True, timeout=600)
+    run_python(FORKING, home())
 
 
 def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
@@ -339,9 +337,7 @@ def test_a_spawned_process_uses_the_same_url(home: Home) -> None:
         "open_store(sys.argv[1]).put('a', b'a child');"
         "print({'torch', 'numpy'} & set(sys.modules))"
     )
-    argv = [sys.executable, "-c", script, open_store(home()).url]
-    done = subprocess.run(argv, check=True, capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == "set()"
+    assert run_python(script, open_store(home()).url) == "set()"
     assert open_store(home()).get("a") == b"a child"
 
 
@@ -374,7 +370,5 @@ def test_an_upload_takes_little_memory_beyond_its_buffer(home: Home, way: str) -
     """A few parts at most, never the whole object."""
     num_bytes = 96 << 20
     url = home(part_bytes=str(PART_BYTES), parallel="2")
-    argv = [sys.executable, "-c", MEASURING, url, str(num_bytes), way]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600)
-    assert int(done.stdout) < 64 << 20
+    assert int(run_python(MEASURING, url, num_bytes, way)) < 64 << 20
     assert open_store(url).size("a") == num_bytes

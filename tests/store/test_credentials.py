@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,12 @@ def write(path: Path, section: str, **values: str) -> None:
         file.write(f"[{section}]\n{lines}")
 
 
+def provider() -> Callable[[], Any]:
+    found = shared_credentials(None)
+    assert found is not None
+    return found
+
+
 KEYS = {"aws_access_key_id": "K", "aws_secret_access_key": "S%"}
 
 
@@ -39,43 +47,34 @@ def test_without_files_the_client_finds_keys_by_itself() -> None:
 
 def test_the_default_profile_is_used(files: Path) -> None:
     write(files / "credentials", "default", **KEYS, aws_session_token="T")
-    provider = shared_credentials(None)
-    assert provider is not None
-    found = provider()
+    found = provider()()
     assert (found["access_key_id"], found["secret_access_key"], found["token"]) == ("K", "S%", "T")
     assert found["expires_at"].tzinfo is not None
 
 
 def test_keys_are_read_again_each_time(files: Path) -> None:
     write(files / "credentials", "default", **KEYS)
-    provider = shared_credentials(None)
-    assert provider is not None
+    read = provider()
     (files / "credentials").unlink()
     with pytest.raises(InvalidInput, match="no longer has keys"):
-        provider()
+        read()
     write(files / "credentials", "default", aws_access_key_id="K2", aws_secret_access_key="S2")
-    assert provider()["access_key_id"] == "K2"
+    assert read()["access_key_id"] == "K2"
 
 
 @pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"])
-def test_variables_take_precedence_over_the_default_profile(
-    files: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_variables_precede_default_profiles(files: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     write(files / "credentials", "default", **KEYS)
     monkeypatch.setenv(name, "x")
     assert shared_credentials(None) is None
 
 
-def test_a_requested_profile_takes_precedence_over_other_sources(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requested_profile_precedes_other_sources(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(files / "credentials", "work", **KEYS)
     write(files / "config", "profile work", region="eu-north-1")
     monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "x")
     monkeypatch.setenv("AWS_PROFILE", "work")
-    provider = shared_credentials(None)
-    assert provider is not None
-    assert provider()["access_key_id"] == "K"
+    assert provider()()["access_key_id"] == "K"
     assert shared_region(None) == "eu-north-1"
     monkeypatch.delenv("AWS_PROFILE")
     assert shared_credentials("work") is not None

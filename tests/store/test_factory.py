@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from holdfast.checkpoint.store.bucket import ObjectStore
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput
+from programs import run_python
 
 
 def test_a_path_is_a_local_store_and_nothing_is_created_yet(tmp_path: Path) -> None:
@@ -64,10 +63,7 @@ def test_opening_a_bucket_sends_no_request(url: str) -> None:
     ("url", "match"),
     [
         ("minio://bucket/run", r"s3://BUCKET/PREFIX\?endpoint_url="),
-        *(
-            (f"{scheme}://host/run", "a path, file:///PATH, memory://NAME")
-            for scheme in ("ftp", "http", "hf")
-        ),
+        *((f"{kind}://host/run", "a path, file:///PATH, memory://NAME") for kind in ("ftp", "http", "hf")),
     ],
 )
 def test_the_error_for_another_scheme_shows_the_right_ones(url: str, match: str) -> None:
@@ -91,11 +87,5 @@ def test_empty_and_impossible_places_are_refused(url: str | Path) -> None:
 
 def test_stores_do_not_import_torch_or_numpy() -> None:
     script = "import sys, holdfast.checkpoint.store; print({'torch', 'numpy'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-    )
-    assert done.stdout.strip() == "set()"
+    env = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    assert run_python(script, env=env) == "set()"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -68,11 +69,10 @@ def home(tmp_path: Path) -> Path:
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
-    return {
-        str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()
-    }
+    return {path.name: (path.read_bytes(), path.stat().st_ino) for path in folder.iterdir()}
 
 
+Act = Callable[[Store, str], object]
 CHANGES = [
     pytest.param(lambda store, name: store.append(name, b"evil\n"), id="append"),
     pytest.param(lambda store, name: store.put(name, b"evil\n"), id="put"),
@@ -89,9 +89,7 @@ READS = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_target_folder_of_a_link_is_not_changed(
-    home: Path, outside: Path, change: Callable[[Store, str], None]
-) -> None:
+def test_the_target_folder_of_a_link_is_not_changed(home: Path, outside: Path, change: Act) -> None:
     (home / "step-00000001").symlink_to(outside)
     (home / "d" / "up").symlink_to("../../outside")
     before = _snapshot(outside)
@@ -102,9 +100,7 @@ def test_the_target_folder_of_a_link_is_not_changed(
 
 
 @pytest.mark.parametrize("read", READS)
-def test_nothing_is_read_through_a_link(
-    home: Path, outside: Path, read: Callable[[Store, str], object]
-) -> None:
+def test_nothing_is_read_through_a_link(home: Path, outside: Path, read: Act) -> None:
     (home / "file").symlink_to(outside / "bashrc")
     (home / "relative").symlink_to("../outside/bashrc")
     (home / "inside").symlink_to("d/whole")
@@ -118,14 +114,10 @@ def test_nothing_is_read_through_a_link(
         assert "TOKEN" not in str(caught.value)
 
 
-def _link_to_a_missing_file(file: Path, log: Path) -> None:
-    log.symlink_to(file.with_name("made"))
-
-
 LOGS = {
     # A stranger's home had its next history file linked to ~/.bashrc.
     "a link": (lambda file, log: log.symlink_to(file), "symbolic link"),
-    "a dangling link": (_link_to_a_missing_file, "symbolic link"),
+    "a dangling link": (lambda file, log: log.symlink_to(file.with_name("made")), "symbolic link"),
     # A hard link needs no read permission, so the file may belong to anybody.
     "a second name": (os.link, "hard links"),
 }
@@ -151,9 +143,24 @@ def test_a_put_and_a_delete_replace_a_link_and_leave_its_target_alone(home: Path
     assert (outside / "bashrc").read_bytes() == SECRET
 
 
-@pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
-def test_irregular_files_are_neither_read_nor_written(home: Path, kind: str) -> None:
-    _make(kind, home / "odd")
+def _make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "fifo": os.mkfifo,
+    "socket": _make_socket,
+    "device": lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5)),  # /dev/zero: endless
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_irregular_files_are_neither_read_nor_written(home: Path, make: Callable[[Path], None]) -> None:
+    try:
+        make(home / "odd")
+    except PermissionError:
+        pytest.skip("only root may make devices")
     store = LocalStore(home)
     for read in (lambda: store.get("odd"), lambda: store.size("odd")):
         with pytest.raises(Corrupt, match="not a regular file"):
@@ -175,19 +182,6 @@ def test_a_fifo_with_a_reader_is_not_written(home: Path) -> None:
         assert os.read(reader, 10) == b""
     finally:
         os.close(reader)
-
-
-def _make(kind: str, path: Path) -> None:
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(path))
-    else:
-        try:
-            os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero: endless
-        except PermissionError:
-            pytest.skip("only root may make devices")
 
 
 def test_foreign_unfinished_files_survive_a_sweep(home: Path, outside: Path) -> None:

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -45,6 +47,15 @@ class TestLocalStoreWithoutDirectIo(StoreSuite):
         return store
 
 
+def _failing(number: int) -> Callable[..., NoReturn]:
+    """A function of `os` that fails with an error number."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
 def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Simulate a kernel that refuses O_DIRECT; return the refused descriptors, as they come."""
     real, refusals = fcntl.fcntl, []
@@ -52,7 +63,7 @@ def _refuse_direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def fake(fd: int, command: int, argument: int = 0) -> int:
         if command == fcntl.F_SETFL and argument & os.O_DIRECT:
             refusals.append(fd)
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            _failing(errno.EINVAL)()
         return real(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", fake)
@@ -84,7 +95,7 @@ def test_a_file_system_that_refuses_only_when_it_is_used_is_read_and_written(
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             calls.append(offset)
             if len(calls) == 2:
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                _failing(errno.EINVAL)()
         return real(fd, data, offset)
 
     data = os.urandom((33 << 20) + 4097)  # three slices
@@ -115,7 +126,6 @@ def test_large_aligned_puts_do_not_fill_the_page_cache(tmp_path: Path) -> None:
 
 
 def test_cached_data_is_read_from_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was just written through the page cache is not read from the disk again."""
     data = os.urandom(DIRECT)
     store, room = LocalStore(tmp_path), _page_aligned(bytes(DIRECT))
     store.path("a").write_bytes(data)
@@ -150,9 +160,8 @@ def test_a_full_disk_keeps_the_old_object(tmp_path: Path, num_bytes: int, if_abs
         old = os.urandom(SMALL_DISK_BYTES // 2)
         store.put("d/a", old)
         name = "d/b" if if_absent else "d/a"
-        with pytest.raises(
-            RetryLater, match=rf"\({num_bytes} bytes\).*No space left.*\d+ bytes free"
-        ) as caught:
+        match = rf"\({num_bytes} bytes\).*No space left.*\d+ bytes free"
+        with pytest.raises(RetryLater, match=match) as caught:
             store.put(name, _page_aligned(os.urandom(num_bytes)), if_absent=if_absent)
         assert isinstance(caught.value.__cause__, OSError)
         assert str(store.path(name)) in str(caught.value)
@@ -192,7 +201,6 @@ def test_a_read_only_disk_is_read_and_refuses_to_be_written(tmp_path: Path) -> N
 
 
 def test_the_error_for_a_directory_without_permission_is_clear() -> None:
-    """A user who may read but not write a home can read it, and receives a clear error on writing."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
         home = Path(folder) / "home"
         LocalStore(home).put("d/a", b"old")
@@ -311,14 +319,10 @@ def test_names_that_the_file_system_cannot_link_raise_unsupported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """The file system has no hard links, or the file has reached its limit of them."""
-
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(number, os.strerror(number))
-
     store = LocalStore(tmp_path)
     store.put("a/one", b"first")
     store.put("b/two", b"second")
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", _failing(number))
     for change in (lambda: store.link("a/one", "b/two"), lambda: store.put("c", b"x", if_absent=True)):
         with pytest.raises(Unsupported, match="does not support hard links"):
             change()
@@ -332,12 +336,9 @@ def test_names_that_the_file_system_cannot_link_raise_unsupported(
 def test_an_io_error_at_any_step_keeps_the_old_object(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, size: int
 ) -> None:
-    def fail(*args: object, **options: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     store = LocalStore(tmp_path)
     store.put("d/a", b"old")
-    monkeypatch.setattr(os, failing, fail)
+    monkeypatch.setattr(os, failing, _failing(errno.EIO))
     name = "d/b" if failing == "link" else "d/a"
     with pytest.raises(RetryLater, match="Input/output error"):
         store.put(name, bytes(size), if_absent=failing == "link")
@@ -346,9 +347,7 @@ def test_an_io_error_at_any_step_keeps_the_old_object(
     assert _files(tmp_path) == {"d/a"}
 
 
-def test_file_and_directories_are_synced_before_put_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_and_folders_are_synced_before_put_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data before the name, then every directory up to and above the root."""
     synced, real_fsync, real_replace = [], os.fsync, os.replace
 
@@ -426,7 +425,6 @@ open_store({str(home)!r}).put({name!r}, data, if_absent={if_absent})
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_killed_put_leaves_the_old_or_the_new_object(tmp_path: Path, point: str, existing: bool) -> None:
-    """After `kill -9` the name has one complete object or none, and sweep removes the remains."""
     old, new = b"\0" * 1000, b"\1" * DIRECT
     store = LocalStore(tmp_path / "home")
     store.put("other", b"x")
@@ -457,7 +455,6 @@ def test_a_name_taken_by_a_killed_put_stays_taken(tmp_path: Path) -> None:
 
 
 def test_sweep_leaves_the_unfinished_file_of_a_live_process(tmp_path: Path) -> None:
-    """A put of another process, paused in the middle, survives any sweep and then finishes."""
     script = f"""
 import sys
 from holdfast.checkpoint.store import local
@@ -501,7 +498,6 @@ def test_a_put_that_a_sweep_overtook_starts_again(tmp_path: Path, monkeypatch: p
 
 
 def test_many_processes_race_for_one_name(tmp_path: Path) -> None:
-    """Between processes too, one wins, and the object is the winner's."""
     script = f"""
 import sys
 from holdfast.errors import Conflict

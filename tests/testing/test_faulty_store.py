@@ -26,16 +26,6 @@ def faulty() -> FaultyStore:
     return FaultyStore(MemoryStore())
 
 
-def test_the_nth_call_fails_and_the_others_do_not(faulty: FaultyStore) -> None:
-    faulty.fail("put", RetryLater("injected"), nth=3)
-    faulty.put("a", b"1")
-    faulty.put("b", b"2")
-    with pytest.raises(RetryLater, match="injected"):
-        faulty.put("c", b"3")
-    faulty.put("d", b"4")
-    assert {entry.name for entry in faulty.list()} == {"a", "b", "d"}
-
-
 def test_only_matching_names_count(faulty: FaultyStore) -> None:
     faulty.fail("put", RetryLater("injected"), nth=2, times=2, matching="manifest")
     for name in ("x", "manifest-1", "y", "z"):

@@ -25,7 +25,6 @@ GUIDE = """
 import sys
 from typing import Dict
 import torch
-from adapters.damage import flip, middle
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
 
 @save_checkpoint(save_dir="checkpoints")
@@ -191,7 +190,6 @@ def test_a_run_killed_after_its_last_save_trains_no_further_step(tmp_path: Path)
 # Saves steps without torch, which takes long to start: from where the last start got to, up to a number.
 PLAIN = """
 import os, signal, sys
-from adapters.damage import flip, middle
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
 
 @save_checkpoint(save_dir="checkpoints")

@@ -118,6 +118,11 @@ def test_global_batches_use_each_sample_once(
     used.check(56)
 
 
+def without_files(end: dict[str, Any]) -> dict[str, Any]:
+    """Return the end of a run of which another number of files is left."""
+    return {**end, "files": []}
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(
     tmp_path: Path, number: int
@@ -130,10 +135,9 @@ def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(
     saved = list_home(open_store(str(run / "ckpt.holdfast"))).saved
     assert not saved[CheckpointId(attempt=1, step=step)].is_committed
     before = len((run / "log0").read_text().splitlines())
-    resumed = train(run, every=2)
+    assert without_files(train(run, every=2)) == without_files(unbroken)
     first = (run / "log0").read_text().splitlines()[before]
     assert first.startswith(f"(0, 0, {step}, {step}) ")
-    assert resumed == unbroken
 
 
 def test_sigterm_to_the_loader_workers_too_costs_no_step(tmp_path: Path) -> None:
@@ -155,7 +159,7 @@ def test_the_last_complete_step_is_saved_if_workers_die_after_a_notice(
     unbroken = train(tmp_path / "unbroken", **plan)
     train(tmp_path / "run", status=PREEMPTED, slow_from=3, **plan)
     assert saved_step(tmp_path / "run") == step
-    assert train(tmp_path / "run", **plan) == unbroken
+    assert without_files(train(tmp_path / "run", **plan)) == without_files(unbroken)
 
 
 def test_the_example_killed_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ end of the run is printed: a digest of everything it did, the loss of each batch
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import multiprocessing
@@ -24,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from adapters.digest import digest
 from holdfast.adapters.lightning import HoldfastCheckpoint
 from holdfast.train.data import GlobalBatches
 
@@ -220,10 +220,9 @@ def main() -> None:
     log = folder / f"log{RANK}"
     model = Model(log)
     trainer.fit(model, ckpt_path="last")
-    state = {name: one.tolist() for name, one in model.state_dict().items()}
-    state["rng"] = [torch.rand(2).tolist(), random.random(), float(numpy.random.rand())]
+    state = {**model.state_dict(), "rng": [torch.rand(2), random.random(), float(numpy.random.rand())]}
     end = {
-        "digest": hashlib.sha256(repr(state).encode()).hexdigest(),
+        "digest": digest(state),
         # The last loss counts of a batch that was trained again.
         "losses": dict(line.rsplit(" ", 1) for line in log.read_text().splitlines()),
         "files": sorted(path.name for path in (folder / "ckpt").iterdir()),

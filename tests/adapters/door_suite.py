@@ -24,8 +24,9 @@ class DoorSuite:
         script: script, which takes the folder and the plan as JSON, and prints the end of the run.
         unbroken: plan of a run without Holdfast.
         resume: value of the plan that resumes, also where nothing was saved yet.
-        killed: plan and step of the kill, by the name of the case.
-        of_ranks: plan, step and rank of the kill, on two ranks.
+        home: name of the home in the folder of a run.
+        killed: plan and place of the kill, see `kills`, by the name of the case.
+        of_ranks: plan, place and rank of the kill, on two ranks.
         preempted: plan and step of the notice, which is saved.
         ended: plan and step of a kill after the last save.
         again: plan, steps between two kills, and last step of a kill.
@@ -35,8 +36,9 @@ class DoorSuite:
     script: ClassVar[Path]
     unbroken: ClassVar[Plan] = {"stock": True}
     resume: ClassVar[Any] = True
+    home: ClassVar[str] = "holdfast"
     killed: ClassVar[Mapping[str, Any]]
-    of_ranks: ClassVar[Mapping[str, tuple[Plan, int, int]]]
+    of_ranks: ClassVar[Mapping[str, tuple[Plan, Any, int]]]
     preempted: ClassVar[Mapping[str, tuple[Plan, int]]]
     ended: ClassVar[Mapping[str, tuple[Plan, int]]]
     again: ClassVar[tuple[Plan, tuple[int, int], int]]
@@ -67,7 +69,7 @@ class DoorSuite:
             resume = {"resume": self.resume} if number else {}
             self.train(folder / "out", count, **plan, **resume, **one)
         if saved is not None:
-            assert holdfast.open(folder / "out" / "holdfast").step == saved
+            assert holdfast.open(folder / "out" / self.home).step == saved
         self.compare(self.train(folder / "out", count, resume=self.resume, **plan), unbroken)
         return unbroken
 
@@ -75,14 +77,18 @@ class DoorSuite:
     def step_of(self, end: dict[str, Any]) -> int:
         """Return the step at the end of a run."""
 
-    def test_a_killed_run_resumes_bit_for_bit(self, tmp_path: Path, killed: tuple[Plan, int]) -> None:
-        plan, step = killed
-        self.check(tmp_path, plan, {"status": KILLED, "kill_at": step})
+    def kills(self, place: Any) -> list[Plan]:
+        """Return the plan of each start that ends by a kill: by default of one, at a step."""
+        return [{"status": KILLED, "kill_at": place}]
+
+    def test_a_killed_run_resumes_bit_for_bit(self, tmp_path: Path, killed: tuple[Plan, Any]) -> None:
+        plan, place = killed
+        self.check(tmp_path, plan, *self.kills(place))
 
     @pytest.mark.ranks
-    def test_two_ranks_resume_bit_for_bit(self, tmp_path: Path, of_ranks: tuple[Plan, int, int]) -> None:
-        plan, step, victim = of_ranks
-        self.check(tmp_path, plan, {"status": KILLED, "kill_at": step, "rank": victim}, count=2)
+    def test_two_ranks_resume_bit_for_bit(self, tmp_path: Path, of_ranks: tuple[Plan, Any, int]) -> None:
+        plan, place, victim = of_ranks
+        self.check(tmp_path, plan, *({**one, "rank": victim} for one in self.kills(place)), count=2)
 
     def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(self, tmp_path: Path) -> None:
         plan, distance, last = self.again

@@ -38,11 +38,7 @@ def whole(value: Any) -> Any:
 def check_exports(home: Path, live: dict[str, Any], folder: Path, *, bookkeeping: Collection[str]) -> None:
     """Export the newest checkpoint in each format, and compare what stock readers find with the live state.
 
-    Args:
-        home: home of the run.
-        live: state at the step that was saved, by the names of a checkpoint.
-        folder: folder for the exports.
-        bookkeeping: top-level keys that only Holdfast needs.
+    `live` has the names of a checkpoint; the top-level keys in `bookkeeping` only Holdfast needs.
     """
     checkpoint, kept = holdfast.open(home), dict(sharded.flat(live))
     for kind in ("torch", "dcp", "safetensors"):

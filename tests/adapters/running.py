@@ -50,13 +50,8 @@ def started_ranks(
 ) -> Iterator[StartedRanks]:
     """Start ranks of a script, and kill those that are left at the end of the block.
 
-    Args:
-        command: path of the script, and its arguments.
-        count: number of ranks.
-        env: environment variables of all ranks.
-        is_launched: set the variables that a launcher sets.
-        victim: rank that also gets `victim_env`.
-        victim_env: environment variables of that rank.
+    `command` is the path of the script and its arguments. With `is_launched`, ranks have the variables that a
+    launcher sets.
     """
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_TESTS))))
     port = str(reserve_port())
@@ -65,18 +60,10 @@ def started_ranks(
         try:
             for rank in range(count):
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-                launched = {
-                    "MASTER_ADDR": "127.0.0.1",
-                    **{key: str(number) for key, number in numbers.items()},
-                }
-                own = {
-                    **os.environ,
-                    "PYTHONPATH": paths,
-                    "MASTER_PORT": port,
-                    **(launched if is_launched else {}),
-                    **(env or {}),
-                    **((victim_env or {}) if rank == victim else {}),
-                }
+                own = {**os.environ, "PYTHONPATH": paths, "MASTER_PORT": port}
+                if is_launched:
+                    own |= {"MASTER_ADDR": "127.0.0.1", **{key: str(one) for key, one in numbers.items()}}
+                own |= {**(env or {}), **((victim_env or {}) if rank == victim else {})}
                 files = started.folder / f"output-{rank}", started.folder / f"errors-{rank}"
                 words = [str(word) for word in command]
                 started.children.append(shared().start(words, files[0], errors=files[1], env=own))
@@ -98,13 +85,13 @@ class EndedRank:
         return json.loads(self.output.splitlines()[-1])
 
 
-def run_ranks(command: Sequence[object], count: int = 1, **how: Any) -> list[EndedRank]:
+def run_ranks(command: Sequence[object], count: int = 1, *, victim: int = 0, **how: Any) -> list[EndedRank]:
     """Run ranks of a script to their end; if one is killed, the others are too, as a launcher does."""
-    with started_ranks(command, count, **how) as ranks:
-        statuses: list[int] = []
-        for one in ranks.children:
-            statuses.append(one.wait(LIMIT_S))
-            if statuses[-1] == -9:
+    with started_ranks(command, count, victim=victim, **how) as ranks:
+        statuses = [0] * count
+        for rank in sorted(range(count), key=lambda rank: rank != victim):  # others may wait for the victim
+            statuses[rank] = ranks.children[rank].wait(LIMIT_S)
+            if statuses[rank] == -9:
                 ranks.kill()
         texts = [(ranks.folder / f"errors-{rank}").read_text() for rank in range(count)]
         said = [one.said() for one in ranks.children]
@@ -133,27 +120,20 @@ def names_of_states(folder: Path) -> list[str]:
 def train_ranks(
     script: Path, folder: Path, count: int, *, statuses: Sequence[int] | None = None, **plan: Any
 ) -> list[dict[str, Any]]:
-    """Train on ranks of one process group, and return the end of the run by rank.
+    """Train on ranks of one process group, and return the end of the run by rank, {} of those that failed.
 
-    Args:
-        script: the script, which takes the folder and the plan as JSON.
-        folder: folder of the run.
-        count: number of ranks.
-        statuses: expected exit status by rank; by default all succeed. A rank that is killed takes the
-            others with it, as a launcher does.
-        plan: what the script is to do.
+    By default all are to succeed. Of a rank that is to be killed, only its own status is checked.
     """
     expected = list(statuses or [0] * count)
-    with started_ranks([script, folder, json.dumps(plan)], count, is_launched=count > 1) as ranks:
-        if -9 in expected:
-            assert ranks.children[expected.index(-9)].wait(LIMIT_S) == -9, ranks.errors()
-            return [{} for _ in expected]
-        found = [one.wait(LIMIT_S) for one in ranks.children]
-        assert found == expected, ranks.errors()
-        return [
-            json.loads(one.said().splitlines()[-1]) if not status else {}
-            for one, status in zip(ranks.children, found, strict=True)
-        ]
+    is_killed = -9 in expected
+    victim = expected.index(-9) if is_killed else 0
+    ended = run_ranks([script, folder, json.dumps(plan)], count, victim=victim, is_launched=count > 1)
+    errors = "\n".join(one.errors for one in ended)
+    if is_killed:
+        assert ended[victim].status == -9, errors
+        return [{} for _ in ended]
+    assert [one.status for one in ended] == expected, errors
+    return [{} if one.status else one.last() for one in ended]
 
 
 @dataclass(frozen=True, slots=True)

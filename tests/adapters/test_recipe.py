@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.damage import flip, middle
 from holdfast.adapters.recipe import load_checkpoint, save_checkpoint
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.environment import read_progress
@@ -267,12 +268,10 @@ def test_damage_of_the_newest_falls_back_to_the_next(functions: Functions, damag
     functions.fill(1, 2, 3)
     path = functions.folder / "model_3.pt"
     metadata = functions.folder / "checkpoint_step_3_metadata.json"
-    data = bytearray(path.read_bytes())
     if damage == "flip":
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+        flip(path, middle(path))
     elif damage == "cut":
-        path.write_bytes(data[:-1])
+        path.write_bytes(path.read_bytes()[:-1])
     elif damage == "delete":
         path.unlink()
     elif damage == "metadata":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -50,31 +52,24 @@ def test_any_regions_keep_their_positions(places: list[tuple[int, int, int, int]
     assert sorted(find_rule((6, 6), rows).regions((6, 6))) == sorted(rows)
 
 
-def test_short_shards_at_the_end_are_a_rule_and_empty_ones_are_omitted() -> None:
-    """Five rows over four ranks are 2, 2, 1 and 0."""
-    rows = [
-        (rank, region)
-        for rank, region in EvenPartitioning(((0, 4),), (0, 1, 2, 3)).regions((5, 3))
-        if region.num_items
-    ]
-    assert find_rule((5, 3), rows) == EvenPartitioning(((0, 3),), (0, 1, 2))
+THOUSAND = EvenPartitioning(((0, 1024),), tuple(range(1024)))
+UNEVEN = (0, Region((0,), (1,))), (1, Region((1,), (5,)))
 
 
-def test_the_rule_of_a_whole_tensor_has_no_splits() -> None:
-    for shape in ((), (0, 3), (4,)):
-        assert find_rule(shape, [(7, Region.whole(shape))]) == EvenPartitioning((), (7,))
-
-
-def test_parts_of_a_tensor_without_elements_are_a_rule() -> None:
-    rows = [(0, Region((0, 0), (2, 0))), (1, Region((2, 0), (2, 0)))]
-    assert find_rule((4, 0), rows) == EvenPartitioning(((0, 2),), (0, 1))
+@pytest.mark.parametrize(
+    ("shape", "rows", "rule"),
+    [
+        # Five rows over four ranks are 2, 2, 1 and 0, and the empty ones are omitted.
+        ((5, 3), [*EvenPartitioning(((0, 4),), (0, 1, 2, 3)).regions((5, 3))][:3], (((0, 3),), (0, 1, 2))),
+        *((shape, [(7, Region.whole(shape))], ((), (7,))) for shape in ((), (0, 3), (4,))),
+        ((4, 0), [(0, Region((0, 0), (2, 0))), (1, Region((2, 0), (2, 0)))], (((0, 2),), (0, 1))),
+        ((4096, 8), list(THOUSAND.regions((4096, 8))), (THOUSAND.splits, THOUSAND.ranks)),
+    ],
+    ids=["short at the end", "scalar", "whole and empty", "whole", "parts without elements", "thousand"],
+)
+def test_the_rule_has_as_few_splits_as_possible(shape: Any, rows: Any, rule: Any) -> None:
+    assert find_rule(shape, rows) == EvenPartitioning(*rule)
 
 
 def test_uneven_shards_are_listed() -> None:
-    rows = [(0, Region((0,), (1,))), (1, Region((1,), (5,)))]
-    assert find_rule((6,), rows) == ListedPartitioning(tuple(rows))
-
-
-def test_a_thousand_shards_are_one_split() -> None:
-    partitioning = EvenPartitioning(((0, 1024),), tuple(range(1024)))
-    assert find_rule((4096, 8), list(partitioning.regions((4096, 8)))) == partitioning
+    assert find_rule((6,), UNEVEN) == ListedPartitioning(UNEVEN)

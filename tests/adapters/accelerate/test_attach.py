@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 import holdfast
+from adapters.damage import flip
 from holdfast.adapters.accelerate import attach, is_preempted
 from holdfast.adapters.accelerate.folders import Folders
 from holdfast.errors import InvalidInput, NotFound, ResumeWarning, Unsupported
@@ -213,10 +214,7 @@ def test_a_damaged_state_is_skipped_for_an_older_one(make: Make, tmp_path: Path)
     newest = [path for path in data if "00000001" in str(path) and path.stat().st_size]
     assert newest
     for path in newest:
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.chmod(0o600)
-        path.write_bytes(content)
+        flip(path)
     again = make()
     again.accelerator.load_state()
     assert again.weights == kept[0]

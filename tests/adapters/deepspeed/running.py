@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adapters.running import LIMIT_S, started_ranks
-from nursery import Child
+from adapters.running import run_ranks
 from stage.training import wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
@@ -18,34 +17,23 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train on ranks of one process group, and return the end of the run by rank.
 
-    The dictionary of a rank that did not end has only the step at which it started.
-
-    Args:
-        folder: folder of checkpoints.
-        count: number of ranks.
-        status: expected exit status of all ranks. With -9 the plan's rank is killed, and takes the others
-            with it, as a launcher does.
-        kill: failpoint at which the plan's rank is killed, or its keeper.
-        plan: what the script is to do.
+    The dictionary of a rank that did not end has only the step at which it started. All ranks are to end with
+    `status`. With -9 it is the plan's rank, which takes the others with it, as a launcher does; `kill` is the
+    failpoint at which it is killed, or its keeper.
     """
     victim, mark = plan.get("rank", 0), folder.parent / "mark"
     mark.unlink(missing_ok=True)
     killer = {"HOLDFAST_KILL_AT": kill, "HOLDFAST_KILL_MARK": str(mark)}
-    command = [SCRIPT, folder, json.dumps(plan)]
-    env = {"DS_ACCELERATOR": "cpu"}
-    with started_ranks(command, count, env=env, victim=victim, victim_env=killer) as ranks:
-        if status == -9:
-            assert ranks.children[victim].wait(LIMIT_S) == -9, ranks.errors()
-            if kill:
-                wait_until(mark.exists)  # a keeper may reach the place after its rank's end
-            ranks.kill()
-        else:
-            found = [one.wait(LIMIT_S) for one in ranks.children]
-            assert found == [status] * count, ranks.errors()
-        return [_last(one) for one in ranks.children]
+    words, env = [SCRIPT, folder, json.dumps(plan)], {"DS_ACCELERATOR": "cpu"}
+    ended = run_ranks(words, count, env=env, victim=victim, victim_env=killer)
+    checked = [ended[victim]] if status == -9 else ended
+    assert {one.status for one in checked} == {status}, [one.errors for one in ended]
+    if status == -9 and kill:
+        wait_until(mark.exists)  # a keeper may reach the place after its rank's end
+    return [_last(one.output) for one in ended]
 
 
-def _last(child: Child) -> dict[str, Any]:
+def _last(output: str) -> dict[str, Any]:
     """Return the last result that a rank has written as a whole."""
-    lines = [line for line in child.said().splitlines(keepends=True) if line.endswith("}\n")]
+    lines = [line for line in output.splitlines(keepends=True) if line.endswith("}\n")]
     return json.loads(lines[-1]) if lines else {}

@@ -37,13 +37,7 @@ def durable(folder: Path) -> list[tuple[int, int]]:
 
 
 class Run:
-    """A run that is killed again and again.
-
-    Args:
-        folder: folder of checkpoints.
-        count: number of ranks.
-        plan: what the script is to do.
-    """
+    """A run that is killed again and again."""
 
     def __init__(self, folder: Path, count: int, plan: dict[str, Any]) -> None:
         self.folder, self.count, self.plan = folder, count, plan

@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of Lightning's own there are many
 ]
 
+from adapters.damage import flip, middle  # noqa: E402
 from holdfast.adapters.lightning import HoldfastCheckpoint, HoldfastCheckpointIO  # noqa: E402
 from holdfast.adapters.lightning.background import BackgroundSaver  # noqa: E402
 from holdfast.adapters.lightning.ckpt_file import HomeContent  # noqa: E402
@@ -144,9 +145,7 @@ def test_last_skips_a_checkpoint_that_is_damaged_everywhere(tmp_path: Path) -> N
     trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_top_k=-1)).fit(model())
     home = tmp_path / "ckpt.holdfast"
     for data in [*home.rglob("*.safetensors"), tmp_path / "ckpt" / "epoch=1-step=6.ckpt"]:
-        content = bytearray(data.read_bytes())
-        content[len(content) // 2] ^= 255
-        data.write_bytes(content)
+        flip(data, middle(data))
     run = trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt", save_top_k=-1))
     run.fit(model(), ckpt_path="last")
     assert run.ckpt_path == str(tmp_path / "ckpt" / "epoch=0-step=3.ckpt")

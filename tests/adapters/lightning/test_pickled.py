@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from adapters.damage import flip
 from holdfast.adapters.lightning.background import BackgroundSaver
 from holdfast.adapters.lightning.ckpt_file import Facts, pickle_content, read_id, verify_ckpt
 from holdfast.adapters.lightning.places import HomePlace
@@ -96,9 +97,7 @@ def test_a_changed_byte_is_found(saver: BackgroundSaver, tmp_path: Path, part: s
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(f"archive/{part}")
         at = archive.read(info)[:8]
-    data = bytearray(path.read_bytes())
-    data[data.find(at, info.header_offset + 30) + 4] ^= 1
-    path.write_bytes(data)
+    flip(path, path.read_bytes().find(at, info.header_offset + 30) + 4)
     with pytest.raises(holdfast.Corrupt, match=r"damaged"):
         verify_ckpt(path)
 

@@ -1,19 +1,20 @@
-"""Training with Lightning that tests kill and resume; prints a digest of everything it did.
+"""Training with Lightning that tests kill and resume: `python training.py FOLDER PLAN`, a plan in JSON.
 
-The data is shuffled, and augmented with the generators of python, numpy and torch; the model has dropout.
+The data is shuffled, and augmented with the generators of python, numpy and torch; the model has dropout. The
+end of the run is printed: a digest of everything it did, the loss of each batch, and the names of its files.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import importlib
+import json
 import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,27 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from adapters.digest import digest
 from holdfast.adapters.lightning import HoldfastCheckpoint
 from holdfast.train.data import GlobalBatches
 
-pl: Any = importlib.import_module("lightning.pytorch")
-
 BATCH, NUM_BATCHES = 4, 7
-WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+WORLD, RANK = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+PLAN: dict[str, Any] = {
+    **{"data": "map", "every": None, "max_steps": -1, "top_k": 1, "accumulate": 1, "val_interval": 1.0},
+    "begin": None,  # callback of epochs that begin: "accumulation" or "averaging"
+    # The batch of the run, or the number of another place in this start, where `rank` gets the signal.
+    **{"kill_at": 0, "where": "start", "signal": int(signal.SIGKILL), "rank": 0, "to_group": False},
+    "is_saved": False,  # kill after the last save
+    "slow_from": 0,  # batch for whose samples this start waits for ever
+    "env": {},  # variables that have a process killed at a failpoint
+    **json.loads(sys.argv[2]),
+}
+if WORLD > 1:
+    os.environ["TORCHELASTIC_RUN_ID"] = "test"  # Lightning then takes the ranks of the launcher
+os.environ |= {"PYTHONWARNINGS": "ignore", "HOLDFAST_PREEMPTION": "none", **PLAN["env"]}
+warnings.simplefilter("ignore")
+pl: Any = importlib.import_module("lightning.pytorch")
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -67,7 +82,7 @@ class Slow(Dataset[torch.Tensor]):
         return BATCH * NUM_BATCHES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        if 0 < ARGS.slow_from <= index // BATCH:
+        if 0 < PLAN["slow_from"] <= index // BATCH:
             time.sleep(10**6)
         return torch.full((6,), float(index)) / len(self)
 
@@ -101,7 +116,7 @@ class Model(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         """After all callbacks: nothing asks for notices before the next batch is read."""
-        if ARGS.slow_from and self.global_step == ARGS.slow_from - (ARGS.data == "slow-stream"):
+        if PLAN["slow_from"] and self.global_step == PLAN["slow_from"] - (PLAN["data"] == "slow-stream"):
             os.kill(os.getpid(), signal.SIGTERM)
             for worker in multiprocessing.active_children():
                 os.kill(worker.pid or 0, signal.SIGKILL)
@@ -114,15 +129,15 @@ class Model(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
     def train_dataloader(self) -> Any:
-        kind = ARGS.data
+        kind, accumulate = PLAN["data"], PLAN["accumulate"]
         if kind.startswith("slow"):
             return DataLoader(Slow() if kind == "slow" else SlowStream(), batch_size=BATCH, num_workers=1)
         if kind == "stream":
             return DataLoader(Stream(), batch_size=BATCH)
-        if ARGS.data == "in-order":
+        if kind == "in-order":
             return DataLoader(Numbered(), batch_size=BATCH)
         if kind in ("global", "global-workers", "global-stateful"):
-            batches = GlobalBatches(56, 8 * ARGS.accumulate, accumulation_steps=ARGS.accumulate)
+            batches = GlobalBatches(56, 8 * accumulate, accumulation_steps=accumulate)
             num_workers = 2 if kind == "global-workers" else 0
             if kind == "global-stateful":
                 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -144,75 +159,53 @@ class Model(pl.LightningModule):
 
 
 class KillAt(pl.Callback):
-    """Kills this process after some batches of this start, or sends itself or all processes a signal."""
+    """Kills this process at a place of the plan, or sends itself or all processes a signal."""
 
-    def __init__(self, count: int, number: int, where: str) -> None:
-        self._left, self._number, self._where = count, number, where
+    def __init__(self) -> None:
+        self._num_reached = 0
 
-    def _hit(self, where: str) -> None:
-        if where == self._where:
-            self._left -= 1
-            if not self._left:
-                os.kill(0 if ARGS.to == "group" else os.getpid(), self._number)
+    def _reach(self, where: str, number: int | None = None) -> None:
+        if PLAN["rank"] != RANK or where != ("training" if PLAN["is_saved"] else PLAN["where"]):
+            return
+        self._num_reached += 1
+        if PLAN["is_saved"] or PLAN["kill_at"] == (number or self._num_reached):
+            os.kill(0 if PLAN["to_group"] else os.getpid(), PLAN["signal"])
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._hit("start")
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self._reach("start", trainer.current_epoch * NUM_BATCHES + batch_idx + 1)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._hit("end")
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._reach("end", trainer.current_epoch * NUM_BATCHES + batch_idx + 1)
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self._hit("validation")
+        self._reach("validation")
 
     def on_train_epoch_end(self, *_: Any) -> None:
-        self._hit("epoch")
+        self._reach("epoch")
 
     def on_train_end(self, *_: Any) -> None:
-        self._hit("training")
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--data", default="map")
-    parser.add_argument("--every", type=int)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--max-steps", type=int, default=-1)
-    parser.add_argument("--kill-at", type=int, default=0)
-    parser.add_argument("--where", default="start")
-    parser.add_argument("--signal", type=int, default=int(signal.SIGKILL))
-    parser.add_argument("--to", choices=["process", "group"], default="process")
-    parser.add_argument("--slow-from", type=int, default=0)
-    parser.add_argument("--top-k", type=int, default=1)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--val-interval", type=float, default=1.0)
-    parser.add_argument(
-        "--begin", choices=["accumulation", "averaging"], help="callback of epochs that begin"
-    )
-    parser.add_argument("--stock", action="store_true")
-    return parser.parse_args()
+        self._reach("training")
 
 
 def main() -> None:
-    folder: Path = ARGS.folder
+    folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     pl.seed_everything(0)
-    checkpoint_type = pl.callbacks.ModelCheckpoint if ARGS.stock else HoldfastCheckpoint
-    checkpoint = checkpoint_type(
+    checkpoint = HoldfastCheckpoint(
         dirpath=folder / "ckpt",
         save_last=True,
-        save_top_k=ARGS.top_k,
-        every_n_train_steps=ARGS.every,
-        monitor="val" if ARGS.top_k > 1 else None,
+        save_top_k=PLAN["top_k"],
+        every_n_train_steps=PLAN["every"],
+        monitor="val" if PLAN["top_k"] > 1 else None,
     )
     of_epochs = {
         "accumulation": lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})],
         "averaging": lambda: [pl.callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)],
     }
-    others = of_epochs[ARGS.begin]() if ARGS.begin else []
+    others = of_epochs[PLAN["begin"]]() if PLAN["begin"] else []
     trainer = pl.Trainer(
-        max_epochs=ARGS.epochs,
-        max_steps=ARGS.max_steps,
+        max_epochs=3,
+        max_steps=PLAN["max_steps"],
         accelerator="cpu",
         devices=WORLD,
         strategy="ddp" if WORLD > 1 else "auto",
@@ -220,18 +213,23 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        accumulate_grad_batches=ARGS.accumulate,
-        val_check_interval=ARGS.val_interval,
-        callbacks=[KillAt(ARGS.kill_at, ARGS.signal, ARGS.where), *others, checkpoint],
+        accumulate_grad_batches=PLAN["accumulate"],
+        val_check_interval=PLAN["val_interval"],
+        callbacks=[KillAt(), *others, checkpoint],
     )
-    model = Model(folder / f"log{os.environ.get('RANK', '0')}")
+    log = folder / f"log{RANK}"
+    model = Model(log)
     trainer.fit(model, ckpt_path="last")
-    state = {name: one.tolist() for name, one in model.state_dict().items()}
-    state["rng"] = [torch.rand(2).tolist(), random.random(), float(numpy.random.rand())]
-    print("DIGEST", hashlib.sha256(repr(state).encode()).hexdigest())
+    state = {**model.state_dict(), "rng": [torch.rand(2), random.random(), float(numpy.random.rand())]}
+    end = {
+        "digest": digest(state),
+        # The last loss counts of a batch that was trained again.
+        "losses": dict(line.rsplit(" ", 1) for line in log.read_text().splitlines()),
+        "files": sorted(path.name for path in (folder / "ckpt").iterdir()),
+        "step": trainer.global_step,
+    }
+    print(json.dumps(end))
 
-
-ARGS = parse()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from adapters.running import LIMIT_S, started_ranks
+from adapters import running
 from nursery import shared
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -14,28 +14,17 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def run(script: str, *args: object, status: int = 0, env: dict[str, str] | None = None) -> str:
     """Run a script and return its output. Asserts its exit status."""
-    done = shared().run(_command(script, args), env={**os.environ, **(env or {})}, timeout_s=LIMIT_S)
+    done = shared().run(_command(script, args), env={**os.environ, **(env or {})}, timeout_s=running.LIMIT_S)
     assert done.returncode == status, done.stderr
     return done.stdout
 
 
 def run_ranks(count: int, *args: object, script: str = "ranks", dies: bool = False) -> list[list[str]]:
-    """Run ranks of a script and return the printed lines by rank.
-
-    Args:
-        count: number of ranks.
-        args: arguments of the script.
-        script: name of the script.
-        dies: whether rank 1 is killed, and the others with it, as by a launcher.
-    """
-    with started_ranks(_command(script, args), count) as ranks:
-        if dies:
-            assert ranks.children[1].wait(LIMIT_S) == -9, ranks.errors()
-            ranks.kill()
-        else:
-            statuses = [one.wait(LIMIT_S) for one in ranks.children]
-            assert statuses == [0] * count, ranks.errors()
-        return [one.said().splitlines() for one in ranks.children]
+    """Run ranks of a script, of which rank 1 is killed if one `dies`; return the printed lines by rank."""
+    ended = running.run_ranks(_command(script, args), count, victim=int(dies))
+    statuses = [one.status for one in ended]
+    assert (statuses[1] == -9) if dies else (statuses == [0] * count), [one.errors for one in ended]
+    return [one.output.splitlines() for one in ended]
 
 
 def _command(script: str, args: Sequence[object]) -> list[str]:

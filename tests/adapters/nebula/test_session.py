@@ -17,6 +17,7 @@ import torch
 
 import holdfast
 import holdfast.adapters.nebula as nm
+from adapters.damage import flip
 from holdfast.adapters.nebula import interface
 from holdfast.errors import Corrupt, InvalidInput, NotFound, SaveWarning, Unsupported
 
@@ -34,9 +35,7 @@ def load(tag: str, name: str = "model", **how: Any) -> Any:
 def damage(home: str, step: int) -> None:
     """Flip a bit in the data of a step."""
     (path,) = Path(home).glob(f"step-{step:08d}/*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(path)
 
 
 # -- beginning -----------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """torchtitan trainings on gloo ranks: killed, resumed, on another number of ranks, after its own manager."""
 
+# ruff: noqa: RUF012 - the tables of a suite are not changed
+
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
-from adapters.running import EndedRank, run_ranks
+from adapters import running
+from adapters.damage import flip
+from adapters.door_suite import KILLED, DoorSuite
+from adapters.running import EndedRank
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import PREEMPTED_STATUS
 from stage.training import wait_until
 
 pytest.importorskip(
@@ -25,42 +27,37 @@ pytest.importorskip(
 )
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("training.py")
-KILLED = -signal.SIGKILL
+SCRIPT = Path(__file__).with_name("training.py")
 
 
-def start(
-    folder: Path, total: int, ranks: int, *, killer: Mapping[str, str] | None = None, **options: Any
-) -> list[EndedRank]:
+def start(folder: Path, steps: int, ranks: int, *, killer: Any = None, **plan: Any) -> list[EndedRank]:
     """Run the training to its end; `killer` has rank 0 or its keeper killed at a failpoint."""
-    given = [f"{key}={json.dumps(value)}" for key, value in options.items()]
-    return run_ranks(["-W", "ignore", PROGRAM, folder, total, *given], ranks, victim_env=killer)
+    words = [SCRIPT, folder, json.dumps({"steps": steps, **plan})]
+    return running.run_ranks(words, ranks, victim_env=killer)
 
 
-def train(folder: Path, total: int, ranks: int = 2, **options: Any) -> dict[str, Any]:
+def train(folder: Path, steps: int, ranks: int = 2, **plan: Any) -> dict[str, Any]:
     """Run the training to its end, and return what rank 0 prints."""
-    ended = start(folder, total, ranks, **options)
-    assert [one.status for one in ended] == [0] * ranks, "\n".join(one.errors for one in ended)
-    return ended[0].last()
+    return running.train_ranks(SCRIPT, folder, ranks, steps=steps, **plan)[0]
 
 
-def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
+class TestManager(DoorSuite):
     """Parameters, both optimizers, schedule, data, counters and dropout."""
-    whole = train(tmp_path / "whole", 6, interval=2)
-    killed = start(tmp_path / "killed", 6, 2, interval=2, kill_after=5)
-    assert [one.status for one in killed] == [KILLED] * 2
-    resumed = train(tmp_path / "killed", 6, interval=2)
-    assert (resumed["loaded"], resumed["first"]) == (True, 4)
-    assert resumed["digest"] == whole["digest"]
-    again = train(tmp_path / "killed", 6, interval=2)
-    assert (again["first"], again["digest"]) == (6, whole["digest"])
 
+    script = SCRIPT
+    home = "checkpoint"
+    killed = {"plain": ({"steps": 6, "interval": 2}, 5)}
+    of_ranks = {f"{victim}": ({"steps": 6, "interval": 2}, 5, victim) for victim in range(2)}
+    preempted = {"plain": ({"steps": 8, "interval": 100}, 3)}
+    ended = {"whole": ({"steps": 5, "interval": 2, "last_save_model_only": False}, 5)}
+    again = ({"steps": 16, "interval": 2}, (3, 6), 12)
+    agreed = {"steps": 14, "interval": 100}
 
-def test_a_training_killed_after_its_last_save_trains_no_further_step(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 5, interval=2, last_save_model_only=False)
-    start(tmp_path / "killed", 5, 2, interval=2, last_save_model_only=False, kill_after=5)
-    resumed = train(tmp_path / "killed", 5, interval=2, last_save_model_only=False)
-    assert (resumed["first"], resumed["digest"]) == (5, whole["digest"])
+    def step_of(self, end: dict[str, Any]) -> int:
+        return end["step"]
+
+    def compare(self, resumed: list[dict[str, Any]], unbroken: list[dict[str, Any]]) -> None:
+        assert [one["digest"] for one in resumed] == [one["digest"] for one in unbroken]
 
 
 def test_a_training_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
@@ -76,7 +73,7 @@ def test_a_save_whose_keeper_was_killed_before_its_manifest_is_resumed_from(tmp_
     whole = train(tmp_path / "whole", 6, interval=2)
     mark = tmp_path / "mark"
     killer = {"HOLDFAST_KILL_AT": "keeper.part", "HOLDFAST_KILL_MARK": str(mark)}
-    killed = start(tmp_path / "killed", 6, 2, interval=2, kill_after=3, waits=False, killer=killer)
+    killed = start(tmp_path / "killed", 6, 2, interval=2, kill_at=3, waits=False, killer=killer)
     assert [one.status for one in killed] == [KILLED] * 2
     wait_until(mark.exists)  # keepers may reach the place after the trainers' end
     home = open_store(str(tmp_path / "killed" / "checkpoint"))
@@ -115,9 +112,7 @@ def test_damaged_metadata_of_torchtitan_is_named_unless_a_newer_save_exists(
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path) -> None:
     train(tmp_path / "run", 4, interval=2, last_save_model_only=False)
     for path in (tmp_path / "run" / "checkpoint" / "step-00000004").glob("*.safetensors"):
-        content = bytearray(path.read_bytes())
-        content[-5] ^= 1
-        path.write_bytes(content)
+        flip(path)
     assert train(tmp_path / "run", 4, interval=2)["first"] == 2
 
 
@@ -169,9 +164,3 @@ def test_old_checkpoints_are_deleted_and_the_first_step_is_saved(tmp_path: Path)
     assert found["saved"] == [1, 2, 4, 6, 8]
     steps = sorted(path.name for path in (tmp_path / "run" / "checkpoint").glob("step-0*"))
     assert steps == ["step-00000006", "step-00000008"]
-
-
-def test_a_preemption_notice_saves_and_ends_with_75(tmp_path: Path) -> None:
-    ended = start(tmp_path / "run", 50, 2, interval=100, signal_after=2)
-    assert [one.status for one in ended] == [PREEMPTED_STATUS] * 2, ended[0].errors
-    assert holdfast.open(tmp_path / "run" / "checkpoint").step in (2, 3, 4)

@@ -1,6 +1,6 @@
 """Training with torchtitan's containers and FSDP2 on gloo ranks, one process per rank.
 
-Usage: training.py FOLDER STEPS [KEY=VALUE ...]. Rank 0 prints one JSON object with the steps and a digest.
+Usage: training.py FOLDER PLAN, a plan in JSON. Each rank prints one JSON object with the steps and digests.
 """
 
 # torchtitan is not in every environment.
@@ -8,7 +8,6 @@ Usage: training.py FOLDER STEPS [KEY=VALUE ...]. Rank 0 prints one JSON object w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -19,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
+from adapters.digest import digest
 from adapters.exports import by_name, whole
 from holdfast.adapters.torchtitan import HoldfastCheckpointManager
 
@@ -97,28 +96,13 @@ class Training:
         self.optimizers.step()
         self.schedulers.step()
 
-    def model_digest(self) -> str:
-        """Return a hash of the whole parameters."""
-        return _digest(self.model.state_dict())
-
-    def whole_digest(self) -> str:
-        """Return a hash of what is equal on any number of ranks."""
-        return _digest({**self.model.state_dict(), **self.optimizers.state_dict()}, self.step)
-
-    def digest(self) -> str:
-        """Return a hash of all that a resumed training needs; parameters and optimizer states whole."""
+    def digests(self) -> dict[str, str]:
+        """Return hashes of the model, of what is equal on any number of ranks, and of all of a resume."""
+        model = self.model.state_dict()
+        states = {**model, **self.optimizers.state_dict()}
         counters = self.schedulers.state_dict(), self.state_dict(), self.data.count
-        generator = torch.get_rng_state().numpy().tobytes()
-        return _digest({**self.model.state_dict(), **self.optimizers.state_dict()}, counters, generator)
-
-
-def _digest(state: dict[str, Any], *others: object) -> str:
-    found = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        found.update(repr((name, whole.tolist() if isinstance(whole, torch.Tensor) else whole)).encode())
-    found.update(repr(others).encode())
-    return found.hexdigest()
+        everything = states, counters, torch.get_rng_state()
+        return {"model": digest(model), "whole": digest((states, self.step)), "digest": digest(everything)}
 
 
 def keep_live(training: Training, folder: str) -> None:
@@ -135,43 +119,41 @@ def keep_live(training: Training, folder: str) -> None:
         torch.save(found, f"{folder}/live-0.pt")
 
 
-def main(folder: str, total: int, options: dict[str, Any]) -> None:
+def main(folder: str, plan: dict[str, Any]) -> None:
+    alone = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {name: value for name, value in alone.items() if name not in os.environ}
     dist.init_process_group("gloo")
-    kill_after, signal_after = options.pop("kill_after", 0), options.pop("signal_after", 0)
-    waits, keeps_live = options.pop("waits", True), options.pop("live", False)
-    load_step = options.get("load_step", -1)
-    training = Training(folder, options)
+    total, keeps_live = plan.pop("steps"), plan.pop("live", False)
+    kill_at, waits = plan.pop("kill_at", 0), plan.pop("waits", True)
+    is_victim, number = plan.pop("rank", 0) == dist.get_rank(), plan.pop("signal", signal.SIGKILL)
+    for name in ("resume", "is_saved"):  # a start always resumes, and is killed after its save
+        plan.pop(name, None)
+    load_step = plan.get("load_step", -1)
+    training = Training(folder, plan)
     loaded = training.checkpointer.load(step=load_step)
     first = training.step
     saved = []
     while training.step < total:
         training.step += 1
         training.train_step()
-        if training.step == signal_after and dist.get_rank() == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+        is_place = training.step == kill_at
+        if is_place and is_victim and number != signal.SIGKILL:
+            os.kill(os.getpid(), number)
         if training.checkpointer.save(training.step, last_step=training.step == total):
             saved.append(training.step)
-        if training.step == kill_after:
+        if is_place and number == signal.SIGKILL:
             if waits:
                 training.checkpointer.maybe_wait_for_saving()
             dist.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-    found = {
-        "loaded": loaded,
-        "first": first,
-        "saved": saved,
-        "digest": training.digest(),
-        "model": training.model_digest(),
-        "whole": training.whole_digest(),
-    }
+            if is_victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+    found = {"loaded": loaded, "first": first, "saved": saved, "step": training.step, **training.digests()}
     training.checkpointer.close()
     if keeps_live:
         keep_live(training, folder)
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+    print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    given = dict(argument.split("=", 1) for argument in sys.argv[3:])
-    main(sys.argv[1], int(sys.argv[2]), {key: json.loads(value) for key, value in given.items()})
+    main(sys.argv[1], json.loads(sys.argv[2]))

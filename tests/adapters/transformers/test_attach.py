@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import holdfast
+from adapters.damage import flip
 from holdfast.adapters.transformers import attach
 from holdfast.adapters.transformers.trainer import HoldfastTrainer
 from holdfast.errors import ResumeWarning
@@ -217,9 +218,7 @@ def damage(home: Path, step: int, part: str) -> None:
     name = next(name for name in checkpoint.keys() if name.startswith(f"{part}."))  # noqa: SIM118 - no mapping
     content = bytes(checkpoint.tensor(name).contiguous().view(-1).view(torch.uint8).numpy())
     (data,) = (home / f"step-{step:08d}").glob("*.safetensors")
-    raw = bytearray(data.read_bytes())
-    raw[raw.index(content)] ^= 1
-    data.write_bytes(raw)
+    flip(data, data.read_bytes().index(content))
 
 
 @pytest.mark.parametrize("part", ["model", pytest.param("optimizer", marks=pytest.mark.slow)])

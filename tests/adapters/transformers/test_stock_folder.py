@@ -11,6 +11,7 @@ pytest.importorskip("accelerate", reason="needs torch-holdfast[transformers]")
 
 from safetensors.torch import save_file
 
+from adapters.damage import flip
 from holdfast.adapters.transformers.folders import Folders, find_fault, list_folders, step_of, surplus
 
 
@@ -43,9 +44,8 @@ def test_every_truncated_file_is_found(folder: Path, name: str) -> None:
 
 
 def test_a_flipped_bit_in_an_archive_is_found(folder: Path) -> None:
-    data = bytearray((folder / "optimizer.pt").read_bytes())
-    data[data.index(torch.arange(100.0).numpy().tobytes()) + 10] ^= 1
-    (folder / "optimizer.pt").write_bytes(data)
+    data = (folder / "optimizer.pt").read_bytes()
+    flip(folder / "optimizer.pt", data.index(torch.arange(100.0).numpy().tobytes()) + 10)
     assert "optimizer.pt" in str(find_fault(folder, world_size=1))
 
 

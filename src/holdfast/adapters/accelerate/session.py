@@ -131,18 +131,11 @@ class Session(TrainerRun):
 
     def _agree_on_save(self, name: str) -> tuple[str | None, int, list[int]]:
         """Make the folder of a save. Return the reason of a notice, the step, and steps without a folder."""
-        is_first = self.ranks.rank == 0
-        outcomes = self.ranks.agree(
-            lambda: (self._notices.reason, self._begin_save(name) if is_first else None)
-        )
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise outcome.error
-        values = [outcome.value for outcome in outcomes if outcome.value is not None]
-        step, *gone = values[0][1] or []
-        if not is_first:
+        reasons = self.ranks.gather(self._notices.reason)
+        step, *gone = self.ranks.of_rank_0(lambda: self._begin_save(name))
+        if self.ranks.rank != 0:
             self._folders.make(name, step, complete=self._complete)  # on each node, if Accelerate does
-        return next((reason for reason, _ in values if reason), None), step, gone
+        return next(filter(None, reasons), None), step, gone
 
     def _begin_save(self, name: str) -> list[int]:
         """Create the folder. Return the step, followed by the steps whose folders the script has removed."""

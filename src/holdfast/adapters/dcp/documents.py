@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -117,11 +118,12 @@ def _check_same_tensor(first: Shard, rows: Sequence[tuple[int, Region]], shard: 
         )
 
 
-def items_to_write(catalog: bytes, plan: SavePlan, rank: int) -> list[tuple[WriteItem, Shard]]:
+def items_to_write(claim: SaveClaim, plan: SavePlan) -> list[tuple[WriteItem, Shard]]:
     """Return the shards that a rank writes, in the order of the catalog."""
+    rank = claim.writer.rank
     planned = {(shard.name, shard.offsets): item for item, shard in planned_shards(plan)}
     items: list[tuple[WriteItem, Shard]] = []
-    for shard in parse_catalog(catalog, "the catalog of this save").shards_of(rank):
+    for shard in parse_catalog(claim.catalog, "the catalog of this save").shards_of(rank):
         item = planned.get((shard.name, shard.offsets))
         if item is None:
             raise Unsupported(
@@ -184,25 +186,15 @@ def encode_values(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
     return encoded
 
 
-def make_part(
-    claim: SaveClaim,
-    rank: int,
-    catalog: bytes,
-    starts: tuple[int, ...],
-    file: DataFile,
-    encoded: dict[str, Any],
-) -> bytes:
+def make_part(claim: SaveClaim, starts: tuple[int, ...], file: DataFile, encoded: dict[str, Any]) -> bytes:
     """Return the part document of a rank."""
     draft = part.draft(
-        run=claim.run,
+        **asdict(claim.writer),
         step=claim.step,
-        attempt=claim.attempt,
-        rank=rank,
-        world_size=claim.world_size,
         ancestors=claim.ancestors,
         values=encoded,
         own=(),
         starts=starts,
-        catalog=catalog,
+        catalog=claim.catalog,
     )
     return part.finish(draft, file)

@@ -214,12 +214,7 @@ def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
             f"{store.url} has no complete {wanted}. Complete steps, newest first: {steps}.", step=target.step
         )
     run = patience.spend(store.url, lambda: _run_id(store))
-    skipped: list[Skipped] = []
-    errors: list[HoldfastError] = []
-
-    def record(one: Skipped, error: HoldfastError) -> None:
-        skipped.append(one)
-        errors.append(error)
+    skipped: list[tuple[Skipped, HoldfastError]] = []
 
     def open_one(one: CheckpointId) -> _Opened:
         manifest = read_manifest(store, one, run)
@@ -227,15 +222,18 @@ def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
         parts = Parts(store, manifest)
         return _Opened(store, parts, parts.value_index() or ValueIndex({}, {}))
 
-    for opened in usable(matching, open_one, url=store.url, patience=patience, on_skipped=record):
-        for one in skipped:
+    opened_ones = usable(
+        matching, open_one, url=store.url, patience=patience, on_skipped=lambda *row: skipped.append(row)
+    )
+    for opened in opened_ones:
+        for one, _ in skipped:
             warn(
                 f"Step {opened.manifest.step} is loaded, because step {one.step} of attempt {one.attempt} is "
                 f"damaged: {one.reason}",
                 ResumeWarning,
             )
         return opened
-    raise errors[0]
+    raise skipped[0][1]
 
 
 def _run_id(store: Store) -> str | None:

@@ -7,13 +7,13 @@ import os
 import re
 import socket
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.claim import check_not_fenced, claim_attempt, claim_run, read_claim
 from holdfast.checkpoint.home.documents import read_manifest
-from holdfast.checkpoint.home.listing import Listing, candidates, list_home
+from holdfast.checkpoint.home.listing import Listing, WriterId, candidates, list_home
 from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
@@ -63,13 +63,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class SaveClaim:
-    """Identity of a save, which all its ranks share. The coordinator creates it."""
+    """Task of a rank in a save. The coordinator claims it, and sends each rank its own inside the plan."""
 
-    run: str
+    writer: WriterId
     step: int
-    attempt: int
-    world_size: int
     ancestors: Ancestors
+    catalog: bytes = field(default=b"", repr=False)  # tensors of all ranks
+    index: str = ""  # index of all ranks' values; only for rank 0
 
 
 _claimed: dict[str, SaveClaim] = {}
@@ -80,7 +80,7 @@ _lock = threading.Lock()  # two threads may save at the same time
 def claim_save(
     store: Store, step: int | None, *, world_size: int, trainer: int, overwrite: bool = True
 ) -> SaveClaim:
-    """Claim an attempt for a save of `step`; by default the step after the newest save.
+    """Claim an attempt for a save of `step` by rank 0; by default the step after the newest save.
 
     DCP does not pass on which checkpoint the run was loaded from. The save is assumed to continue the
     newest checkpoint below `step`, so a run that saves an earlier step again supersedes the checkpoints
@@ -95,7 +95,7 @@ def claim_save(
             step = _step_after(home, newest)
         is_own = _is_own(store, newest, world_size, trainer)
         if not is_own and store.url in _claimed:
-            check_not_fenced(store, _claimed[store.url].attempt)
+            check_not_fenced(store, _claimed[store.url].writer.attempt)
         saved = [found.step for found in home.saved.values() if found.attempt == newest]
         continues = is_own and step > max(saved, default=-1)
         ancestors = _ancestors_of(store, home, run, newest) if continues and saved else None
@@ -104,7 +104,7 @@ def claim_save(
         attempt = newest
         if not continues:
             attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
-        _claimed[store.url] = SaveClaim(run, step, attempt, world_size, ancestors)
+        _claimed[store.url] = SaveClaim(WriterId(run, attempt, 0, world_size), step, ancestors)
         return _claimed[store.url]
 
 
@@ -139,9 +139,9 @@ def _step_after(home: Listing, attempt: int) -> int:
 
 def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:
     """Return the ancestors in earlier saves of an attempt, or None if unreadable."""
-    newest_claim = _claimed.get(store.url)
-    if newest_claim is not None and (newest_claim.run, newest_claim.attempt) == (run, attempt):
-        return newest_claim.ancestors
+    newest = _claimed.get(store.url)
+    if newest is not None and (newest.writer.run, newest.writer.attempt) == (run, attempt):
+        return newest.ancestors
     own = (found for found in candidates(home) if found.attempt == attempt)
     read = (_read_ancestors(store, found, run) for found in own)
     return next((ancestors for ancestors in read if ancestors is not None), None)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.value_index import INDEX
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.home.listing import WriterId, list_home
+from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.retention import Keep
@@ -73,21 +72,6 @@ def _check(source: object, shard: Shard) -> torch.Tensor:
     return source
 
 
-@dataclass(frozen=True, slots=True)
-class RankSave:
-    """Task of a rank in a save. The coordinator sends it inside the rank's plan."""
-
-    claim: SaveClaim
-    rank: int
-    catalog: bytes = field(repr=False)  # tensors of all ranks
-    index: str = ""  # index of all ranks' values; only for rank 0
-
-    @property
-    def writer(self) -> WriterId:
-        """Identity under which the rank commits and records history."""
-        return WriterId(self.claim.run, self.claim.attempt, self.rank, self.claim.world_size)
-
-
 class HoldfastWriter(StorageWriter):
     """Storage for `dcp.save` and `dcp.async_save`. It writes a Holdfast checkpoint, hashed and durable.
 
@@ -119,7 +103,7 @@ class HoldfastWriter(StorageWriter):
         self._keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self._overwrite = overwrite
         self._trainer = os.getpid()  # also when a save runs in a process beside the trainer
-        self._own_save: RankSave | None = None
+        self._claim: SaveClaim | None = None
         self._step: int | None = None
 
     @property
@@ -130,7 +114,7 @@ class HoldfastWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, of `checkpoint_id` if it is not None."""
         self._target = self._default.at(checkpoint_id)
-        self._own_save = None
+        self._claim = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check the options of a save."""
@@ -151,15 +135,13 @@ class HoldfastWriter(StorageWriter):
             _refuse_plan_caching(not getattr(plan, "usable", True))
         catalog, index = documents.make_catalog(plans), documents.index_values(plans).text()
         store = open_store(self._target.home)
-        save_claim = claim_save(
+        claim = claim_save(
             store, self._target.step, world_size=len(plans), trainer=self._trainer, overwrite=self._overwrite
         )
-        self._own_save = RankSave(save_claim, 0, catalog, index)
-        others = [RankSave(save_claim, rank, catalog) for rank in range(1, len(plans))]
-        return [
-            dataclasses.replace(plan, storage_data=save)
-            for plan, save in zip(plans, (self._own_save, *others), strict=True)
-        ]
+        own = self._claim = replace(claim, catalog=catalog, index=index)
+        ranks = range(1, len(plans))
+        others = [replace(own, writer=replace(own.writer, rank=rank), index="") for rank in ranks]
+        return [replace(plan, storage_data=claim) for plan, claim in zip(plans, (own, *others), strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data file and part.
@@ -168,24 +150,24 @@ class HoldfastWriter(StorageWriter):
         """
         # Its cached plans contain the step and attempt of an earlier save.
         _refuse_plan_caching(bool(getattr(planner, "_enable_plan_caching", False)))
-        save = plan.storage_data
-        if not isinstance(save, RankSave):
+        claim = plan.storage_data
+        if not isinstance(claim, SaveClaim):
             raise Unsupported(
                 f"{type(planner).__name__} has dropped the plan's storage_data, which contains the step."
             )
         began = time.perf_counter()
         encoded = documents.encode_values(plan, planner)
-        if save.rank == 0:
-            encoded[INDEX] = save.index
-        items = documents.items_to_write(save.catalog, plan, save.rank)
-        layout = lay_out([shard for _, shard in items], save.rank)
+        self._step = step = claim.step
+        attempt, rank = claim.writer.attempt, claim.writer.rank
+        if rank == 0:
+            encoded[INDEX] = claim.index
+        items = documents.items_to_write(claim, plan)
+        layout = lay_out([shard for _, shard in items], rank)
         store = open_store(self._target.home)
-        step, attempt, rank = save.claim.step, save.claim.attempt, save.rank
-        self._step = step
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
-        document = documents.make_part(save.claim, rank, save.catalog, layout.starts, file, encoded)
+        document = documents.make_part(claim, layout.starts, file, encoded)
         store.put_once(names.part(step, attempt, rank), document)
-        history = History(store, save.writer)
+        history = History(store, claim.writer)
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
         done: Future[list[WriteResult]] = Future()
         sizes = {item.index: shard.num_bytes for item, shard in items}
@@ -199,12 +181,12 @@ class HoldfastWriter(StorageWriter):
 
         Blocks: until the checkpoint is durable.
         """
-        assert self._own_save is not None
+        claim = self._claim
+        assert claim is not None
         began = time.perf_counter()
-        store, step = open_store(self._target.home), self._own_save.claim.step
-        writer = self._own_save.writer
-        manifest = commit(store, writer, step)
-        history = History(store, writer)
+        store, step = open_store(self._target.home), claim.step
+        manifest = commit(store, claim.writer, step)
+        history = History(store, claim.writer)
         history.record(
             "committed", step=step, num_bytes=manifest.data_bytes, seconds=time.perf_counter() - began
         )

@@ -115,23 +115,18 @@ class HoldfastEngine(DeepSpeedEngine):
 
         Ranks: collective.
         """
-        options = {
-            "load_module_strict": load_module_strict,
-            "load_optimizer_states": load_optimizer_states,
-            "load_lr_scheduler_states": load_lr_scheduler_states,
-            "load_module_only": load_module_only,
-            "custom_load_fn": custom_load_fn,
-        }
+        parts = load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn
         session = self.holdfast_session
         needs_weights = self.zero_optimization_partition_weights() and not load_optimizer_states
         source = session.find(load_dir, tag, rng=load_optimizer_states and not load_module_only)
         if source is None:
-            path, client_state = super().load_checkpoint(load_dir, tag, **options)
+            path, client_state = super().load_checkpoint(load_dir, tag, load_module_strict, *parts)
             session.continue_after_stock()
         else:
             weights = returning_weights(source.files) if needs_weights else contextlib.nullcontext()
             with weights, session.files.returning(source) as folder:
-                path, client_state = super().load_checkpoint(folder, source.facts.tag, **options)
+                found_tag = source.facts.tag
+                path, client_state = super().load_checkpoint(folder, found_tag, load_module_strict, *parts)
             path = None if path is None else str(Path(load_dir) / Path(path).relative_to(folder))
         return path, client_state
 

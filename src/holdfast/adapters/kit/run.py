@@ -57,15 +57,8 @@ class Choice:
 class TrainerRun:
     """Run of a trainer that owns the loop and the rhythm of saves: a door's session is a subclass.
 
-    Args:
-        home: home of the run.
-        state: live objects; None if each save has a dictionary of its own.
-        options: options that the user has given to `attach`.
-        decided: options of the Checkpointer that the door decides.
-
-    Attributes:
-        pending: saves that are not settled yet, the oldest first.
-        doomed: folders of deleted checkpoints, by step. They go once a newer checkpoint is durable.
+    `options` are those that the user has given to `attach`, and `decided` those of the Checkpointer that the
+    door decides. Without a `state`, each save has a dictionary of its own.
 
     Ranks: collective, and so are all methods but those that wait.
     """
@@ -81,8 +74,8 @@ class TrainerRun:
             home, state, **{"every": None, "group": self.ranks, **given}, quiet=True
         )
         self.home = self.checkpointer.home
-        self.pending: list[Save] = []
-        self.doomed: dict[int, str] = {}
+        self.pending: list[Save] = []  # saves that are not settled yet, the oldest first
+        self.doomed: dict[int, str] = {}  # folders of deleted checkpoints by step, see `pop_doomed`
         self.notices: Notices | None = None  # of a trainer that watches for them itself
         self.saved_step = 0  # newest durable save of this process
         _open.add(self)

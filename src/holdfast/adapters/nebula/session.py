@@ -111,9 +111,7 @@ class Session:
         with self._lock:
             if num_files != EXPLICIT or tag in self._drafts:
                 return
-            if tag in self._done:
-                self._discard_if_back(tag)
-            if not self._is_repeated(tag):
+            if self._find_done(tag) is None or named_step(tag) is None:
                 self._start_draft(tag, num_files)
 
     def save(self, tag: str, name: str, value: Any, num_files: int | None, label: str | None = None) -> bool:
@@ -124,12 +122,11 @@ class Session:
         with self._lock:
             self._check_errors()
             draft = self._drafts.get(tag)
-            if draft is None and tag in self._done:
-                self._discard_if_back(tag)
-            if draft is None and self._is_done(tag) and label is None:
-                if name not in self._done[tag].names:
+            done = self._find_done(tag) if draft is None else None
+            if done is not None and label is None:
+                if name not in done.names:
                     return self._add_version(tag, name, packed)
-                if self._is_repeated(tag):
+                if named_step(tag) is not None:  # it need not be saved again then
                     warn(
                         f"{tag} is complete and already contains {name!r}, so it was not saved again. Use "
                         "another tag for another state.",
@@ -140,14 +137,16 @@ class Session:
             draft.label = label
             return self._add_partition(draft, name, packed)
 
-    def _is_done(self, tag: str) -> bool:
-        """Return True if a tag is complete in this attempt. Call it once some rank has saved a file."""
+    def _find_done(self, tag: str) -> CompleteTag | None:
+        """Return a tag that is complete in this attempt; None after going back, when it is saved again."""
         done = self._done.get(tag)
-        return done is not None and (done.key is None or self._ranks.files(done.key) > 0)
-
-    def _is_repeated(self, tag: str) -> bool:
-        """Return True if a tag names a step that is complete. It need not be saved again then."""
-        return named_step(tag) is not None and self._is_done(tag)
+        if done is None:
+            return None
+        if goes_back(tag, self._ranks.published("last"), self._ranks.published("loaded")):
+            del self._done[tag]
+            return None
+        is_saved = done.key is None or self._ranks.files(done.key) > 0  # by some rank
+        return done if is_saved else None
 
     def _add_version(self, tag: str, name: str, packed: Packed) -> bool:
         """Make a new version of a complete tag with one more partition."""
@@ -299,11 +298,6 @@ class Session:
         elif plan.begins:
             writer.begin(plan)
         return writer
-
-    def _discard_if_back(self, tag: str) -> None:
-        """Discard a complete tag after going back, because a new attempt saves it again."""
-        if goes_back(tag, self._ranks.published("last"), self._ranks.published("loaded")):
-            self._done.pop(tag, None)
 
     # -- other ranks' decisions ------------------------------------------------------------------------------
 

@@ -32,15 +32,6 @@ class TagPlan:
     base: int | None  # step that a new attempt continues
     to_home: bool  # copied to home, because the interval has passed
 
-    def text(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: str | bytes) -> TagPlan:
-        """Parse a plan in JSON."""
-        return decode_dataclass(cls, text, "the plan for a tag")
-
 
 class TagCoordinator:
     """Counters and values in the store of the process group.
@@ -93,12 +84,12 @@ class TagCoordinator:
 
     def propose(self, tag: str, plan: TagPlan) -> TagPlan:
         """Propose a plan for a tag; return the plan that a rank proposed first."""
-        return TagPlan.parse(self.store.compare_set(f"{self.name}/{tag}/plan", "", plan.text()))
+        return _plan(self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(asdict(plan))))
 
     def plan(self, tag: str) -> TagPlan | None:
         """Return the plan for a tag, or None."""
         key = f"{self.name}/{tag}/plan"
-        return TagPlan.parse(self.store.get(key)) if self.store.check([key]) else None
+        return _plan(self.store.get(key)) if self.store.check([key]) else None
 
     def claim_run(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks that save in this run: `members`, unless a rank has claimed it before."""
@@ -126,6 +117,10 @@ class TagCoordinator:
         key = f"{self.name}/value/{key}"
         text = self.store.get(key) if self.store.check([key]) else b""
         return int(text) if text else None
+
+
+def _plan(text: bytes) -> TagPlan:
+    return decode_dataclass(TagPlan, text, "the plan for a tag")
 
 
 def is_grouped() -> bool:

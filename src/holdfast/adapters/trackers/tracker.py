@@ -7,7 +7,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import SupportsFloat, final
 
@@ -102,15 +104,14 @@ class Tracker:
     def __init__(self, ckpt: Checkpointer, run: TrackedRun, *, name: str) -> None:
         self._ckpt, self._run, self._name = ckpt, run, name
         self._early: deque[tuple[int, _Values]] = deque(maxlen=MAX_WAITING)  # rows before the claim
-        self._rows: deque[tuple[RowPlace, _Values]] = deque()
-        self._changed = threading.Condition()
+        self._rows: SimpleQueue[tuple[RowPlace, _Values] | None] = SimpleQueue()  # None ends the thread
         self._num_dropped = 0
         self._problem: str | None = None
         self._has_warned = False
-        self._is_closed = False
+        self._closed = threading.Event()
         self._has_failed = False
         self._begun: tuple[str, int] | None = None
-        self._next_try_s = self._next_numbers_s = time.monotonic()
+        self._next_numbers_s = time.monotonic()
         self._thread: threading.Thread | None = None
 
     def log(self, values: Mapping[str, SupportsFloat], step: int) -> None:
@@ -130,7 +131,7 @@ class Tracker:
         Blocks: no.
         """
         step = parse_step(step, "log()")
-        if self._is_closed:
+        if self._closed.is_set():
             raise InvalidInput("log() was called after close(). Nothing was logged.", step=step)
         if self._ckpt.rank != 0 or is_dry_run():
             return
@@ -143,14 +144,13 @@ class Tracker:
         run, attempt = self._ckpt.run_id, self._ckpt.attempt
         if run is None or attempt is None:
             return
-        with self._changed:
-            while self._early:
-                step, values = self._early.popleft()
-                self._rows.append((RowPlace(run, attempt, step), values))
-            while len(self._rows) > MAX_WAITING:
-                self._rows.popleft()
+        while self._early:
+            step, values = self._early.popleft()
+            self._rows.put((RowPlace(run, attempt, step), values))
+        while self._rows.qsize() > MAX_WAITING:
+            with suppress(Empty):  # the thread may have taken it meanwhile
+                self._rows.get_nowait()
                 self._num_dropped += 1
-            self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._send_all, name="holdfast-tracker", daemon=True)
             self._thread.start()
@@ -165,13 +165,13 @@ class Tracker:
         Ranks: not collective.
         Blocks: until the library has taken everything, at most `timeout_s`.
         """
-        if self._is_closed:
+        if self._closed.is_set():
             return
         if self._early:
             self._release()
-        with self._changed:
-            self._is_closed, self._has_failed = True, has_failed
-            self._changed.notify()
+        self._has_failed = has_failed
+        self._closed.set()
+        self._rows.put(None)
         if self._thread is not None:
             with reported_if_slow(lambda: _log.info("waiting for %s to take the last numbers", self._name)):
                 self._thread.join(timeout_s)
@@ -195,35 +195,17 @@ class Tracker:
 
     def _send_all(self) -> None:
         place = None
-        while (row := self._next_row()) is not None:
+        while (row := self._rows.get()) is not None:
             place = row[0]
-            if not self._try(lambda row=row: self._send(*row)) and self._begun is None:
-                self._put_back(row)
-            elif time.monotonic() >= self._next_numbers_s:
+            while not self._try(lambda row=row: self._send(*row)) and self._begun is None:
+                if self._closed.is_set():
+                    return  # the run could not be started, not even at the end
+                self._closed.wait(RETRY_S)
+            if time.monotonic() >= self._next_numbers_s:
                 self._try(lambda place=place: self._send_numbers(place))
-        if place is not None and self._begun is not None:
+        if place is not None:
             self._try(lambda: self._send_numbers(place))
             self._try(lambda: self._run.end(has_failed=self._has_failed))
-
-    def _next_row(self) -> tuple[RowPlace, _Values] | None:
-        """Return the next row as soon as there is one; None at the end."""
-        with self._changed:
-            while True:
-                wait_s = self._next_try_s - time.monotonic()
-                if self._rows and (wait_s <= 0 or self._is_closed):
-                    return self._rows.popleft()
-                if self._is_closed:
-                    return None
-                self._changed.wait(max(0.0, wait_s) if self._rows else None)
-
-    def _put_back(self, row: tuple[RowPlace, _Values]) -> None:
-        """Keep a row whose run could not be started, unless the tracker is closing."""
-        with self._changed:
-            if self._is_closed:
-                self._rows.clear()
-            else:
-                self._rows.appendleft(row)
-                self._next_try_s = time.monotonic() + RETRY_S
 
     def _try(self, call: Callable[[], None]) -> bool:
         try:

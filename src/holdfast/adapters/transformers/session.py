@@ -90,11 +90,13 @@ class Session(TrainerRun):
         self._is_finished = False
 
     def __enter__(self) -> Self:
+        self._trainer.holdfast_session = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._trainer.holdfast_session = None
         if self._elsewhere is not None:
             self._elsewhere.__exit__(kind, error, traceback)
         self.checkpointer.__exit__(kind, error, traceback)

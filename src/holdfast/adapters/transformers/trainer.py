@@ -112,13 +112,9 @@ class HoldfastTrainer(Trainer):
                 "found."
             )
         with Session(self, self.holdfast_settings, ignore_keys_for_eval) as session:
-            self.holdfast_session = session
-            try:
-                folder = session.begin(resume_from_checkpoint)
-                output = super().train(folder, None, ignore_keys_for_eval)
-                session.end()
-            finally:
-                self.holdfast_session = None
+            folder = session.begin(resume_from_checkpoint)
+            output = super().train(folder, None, ignore_keys_for_eval)
+            session.end()
         return output
 
     @override

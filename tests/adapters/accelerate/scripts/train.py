@@ -1,11 +1,11 @@
 """Training with a hand-written loop of Accelerate: `train.py FOLDER JSON`. Prints the end of the run as JSON.
 
-Members of the JSON, all optional: `stock` (without Holdfast), `attach` (its options), `resume`, `naming`
-("automatic" or "explicit"), `loader` ("plain", "seedable", "stateful" or "global"), `accumulation`,
-`workers`, `scaler`, `every`, `steps`, `limit`, `asks`, `live` (write the state at the end to a file of each
-rank, by the names of a checkpoint), `slow_from` (a row that workers wait for),
-`hook` (that writes a file), `kill_before` (the number of a change of files), and `kill_at` with `signal`,
-`rank`, `group` (all processes) and `is_saved` (after the save of that step).
+Members of the JSON, all optional: `stock` (without Holdfast), `resume`, `naming` ("automatic" or "explicit"),
+`loader` ("plain", "seedable", "stateful" or "global"), `accumulation`, `workers`, `scaler`, `every`, `steps`,
+`limit`, `asks`, `live` (write the state at the end to a file of each rank, by the names of a checkpoint),
+`slow_from` (a row that workers wait for), `hook` (that writes a file), `kill_before` (the number of a change
+of files), and `kill_at` with `signal`, `rank`, `group` (all processes) and `is_saved` (after the save of that
+step).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Rows(torch.utils.data.TensorDataset):
         return super().__getitem__(index)
 
 
-def make_accelerator(folder: Path, plan: dict[str, Any]) -> Accelerator:
+def make_accelerator(folder: Path, plan: dict[str, Any]) -> Any:
     loader = plan.get("loader", "plain")
     is_automatic = plan.get("naming", "automatic") == "automatic"
     return Accelerator(
@@ -95,12 +95,6 @@ def make_accelerator(folder: Path, plan: dict[str, Any]) -> Accelerator:
     )
 
 
-def newest(folder: Path) -> str | None:
-    """Return the newest folder of explicit names, as scripts find it."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
-    return str(max(found, key=lambda path: int(path.name[5:]))) if found else None
-
-
 def strike(plan: dict[str, Any], step: int) -> None:
     """Send this process its signal, if it is due."""
     if plan.get("kill_at") == step and plan.get("rank", 0) == int(os.environ.get("RANK", 0)):
@@ -110,93 +104,12 @@ def strike(plan: dict[str, Any], step: int) -> None:
                 os.kill(worker.pid or 0, signal.SIGKILL)
 
 
-def train(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    accelerator: Any = make_accelerator(folder, plan)
-    set_seed(3, device_specific=True)
-    if not plan.get("stock"):
-        from holdfast.adapters.accelerate import attach
-
-        attach(accelerator, **plan.get("attach", {}))
-    torch.manual_seed(0)
-    columns = torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1), torch.arange(NUM_ROWS)
-    data = Rows(*columns)
-    data.slow_from = plan.get("slow_from", 0)
-    net: Any = Net()
-    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
-    loader: Any = torch.utils.data.DataLoader(data, **loader_options(plan))
-    set_seed(5, device_specific=True)  # each rank draws its own numbers
-    net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
-    counter = Counter()
-    accelerator.register_for_checkpointing(counter)
-    if plan.get("scaler"):
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    if plan.get("hook"):
-        accelerator.register_save_state_pre_hook(add_note)
-    if "kill_before" in plan:
-        kill_before_change(plan["kill_before"])
-    if plan.get("resume"):
-        resume(accelerator, folder, plan)
-    loop(accelerator, net, optimizer, scheduler, loader, counter, folder, plan)
-    end = end_of(accelerator, net, optimizer, scheduler, counter)
-    if plan.get("live"):
-        from adapters.exports import by_name
-
-        model = accelerator.unwrap_model(net)
-        live = {
-            "model": model.state_dict(),
-            "optimizer": by_name(optimizer.optimizer, model),
-            "scheduler": scheduler.scheduler.state_dict(),
-            "custom_0": counter.state_dict(),
-            "accelerator": {"step": accelerator.step, "iteration": accelerator.save_iteration},
-        }
-        torch.save(live, folder / f"live-{accelerator.process_index}.pt")
-    if not plan.get("stock"):
-        accelerator.holdfast_session.close()
-    return end
-
-
 def loader_options(plan: dict[str, Any]) -> dict[str, Any]:
+    workers = {"num_workers": plan.get("workers", 0)}
     if plan.get("loader") != "global":
-        return {
-            "batch_size": BATCH,
-            "shuffle": not plan.get("slow_from"),
-            "num_workers": plan.get("workers", 0),
-        }
+        return {"batch_size": BATCH, "shuffle": not plan.get("slow_from"), **workers}
     parts = plan.get("accumulation", 1)
-    batches = GlobalBatches(NUM_ROWS, 2 * BATCH * parts, accumulation_steps=parts)
-    return {"batch_sampler": batches, "num_workers": plan.get("workers", 0)}
-
-
-def loop(
-    accelerator: Any,
-    net: Any,
-    optimizer: Any,
-    scheduler: Any,
-    loader: Any,
-    counter: Counter,
-    folder: Path,
-    plan: dict[str, Any],
-) -> None:
-    while counter.step < plan.get("steps", 30):
-        if counter.num_batches >= len(loader):
-            counter.epoch, counter.num_batches = counter.epoch + 1, 0
-        active = loader
-        if counter.num_batches and plan.get("loader") != "stateful":
-            active = accelerator.skip_first_batches(loader, counter.num_batches)
-        for x, y, rows in active:
-            note_rows(folder, counter, rows)
-            with accelerator.accumulate(net):
-                noise = 0.01 * (random.random() + np.random.rand())
-                loss = torch.nn.functional.mse_loss(net(x) + noise, y)
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            counter.num_batches += 1
-            counter.losses.append(loss.item())
-            if accelerator.sync_gradients and end_step(accelerator, counter, folder, plan):
-                break
+    return {"batch_sampler": GlobalBatches(NUM_ROWS, 2 * BATCH * parts, accumulation_steps=parts), **workers}
 
 
 def add_note(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -204,54 +117,134 @@ def add_note(models: list[Any], weights: list[Any], folder: str) -> None:
     (Path(folder) / "note").write_text("whole")
 
 
-def note_rows(folder: Path, counter: Counter, rows: torch.Tensor) -> None:
-    """Write the rows of a batch to a file of this rank."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"rows{os.environ.get('RANK', 0)}").open("a") as out:
-        out.write(f"{counter.epoch} {counter.num_batches} {' '.join(map(str, rows.tolist()))}\n")
+class Training:
+    """A prepared training."""
+
+    def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self.folder, self.plan, self.num_steps = folder, plan, plan.get("steps", 30)
+        accelerator = self.accelerator = make_accelerator(folder, plan)
+        set_seed(3, device_specific=True)
+        if not plan.get("stock"):
+            from holdfast.adapters.accelerate import attach
+
+            attach(accelerator)
+        torch.manual_seed(0)
+        data = Rows(torch.randn(NUM_ROWS, 4), torch.randn(NUM_ROWS, 1), torch.arange(NUM_ROWS))
+        data.slow_from = plan.get("slow_from", 0)
+        net: Any = Net()
+        optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.05 * step))
+        loader: Any = torch.utils.data.DataLoader(data, **loader_options(plan))
+        set_seed(5, device_specific=True)  # each rank draws its own numbers
+        prepared = accelerator.prepare(net, optimizer, loader, scheduler)
+        self.net, self.optimizer, self.loader, self.scheduler = prepared
+        self.counter = Counter()
+        accelerator.register_for_checkpointing(self.counter)
+        if plan.get("scaler"):
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+        if plan.get("hook"):
+            accelerator.register_save_state_pre_hook(add_note)
+
+    def resume(self) -> None:
+        """Load the newest state: of explicit names as scripts find it."""
+        if self.plan.get("naming", "automatic") == "automatic":
+            self.accelerator.load_state()
+            return
+        found = [path for path in self.folder.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
+        if found:
+            self.accelerator.load_state(str(max(found, key=lambda path: int(path.name[5:]))))
+
+    def loop(self) -> None:
+        counter, accelerator = self.counter, self.accelerator
+        while counter.step < self.num_steps:
+            if counter.num_batches >= len(self.loader):
+                counter.epoch, counter.num_batches = counter.epoch + 1, 0
+            active = self.loader
+            if counter.num_batches and self.plan.get("loader") != "stateful":
+                active = accelerator.skip_first_batches(self.loader, counter.num_batches)
+            for x, y, rows in active:
+                self.note_rows(rows)
+                with accelerator.accumulate(self.net):
+                    noise = 0.01 * (random.random() + np.random.rand())
+                    loss = torch.nn.functional.mse_loss(self.net(x) + noise, y)
+                    accelerator.backward(loss)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                counter.num_batches += 1
+                counter.losses.append(loss.item())
+                if accelerator.sync_gradients and self.end_step():
+                    break
+
+    def note_rows(self, rows: torch.Tensor) -> None:
+        """Write the rows of a batch to a file of this rank."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"rows{os.environ.get('RANK', 0)}").open("a") as out:
+            numbers = " ".join(map(str, rows.tolist()))
+            out.write(f"{self.counter.epoch} {self.counter.num_batches} {numbers}\n")
+
+    def end_step(self) -> bool:
+        """Count and save a step; return True after the last one."""
+        plan, counter = self.plan, self.counter
+        counter.step += 1
+        if not plan.get("is_saved"):
+            strike(plan, counter.step)
+        is_preempted = False
+        if plan.get("asks", not plan.get("stock")):
+            from holdfast.adapters import accelerate
+
+            is_preempted = accelerate.is_preempted(self.accelerator)
+        if counter.step % plan.get("every", 4) == 0 or is_preempted:
+            self.accelerator.save_state(str(self.folder / f"step_{counter.step}"))
+        if plan.get("is_saved"):
+            strike(plan, counter.step)
+        return counter.step >= self.num_steps
+
+    def end(self) -> dict[str, Any]:
+        """Return everything that an interrupted run has to have in common with an unbroken one."""
+        counter = self.counter
+        return {
+            "model": digest(dict(self.accelerator.unwrap_model(self.net).state_dict())),
+            "optimizer": digest(self.optimizer.optimizer.state_dict()["state"]),
+            "scheduler": repr(self.scheduler.scheduler.state_dict()),
+            "random": digest([torch.get_rng_state(), random.getstate(), repr(np.random.get_state())]),
+            "counter": [counter.step, counter.epoch, counter.num_batches, digest(counter.losses)],
+            "step": self.accelerator.step,
+            "iteration": self.accelerator.save_iteration,
+        }
+
+    def keep_live(self) -> None:
+        """Write the state to a file of this rank, by the names of a checkpoint."""
+        from adapters.exports import by_name
+
+        accelerator, model = self.accelerator, self.accelerator.unwrap_model(self.net)
+        live = {
+            "model": model.state_dict(),
+            "optimizer": by_name(self.optimizer.optimizer, model),
+            "scheduler": self.scheduler.scheduler.state_dict(),
+            "custom_0": self.counter.state_dict(),
+            "accelerator": {"step": accelerator.step, "iteration": accelerator.save_iteration},
+        }
+        torch.save(live, self.folder / f"live-{accelerator.process_index}.pt")
 
 
-def end_step(accelerator: Any, counter: Counter, folder: Path, plan: dict[str, Any]) -> bool:
-    """Count and save a step; return True after the last one."""
-    counter.step += 1
-    if not plan.get("is_saved"):
-        strike(plan, counter.step)
-    is_preempted = False
-    if plan.get("asks", not plan.get("stock")):
-        from holdfast.adapters import accelerate
-
-        is_preempted = accelerate.is_preempted(accelerator)
-    if counter.step % plan.get("every", 4) == 0 or is_preempted:
-        accelerator.save_state(str(folder / f"step_{counter.step}"))
-    if plan.get("is_saved"):
-        strike(plan, counter.step)
-    return counter.step >= plan.get("steps", 30)
-
-
-def resume(accelerator: Accelerator, folder: Path, plan: dict[str, Any]) -> None:
-    if plan.get("naming", "automatic") == "automatic":
-        accelerator.load_state()
-        return
-    path = newest(folder)
-    if path is not None:
-        accelerator.load_state(path)
-
-
-def end_of(accelerator: Any, net: Any, optimizer: Any, scheduler: Any, counter: Counter) -> dict[str, Any]:
-    """Return everything that an interrupted run has to have in common with an unbroken one."""
-    return {
-        "model": digest(dict(accelerator.unwrap_model(net).state_dict())),
-        "optimizer": digest(optimizer.optimizer.state_dict()["state"]),
-        "scheduler": repr(scheduler.scheduler.state_dict()),
-        "random": digest([torch.get_rng_state(), random.getstate(), repr(np.random.get_state())]),
-        "counter": [counter.step, counter.epoch, counter.num_batches, digest(counter.losses)],
-        "step": accelerator.step,
-        "iteration": accelerator.save_iteration,
-    }
+def main(folder: Path, plan: dict[str, Any]) -> None:
+    training = Training(folder, plan)
+    if "kill_before" in plan:
+        kill_before_change(plan["kill_before"])
+    if plan.get("resume"):
+        training.resume()
+    training.loop()
+    end = training.end()
+    if plan.get("live"):
+        training.keep_live()
+    if not plan.get("stock"):
+        training.accelerator.holdfast_session.close()
+    sys.stdout.write(json.dumps(end) + "\n")
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(train(Path(sys.argv[1]), json.loads(sys.argv[2]))) + "\n")
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
     if torch.distributed.is_initialized():
         from holdfast import hard_exit
 

@@ -1,8 +1,7 @@
 """Saves of an engine that are copied while it trains; argv: folder, plan.
 
-The plan is a JSON object. `stage`: of ZeRO; `dtype`: "fp32" or "bf16"; `zero`: further options of ZeRO;
-`torch`: use torch's own AdamW, as by default. A gate holds each copy, so that everything until the step
-happens during it. Prints a JSON object.
+The plan is a JSON object. `stage`: of ZeRO; `dtype`: "fp32" or "bf16". A gate holds each copy, so that
+everything until the step happens during it. Prints a JSON object.
 """
 
 # DeepSpeed is not in every environment, and has no type information.
@@ -15,7 +14,6 @@ happens during it. Prints a JSON object.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -29,6 +27,7 @@ import pytest
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
+from adapters.digest import digest
 from holdfast.adapters.deepspeed import attach
 from holdfast.errors import NotFound
 from stage.training import WAIT_S, CopyGate
@@ -50,77 +49,62 @@ class Model(torch.nn.Module):
         return self.second(torch.relu(self.first(batch)))
 
 
-class Copies:
-    """Engines of one configuration, and saves that are held.
+def make(plan: dict[str, Any]) -> Any:
+    """Return an engine that is not attached, after two steps."""
+    torch.manual_seed(0)
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
+        "zero_optimization": {"stage": plan["stage"]},
+        **DTYPES[plan["dtype"]],
+    }
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    for _ in range(2):
+        pass_batches(engine)
+        engine.step()
+    return engine
 
-    Args:
-        plan: see the top of this file.
+
+def pass_batches(engine: Any) -> None:
+    """Accumulate the gradients of a step: all of it except the update."""
+    dtype = next(engine.module.parameters()).dtype
+    for number in range(2):
+        engine.backward(engine(torch.randn(4, WIDTH, dtype=dtype)).float().square().mean())
+        if number == 0:
+            engine.step()
+
+
+def save(engine: Any, folder: str, write: Any = None, client: Any = None) -> tuple[bool, str]:
+    """Save, write something and train a step. Return whether the copy was held, and the state's digest.
+
+    `write` is called with the engine once the save has returned and its copy has begun.
     """
+    expected = digest_of(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        gate = CopyGate(patch)
+        gate.open_when_stepping([inner(engine)])
+        options = {} if client is None else {"client_state": client}
+        engine.save_checkpoint(folder, "held", **options)
+        is_held = gate.reached.wait(WAIT_S) and not gate.opened.is_set()
+        if write is not None:
+            write(engine)
+        pass_batches(engine)
+        is_held = is_held and not gate.opened.is_set()
+        engine.step()
+        assert gate.opened.is_set()
+    return is_held, expected
 
-    def __init__(self, plan: dict[str, Any]) -> None:
-        self.plan = plan
 
-    def make(self) -> Any:
-        """Return an engine that is not attached, after two steps."""
-        torch.manual_seed(0)
-        model = Model()
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_clipping": 1.0,
-            "gradient_accumulation_steps": 2,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": 0.05, "torch_adam": self.plan.get("torch", True)},
-            },
-            "zero_optimization": {"stage": self.plan["stage"], **self.plan.get("zero", {})},
-            **DTYPES[self.plan["dtype"]],
-        }
-        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-        for _ in range(2):
-            self.pass_batches(engine)
-            engine.step()
-        return engine
-
-    def pass_batches(self, engine: Any) -> None:
-        """Accumulate the gradients of a step: all of it except the update."""
-        dtype = next(engine.module.parameters()).dtype
-        for number in range(2):
-            engine.backward(engine(torch.randn(4, WIDTH, dtype=dtype)).float().square().mean())
-            if number == 0:
-                engine.step()
-
-    def save(self, engine: Any, folder: str, write: Any = None, client: Any = None) -> tuple[bool, str]:
-        """Save, write something and train a step. Return whether the copy was held, and the state's digest.
-
-        Args:
-            engine: attached engine.
-            folder: folder of checkpoints, whose last part is the tag.
-            write: called with the engine once the save has returned and its copy has begun.
-            client: client state.
-        """
-        expected = digest_of(engine)
-        with pytest.MonkeyPatch.context() as patch:
-            gate = CopyGate(patch)
-            gate.open_when_stepping([inner(engine)])
-            options = {} if client is None else {"client_state": client}
-            engine.save_checkpoint(folder, "held", **options)
-            is_held = gate.reached.wait(WAIT_S) and not gate.opened.is_set()
-            if write is not None:
-                write(engine)
-            self.pass_batches(engine)
-            is_held = is_held and not gate.opened.is_set()
-            engine.step()
-            assert gate.opened.is_set()
-        return is_held, expected
-
-    def load(self, folder: str) -> str:
-        """Load the held save into a new engine, and return the digest of its state, or the error."""
-        engine = attach(self.make())
-        try:
-            engine.load_checkpoint(folder, "held")
-        except NotFound as error:
-            return type(error).__name__
-        return digest_of(engine)
+def load(engine: Any, folder: str) -> str:
+    """Load the held save into a new engine, and return the digest of its state, or the error."""
+    try:
+        attach(engine).load_checkpoint(folder, "held")
+    except NotFound as error:
+        return type(error).__name__
+    return digest_of(engine)
 
 
 def inner(engine: Any) -> Any:
@@ -131,22 +115,8 @@ def inner(engine: Any) -> Any:
 
 def digest_of(engine: Any) -> str:
     """Return a digest of all that a checkpoint contains of this rank's tensors."""
-    digest = hashlib.sha256()
-    feed(engine.module_state_dict(), digest)
-    feed(engine.optimizer.state_dict(), digest)
-    return digest.hexdigest()
-
-
-def feed(value: Any, into: Any) -> None:
-    """Hash all tensors in containers."""
-    if isinstance(value, torch.Tensor):
-        into.update(value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in value:
-            feed(value[key], into)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            feed(item, into)
+    state = {key: one for key, one in engine.optimizer.state_dict().items() if key != "loss_scaler"}
+    return digest([engine.module_state_dict(), state])
 
 
 def exchange_weights(engine: Any) -> None:
@@ -168,22 +138,22 @@ def main(folder: str, plan: dict[str, Any]) -> None:
     """Save three times, each in a folder of its own."""
     deepspeed.ops.__compatible_ops__.clear()  # else it compiles its own all-reduce first
     deepspeed.init_distributed("gloo")
-    copies, found = Copies(plan), {}
+    found = {}
     for name, write in (("untouched", None), ("exchanged", exchange_weights)):
-        engine = attach(copies.make())
-        is_held, expected = copies.save(engine, f"{folder}/{name}", write)
+        engine = attach(make(plan))
+        is_held, expected = save(engine, f"{folder}/{name}", write)
         engine.holdfast_session.wait()
-        found[name] = [is_held, copies.load(f"{folder}/{name}") == expected]
+        found[name] = [is_held, load(make(plan), f"{folder}/{name}") == expected]
     for name, client in (("repeated", None), ("missing", {"step": 2})):
-        engine = attach(copies.make())
+        engine = attach(make(plan))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            is_held, _ = copies.save(engine, f"{folder}/{name}", scale_moments, client)
+            is_held, _ = save(engine, f"{folder}/{name}", scale_moments, client)
         now = digest_of(engine)
         words = [str(one.message) for one in caught if "checkpoint held was dropped" in str(one.message)]
         engine.save_checkpoint(f"{folder}/{name}", "next")
         engine.holdfast_session.wait()
-        loaded = copies.load(f"{folder}/{name}")
+        loaded = load(make(plan), f"{folder}/{name}")
         found[name] = [is_held, "equal" if loaded == now else loaded, words]
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

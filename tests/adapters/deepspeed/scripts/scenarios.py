@@ -29,17 +29,17 @@ from holdfast.checkpoint.exchange import export_checkpoint
 from holdfast.errors import HoldfastError, NotFound
 
 
-def make(stage: int = 1, **config: Any) -> Any:
-    """Return an engine of a small model."""
+def make(stage: int = 1, model: Any = None) -> Any:
+    """Return an engine of a model, by default a small one."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
-    given = {
+    if model is None:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
-        **config,
     }
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=given)[0]
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
 def taken_over(folder: str, stage: int, dtype: str) -> dict[str, Any]:
@@ -236,13 +236,7 @@ def weights_only(folder: str, stage: int) -> dict[str, Any]:
         layers[2].weight = layers[0].weight
         for one in layers[3].parameters():
             one.requires_grad = False
-        model = torch.nn.Sequential(*layers)
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
-            "zero_optimization": {"stage": stage},
-        }
-        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        return make(stage, torch.nn.Sequential(*layers))
 
     engine = attach(begin(0))
     train(engine, 2)

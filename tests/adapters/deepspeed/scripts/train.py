@@ -3,8 +3,7 @@
 The plan is a JSON object. `stage`: of ZeRO; `dtype`: "fp32" or "bf16"; `steps`: in all; `every`: steps
 between two saves; `kill_at`: step after which this process is killed; `lives`: the same, counted from the
 start, and `delay_s` later, while it trains; `rank`: the one that is; `signal`: to be sent instead; `stock`:
-do not attach the engine; `resume`: load the newest checkpoint; `config`: added to DeepSpeed's;
-`client_state`: have one; `wait`: for the save before the kill.
+do not attach the engine; `resume`: load the newest checkpoint; `client_state`: have one.
 """
 
 # DeepSpeed is not in every environment, and has no type information.
@@ -17,7 +16,6 @@ do not attach the engine; `resume`: load the newest checkpoint; `config`: added 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -31,6 +29,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from adapters.digest import digest
 
 DTYPES = {"bf16": {"bf16": {"enabled": True}}, "fp32": {}}
 
@@ -51,34 +51,17 @@ class Model(torch.nn.Module):
         return self.last(self.dropout(torch.relu(self.second(hidden)))).float().square().mean()
 
 
-def feed(value: Any, into: Any) -> None:
-    """Hash all tensors and plain values in containers."""
-    if isinstance(value, torch.Tensor):
-        into.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in value:
-            feed(key, into)
-            feed(value[key], into)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            feed(item, into)
-    elif isinstance(value, (int, float, str)):
-        into.update(repr(value).encode())
-
-
 def digest_of(engine: Any, stage: int) -> str:
     """Return a digest of the state, whole and without padding, which ZeRO 3 does not initialize."""
-    digest = hashlib.sha256()
-    feed(engine.lr_scheduler.state_dict(), digest)
-    feed(dict(engine.module.named_buffers()), digest)
+    parts = [engine.lr_scheduler.state_dict(), dict(engine.module.named_buffers())]
     if stage == 0:
-        feed(engine.optimizer.state_dict(), digest)
+        parts.append(engine.optimizer.state_dict())
     if stage in (1, 2):
         engine.optimizer._lazy_init_hp_params_optimizer_state()  # else only a step does
     for one in engine.module.parameters() if stage else ():
-        feed(safe_get_full_fp32_param(one), digest)
-        feed([safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")], digest)
-    return digest.hexdigest()
+        parts.append(safe_get_full_fp32_param(one))
+        parts += [safe_get_full_optimizer_state(one, key) for key in ("exp_avg", "exp_avg_sq")]
+    return digest(parts)
 
 
 def make_engine(plan: dict[str, Any]) -> Any:
@@ -90,9 +73,8 @@ def make_engine(plan: dict[str, Any]) -> Any:
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 20}},
-        "zero_optimization": {"stage": plan["stage"], **plan.get("zero", {})},
+        "zero_optimization": {"stage": plan["stage"]},
         **DTYPES[plan.get("dtype", "fp32")],
-        **plan.get("config", {}),
     }
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
@@ -100,8 +82,6 @@ def make_engine(plan: dict[str, Any]) -> Any:
 def kill_if_due(engine: Any, plan: dict[str, Any], step: int, start: int) -> None:
     """Kill this process, or have it killed a little later, if the plan has it after this step."""
     if step == plan.get("kill_at"):
-        if plan.get("wait"):
-            engine.holdfast_session.wait()
         os.kill(os.getpid(), plan.get("signal", signal.SIGKILL))
     if step - start == plan.get("lives"):
         kill = threading.Timer(plan.get("delay_s", 0), os.kill, (os.getpid(), signal.SIGKILL))
@@ -117,15 +97,13 @@ def main(folder: str, plan: dict[str, Any]) -> None:
     if not plan.get("stock"):
         from holdfast.adapters.deepspeed import attach
 
-        options = plan.get("options", {})
-        if plan.get("client_state") == "function":
-            options["client_state"] = lambda: {"step": step + 1}
-        attach(engine, plan.get("home"), **options)
+        has_function = plan.get("client_state") == "function"
+        attach(engine, client_state=(lambda: {"step": step + 1}) if has_function else None)
     rank = engine.global_rank
     torch.manual_seed(100 + rank)
     random.seed(rank)
     if plan.get("resume"):
-        path, client = engine.load_checkpoint(folder, plan.get("tag"))
+        path, client = engine.load_checkpoint(folder)
         step = 0 if path is None else engine.global_steps
         if path is not None and plan.get("client_state"):
             assert client["step"] == step, (client["step"], step)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from holdfast.jobs.controller import Controller
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import JobRequest
 from holdfast.jobs.state_machine import (
     AttemptExited,
     CancelRequested,

@@ -20,7 +20,7 @@ from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications import announce
 from holdfast.jobs.outcome import own_ends
 from holdfast.jobs.output.log_reader import last_lines
-from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import JobRequest
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,

@@ -105,7 +105,7 @@ def status() -> Service:
         unit=str(path) if is_enabled else None,
         command=boot.shell_text(),
         cron_line=boot.cron_line(),
-        starts=tuple(record.id for record in records if not record.job_state.status.is_final),
+        starts=tuple(record.job.number for record in records if not record.state.job_state.status.is_final),
         problems=tuple(problems),
     )
 

@@ -202,26 +202,26 @@ def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
 
 def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> list[NodeSpec]:
     """Return the specifications of an attempt's nodes, by rank."""
-    spec, attempt = record.spec, job_state.attempt
+    spec, attempt = record.job.spec, job_state.attempt
     environment = read_environment(folder)
     base = container_base(environment.base) if folder.image.exists() else environment.base
     why = f", after: {job_state.reason}" if job_state.reason else ""
     specs: list[NodeSpec] = []
     for rank in range(spec.num_nodes):
         node = Node(
-            task_id=record.task_id,
-            job=record.id,
-            name=record.name,
+            task_id=record.job.task_id,
+            job=record.job.number,
+            name=record.job.name,
             attempt=attempt,
             rank=rank,
-            addresses=addresses(spec.num_nodes, record.id),
+            addresses=addresses(spec.num_nodes, record.job.number),
             num_gpus=spec.num_gpus,
             user=spec.user,
             notice=str(folder.node(attempt, rank).notice),
             progress=str(folder.progress),
-            grace_s=record.policy.grace_s,
+            grace_s=record.job.policy.grace_s,
             pipeline=environment.pipeline,
-            port=record.port,
+            port=record.state.port,
         )
         where = f" on node {rank}" if spec.num_nodes > 1 else ""
         made = make_node_spec(
@@ -229,10 +229,10 @@ def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> lis
             node,
             base,
             environment.task,
-            begins=f"attempt {attempt} of job {record.id} starts{where}{why}",
+            begins=f"attempt {attempt} of job {record.job.number} starts{where}{why}",
             wakeup=folder.wakeup,
             set_up=folder.set_up(rank) if spec.has_setup else None,
-            gpus=record.gpus,
+            gpus=record.state.gpus,
         )
         specs.append(made)
     return specs

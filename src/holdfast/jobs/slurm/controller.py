@@ -22,8 +22,7 @@ from holdfast.jobs.node.mounts.mount_records import create_links
 from holdfast.jobs.node.mounts.scratch import moved_links, remove_shared_links, shared_links
 from holdfast.jobs.notifications import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
-from holdfast.jobs.record_files import JobRequest
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import JobRequest, Records
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState

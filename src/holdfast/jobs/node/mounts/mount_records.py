@@ -149,13 +149,13 @@ def remove_links(folder: JobFolder) -> None:
 def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
     """Return the number of another running job with a link at a path, or None."""
     for record in records.all():
-        status = record.job_state.status
-        is_behind = record.spec.after is not None and status is JobStatus.PENDING  # in a pipeline
-        other = job_folder(folder.path.parents[1], record.id)
+        status = record.state.job_state.status
+        is_behind = record.job.spec.after is not None and status is JobStatus.PENDING  # in a pipeline
+        other = job_folder(folder.path.parents[1], record.job.number)
         if status.is_final or is_behind or other.path == folder.path:
             continue
         if any(link.target == target for link in visible_links(other)):
-            return record.id
+            return record.job.number
     return None
 
 

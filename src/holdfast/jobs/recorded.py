@@ -362,8 +362,8 @@ def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> 
     for one in records.successors(record.job.number):
         if not one.state.job_state.status.is_final:
             raise Conflict(
-                f"Job {record.job.number} comes before job {one.job.number} ({one.job.name}) in a pipeline, so "
-                "it was not removed. Remove it when that job has ended."
+                f"Job {record.job.number} comes before job {one.job.number} ({one.job.name}) in a pipeline, "
+                "so it was not removed. Remove it when that job has ended."
             )
 
 

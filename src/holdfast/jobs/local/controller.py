@@ -132,9 +132,8 @@ class LocalController(Controller):
         self._record = record
         super().__init__(
             folder,
-            record.job.policy,
+            record.job,
             record.state.job_state,
-            task_id=record.job.task_id,
             timers=record.state.due,
             step_before=record.state.step_before,
             clock=JobClock(record.state.clock),
@@ -170,7 +169,7 @@ class LocalController(Controller):
     @property
     def _is_waiting(self) -> bool:
         """True if the job waits for another one in its pipeline, or for its claim."""
-        may_wait = self._record.job.spec.after is not None or self._needs_claim
+        may_wait = self._job.spec.after is not None or self._needs_claim
         return may_wait and self.state.status is JobStatus.PENDING
 
     @override
@@ -178,7 +177,7 @@ class LocalController(Controller):
         self._is_next = False
         if not self._is_waiting:
             return
-        event = ControllerStarted() if self._record.job.spec.after is None else self._predecessor_event()
+        event = ControllerStarted() if self._job.spec.after is None else self._predecessor_event()
         if isinstance(event, ControllerStarted) and self._needs_claim:
             self._start_with_claim()
         elif event is not None:
@@ -189,26 +188,24 @@ class LocalController(Controller):
         state = self._folder.path.parents[1]
         with locked(state):
             claims = read_claims(self._records, state)
-            gpus = claims.given.get(self._record.job.number)
+            gpus = claims.given.get(self._job.number)
             if gpus is not None:
-                port = (
-                    choose_port(self._folder.path, claims.ports) if self._record.job.spec.needs_port else None
-                )
+                port = choose_port(self._folder.path, claims.ports) if self._job.spec.needs_port else None
                 self._record = self._record.with_state(gpus=gpus, port=port)
                 self._apply(ControllerStarted())  # recorded before another job can take the same
         if gpus is not None:
             lead_on(self._records, state)
             return
-        self._apply(StartDelayed(claims.shortage(self._record.job.number)))
-        self.is_idle = self._record.job.number not in claims.leading
+        self._apply(StartDelayed(claims.shortage(self._job.number)))
+        self.is_idle = self._job.number not in claims.leading
         if not self.is_idle:
             for number in claims.holders:
                 start_controller(job_folder(state, number))  # a job that is dead would keep its claim
-            lead_on(self._records, state, besides=self._record.job.number)
+            lead_on(self._records, state, besides=self._job.number)
 
     def _predecessor_event(self) -> JobEvent | None:
         """Return the event of the end of the job before this one in its pipeline."""
-        after = self._record.job.spec.after
+        after = self._job.spec.after
         if after is None:
             return None
         try:
@@ -260,8 +257,8 @@ class LocalController(Controller):
         self._watch_attempt()
 
     def _watch_attempt(self) -> None:
-        record, attempt = self._record, self.state.attempt
-        self._nodes = Nodes(self._folder, record.job.task_id, attempt, record.job.spec.num_nodes)
+        job, attempt = self._job, self.state.attempt
+        self._nodes = Nodes(self._folder, job.task_id, attempt, job.spec.num_nodes)
         self._mounts = Mounts(self._folder, attempt)
 
     # -- actions ---------------------------------------------------------------------------------------------
@@ -275,7 +272,7 @@ class LocalController(Controller):
             return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
         create_links(visible_links(self._folder), self._folder, self._records)
         self._nodes.start(make_specs(self._record, self.state, self._folder))
-        _wake_successors(self._records, self._folder, self._record.job.number)
+        _wake_successors(self._records, self._folder, self._job.number)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -317,7 +314,7 @@ class LocalController(Controller):
         for node, outcome in outcomes.items():
             if node not in self.state.outcomes:
                 yield NodeExited(attempt, node, outcome)
-        if len(outcomes) == self._record.job.spec.num_nodes:
+        if len(outcomes) == self._job.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
             if self._mounts.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
                 yield AttemptExited(attempt, self._has_advanced(), cause=self._cause())
@@ -340,7 +337,7 @@ class LocalController(Controller):
 
     @override
     def _node_machines(self) -> tuple[str, ...]:
-        return (machine_name(),) * self._record.job.spec.num_nodes
+        return (machine_name(),) * self._job.spec.num_nodes
 
     # -- waiting ---------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.jobs.environment import Node, container_base, tag
+from holdfast.jobs.environment import container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
@@ -202,37 +202,25 @@ def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
 
 def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> list[NodeSpec]:
     """Return the specifications of an attempt's nodes, by rank."""
-    spec, attempt = record.job.spec, job_state.attempt
+    job, spec = record.job, record.job.spec
     environment = read_environment(folder)
-    base = container_base(environment.base) if folder.image.exists() else environment.base
+    if spec.image:
+        environment = dataclasses.replace(environment, base=container_base(environment.base))
     why = f", after: {job_state.reason}" if job_state.reason else ""
-    specs: list[NodeSpec] = []
-    for rank in range(spec.num_nodes):
-        node = Node(
-            task_id=record.job.task_id,
-            job=record.job.number,
-            name=record.job.name,
-            attempt=attempt,
-            rank=rank,
-            addresses=addresses(spec.num_nodes, record.job.number),
+    return [
+        make_node_spec(
+            folder,
+            job,
+            job_state.attempt,
+            rank,
+            addresses(spec.num_nodes, job.number),
+            environment,
+            wakeup=folder.wakeup,
+            set_up=folder.set_up(rank),
             num_gpus=spec.num_gpus,
-            user=spec.user,
-            notice=str(folder.node(attempt, rank).notice),
-            progress=str(folder.progress),
-            grace_s=record.job.policy.grace_s,
-            pipeline=environment.pipeline,
+            where=(f" on node {rank}" if spec.num_nodes > 1 else "") + why,
+            gpus=record.state.gpus,
             port=record.state.port,
         )
-        where = f" on node {rank}" if spec.num_nodes > 1 else ""
-        made = make_node_spec(
-            folder,
-            node,
-            base,
-            environment.task,
-            begins=f"attempt {attempt} of job {record.job.number} starts{where}{why}",
-            wakeup=folder.wakeup,
-            set_up=folder.set_up(rank) if spec.has_setup else None,
-            gpus=record.state.gpus,
-        )
-        specs.append(made)
-    return specs
+        for rank in range(spec.num_nodes)
+    ]

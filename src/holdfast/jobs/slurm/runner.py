@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.jobs.environment import Node, container_base, tag
+from holdfast.jobs.environment import container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
@@ -31,7 +31,7 @@ from holdfast.jobs.node.mounts.mount_records import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED
-from holdfast.jobs.node_spec import NodeSpec, machine_name, read_environment, read_outcome
+from holdfast.jobs.node_spec import Environment, NodeSpec, machine_name, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles
@@ -177,21 +177,7 @@ class _Runner:
 
     def _make_plan(self, addresses: list[str]) -> NodeSpec:
         """Return the specification of the node's work."""
-        job, spec, folder, machine = self._job, self._job.spec, self._folder, machine_name()
-        node = Node(
-            task_id=job.task_id,
-            job=job.number,
-            name=job.name,
-            attempt=self._attempt,
-            rank=self._rank,
-            addresses=tuple(addresses),
-            num_gpus=self._num_gpus,
-            user=spec.user,
-            notice=str(self._node.notice),
-            progress=str(folder.progress),
-            grace_s=job.policy.grace_s,
-            cloud="slurm",
-        )
+        spec, folder, machine = self._job.spec, self._folder, machine_name()
         # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
         base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
         # `setup` is per machine, and another attempt may use others.
@@ -199,17 +185,19 @@ class _Runner:
         if spec.image:
             base = step_variables(base)
             set_up = self._node.path / "set-up"  # a new container has nothing installed
-        where = f" on node {self._rank} ({machine})" if spec.num_nodes > 1 else f" on {machine}"
         return make_node_spec(
             folder,
-            node,
-            base,
-            self._variables,
-            begins=f"attempt {self._attempt} of job {job.number} starts{where}",
+            self._job,
+            self._attempt,
+            self._rank,
+            addresses,
+            Environment(base, self._variables),
             wakeup=self._wakeup_fifo,
-            set_up=set_up if spec.has_setup else None,
-            has_venv=not spec.image,
+            set_up=set_up,
+            num_gpus=self._num_gpus,
+            where=f" on node {self._rank} ({machine})" if spec.num_nodes > 1 else f" on {machine}",
             machine=machine,
+            cloud="slurm",
         )
 
     # -- mounts ----------------------------------------------------------------------------------------------

@@ -48,10 +48,9 @@ _SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recor
 
 
 class Controller(ABC):
-    """Controller of one job, whichever engine runs its nodes.
+    """Controller of one job. A subclass is the port to an engine's nodes, and stores the state.
 
-    A subclass is the port to an engine's nodes: it starts, notifies and kills them, reports their events, and
-    stores the state. Another controller can take over at any moment from that.
+    Another controller can take over at any moment from that.
     """
 
     def __init__(

@@ -55,11 +55,7 @@ _CONTAINERS_LIMIT_S = 60.0
 
 
 class RecordedEngine(ABC):
-    """Place that runs jobs, which are in this user's records, and whose output is in the jobs' folders.
-
-    Args:
-        state: folder of all jobs. Default: that of this user.
-    """
+    """Place that runs jobs, which are in this user's records, and whose output is in the jobs' folders."""
 
     name: str  # name of the engine, as in `--on`
     can_notify = False  # true if the jobs of the engine send notifications

@@ -304,12 +304,8 @@ def needs_port(commands: str, num_nodes: int) -> bool:
 
 
 def choose_port(folder: Path, taken: Collection[int]) -> int:
-    """Return a port that no other job has, and that no program listens on.
-
-    Args:
-        folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
-            `taken`, may not listen yet.
-    """
+    """Return a port that no other job has, and that no program listens on."""
+    # The search begins at a hash: jobs of other users, whose ports are not known here, may not listen yet.
     start = zlib.crc32(os.fsencode(folder))
     for offset in range(_NUM_PORTS):
         port = _FIRST + (start + offset) % _NUM_PORTS

@@ -85,11 +85,7 @@ class Nodes:
         return [node.fd for node in self._nodes if node.fd is not None]
 
     def poll(self, killed_unix_s: float | None) -> None:
-        """Update the outcome of each node.
-
-        Args:
-            killed_unix_s: deadline of the attempt. Failures after it were caused by the kill.
-        """
+        """Update the outcome of each node. Failures after `killed_unix_s` were caused by the kill."""
         for node in self._nodes:
             if node.outcome is None:
                 self._poll_node(node, killed_unix_s)
@@ -187,10 +183,7 @@ def _agent(folder: NodeFolder) -> Process | None:
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
-    """Return loopback addresses of the nodes, by rank. All of 127.0.0.0/8 is this machine.
-
-    Jobs with several nodes have addresses of their own, so that their servers do not meet.
-    """
+    """Return loopback addresses of the nodes, by rank. Jobs of several nodes have addresses of their own."""
     if num_nodes == 1:
         return ("127.0.0.1",)
     # Numbers that are 65024 apart share their addresses, and so do some of jobs with more than 254 nodes.

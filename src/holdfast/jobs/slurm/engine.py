@@ -286,11 +286,7 @@ def batch_script(
     folder: str,
     output: str,
 ) -> str:
-    """Return the script for sbatch.
-
-    Args:
-        controller: command line of the controller, with paths that exist on every node.
-    """
+    """Return the script for sbatch. The paths of the controller's command line exist on every node."""
     ours: Options = {
         "job-name": name,
         "comment": task_id,

@@ -145,7 +145,7 @@ class _Runner:
             self._plan,
             on_look=self._look,
             fds=lambda: self._fds,
-            mounts=None if self._mounts is None else self._mounts.held,
+            mounts=self._mounts,
             why_not=why_not,
         )
 
@@ -225,7 +225,7 @@ class _Runner:
                 raise
             return str(error)
         if self._mounts is not None:
-            self._tell(scratch=str(self._mounts.scratch.path))
+            self._tell(scratch=str(self._mounts.folder.path))
         return ""
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
@@ -233,7 +233,7 @@ class _Runner:
         while not mounts.are_over(
             0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
         ):
-            self._tell(missing=mounts.held.missing())
+            self._tell(missing=mounts.missing())
             self._turn()
         while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
             self._turn()
@@ -261,7 +261,7 @@ class _Runner:
                 self._job.spec.image,
                 self._job.task_id,
                 has_gpus=self._num_gpus > 0,
-                scratch=self._mounts.scratch if self._mounts is not None else None,
+                scratch=self._mounts.folder if self._mounts is not None else None,
                 owner=ContainerOwner(machine_name(), self._attempt, own.pid, own.start),
             )
             self._container.path.mkdir(mode=0o700, parents=True, exist_ok=True)

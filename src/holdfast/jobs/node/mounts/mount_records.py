@@ -104,8 +104,7 @@ def outside_path(path: str, links: Sequence[Link]) -> str:
 def create_links(links: Iterable[Link], folder: JobFolder, records: Records | None) -> None:
     """Create links of a job that do not exist yet. Those that ended jobs have left are replaced.
 
-    Args:
-        records: all jobs, of which some may need a link at the same path. None: no other job can.
+    Without `records`, no other job can need a link at the same path.
     """
     state = folder.path.parents[1]
     for link in links:
@@ -195,10 +194,7 @@ def is_private_target(target: Path) -> bool:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why this user cannot have private links here, or None if they can.
-
-    Blocks: while a process tries it, at most a minute.
-    """
+    """Return why this user cannot have private links here, or None if they can, as a process tries it."""
     try:
         trial = run_program(command("holdfast.system.linux.mount_namespace"), timeout_s=_TRIAL_S)
     except subprocess.TimeoutExpired as error:

@@ -15,7 +15,7 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.record_files import JobSpec, Submission, write_submission
+from holdfast.jobs.records import JobSpec, Submission, write_submission
 from holdfast.jobs.slurm.controller import SlurmController
 from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.runner import run_node

@@ -38,7 +38,7 @@ FLOORS = {
     "watch": "* | pace | defaults report",
     "jobs": """
         environment folder journal outcome output status writeback
-        | failure_cause node_spec task | state_machine | history timers | record_files
+        | failure_cause node_spec task | state_machine | history timers
         | records | engine node | machines notifications unsupported_keys
         | controller description recorded | registry | interface k8s local sky slurm
         | __main__ dash service

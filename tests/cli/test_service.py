@@ -164,12 +164,6 @@ def test_jobs_continue_when_cron_runs_the_line_after_a_restart(
 def _be_of_an_earlier_boot(records: Records, number: int) -> None:
     """Change a job's record as if the machine had been restarted since."""
     record = records.get(number)
-    assert record.clock is not None
-    earlier = dataclasses.replace(record.clock, boot_id="an-earlier-boot")
-    records.save(
-        dataclasses.replace(record, clock=earlier),
-        record.job_state,
-        record.due,
-        now_unix_s=record.submitted_unix_s,
-        step_before=record.step_before,
-    )
+    assert record.state.clock is not None
+    earlier = dataclasses.replace(record.state.clock, boot_id="an-earlier-boot")
+    records.save(record.with_state(clock=earlier, unix_s=record.job.submitted_unix_s))

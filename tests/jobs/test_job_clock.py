@@ -14,7 +14,7 @@ from typing_extensions import override
 from holdfast.jobs.controller import Controller
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import JobRequest, JobSpec, Submission
 from holdfast.jobs.state_machine import (
     AttemptExited,
     CancelRequested,
@@ -104,8 +104,9 @@ class LoneController(Controller):
         self.machine = machine
         state, timers = (before.state, before._timers) if before else (JobState(), None)
         clock = JobClock(before.recorded if before else None, machine.read)
-        job, policy = JobFolder(folder), RestartPolicy()
-        super().__init__(job, policy, state, task_id="lone", timers=timers, clock=clock)
+        spec = JobSpec(num_nodes=1, num_gpus=0, has_setup=False, user="me")
+        job = Submission(1, "lone", "lone", "local", spec, RestartPolicy(), 0.0)
+        super().__init__(JobFolder(folder), job, state, timers=timers, clock=clock)
         if before is None:
             self._apply(ControllerStarted())
         self.recorded = self._clock.read()

@@ -16,8 +16,7 @@ from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import append_value
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.record_files import JobSpec, StoredState, Submission
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import JobSpec, Records, StoredState, Submission
 from holdfast.jobs.registry import find_engine, get_engine
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
@@ -45,11 +44,16 @@ def test_records_are_read_back_as_written(tmp_path: Path) -> None:
     records.ask(number, "preempt", 1.5)
     (request,) = records.requests(records.get(number))
     assert (request.kind, request.lead_s) == ("preempt", 1.5)
-    records.save(records.get(number), job_state, due, now_unix_s=2.0, step_before=9)
+    records.save(records.get(number).with_state(unix_s=2.0, job_state=job_state, due=due, step_before=9))
     found = Records(tmp_path).get(number)
-    assert (found.job_state, found.due, found.policy, found.spec) == (job_state, due, policy, SPEC)
-    assert (found.task_id, found.step_before) == ("task-id", 9)
-    assert (found.started_unix_s, found.ended_unix_s) == (2.0, None)
+    assert (found.state.job_state, found.state.due, found.job.policy, found.job.spec) == (
+        job_state,
+        due,
+        policy,
+        SPEC,
+    )
+    assert (found.job.task_id, found.state.step_before) == ("task-id", 9)
+    assert (found.state.started_unix_s, found.state.ended_unix_s) == (2.0, None)
 
 
 def test_jobs_of_all_engines_share_one_sequence_of_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -58,9 +62,9 @@ def test_jobs_of_all_engines_share_one_sequence_of_numbers(tmp_path: Path, monke
     for engine in ("slurm", "local", "sky"):
         submit(records, engine=engine)
     records.set_engine_job_id(1, "4711")
-    found = [(one.id, one.engine, one.engine_job_id) for one in records.all()]
+    found = [(one.job.number, one.job.engine, one.state.engine_job_id) for one in records.all()]
     assert found == [(1, "slurm", "4711"), (2, "local", None), (3, "sky", None)]
-    assert [one.id for one in records.all("sky")] == [3]
+    assert [one.job.number for one in records.all("sky")] == [3]
     records.withdraw(3)
     assert records.unreadable() == []
     with pytest.raises(NotFound):
@@ -99,22 +103,22 @@ def test_a_stray_folder_with_the_greatest_number_blocks_no_launch(tmp_path: Path
     assert [submit(records), submit(records)] == [2, 3]
     (tmp_path / "jobs" / "last-number").write_bytes(b"9" * 15)
     assert submit(records) == 4
-    assert [one.id for one in records.all()] == [1, 2, 3, 4]
+    assert [one.job.number for one in records.all()] == [1, 2, 3, 4]
 
 
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     records = Records(tmp_path)
     submit(records)
     job_state = JobState(JobStatus.STARTING, 1, True)
-    record = records.save(records.get(1), job_state, Timers(), now_unix_s=2.0, step_before=None)
+    record = records.save(records.get(1).with_state(unix_s=2.0, job_state=job_state))
     folder = job_folder(tmp_path, 1)
     begun = b'{"unix_s": 3.0, "job_state": '
     for torn in (begun + b'{"sta', begun + b"7}\n", b"\0" * 99, b"[]\n"):
         with folder.states.open("ab") as file:
             file.write(torn)
-        assert records.get(1).job_state == job_state
-        record = records.save(record, job_state, Timers(), now_unix_s=4.0, step_before=None)
-        assert records.get(1).job_state == job_state
+        assert records.get(1).state.job_state == job_state
+        record = records.save(record.with_state(unix_s=4.0, job_state=job_state))
+        assert records.get(1).state.job_state == job_state
     with folder.requests.open("ab") as file:
         file.write(b'{"id": "x", "kind": "can')
     records.ask(1, "cancel")
@@ -127,7 +131,7 @@ def test_damaged_records_are_reported_and_cost_no_other_job(tmp_path: Path) -> N
         submit(records)
     for path in job_folder(tmp_path, 2).submissions:
         path.write_bytes(b"\0" * path.stat().st_size)
-    assert [one.id for one in records.all()] == [1, 3]
+    assert [one.job.number for one in records.all()] == [1, 3]
     (message,) = records.unreadable()
     assert "job 2 is damaged" in message
     with pytest.raises(Corrupt, match="not touched"):
@@ -200,7 +204,7 @@ def test_a_strange_folder_costs_no_other_job(tmp_path: Path, name: str) -> None:
     for _ in range(3):
         submit(records)
     STRANGE[name](job_folder(tmp_path, 2))
-    assert [one.id for one in records.all()] == [1, 3]
+    assert [one.job.number for one in records.all()] == [1, 3]
     (message,) = records.unreadable()
     assert "job 2" in message
     assert records.reserve() == 4
@@ -225,7 +229,7 @@ def test_a_journal_without_its_newest_attempt_is_not_believed(tmp_path: Path) ->
     append_value(folder.states, StoredState(2.0, JobState(JobStatus.RUNNING, 1, True)))
     records.ask(1, "preempt", 0.0)
     folder.attempt(4).mkdir(parents=True)
-    found, state = records.get(1), records.get(1).job_state
+    found, state = records.get(1), records.get(1).state.job_state
     assert (state.status, state.attempt, state.recoveries) == (JobStatus.RECOVERING, 4, 3)
     assert state.is_active
     assert records.requests(found) == [], "an old preemption is not repeated"

@@ -23,13 +23,8 @@ _LONGEST_S = 60.0  # longest pause between two controllers, and the time after w
 
 
 def fork_guarded() -> None:
-    """Return in a child process that is started again whenever a signal ends it.
-
-    This process becomes its guardian and never returns. Both have the inherited lock, so a child that is
-    killed leaves no moment in which another controller could start.
-
-    Blocks: the guardian, until the child has exited by itself or has lost its lock.
-    """
+    """Return in a child process that this one, its guardian, starts again whenever a signal ends it."""
+    # Both have the inherited lock, so a child that is killed leaves no moment for another controller.
     num_kills = 0
     while True:
         begin_s = time.monotonic()

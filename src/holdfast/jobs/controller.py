@@ -20,7 +20,7 @@ from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications import announce
 from holdfast.jobs.outcome import own_ends
 from holdfast.jobs.output.log_reader import last_lines
-from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import JobRequest, Submission
 from holdfast.jobs.state_machine import (
     AttemptExited,
     BackoffElapsed,
@@ -29,7 +29,6 @@ from holdfast.jobs.state_machine import (
     JobEvent,
     JobState,
     NoticeReceived,
-    RestartPolicy,
     advance,
 )
 from holdfast.jobs.status import JobStatus
@@ -49,26 +48,24 @@ _SHOWN = attrgetter("status", "attempt", "reason")  # a change of these is recor
 
 
 class Controller(ABC):
-    """Controller of one job, whichever engine runs its nodes.
+    """Controller of one job. A subclass is the port to an engine's nodes, and stores the state.
 
-    A subclass is the port to an engine's nodes: it starts, notifies and kills them, reports their events, and
-    stores the state. Another controller can take over at any moment from that.
+    Another controller can take over at any moment from that.
     """
 
     def __init__(
         self,
         folder: JobFolder,
-        policy: RestartPolicy,
+        job: Submission,
         state: JobState,
         *,
-        task_id: str,
         log: Path | None = None,
         timers: Timers | None = None,
         step_before: int | None = None,
         clock: JobClock | None = None,
     ) -> None:
         self._clock = clock or JobClock()
-        self._folder, self._policy, self._task_id = folder, policy, task_id
+        self._folder, self._job = folder, job
         self._own_log = log or folder.controller_log
         self._timers = timers or Timers()
         self._step_before = step_before
@@ -175,7 +172,7 @@ class Controller(ABC):
     def _apply(self, event: JobEvent, answered: JobRequest | None = None) -> None:
         """Apply an event. The new state is stored before any action is taken."""
         before, timers_before = self.state, self._timers
-        state, actions = advance(before, event, self._policy)
+        state, actions = advance(before, event, self._job.policy)
         if isinstance(event, AttemptExited) and before.is_active and not state.is_active:
             self._record_machines(before)
         state = self._with_details(state)
@@ -205,7 +202,7 @@ class Controller(ABC):
             machines,
             ended.outcomes,
             {rank: checks for rank, checks in enumerate(found) if checks is not None},
-            job=self._task_id,
+            job=self._job.task_id,
             attempt=ended.attempt,
             unix_s=time.time(),
             is_preempted=ended.is_noticed or ended.status is JobStatus.CANCELLING,

@@ -126,18 +126,18 @@ def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
 def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
     from holdfast.watch.report.summary import CheckedNode
 
-    folder = job_folder(state_path(), record.id)
+    folder = job_folder(state_path(), record.job.number)
     if home not in recorded_homes(folder):
         return
     attempts = {one.number: one for one in list_attempts(read_changes(folder))}
-    for number, nodes in recorded_checks(folder, list(attempts.values()), record.spec.num_nodes).items():
+    for number, nodes in recorded_checks(folder, list(attempts.values()), record.job.spec.num_nodes).items():
         attempt = attempts[number]
         for node, checks in nodes.items():
             cost_s = checks.added_s
             if checks.was_refused and attempt.ended_unix_s is not None:
                 cost_s = attempt.ended_unix_s - attempt.started_unix_s
             yield CheckedNode(
-                job=record.id,
+                job=record.job.number,
                 attempt=number,
                 node=node,
                 machine=checks.machine,

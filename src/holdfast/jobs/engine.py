@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from holdfast.errors import HoldfastError
 from holdfast.jobs.records import JobRecord
-from holdfast.jobs.state_machine import JobState, exit_status
+from holdfast.jobs.state_machine import exit_status
 from holdfast.jobs.status import JobStatus
 
 _T = TypeVar("_T")
@@ -71,23 +71,25 @@ class Job:
     gpus: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
-    def of(cls, record: JobRecord, *, step: int | None = None, job_state: JobState | None = None) -> Job:
-        """Return the job of a record. `job_state` overrides the recorded state."""
-        job_state = job_state or record.job_state
-        same = ("id", "name", "engine", "task_id", "engine_job_id", "gpus")
-        times = ("submitted_unix_s", "started_unix_s", "ended_unix_s")
+    def of(cls, record: JobRecord, *, step: int | None = None) -> Job:
+        """Return the job of a record."""
+        job, state, job_state = record.job, record.state, record.state.job_state
+        of_job = ("name", "engine", "task_id", "submitted_unix_s")
+        of_state = ("engine_job_id", "gpus", "started_unix_s", "ended_unix_s")
         return cls(
-            **{name: getattr(record, name) for name in (*same, *times)},
+            id=job.number,
+            **{name: getattr(job, name) for name in of_job},
+            **{name: getattr(state, name) for name in of_state},
             status=job_state.status,
             attempt=job_state.attempt,
             recoveries=job_state.recoveries,
             restarts_after_errors=job_state.num_errors,
-            num_nodes=record.spec.num_nodes,
+            num_nodes=job.spec.num_nodes,
             step=step,
             reason=job_state.reason,
             exit_status=exit_status(job_state),
-            after=record.spec.after,
-            priority=record.spec.priority,
+            after=job.spec.after,
+            priority=job.spec.priority,
         )
 
 

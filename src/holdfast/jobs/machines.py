@@ -96,17 +96,14 @@ def attempt_events(
     is_preempted: bool,
     gone: frozenset[str] | None = None,
 ) -> list[MachineEvent]:
-    """Return one event per machine; pure. Machines, outcomes and checks are by rank.
+    """Return one event per machine; pure. By rank; a node without an outcome was lost.
 
-    Args:
-        outcomes: a node without one was lost.
-        is_preempted: the attempt was preempted or cancelled, so a lost node is nobody's fault.
-        gone: machines that have failed, as the engine has found. If all nodes of several were lost at once,
-            only these have lost the attempt: with their first one, all others end too.
+    If all nodes of several machines were lost at once, only those in `gone`, which the engine has found to
+    have failed, have lost the attempt: with their first one, all others end too.
     """
     ends = [outcomes.get(rank, Outcome(Phase.RUN)) for rank in range(len(machines))]
     lost = {rank for rank, one in enumerate(ends) if (one.is_lost and not one.is_stopped) or one.unfit}
-    if is_preempted:
+    if is_preempted:  # a lost node is nobody's fault
         lost = {rank for rank in lost if ends[rank].unfit}
     elif len(lost) == len(machines) > 1 and len(set(machines)) > 1 and not any(one.unfit for one in ends):
         lost = {rank for rank in lost if machines[rank] in (gone or ())}
@@ -211,13 +208,10 @@ def _chances(events: Sequence[MachineEvent]) -> dict[str, float]:
 
 
 def stratified_tail(strata: Iterable[tuple[int, int, int, int]]) -> float:
-    """Return the probability of at least as many losses on a machine as were seen.
-
-    A stratum has its attempts and losses on the machine, then those on the others.
-    """
+    """Return the probability of at least as many losses on a machine as were seen, in all strata."""
     chances = [1.0]  # by number of losses on the machine
     seen = 0
-    for runs, lost, other_runs, other_lost in strata:
+    for runs, lost, other_runs, other_lost in strata:  # attempts and losses there, and elsewhere
         seen += lost
         chances = _convolved(chances, _hypergeometric(runs + other_runs, lost + other_lost, runs))
     return min(1.0, math.fsum(chances[seen:]))

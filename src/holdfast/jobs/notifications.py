@@ -23,7 +23,7 @@ from holdfast.jobs import journal
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.roles import ProcessRole
-from holdfast.jobs.record_files import Submission
+from holdfast.jobs.records import Submission
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.subscription import Subscription, is_webhook, label

@@ -37,8 +37,7 @@ from holdfast.jobs.output.log_reader import (
     interleaved,
     texts,
 )
-from holdfast.jobs.record_files import JobSpec, Submission
-from holdfast.jobs.records import JobRecord, Records
+from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
 from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.subscription import subscribe
@@ -56,11 +55,7 @@ _CONTAINERS_LIMIT_S = 60.0
 
 
 class RecordedEngine(ABC):
-    """Place that runs jobs, which are in this user's records, and whose output is in the jobs' folders.
-
-    Args:
-        state: folder of all jobs. Default: that of this user.
-    """
+    """Place that runs jobs, which are in this user's records, and whose output is in the jobs' folders."""
 
     name: str  # name of the engine, as in `--on`
     can_notify = False  # true if the jobs of the engine send notifications
@@ -156,7 +151,7 @@ class RecordedEngine(ABC):
             _remove_folder(left)
         record = records.get(number)
         # A job that has only just ended releases its lock in a moment.
-        give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.job_state.status.is_final else 0.0)
+        give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.state.job_state.status.is_final else 0.0)
         while (lock := locks.acquire(folder.lock)) is None and time.monotonic() < give_up_s:
             time.sleep(_POLL_S)
         try:
@@ -182,7 +177,7 @@ class RecordedEngine(ABC):
 
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
         """Yield output. The blocks of several nodes are in the order of their times."""
-        num_nodes, node = self._record(number).spec.num_nodes, what.node
+        num_nodes, node = self._record(number).job.spec.num_nodes, what.node
         if node is not None and node >= num_nodes:
             nodes = plural(num_nodes, "node")
             raise NotFound(f"Job {number} has no node {node}: it has {nodes}, counted from 0.")
@@ -230,11 +225,11 @@ class RecordedEngine(ABC):
 
     def _announce(self, record: JobRecord, job_state: JobState) -> None:
         """Send the notification of a status, if the controller was killed before it did so."""
-        folder = job_folder(self._state, record.id)
+        folder = job_folder(self._state, record.job.number)
         announce(folder, job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
-        progress = read_progress(job_folder(self._state, record.id).progress)
+        progress = read_progress(job_folder(self._state, record.job.number).progress)
         return max(progress.values(), default=None)
 
 
@@ -349,22 +344,22 @@ def no_process(job: Job) -> Conflict:
 
 def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> None:
     """Check that a job has ended, that none of its processes is running, and that no other job needs it."""
-    if not record.job_state.status.is_final or not has_lock:
+    if not record.state.job_state.status.is_final or not has_lock:
         raise Conflict(
-            f"Job {record.id} is {record.job_state.status.value}, so it was not removed. Use "
-            f"`holdfast cancel {record.id}` to end it."
+            f"Job {record.job.number} is {record.state.job_state.status.value}, so it was not removed. Use "
+            f"`holdfast cancel {record.job.number}` to end it."
         )
-    if left := processes.tagged(tag(record.task_id), processes.snapshot()):
+    if left := processes.tagged(tag(record.job.task_id), processes.snapshot()):
         pids = ", ".join(str(one.pid) for one in left[:5])
         raise Conflict(
-            f"Job {record.id} has ended, but some of its processes are still finishing (pid {pids}). "
+            f"Job {record.job.number} has ended, but some of its processes are still finishing (pid {pids}). "
             "It was not removed. Try again when they are gone."
         )
-    for one in records.successors(record.id):
-        if not one.job_state.status.is_final:
+    for one in records.successors(record.job.number):
+        if not one.state.job_state.status.is_final:
             raise Conflict(
-                f"Job {record.id} comes before job {one.id} ({one.name}) in a pipeline, so it was not "
-                "removed. Remove it when that job has ended."
+                f"Job {record.job.number} comes before job {one.job.number} ({one.job.name}) in a pipeline, "
+                "so it was not removed. Remove it when that job has ended."
             )
 
 

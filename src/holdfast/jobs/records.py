@@ -10,34 +10,32 @@ import dataclasses
 import errno
 import fcntl
 import itertools
+import json
 import os
 import re
 import shutil
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
-from holdfast.jobs.journal import append_value
+from holdfast.jobs.journal import append_value, encode, lines, read_values
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
-from holdfast.jobs.record_files import (
-    JobRequest,
-    JobSpec,
-    StoredState,
-    Submission,
-    newest_state,
-    read_requests,
-    read_submission,
-    write_submission,
-)
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import FINAL, JobStatus
 from holdfast.jobs.timers import ClockReading, Timers
+from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
+from holdfast.system.linux.files import open_regular, write_atomic
 
+VERSION = 1
+ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")  # names of engines, as in `--on`
+_TAIL_BYTES = 4 << 20  # part of a journal that is searched for its last valid lines
+_MAX_NODES = 1_000_000
+_MAX_UNIX_S = 253_402_300_799.0  # end of the year 9999
 _NO_RECORD = frozenset(
     {errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EPERM}
 )
@@ -53,26 +51,75 @@ _CHANGE = re.compile(r"\S+ \S+ attempt \d+ ([A-Z_]+)(?: (.*))?")
 
 
 @dataclass(frozen=True, slots=True)
-class JobRecord:
-    """Record of one job."""
+class JobSpec:
+    """Shape of a submitted job."""
 
-    id: int
+    num_nodes: int
+    num_gpus: int
+    has_setup: bool
+    user: str
+    after: int | None = None  # job that must succeed before this one starts, in a pipeline
+    devices: tuple[str, ...] = ()  # GPUs of which each node is given `num_gpus`; none: they are not divided
+    cpus: float = 0.0  # per node; 0: not asked for
+    memory_mib: int = 0  # per node; 0: not asked for
+    priority: int = 0  # among jobs that wait
+    ports: tuple[int, ...] = ()  # that its commands name
+    needs_port: bool = False  # one more is chosen for it
+    image: str = ""  # container image of its commands; empty: they run on the machines as they are
+    exclude: str = ""  # machines that its user leaves out, separated by commas
+    is_pinned: bool = False  # its user has named its machines
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Submitted job. Never changes."""
+
+    number: int
     name: str
     task_id: str
+    engine: str
     spec: JobSpec
     policy: RestartPolicy
-    job_state: JobState
-    due: Timers
-    step_before: int | None
     submitted_unix_s: float
-    started_unix_s: float | None
-    ended_unix_s: float | None
-    engine: str = _HERE
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """State of a job from a moment on: an entry of its journal."""
+
+    unix_s: float
+    job_state: JobState = field(default_factory=JobState)
+    due: Timers = field(default_factory=Timers)
+    step_before: int | None = None  # newest checkpoint when the attempt began
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
     engine_job_id: str | None = None  # the engine's own id of the job
     answered: tuple[str, ...] = ()  # ids of the requests that were applied
-    gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node, which are its own until the job ends
-    port: int | None = None  # port chosen for the job, likewise
-    clock: ClockReading | None = None  # the job's clock at its newest state
+    gpus: tuple[tuple[str, ...], ...] = ()  # GPUs given to each node
+    port: int | None = None  # port chosen for the job
+    clock: ClockReading | None = None  # the job's clock at this entry
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """Request of a command to a job."""
+
+    id: str
+    kind: str  # cancel or preempt
+    lead_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """Record of one job: its submission and newest state."""
+
+    job: Submission
+    state: StoredState
+
+    def with_state(self, **changes: Any) -> JobRecord:
+        """Return a copy with changes of the state."""
+        return JobRecord(self.job, dataclasses.replace(self.state, **changes))
 
 
 class Records:
@@ -128,7 +175,7 @@ class Records:
 
     def successors(self, number: int) -> list[JobRecord]:
         """Return the records of the jobs that start once a job has succeeded."""
-        return [record for record in self.all() if record.spec.after == number]
+        return [record for record in self.all() if record.job.spec.after == number]
 
     def withdraw(self, number: int) -> None:
         """Remove a job that its engine did not accept. The next `forget` removes what is left of it."""
@@ -137,9 +184,8 @@ class Records:
     def set_engine_job_id(self, number: int, engine_job_id: str) -> None:
         """Record the engine's own id of a job."""
         with self._translate_errors():
-            before = self._stored(self._submission(number))
-            state = dataclasses.replace(before, unix_s=time.time(), engine_job_id=engine_job_id)
-            append_value(self._folder(number).states, state)
+            record = self.get(number).with_state(unix_s=time.time(), engine_job_id=engine_job_id)
+            append_value(self._folder(number).states, record.state)
 
     def set_aside(self, number: int) -> Path:
         """Rename the folder of a job, so that it can be removed. Its number is never used again."""
@@ -159,7 +205,7 @@ class Records:
         with self._translate_errors():
             try:
                 submission = self._submission(number)
-                return _record(submission, self._stored(submission))
+                return JobRecord(submission, self._stored(submission))
             except OSError as error:
                 if error.errno not in _NO_RECORD:
                     raise  # it may pass
@@ -174,7 +220,7 @@ class Records:
         for number in self.numbers():
             with contextlib.suppress(NotFound, Corrupt, Conflict):  # see `unreadable`
                 record = self.get(number)
-                if engine in (None, record.engine):
+                if engine in (None, record.job.engine):
                     found.append(record)
         return found
 
@@ -190,42 +236,27 @@ class Records:
                 messages.append(str(error))
         return messages
 
-    def save(
-        self,
-        record: JobRecord,
-        job_state: JobState,
-        due: Timers,
-        *,
-        now_unix_s: float,
-        step_before: int | None,
-        started_unix_s: float | None = None,
-    ) -> JobRecord:
-        """Record a job's state and timers durably, and return the new record.
-
-        Also records the start of the first attempt, as `started_unix_s` or now.
-        """
-        started = (started_unix_s or now_unix_s) if job_state.attempt else None
-        after = dataclasses.replace(
-            record,
-            job_state=job_state,
-            due=due,
-            step_before=step_before,
-            started_unix_s=record.started_unix_s or started,
-            ended_unix_s=record.ended_unix_s or (now_unix_s if job_state.status.is_final else None),
+    def save(self, record: JobRecord) -> JobRecord:
+        """Record a job's new state durably, with the times of its start and end, and return the record."""
+        state, job_state = record.state, record.state.job_state
+        started = state.unix_s if job_state.attempt else None
+        ended = state.unix_s if job_state.status.is_final else None
+        after = record.with_state(
+            started_unix_s=state.started_unix_s or started, ended_unix_s=state.ended_unix_s or ended
         )
+        folder = self._folder(record.job.number)
         with self._translate_errors():
-            write_submission(self._folder(record.id), _submission(record))
-            append_value(self._folder(record.id).states, _stored(after, now_unix_s))
+            write_submission(folder, record.job)
+            append_value(folder.states, after.state)
         return after
 
     def repair(self, record: JobRecord) -> None:
         """Restore the files of a record that are lost, damaged or older. Only its controller may do so."""
-        folder, submission = self._folder(record.id), _submission(record)
+        folder = self._folder(record.job.number)
         with self._translate_errors():
-            write_submission(folder, submission)
-            found = newest_state(folder)
-            if found is None or _record(submission, found) != record:
-                append_value(folder.states, _stored(record, time.time()))
+            write_submission(folder, record.job)
+            if newest_state(folder) != record.state:
+                append_value(folder.states, record.state)
 
     def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
         """Add a request to a job's controller."""
@@ -235,7 +266,8 @@ class Records:
     def requests(self, record: JobRecord) -> list[JobRequest]:
         """Return the open requests to a job."""
         with self._translate_errors():
-            return [one for one in read_requests(self._folder(record.id)) if one.id not in record.answered]
+            found = read_requests(self._folder(record.job.number))
+            return [one for one in found if one.id not in record.state.answered]
 
     def _folder(self, number: int) -> JobFolder:
         return job_folder(self._state, number)
@@ -270,22 +302,72 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) <= _MAX_DIGITS
 
 
-def _submission(record: JobRecord) -> Submission:
-    return Submission(number=record.id, **_shared(record, Submission))
+def write_submission(folder: JobFolder, submission: Submission) -> None:
+    """Write what was submitted, twice. Files that are intact are left as they are."""
+    text = encode(submission)
+    for path in folder.submissions:
+        if not path.exists() or path.read_bytes() != text.encode():
+            write_atomic(path, text)
 
 
-def _stored(record: JobRecord, unix_s: float) -> StoredState:
-    return StoredState(unix_s=unix_s, **_shared(record, StoredState))
+def read_submission(folder: JobFolder) -> Submission | None:
+    """Return what was submitted, or None for a folder of an incomplete launch."""
+    trouble: Corrupt | None = None
+    for path in folder.submissions:
+        try:
+            with open_regular(path) as file:
+                text = file.read(MAX_BYTES + 1)  # the decoder refuses more
+            _check_version(path, text)
+            return _checked(path, decode_dataclass(Submission, text, str(path), any_text=True))
+        except FileNotFoundError:
+            continue
+        except Corrupt as error:
+            trouble = error
+    if trouble is None and not folder.states.exists() and not folder.last_attempt():
+        return None
+    why = f"is damaged: {trouble}" if trouble else f"is missing from {folder.path}."
+    raise Corrupt(
+        f"The record of job {folder.path.name} {why} Its folder and its processes were not touched, and its "
+        "number is not used again."
+    ) from trouble
 
 
-def _record(submission: Submission, state: StoredState) -> JobRecord:
-    return JobRecord(id=submission.number, **_shared(submission, JobRecord), **_shared(state, JobRecord))
+def _check_version(path: Path, text: bytes) -> None:
+    try:
+        version = json.loads(text)["version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return  # the decoder reports it
+    if isinstance(version, int) and version > VERSION:
+        raise Conflict(
+            f"{path} was created by a newer version of Holdfast (version {version}, supported here: "
+            f"{VERSION}). Use that version, or set HOLDFAST_STATE to another folder."
+        )
 
 
-def _shared(source: JobRecord | Submission | StoredState, kind: type) -> dict[str, Any]:
-    """Return the fields of a value that another kind has too."""
-    own, other = ({field.name for field in dataclasses.fields(one)} for one in (source, kind))
-    return {name: getattr(source, name) for name in own & other}
+def _checked(path: Path, submission: Submission) -> Submission:
+    """Return a submission that belongs to its folder. A copied folder would be a second job of its number."""
+    if str(submission.number) != path.parent.name:
+        raise Corrupt(f"{path} is of job {submission.number}.")
+    if submission.engine not in ENGINE_NAMES:
+        refuse(str(path), "engine", f"one of {', '.join(ENGINE_NAMES)}", submission.engine)
+    if not 1 <= submission.spec.num_nodes <= _MAX_NODES:
+        refuse(str(path), "num_nodes", f"an integer from 1 to {_MAX_NODES}", submission.spec.num_nodes)
+    if not 0 <= (time_s := submission.submitted_unix_s) <= _MAX_UNIX_S:
+        refuse(str(path), "submitted_unix_s", f"seconds from 0 to {_MAX_UNIX_S:.0f}", time_s)
+    return submission
+
+
+def newest_state(folder: JobFolder) -> StoredState | None:
+    """Return the newest state that can be read, or None."""
+    for line in reversed(lines(folder.states, tail_bytes=_TAIL_BYTES)):
+        with contextlib.suppress(Corrupt):  # torn by a kill, or damaged: its neighbours are read
+            return decode_dataclass(StoredState, line, str(folder.states), any_text=True)
+    return None
+
+
+def read_requests(folder: JobFolder) -> list[JobRequest]:
+    """Return all requests so far, oldest first. Damaged ones are skipped."""
+    return read_values(folder.requests, JobRequest)
 
 
 def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:

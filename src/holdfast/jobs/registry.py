@@ -7,9 +7,8 @@ from importlib import import_module
 from holdfast.errors import InvalidInput
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import state_dir
-from holdfast.jobs.record_files import ENGINE_NAMES
 from holdfast.jobs.recorded import RecordedEngine
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import ENGINE_NAMES, Records
 
 _CLASSES = (
     "holdfast.jobs.local.engine:LocalEngine",
@@ -31,11 +30,11 @@ def get_engine(name: str = "local") -> RecordedEngine:
 
 def find_engine(number: int) -> RecordedEngine:
     """Return the engine of a job."""
-    return get_engine(Records(state_dir()).get(number).engine)
+    return get_engine(Records(state_dir()).get(number).job.engine)
 
 
 def all_jobs() -> list[Job]:
     """Return the jobs of all engines, newest last. Only engines that have jobs are queried."""
-    engines = sorted({record.engine for record in Records(state_dir()).all()})
+    engines = sorted({record.job.engine for record in Records(state_dir()).all()})
     found = [job for name in engines for job in get_engine(name).jobs()]
     return sorted(found, key=lambda job: job.id)

@@ -105,7 +105,7 @@ def status() -> Service:
         unit=str(path) if is_enabled else None,
         command=boot.shell_text(),
         cron_line=boot.cron_line(),
-        starts=tuple(record.id for record in records if not record.job_state.status.is_final),
+        starts=tuple(record.job.number for record in records if not record.state.job_state.status.is_final),
         problems=tuple(problems),
     )
 
@@ -143,11 +143,9 @@ class BootCommand:
         return None if len(text.encode()) > _MAX_CRON_BYTES else f"@reboot {text}"
 
     def unit_text(self) -> str:
-        """Return the text of its unit.
-
-        The jobs stay in the unit after the command has ended. At the shutdown of the machine they get
-        SIGTERM, which is a preemption notice. A job that is out of memory does not end the others.
-        """
+        """Return the text of its unit."""
+        # The jobs stay in it after the command has ended. At the shutdown of the machine they get SIGTERM,
+        # which is a preemption notice. A job that is out of memory does not end the others.
         pairs = (f"{name}={value}" for name, value in self.environment.items())
         variables = "\n".join(f"Environment={_quoted(pair)}" for pair in pairs)
         words = " ".join(_quoted(word).replace("$", "$$") for word in self.words)

@@ -50,10 +50,7 @@ def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[Unsuppor
 def find_on_machines(
     task: Task, table: Mapping[str, str], further: Iterable[UnsupportedKey] = (), *, bucket: str
 ) -> list[UnsupportedKey]:
-    """Return the keys that an engine which runs the commands itself ignores or changes, in file order.
-
-    `further` are keys of this engine only, and `bucket` is a text for the folder in place of a bucket.
-    """
+    """Return the keys that an engine which runs the commands itself ignores or changes, in file order."""
     found = [one for one in find_unsupported_keys(task, table) if task.image is None or one.key != IMAGE]
     found += further
     for key, text in (("setup", task.setup), ("run", task.run)):

@@ -210,7 +210,7 @@ def test_gpus_are_known_without_the_journal_and_without_the_record(harness: JobH
     harness.kill_controller(job)
     processes.kill(harness.roles(job, "controller"))
     harness.files(job).states.unlink()
-    assert harness.record(job).gpus == (("0", "1"), ("2", "3"))
+    assert harness.record(job).state.gpus == (("0", "1"), ("2", "3"))
     for path in harness.files(job).submissions:
         path.write_text("damaged")
     assert hold(harness, 1).reason.startswith("waits for 1 GPU (0 free)")
@@ -300,6 +300,6 @@ def test_a_claim_is_taken_only_under_the_lock(harness: JobHarness) -> None:
             pids = {str(one.pid) for one in harness.roles(job, "controller")}
             return bool(pids & {pid for words in waiting for pid in words})
 
-        harness.wait_for(job, lambda: is_blocked() or harness.record(job).gpus, "its controller")
-        assert harness.record(job).gpus == ()
+        harness.wait_for(job, lambda: is_blocked() or harness.record(job).state.gpus, "its controller")
+        assert harness.record(job).state.gpus == ()
     harness.succeed(job)

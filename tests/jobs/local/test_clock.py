@@ -27,7 +27,7 @@ def test_deadlines_hold_for_a_controller_with_another_clock(
     for job, lead_s in ((long, 3600.0), (short, 15.0)):
         harness.wait_for_output(job, "up")
         harness.engine.preempt(job.id, lead_s=lead_s)
-        harness.wait_for(job, lambda job=job: harness.record(job).due.kill_unix_s, "the deadline")
+        harness.wait_for(job, lambda job=job: harness.record(job).state.due.kill_unix_s, "the deadline")
     monkeypatch.setenv("CLOCK_OFFSET_S", str(offset_s))
     monkeypatch.setenv("PYTHONPATH", f"{CLOCK}:{os.environ['PYTHONPATH']}")
     for job in (long, short):

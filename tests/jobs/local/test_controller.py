@@ -249,9 +249,9 @@ def test_a_controller_killed_while_no_node_runs_starts_again_without_any_command
     monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
     job = harness.submit("[ $HOLDFAST_ATTEMPT = 2 ] || exit 75")
     monkeypatch.delenv("HOLDFAST_KILL_AT")
-    harness.wait_for(job, lambda: harness.record(job).job_state.status.is_final, "the end")
+    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
     assert (harness.folder / "killed").exists()
-    job_state = harness.record(job).job_state
+    job_state = harness.record(job).state.job_state
     assert (job_state.status, job_state.attempt) == (JobStatus.SUCCEEDED, 2)
     assert "was killed by signal 9" in harness.files(job).controller_log.read_text()
 
@@ -275,8 +275,8 @@ def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness
         harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     for rank in range(2):
         (harness.files(job).workdir(rank) / "go").touch()
-    harness.wait_for(job, lambda: harness.record(job).job_state.status.is_final, "the end")
-    job_state = harness.record(job).job_state
+    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
+    job_state = harness.record(job).state.job_state
     assert (job_state.status, job_state.attempt) == (JobStatus.SUCCEEDED, 2), harness.describe(job)
 
 
@@ -458,7 +458,7 @@ def test_cancelling_a_job_without_a_handler_ends_it_at_once(harness: JobHarness)
     harness.wait_for_output(job, "here")
     harness.engine.cancel(job.id)
     harness.wait(job)
-    due = harness.record(job).due
+    due = harness.record(job).state.due
     assert due.kill_unix_s is not None
     assert due.notice_until_unix_s is not None
     assert due.kill_unix_s < due.notice_until_unix_s, "its 30 s were not waited for"

@@ -107,7 +107,7 @@ def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
     monkeypatch.setenv("HOLDFAST_KILL_AT", point)
     job = harness.submit("true", TOKEN=SECRET)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
-    harness.wait_for(job, lambda: harness.record(job).job_state.status.is_final, "the end of the job")
+    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end of the job")
     harness.wait_for(job, lambda: not harness.roles(job, "agent"), "the end of the agent")
     harness.wait_for(job, lambda: kill_controllers(harness, job), "the end of the controllers")
     assert "environment.json" in secrets_in(harness, job)

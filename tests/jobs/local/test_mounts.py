@@ -138,8 +138,8 @@ def test_a_completed_job_survives_kills_during_its_upload(
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
     harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     gate.opened.set()
-    harness.wait_for(job, lambda: harness.record(job).job_state.status.is_final, "the end")
-    assert harness.record(job).job_state.status is JobStatus.SUCCEEDED, harness.describe(job)
+    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
+    assert harness.record(job).state.job_state.status is JobStatus.SUCCEEDED, harness.describe(job)
     assert bucket.names() == {"data-1", "marker-1"}
 
 

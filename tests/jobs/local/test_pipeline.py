@@ -10,8 +10,7 @@ import pytest
 from holdfast.errors import Conflict, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.record_files import Submission
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import Records, Submission
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import parse_tasks

@@ -79,7 +79,7 @@ def test_jobs_at_the_same_time_have_different_ports_and_addresses(harness: JobHa
     (harness.folder / "go").touch()
     first = harness.record(jobs[0])
     harness.wait(jobs[0])
-    assert harness.record(jobs[0]).port == first.port == int(lines[0][0])
+    assert harness.record(jobs[0]).state.port == first.state.port == int(lines[0][0])
 
 
 def test_a_job_that_names_a_port_waits_until_no_other_job_has_it(harness: JobHarness) -> None:

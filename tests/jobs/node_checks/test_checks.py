@@ -21,7 +21,7 @@ import holdfast
 from holdfast.checkpoint.home.inventory import measure_space
 from holdfast.jobs.node.checks import gate, gpu_script, result
 from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import CheckedPlaces, NodeGate, make_plan
+from holdfast.jobs.node.checks.gate import NodeGate, make_plan
 from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode, read_results
 from holdfast.jobs.task.parser import parse_task
 from small_disk import small_disk
@@ -207,8 +207,8 @@ def test_the_next_save_is_compared_with_the_free_space(tmp_path: Path) -> None:
         found = measure_space(str(home))
         assert found is not None
         assert found.trouble.startswith("the next save does not fit: the newest checkpoint has 8")
-        places = CheckedPlaces(folder=tmp_path, temporary=tmp_path, homes=(str(home),))
-        (space,) = [one for one in run(make_plan(places)).checks if one.name == "space"]
+        checks = run(make_plan(tmp_path, tmp_path, (str(home),))).checks
+        (space,) = [one for one in checks if one.name == "space"]
         assert space.stops
         assert space.trouble == found.trouble
 
@@ -219,7 +219,7 @@ def test_other_homes_have_no_space_to_compare(tmp_path: Path) -> None:
 
 
 def test_all_checks_of_a_sound_machine_pass(tmp_path: Path) -> None:
-    found = run(make_plan(CheckedPlaces(folder=tmp_path, temporary=Path("/tmp"))))
+    found = run(make_plan(tmp_path, Path("/tmp")))
     assert found.failed == ()
     assert {one.name for one in found.checks} == {"disk", "clock", "product", "memory", "copy"}
 

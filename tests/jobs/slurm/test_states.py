@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.record_files import JobRequest
+from holdfast.jobs.records import JobRequest
 from holdfast.jobs.slurm.commands import Queued, current_state
 from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState
 from holdfast.jobs.slurm.messages import Inbox, NodeReport, Orders, UploadTerms, write

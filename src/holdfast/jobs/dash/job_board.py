@@ -80,7 +80,7 @@ class JobBoard:
         problems: list[str] = []
         try:
             records = Records(state_dir())
-            engines = sorted({record.engine for record in records.all()})
+            engines = sorted({record.job.engine for record in records.all()})
             problems += records.unreadable()
         except HoldfastError as error:
             return replace(self._listing, problems=(str(error),), is_old=True)

@@ -18,8 +18,7 @@ from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.node.roles import rouse_controller
 from holdfast.jobs.node_spec import NodeSpec
-from holdfast.jobs.record_files import JobSpec
-from holdfast.jobs.records import JobRecord, Records
+from holdfast.jobs.records import JobRecord, Records, Submission
 from holdfast.jobs.status import JobStatus
 from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
@@ -188,10 +187,11 @@ def locked(state: Path) -> Iterator[None]:
         yield
 
 
-def demand(number: int, spec: JobSpec) -> Demand:
+def demand(job: Submission) -> Demand:
     """Return the resources that a job needs for its start."""
+    spec = job.spec
     return Demand(
-        job=number,
+        job=job.number,
         priority=spec.priority,
         num_nodes=spec.num_nodes,
         gpus_per_node=spec.num_gpus if spec.devices else 0,
@@ -205,7 +205,7 @@ def demand(number: int, spec: JobSpec) -> Demand:
 
 def may_need_claim(record: JobRecord) -> bool:
     """Return True if a job has not started, and needs a claim."""
-    return record.job_state.status is JobStatus.PENDING and not demand(record.id, record.spec).is_empty
+    return record.state.job_state.status is JobStatus.PENDING and not demand(record.job).is_empty
 
 
 def read_claims(records: Records, state: Path) -> Claims:
@@ -221,15 +221,15 @@ def read_claims(records: Records, state: Path) -> Claims:
             with contextlib.suppress(OSError):  # a strange folder costs no other job
                 claims += _claims_of_nodes(number, job_folder(state, number))
             continue
-        if record.engine == "local" and not record.job_state.status.is_final:
+        if record.job.engine == "local" and not record.state.job_state.status.is_final:
             found[number] = record
-    started = [one for one in found.values() if one.job_state.status is not JobStatus.PENDING]
+    started = [one for one in found.values() if one.state.job_state.status is not JobStatus.PENDING]
     claims += [_claim(one) for one in started]
     waiting = [one for one in found.values() if _is_waiting(one, found, records)]
-    demands = [demand(one.id, one.spec) for one in waiting]
+    demands = [demand(one.job) for one in waiting]
     return dataclasses.replace(
         allocate(read_capacity(), claims, demands),
-        holders=tuple(one.id for one in started),
+        holders=tuple(one.job.number for one in started),
         ports=frozenset(port for one in (*claims, *demands) for port in one.ports),
     )
 
@@ -242,23 +242,23 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
 
 
 def _claim(record: JobRecord) -> ResourceClaim:
-    needs = demand(record.id, record.spec)
-    gpus = tuple(gpu for of_node in record.gpus for gpu in of_node)
-    ports = needs.ports if record.port is None else (*needs.ports, record.port)
-    return ResourceClaim(record.id, gpus, needs.cpus, needs.memory_mib, ports)
+    needs = demand(record.job)
+    gpus = tuple(gpu for of_node in record.state.gpus for gpu in of_node)
+    ports = needs.ports if record.state.port is None else (*needs.ports, record.state.port)
+    return ResourceClaim(record.job.number, gpus, needs.cpus, needs.memory_mib, ports)
 
 
 def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Records) -> bool:
     """Return True if a job needs a claim, and is next in its pipeline."""
     if not may_need_claim(record):
         return False
-    after = record.spec.after
+    after = record.job.spec.after
     if after is None:
         return True
     if after in found:
         return False
     try:
-        return records.get(after).job_state.status is JobStatus.SUCCEEDED
+        return records.get(after).state.job_state.status is JobStatus.SUCCEEDED
     except (NotFound, Corrupt, Conflict):
         return False
 
@@ -304,12 +304,8 @@ def needs_port(commands: str, num_nodes: int) -> bool:
 
 
 def choose_port(folder: Path, taken: Collection[int]) -> int:
-    """Return a port that no other job has, and that no program listens on.
-
-    Args:
-        folder: folder of the job. The search begins at its hash: jobs of other users, whose ports are not in
-            `taken`, may not listen yet.
-    """
+    """Return a port that no other job has, and that no program listens on."""
+    # The search begins at a hash: jobs of other users, whose ports are not known here, may not listen yet.
     start = zlib.crc32(os.fsencode(folder))
     for offset in range(_NUM_PORTS):
         port = _FIRST + (start + offset) % _NUM_PORTS

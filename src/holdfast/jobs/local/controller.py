@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import select
 import signal
@@ -29,8 +28,7 @@ from holdfast.jobs.node.mounts.mount_records import (
 )
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
-from holdfast.jobs.record_files import JobRequest
-from holdfast.jobs.records import JobRecord, Records
+from holdfast.jobs.records import JobRecord, JobRequest, Records
 from holdfast.jobs.state_machine import (
     AttemptExited,
     ControllerStarted,
@@ -91,7 +89,7 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
     if lock is None:
         return False
     try:
-        if records.get(number).job_state.status is not JobStatus.PENDING:
+        if records.get(number).state.job_state.status is not JobStatus.PENDING:
             return False
         records.ask(number, "cancel", None)
         with closing(LocalController(records, folder, records.get(number))) as controller:
@@ -122,8 +120,8 @@ def _clean_up(records: Records, folder: JobFolder, number: int) -> None:
 def _wake_successors(records: Records, folder: JobFolder, number: int) -> None:
     """Wake the controllers of the jobs after this one, or start them."""
     for record in records.successors(number):
-        if not record.job_state.status.is_final:
-            rouse_controller(job_folder(folder.path.parents[1], record.id))
+        if not record.state.job_state.status.is_final:
+            rouse_controller(job_folder(folder.path.parents[1], record.job.number))
 
 
 class LocalController(Controller):
@@ -134,18 +132,17 @@ class LocalController(Controller):
         self._record = record
         super().__init__(
             folder,
-            record.policy,
-            record.job_state,
-            task_id=record.task_id,
-            timers=record.due,
-            step_before=record.step_before,
-            clock=JobClock(record.clock),
+            record.job,
+            record.state.job_state,
+            timers=record.state.due,
+            step_before=record.state.step_before,
+            clock=JobClock(record.state.clock),
         )
         self._is_terminated = False  # this machine or process is to end: another controller continues
         self._is_next = False  # the job before this one has ended, but its controller is still running
         self.is_idle = False
         """True if the job waits for its claim behind another one, and needs no controller for now."""
-        self._needs_claim = not demand(record.id, record.spec).is_empty
+        self._needs_claim = not demand(record.job).is_empty
         self._watch_attempt()
         self._wakeup = WakeupPipe(folder.wakeup)
 
@@ -172,7 +169,7 @@ class LocalController(Controller):
     @property
     def _is_waiting(self) -> bool:
         """True if the job waits for another one in its pipeline, or for its claim."""
-        may_wait = self._record.spec.after is not None or self._needs_claim
+        may_wait = self._job.spec.after is not None or self._needs_claim
         return may_wait and self.state.status is JobStatus.PENDING
 
     @override
@@ -180,7 +177,7 @@ class LocalController(Controller):
         self._is_next = False
         if not self._is_waiting:
             return
-        event = ControllerStarted() if self._record.spec.after is None else self._predecessor_event()
+        event = ControllerStarted() if self._job.spec.after is None else self._predecessor_event()
         if isinstance(event, ControllerStarted) and self._needs_claim:
             self._start_with_claim()
         elif event is not None:
@@ -191,31 +188,31 @@ class LocalController(Controller):
         state = self._folder.path.parents[1]
         with locked(state):
             claims = read_claims(self._records, state)
-            gpus = claims.given.get(self._record.id)
+            gpus = claims.given.get(self._job.number)
             if gpus is not None:
-                port = choose_port(self._folder.path, claims.ports) if self._record.spec.needs_port else None
-                self._record = dataclasses.replace(self._record, gpus=gpus, port=port)
+                port = choose_port(self._folder.path, claims.ports) if self._job.spec.needs_port else None
+                self._record = self._record.with_state(gpus=gpus, port=port)
                 self._apply(ControllerStarted())  # recorded before another job can take the same
         if gpus is not None:
             lead_on(self._records, state)
             return
-        self._apply(StartDelayed(claims.shortage(self._record.id)))
-        self.is_idle = self._record.id not in claims.leading
+        self._apply(StartDelayed(claims.shortage(self._job.number)))
+        self.is_idle = self._job.number not in claims.leading
         if not self.is_idle:
             for number in claims.holders:
                 start_controller(job_folder(state, number))  # a job that is dead would keep its claim
-            lead_on(self._records, state, besides=self._record.id)
+            lead_on(self._records, state, besides=self._job.number)
 
     def _predecessor_event(self) -> JobEvent | None:
         """Return the event of the end of the job before this one in its pipeline."""
-        after = self._record.spec.after
+        after = self._job.spec.after
         if after is None:
             return None
         try:
             before = self._records.get(after)
         except NotFound:
             return PredecessorFailed(f"job {after}, which comes first, does not exist")
-        status = before.job_state.status
+        status = before.state.job_state.status
         folder = job_folder(self._folder.path.parents[1], after)
         if not status.is_final:
             # Whichever of the two controllers is killed, the other one starts it again.
@@ -226,7 +223,7 @@ class LocalController(Controller):
             return None
         if status is JobStatus.SUCCEEDED:
             return ControllerStarted()
-        return PredecessorFailed(f"job {after} ({before.name}), which comes first, is {status.value}")
+        return PredecessorFailed(f"job {after} ({before.job.name}), which comes first, is {status.value}")
 
     # -- stored state ----------------------------------------------------------------------------------------
 
@@ -239,12 +236,16 @@ class LocalController(Controller):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        record = dataclasses.replace(self._record, clock=self._clock.read())
-        if answered is not None:
-            record = dataclasses.replace(record, answered=(*record.answered, answered.id))
-        self._record = self._records.save(
-            record, state, timers, now_unix_s=now_unix_s, step_before=self._step_before
+        done = self._record.state.answered
+        record = self._record.with_state(
+            unix_s=now_unix_s,
+            job_state=state,
+            due=timers,
+            step_before=self._step_before,
+            clock=self._clock.read(),
+            answered=done if answered is None else (*done, answered.id),
         )
+        self._record = self._records.save(record)
 
     @override
     def _requests(self) -> list[JobRequest]:
@@ -256,8 +257,8 @@ class LocalController(Controller):
         self._watch_attempt()
 
     def _watch_attempt(self) -> None:
-        record, attempt = self._record, self.state.attempt
-        self._nodes = Nodes(self._folder, record.task_id, attempt, record.spec.num_nodes)
+        job, attempt = self._job, self.state.attempt
+        self._nodes = Nodes(self._folder, job.task_id, attempt, job.spec.num_nodes)
         self._mounts = Mounts(self._folder, attempt)
 
     # -- actions ---------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ class LocalController(Controller):
             return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
         create_links(visible_links(self._folder), self._folder, self._records)
         self._nodes.start(make_specs(self._record, self.state, self._folder))
-        _wake_successors(self._records, self._folder, self._record.id)
+        _wake_successors(self._records, self._folder, self._job.number)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -313,7 +314,7 @@ class LocalController(Controller):
         for node, outcome in outcomes.items():
             if node not in self.state.outcomes:
                 yield NodeExited(attempt, node, outcome)
-        if len(outcomes) == self._record.spec.num_nodes:
+        if len(outcomes) == self._job.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
             if self._mounts.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
                 yield AttemptExited(attempt, self._has_advanced(), cause=self._cause())
@@ -336,7 +337,7 @@ class LocalController(Controller):
 
     @override
     def _node_machines(self) -> tuple[str, ...]:
-        return (machine_name(),) * self._record.spec.num_nodes
+        return (machine_name(),) * self._job.spec.num_nodes
 
     # -- waiting ---------------------------------------------------------------------------------------------
 

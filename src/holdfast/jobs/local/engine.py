@@ -22,9 +22,8 @@ from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import NodeEngine, check_active, no_process
-from holdfast.jobs.records import JobRecord
+from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
@@ -138,31 +137,34 @@ class LocalEngine(NodeEngine):
 
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
         """Start or wake the controller of a job that has not ended."""
-        self._announce(record, record.job_state)
-        if record.job_state.status.is_final:
-            release_containers(job_folder(self._state, record.id))
-            remove_secrets_of_ended(job_folder(self._state, record.id))
+        self._announce(record, record.state.job_state)
+        if record.state.job_state.status.is_final:
+            release_containers(job_folder(self._state, record.job.number))
+            remove_secrets_of_ended(job_folder(self._state, record.job.number))
             return
-        if not (claims.is_behind(record.id) or self._is_far_from_start(record)):
-            rouse_controller(job_folder(self._state, record.id))
+        if not (claims.is_behind(record.job.number) or self._is_far_from_start(record)):
+            rouse_controller(job_folder(self._state, record.job.number))
 
     def _is_far_from_start(self, record: JobRecord) -> bool:
         """Return True if the job before this one in its pipeline has not started either."""
-        if record.spec.after is None or record.job_state.status is not JobStatus.PENDING:
+        if record.job.spec.after is None or record.state.job_state.status is not JobStatus.PENDING:
             return False
         try:
-            before = self._records().get(record.spec.after)
+            before = self._records().get(record.job.spec.after)
         except NotFound:  # the pipeline is being launched, or that was interrupted
             return True
         self._ensure_controller(before, self._claims([before]))
-        return before.job_state.status is JobStatus.PENDING
+        return before.state.job_state.status is JobStatus.PENDING
 
     def _job(self, record: JobRecord, claims: Claims) -> Job:
-        shortage = claims.shortage(record.id)  # now, not when its controller last looked
-        job_state = dataclasses.replace(record.job_state, reason=shortage) if shortage else record.job_state
-        if job_state.status in _HAS_NODES and is_of_earlier_boot(record.clock):  # its processes are gone
+        shortage = claims.shortage(record.job.number)  # now, not when its controller last looked
+        job_state = record.state.job_state
+        job_state = dataclasses.replace(job_state, reason=shortage) if shortage else job_state
+        if job_state.status in _HAS_NODES and is_of_earlier_boot(
+            record.state.clock
+        ):  # its processes are gone
             job_state = dataclasses.replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
-        return Job.of(record, step=self._newest_step(record), job_state=job_state)
+        return Job.of(record.with_state(job_state=job_state), step=self._newest_step(record))
 
     @override
     def cancel(self, number: int) -> Job:
@@ -190,8 +192,8 @@ class LocalEngine(NodeEngine):
     @override
     def preempt(self, number: int, *, lead_s: float) -> Job:
         record = self._record(number)
-        status = record.job_state.status
-        if status is JobStatus.WINDING_DOWN or not (status.is_final or record.job_state.is_active):
+        status = record.state.job_state.status
+        if status is JobStatus.WINDING_DOWN or not (status.is_final or record.state.job_state.is_active):
             raise no_process(self._job(record, Claims()))
         return self._request(number, "preempt", lead_s)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.jobs.environment import Node, container_base, tag
+from holdfast.jobs.environment import container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
@@ -85,11 +85,7 @@ class Nodes:
         return [node.fd for node in self._nodes if node.fd is not None]
 
     def poll(self, killed_unix_s: float | None) -> None:
-        """Update the outcome of each node.
-
-        Args:
-            killed_unix_s: deadline of the attempt. Failures after it were caused by the kill.
-        """
+        """Update the outcome of each node. Failures after `killed_unix_s` were caused by the kill."""
         for node in self._nodes:
             if node.outcome is None:
                 self._poll_node(node, killed_unix_s)
@@ -187,10 +183,7 @@ def _agent(folder: NodeFolder) -> Process | None:
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
-    """Return loopback addresses of the nodes, by rank. All of 127.0.0.0/8 is this machine.
-
-    Jobs with several nodes have addresses of their own, so that their servers do not meet.
-    """
+    """Return loopback addresses of the nodes, by rank. Jobs of several nodes have addresses of their own."""
     if num_nodes == 1:
         return ("127.0.0.1",)
     # Numbers that are 65024 apart share their addresses, and so do some of jobs with more than 254 nodes.
@@ -202,37 +195,25 @@ def addresses(num_nodes: int, job: int) -> tuple[str, ...]:
 
 def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> list[NodeSpec]:
     """Return the specifications of an attempt's nodes, by rank."""
-    spec, attempt = record.spec, job_state.attempt
+    job, spec = record.job, record.job.spec
     environment = read_environment(folder)
-    base = container_base(environment.base) if folder.image.exists() else environment.base
+    if spec.image:
+        environment = dataclasses.replace(environment, base=container_base(environment.base))
     why = f", after: {job_state.reason}" if job_state.reason else ""
-    specs: list[NodeSpec] = []
-    for rank in range(spec.num_nodes):
-        node = Node(
-            task_id=record.task_id,
-            job=record.id,
-            name=record.name,
-            attempt=attempt,
-            rank=rank,
-            addresses=addresses(spec.num_nodes, record.id),
-            num_gpus=spec.num_gpus,
-            user=spec.user,
-            notice=str(folder.node(attempt, rank).notice),
-            progress=str(folder.progress),
-            grace_s=record.policy.grace_s,
-            pipeline=environment.pipeline,
-            port=record.port,
-        )
-        where = f" on node {rank}" if spec.num_nodes > 1 else ""
-        made = make_node_spec(
+    return [
+        make_node_spec(
             folder,
-            node,
-            base,
-            environment.task,
-            begins=f"attempt {attempt} of job {record.id} starts{where}{why}",
+            job,
+            job_state.attempt,
+            rank,
+            addresses(spec.num_nodes, job.number),
+            environment,
             wakeup=folder.wakeup,
-            set_up=folder.set_up(rank) if spec.has_setup else None,
-            gpus=record.gpus,
+            set_up=folder.set_up(rank),
+            num_gpus=spec.num_gpus,
+            where=(f" on node {rank}" if spec.num_nodes > 1 else "") + why,
+            gpus=record.state.gpus,
+            port=record.state.port,
         )
-        specs.append(made)
-    return specs
+        for rank in range(spec.num_nodes)
+    ]

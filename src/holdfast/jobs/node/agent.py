@@ -77,12 +77,9 @@ def run_commands(
     mounts: Mounts | None = None,
     why_not: str = "",
 ) -> Outcome:
-    """Run the commands of a node, and return and write how they ended.
+    """Run the commands of a node, unless there is a reason why not; return and write how they ended.
 
-    Args:
-        mounts: default: those in the job's folder.
-        on_look: called at least once a second, and when one of `fds` becomes readable.
-        why_not: reason because of which they cannot start; empty if they can.
+    `on_look` is called at least once a second, and when one of `fds` becomes readable.
     """
     job = JobFolder(folder.path.parents[2])
     reserve_outcome(folder.ended)

@@ -34,10 +34,7 @@ def check_copy(
 ) -> None:
     """Check that a file or folder can be copied, and announce a long copy.
 
-    Args:
-        ignore: names what is left out, as for `shutil.copytree`.
-        what: name for messages, with its place in the task file.
-        way_out: sentence about how to copy less.
+    Messages call it `what`, and end with `way_out`, how to copy less.
     """
     num_files = total = most = 0
     largest, unreadable = source, list[str]()
@@ -99,10 +96,7 @@ def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
 
 
 def copy_file(source: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
-    """Copy a file with its permissions and times. Its blocks are shared if the file system can do that.
-
-    Sockets, pipes and devices are left out.
-    """
+    """Copy a regular file with its permissions and times. Its blocks are shared if possible."""
     if not stat.S_ISREG(Path(source).stat().st_mode):  # `is_file` is False also for what has vanished
         _log.info("%s is a socket, a pipe or a device, and was not copied.", source)
         return

@@ -48,8 +48,7 @@ def check_has_secrets(folder: JobFolder) -> None:
 def remove_secrets(folder: JobFolder) -> None:
     """Remove the secrets of a job that has ended from its folder, unless they are gone.
 
-    Nothing reads them any more: uploads that continue after the end have them in their processes. If this
-    call is killed or fails, the next one completes it.
+    Uploads that continue after the end have them in their processes. The next call completes a killed one.
     """
     if not has_secrets(folder):
         return

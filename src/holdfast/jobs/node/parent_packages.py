@@ -20,10 +20,7 @@ def add_parent(folder: str | None) -> None:
     """Append the packages of the parent environment to the path for imports.
 
     A `.pth` file, the last one by its name, calls this when Python starts. pip calls it again before it
-    builds a package, to find the entries that it removes.
-
-    Args:
-        folder: its site-packages. None: Python itself adds them afterwards.
+    builds a package, to find the entries that it removes. Without a folder, Python itself adds them later.
     """
     finders = sys.meta_path
     names = [getattr(finder, "__name__", "") for finder in finders]
@@ -39,12 +36,7 @@ class EditableFirst:
     """Finder of the job's editable packages, before the parent's packages of the same names.
 
     setuptools adds its finders of editable packages behind that of the path for imports, which here includes
-    the parent's packages.
-
-    Args:
-        editable: finders of editable packages.
-        by_path: finder by the path for imports.
-        last: last entry of that path which is the job's own.
+    the parent's packages, after the `last` entry of the job's own.
     """
 
     def __init__(self, editable: list[MetaPathFinder], by_path: MetaPathFinder, last: str) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
@@ -17,8 +17,8 @@ from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.mount_records import Link, link_user
 from holdfast.jobs.node.virtual_environment import install_here, is_wanted
 from holdfast.jobs.node.workdir import create_workdir
-from holdfast.jobs.node_spec import NodeSpec
-from holdfast.jobs.records import Records
+from holdfast.jobs.node_spec import Environment, NodeSpec
+from holdfast.jobs.records import Records, Submission
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR, is_plain, replace_sky_workdir
 from holdfast.system.linux.files import write_atomic
@@ -47,35 +47,55 @@ def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, pre
 
 def make_node_spec(
     folder: JobFolder,
-    node: Node,
-    base: Mapping[str, str],
-    variables: Mapping[str, str],
+    job: Submission,
+    attempt: int,
+    rank: int,
+    addresses: Sequence[str],
+    environment: Environment,
     *,
-    begins: str,
     wakeup: Path,
-    set_up: Path | None,
-    has_venv: bool = True,
+    set_up: Path,
+    num_gpus: int,
+    where: str = "",
     machine: str = "",
+    cloud: str = "local",
     gpus: tuple[tuple[str, ...], ...] = (),
+    port: int | None = None,
 ) -> NodeSpec:
     """Return the specification of a node's work in one attempt.
 
     Args:
-        base: variables of the shell that launched the job.
-        begins: beginning of the attempt, for the first line in the log.
-        set_up: file that exists once `setup` has succeeded. None: there is no `setup`.
+        set_up: file that exists once `setup` has succeeded, if the job has one.
+        where: end of the first line in the log.
+        machine: name of this machine, if another attempt may run on a different one.
     """
-    rank = node.rank
-    own = _node_variables(variables, folder, rank)
-    venv = _choose_venv({**base, **own}, folder, rank, machine) if has_venv else None
+    node = Node(
+        task_id=job.task_id,
+        job=job.number,
+        name=job.name,
+        attempt=attempt,
+        rank=rank,
+        addresses=tuple(addresses),
+        num_gpus=num_gpus,
+        user=job.spec.user,
+        notice=str(folder.node(attempt, rank).notice),
+        progress=str(folder.progress),
+        grace_s=job.policy.grace_s,
+        cloud=cloud,
+        pipeline=environment.pipeline,
+        port=port,
+    )
+    own = _node_variables(environment.task, folder, rank)
+    base = environment.base
+    venv = None if job.spec.image else _choose_venv({**base, **own}, folder, rank, machine)
     base = base if venv is None else install_here(base)
     given = gpus[rank] if gpus else ()
-    needs_setup = set_up is not None and not set_up.exists()
+    needs_setup = job.spec.has_setup and not set_up.exists()
     return NodeSpec(
-        headline=f"holdfast: {time.strftime('%F %T')} {begins}",
+        headline=f"holdfast: {time.strftime('%F %T')} attempt {attempt} of job {job.number} starts{where}",
         setup=str(folder.script("setup", rank)) if needs_setup else None,
         run=str(folder.script("run", rank)),
-        set_up=str(set_up or folder.set_up(rank)),
+        set_up=str(set_up),
         workdir=str(folder.workdir(rank)),
         log=str(folder.log(rank)),
         wakeup=str(wakeup),
@@ -84,7 +104,7 @@ def make_node_spec(
         setup_environment=setup_environment(node, base, own, gpus=given),
         grace_s=node.grace_s,
         gpus=gpus,
-        port=node.port,
+        port=port,
         venv=None if venv is None else str(venv),
     )
 
@@ -115,7 +135,7 @@ def _texts(task: Task, folder: JobFolder, rank: int) -> Iterator[tuple[str, str]
 
 def _choose_venv(variables: Mapping[str, str], folder: JobFolder, rank: int, machine: str) -> Path | None:
     """Return the folder of a node's own virtual environment, or None without one."""
-    if not is_wanted(variables) or folder.image.exists():
+    if not is_wanted(variables):
         return None
     for name in ("setup", "run"):
         with contextlib.suppress(FileNotFoundError):

@@ -42,11 +42,8 @@ class Process:
 
     @property
     def is_servant(self) -> bool:
-        """True for a process of a role that does not belong to a node, such as a controller or a mounter.
-
-        A controller below a node belongs to another job, launched from within this one, or has replaced this
-        job's controller.
-        """
+        """True for a process of a role that does not belong to a node, such as a controller or a mounter."""
+        # A controller below a node belongs to a job launched from this one, or has replaced this job's own.
         words = self._words
         if ROLES.encode() in words:
             return AGENT.encode() not in words

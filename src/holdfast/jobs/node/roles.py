@@ -76,12 +76,7 @@ class ProcessRole:
 def spawn(
     role: str, folder: Path, log: Path, *, lock: int, environment: Mapping[str, str] | None = None
 ) -> int:
-    """Start a process of Holdfast without a terminal, and return its pid.
-
-    Args:
-        lock: descriptor of a lock, which it holds from the start.
-        environment: default: that of this process, without the variables of a node.
-    """
+    """Start a process of Holdfast without a terminal, with a lock from the start, and return its pid."""
     given = os.environ if environment is None else environment
     kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
     # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.

@@ -330,11 +330,7 @@ def is_wanted(variables: Mapping[str, str]) -> bool:
 
 
 def install_here(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a shell without those that choose another environment.
-
-    Args:
-        base: variables of the shell that launched the job. Those of its task are not changed.
-    """
+    """Return the variables of the launching shell without those that choose another environment."""
     return {**{name: value for name, value in base.items() if name not in _ELSEWHERE}, **_NOT_IN_USER_SITE}
 
 

@@ -19,15 +19,13 @@ from holdfast.jobs.environment import add_notice_file, create_task_id
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection
-from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import RecordedEngine, check_active
-from holdfast.jobs.records import JobRecord
+from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.commands import ManagedJob
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.timers import Timers
 from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.files import write_atomic
@@ -106,7 +104,7 @@ class SkyEngine(RecordedEngine):
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
-        if all(record.job_state.status.is_final for record in records):
+        if all(record.state.job_state.status.is_final for record in records):
             return [Job.of(record) for record in records]
         try:
             managed, trouble = commands.queue(), ""
@@ -115,33 +113,29 @@ class SkyEngine(RecordedEngine):
         return [Job.of(self._now(record, managed, trouble)) for record in records]
 
     def _now(self, record: JobRecord, managed: list[ManagedJob], trouble: str) -> JobRecord:
-        if record.job_state.status.is_final:
+        if record.state.job_state.status.is_final:
             return record
-        name = managed_name(record.name, str(record.id))
-        known_id = record.engine_job_id
+        name = managed_name(record.job.name, str(record.job.number))
+        known_id = record.state.engine_job_id
         found = (one for one in managed if (one.name == name if known_id is None else one.id == known_id))
         if (one := next(found, None)) is None:
             reason = f"SkyPilot does not have a job named {name!r}"
             reason = f"SkyPilot does not answer\n{trouble}" if trouble else reason
-            return dataclasses.replace(record, job_state=dataclasses.replace(record.job_state, reason=reason))
+            return record.with_state(job_state=dataclasses.replace(record.state.job_state, reason=reason))
         job_state = JobState(
             status=one.status,
             attempt=0 if one.started_unix_s is None else one.recoveries + 1,
             recoveries=one.recoveries,
             reason=one.reason,
         )
-        recorded = (record.job_state, record.started_unix_s, record.engine_job_id)
+        recorded = (record.state.job_state, record.state.started_unix_s, record.state.engine_job_id)
         if (job_state, one.started_unix_s, one.id) != recorded:
-            self._records().save(
-                dataclasses.replace(record, engine_job_id=one.id),
-                job_state,
-                Timers(),
-                now_unix_s=one.ended_unix_s or time.time(),
-                step_before=None,
-                started_unix_s=one.started_unix_s,
-            )
+            started_s = record.state.started_unix_s or one.started_unix_s
+            now_s = one.ended_unix_s or time.time()
+            changes = {"job_state": job_state, "engine_job_id": one.id, "started_unix_s": started_s}
+            record = self._records().save(record.with_state(unix_s=now_s, **changes))
         times = {"started_unix_s": one.started_unix_s, "ended_unix_s": one.ended_unix_s}
-        return dataclasses.replace(record, job_state=job_state, engine_job_id=one.id, **times)
+        return record.with_state(job_state=job_state, engine_job_id=one.id, **times)
 
     @override
     def cancel(self, number: int) -> Job:
@@ -159,9 +153,9 @@ class SkyEngine(RecordedEngine):
         )
 
     def _engine_job_id(self, number: int) -> str:
-        if self._record(number).engine_job_id is None:
+        if self._record(number).state.engine_job_id is None:
             self.job(number)  # records it
-        if (engine_job_id := self._record(number).engine_job_id) is None:
+        if (engine_job_id := self._record(number).state.engine_job_id) is None:
             what = f"SkyPilot has not assigned an id to job {number} yet"
             raise Conflict(f"{what}. Try again when it has started.")
         return engine_job_id

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.machines import NodeStanding, judge, read_events
-from holdfast.jobs.record_files import JobSpec
+from holdfast.jobs.records import JobSpec
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.system.entry import command

@@ -22,8 +22,7 @@ from holdfast.jobs.node.mounts.mount_records import create_links
 from holdfast.jobs.node.mounts.scratch import moved_links, remove_shared_links, shared_links
 from holdfast.jobs.notifications import wait_for_notifier
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
-from holdfast.jobs.record_files import JobRequest
-from holdfast.jobs.records import Records
+from holdfast.jobs.records import JobRequest, Records
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
@@ -78,15 +77,13 @@ class SlurmController(Controller):
 
     def __init__(self, files: JobFiles) -> None:
         self._files = files
-        self._job = files.read_job()
-        self._stored = files.read_state()
+        self._stored = stored = files.read_state()
         super().__init__(
             files.job,
-            self._job.policy,
-            self._stored.job_state,
-            task_id=self._job.task_id,
+            files.read_job(),
+            stored.job_state,
             log=files.output,
-            step_before=self._stored.step_before,
+            step_before=stored.step_before,
         )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
@@ -311,7 +308,7 @@ class SlurmController(Controller):
     def _leaves_machines(self) -> bool:
         """Return True if the job ends with this attempt, or continues on other machines."""
         event = AttemptExited(self.state.attempt, self._has_advanced())
-        after, _ = advance(self.state, event, self._policy)
+        after, _ = advance(self.state, event, self._job.policy)
         own = own_ends(dict(enumerate(self._outcomes()))).values()
         return (
             after.status.is_final

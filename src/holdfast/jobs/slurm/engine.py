@@ -20,9 +20,8 @@ from holdfast.jobs.node.mounts.mount_records import create_links, is_private_tar
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.record_files import JobSpec, Submission
 from holdfast.jobs.recorded import NodeEngine, check_active, no_process
-from holdfast.jobs.records import JobRecord
+from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
@@ -40,7 +39,6 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.timers import Timers
 from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, value_at
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
@@ -180,13 +178,14 @@ class SlurmEngine(NodeEngine):
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
         # Slurm is queried once, for all jobs that have not ended.
-        open_ids = [one.id for one in records if not one.job_state.status.is_final]
+        open_ids = [one.job.number for one in records if not one.state.job_state.status.is_final]
         found = each(lambda number: self._files(number).read_state(), open_ids)
         stories = dict(zip(open_ids, found, strict=True))
         ids = {
-            one.id: story.slurm_id or one.engine_job_id or ""
+            one.job.number: story.slurm_id or one.state.engine_job_id or ""
             for one in records
-            if isinstance(story := stories.get(one.id), SlurmJobState) and not story.job_state.status.is_final
+            if isinstance(story := stories.get(one.job.number), SlurmJobState)
+            and not story.job_state.status.is_final
         }
         try:
             queued, trouble = commands.query_queue([one for one in ids.values() if one]), ""
@@ -194,15 +193,16 @@ class SlurmEngine(NodeEngine):
             queued, trouble = {}, str(error)
         jobs: list[Job] = []
         for one in records:
-            record, story = one, stories.get(one.id)
+            record, story = one, stories.get(one.job.number)
             if isinstance(story, HoldfastError):
-                jobs.append(Job.of(one, job_state=dataclasses.replace(one.job_state, reason=str(story))))
+                why = dataclasses.replace(one.state.job_state, reason=str(story))
+                jobs.append(Job.of(one.with_state(job_state=why)))
                 continue
             if story is not None:  # else the job had ended when it was last queried
-                record = self._updated(record, story, queued.get(ids.get(record.id, "")), trouble)
-            if record.job_state.status.is_final:
-                self._announce(record, record.job_state)
-                remove_secrets(self._files(record.id).job)
+                record = self._updated(record, story, queued.get(ids.get(record.job.number, "")), trouble)
+            if record.state.job_state.status.is_final:
+                self._announce(record, record.state.job_state)
+                remove_secrets(self._files(record.job.number).job)
             jobs.append(Job.of(record, step=self._newest_step(record)))
         return jobs
 
@@ -212,14 +212,12 @@ class SlurmEngine(NodeEngine):
         """Return the record of a job with its present state, which is recorded if it is final."""
         job_state, started_s = self._state_of(record, story, queued, trouble), story.started_unix_s
         if not job_state.status.is_final:
-            return dataclasses.replace(
-                record, job_state=job_state, started_unix_s=started_s, ended_unix_s=None
-            )
+            return record.with_state(job_state=job_state, started_unix_s=started_s, ended_unix_s=None)
         ended_s = story.ended_unix_s or time.time()
-        record = self._records().save(
-            record, job_state, Timers(), now_unix_s=ended_s, step_before=None, started_unix_s=started_s
-        )
-        return dataclasses.replace(record, started_unix_s=started_s, ended_unix_s=ended_s)
+        first_s = record.state.started_unix_s or started_s
+        changed = record.with_state(unix_s=ended_s, job_state=job_state, started_unix_s=first_s)
+        saved = self._records().save(changed)
+        return saved.with_state(started_unix_s=started_s, ended_unix_s=ended_s)
 
     def _state_of(
         self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
@@ -229,8 +227,8 @@ class SlurmEngine(NodeEngine):
             return job_state
         if trouble:
             return dataclasses.replace(job_state, reason=f"Slurm does not answer\n{trouble}")
-        files = self._files(record.id)
-        slurm_id = story.slurm_id or record.engine_job_id
+        files = self._files(record.job.number)
+        slurm_id = story.slurm_id or record.state.engine_job_id
         if not slurm_id:
             if files.is_cancelled:  # if Slurm has it after all, its controller ends it when it starts
                 return dataclasses.replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
@@ -246,7 +244,7 @@ class SlurmEngine(NodeEngine):
             queued,
             is_cancelled=files.is_cancelled,
             output=str(files.output),
-            missing=ClusterMounts(files.job, record.spec.num_nodes, story.uploads).missing(),
+            missing=ClusterMounts(files.job, record.job.spec.num_nodes, story.uploads).missing(),
         )
 
     @override
@@ -255,7 +253,7 @@ class SlurmEngine(NodeEngine):
         files = self._files(number)
         # Before Slurm is called: if the job starts in between, its controller finds this request.
         files.request("cancel", 0.0)
-        slurm_id = files.read_state().slurm_id or self._record(number).engine_job_id
+        slurm_id = files.read_state().slurm_id or self._record(number).state.engine_job_id
         if slurm_id:
             commands.cancel_waiting(slurm_id)
         return self.job(number)
@@ -288,11 +286,7 @@ def batch_script(
     folder: str,
     output: str,
 ) -> str:
-    """Return the script for sbatch.
-
-    Args:
-        controller: command line of the controller, with paths that exist on every node.
-    """
+    """Return the script for sbatch. The paths of the controller's command line exist on every node."""
     ours: Options = {
         "job-name": name,
         "comment": task_id,

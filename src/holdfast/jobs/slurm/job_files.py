@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.record_files import JobRequest, Submission, read_submission
+from holdfast.jobs.records import JobRequest, Submission, read_submission
 from holdfast.jobs.state_machine import JobState
 from holdfast.system.documents import decode_dataclass, decode_object
 

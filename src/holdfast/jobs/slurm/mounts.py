@@ -12,7 +12,7 @@ from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.lease import Mounts, UnsentFiles, mounter_of
+from holdfast.jobs.node.mounts.lease import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import caches, create_links, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
 from holdfast.jobs.node.mounts.scratch import (
@@ -28,6 +28,7 @@ from holdfast.jobs.node.mounts.scratch import (
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node.roles import STOPPED
+from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.slurm.job_files import NodeUploads
 from holdfast.jobs.slurm.messages import NodeReport
 from holdfast.jobs.state_machine import JobState
@@ -53,9 +54,8 @@ def open_mounts(
 ) -> NodeMounts | None:
     """Open the scratch folder of a node, and return its mounts.
 
-    Args:
-        num_nodes: nodes of a new attempt. None: only the uploads of an attempt are to be ended, whose runner
-            was killed. If that was on another machine, there is nothing to open.
+    Without `num_nodes`, only the uploads of an attempt are to be ended, whose runner was killed. If that was
+    on another machine, there is nothing to open.
     """
     scratch = scratch_folder(scratch_parent(environment), job, owner.task_id)
     record = scratch.attempt(attempt) / _RANK
@@ -76,27 +76,21 @@ def open_mounts(
         create_links(links, job, None)
     scratch.wakeup.unlink(missing_ok=True)
     scratch.wakeup.symlink_to(wakeup)
-    held = Mounts(scratch, attempt, log=log, environment=lambda: environment)
-    return NodeMounts(held, scratch.attempt(attempt), owner)
+    return NodeMounts(scratch, attempt, log=log, environment=lambda: environment)
 
 
-class NodeMounts:
+class NodeMounts(Mounts):
     """Mounts of a node in its scratch folder, which is open."""
-
-    def __init__(self, held: Mounts, attempt: Path, owner: ScratchOwner) -> None:
-        self.held, self.scratch = held, held.folder
-        self._attempt, self._owner = attempt, owner
-        self._mounter = mounter_of(attempt)
 
     @property
     def are_leftovers_sent(self) -> bool:
         """True if everything that earlier attempts have left here is uploaded."""
-        return (self._mounter.folder / SENT).exists()
+        return (self._role.folder / SENT).exists()
 
     def allow(self) -> None:
         """Let the mounter mount: no machine has leftovers any more."""
-        self._mounter.folder.mkdir(mode=0o700, exist_ok=True)
-        (self._mounter.folder / OPEN).touch()
+        self._role.folder.mkdir(mode=0o700, exist_ok=True)
+        (self._role.folder / OPEN).touch()
 
     def stop(self) -> None:
         """Let a node that waits for its mounts end."""
@@ -105,28 +99,28 @@ class NodeMounts:
     def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
         """Make progress with unmounting and uploading; return True if nothing more happens."""
         try:
-            if self.held.is_over(until_unix_s, has_keepers):
+            if self.is_over(until_unix_s, has_keepers):
                 return True
         except Conflict:  # nothing more can be uploaded: `end` returns what is missing
             return True
-        unsent = self.held.unsent()
+        unsent = self.unsent()
         return unsent is not None and unsent.is_hopeless
 
     def end(self) -> UnsentFiles:
         """End all processes of the mounts, and return which files are not in their buckets."""
-        self._mounter.kill()
-        for spec in caches(self.scratch):
+        self._role.kill()
+        for spec in self._caches:
             _end_uploader(Path(spec.path))
-        unsent = upload_status(self.scratch)
-        summary = f"on {self._owner.machine}, {unsent.summary}" if unsent.summary else ""
+        unsent = upload_status(self.folder)
+        summary = f"on {machine_name()}, {unsent.summary}" if unsent.summary else ""
         return dataclasses.replace(unsent, summary=summary)
 
     def remove(self) -> None:
         """Remove the scratch folder. Files that are not uploaded stay."""
         try:
-            remove_scratch(self.scratch)
+            remove_scratch(self.folder)
         except (HoldfastError, OSError) as error:  # it costs disk space only
-            _log.warning("%s on %s was not removed: %s", self.scratch.path, self._owner.machine, error)
+            _log.warning("%s on %s was not removed: %s", self.folder.path, machine_name(), error)
 
 
 def _end_uploader(path: Path) -> None:
@@ -198,11 +192,7 @@ class ClusterMounts:
         )
 
     def missing(self, *, with_settled: bool = True) -> str:
-        """Return which files are not in their buckets.
-
-        Args:
-            with_settled: also those that no upload sends.
-        """
+        """Return which files are not in their buckets, by default also those that no upload sends."""
         texts: list[str] = []
         for node, one in sorted(self.uploads.items()):
             text = one.missing
@@ -216,9 +206,7 @@ class ClusterMounts:
     def until_unix_s(self, state: JobState, notice_unix_s: float | None, *, leaves: bool) -> float | None:
         """Return the deadline of uploads after the end of all commands. None: as long as it takes.
 
-        Args:
-            notice_unix_s: deadline of the notice that the attempt has received, if any.
-            leaves: True if the job does not continue on these machines.
+        `notice_unix_s` is that of a notice. The job `leaves` these machines if it does not continue there.
         """
         deadlines = [one - _REPORT_S for one in (self.limit_unix_s, notice_unix_s) if one is not None]
         if deadlines:

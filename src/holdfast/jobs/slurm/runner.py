@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.jobs.environment import Node, container_base, tag
+from holdfast.jobs.environment import container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
@@ -32,7 +32,7 @@ from holdfast.jobs.node.mounts.mount_records import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED
-from holdfast.jobs.node_spec import NodeSpec, machine_name, read_environment, read_outcome
+from holdfast.jobs.node_spec import Environment, NodeSpec, machine_name, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import messages
 from holdfast.jobs.slurm.job_files import JobFiles
@@ -147,7 +147,7 @@ class _Runner:
                 self._plan,
                 on_look=self._look,
                 fds=lambda: self._fds,
-                mounts=None if self._mounts is None else self._mounts.held,
+                mounts=self._mounts,
                 why_not=why_not,
             )
         except Exception:  # noqa: BLE001 - the node is lost, and its files are uploaded all the same
@@ -184,21 +184,7 @@ class _Runner:
 
     def _make_plan(self, addresses: list[str]) -> NodeSpec:
         """Return the specification of the node's work."""
-        job, spec, folder, machine = self._job, self._job.spec, self._folder, machine_name()
-        node = Node(
-            task_id=job.task_id,
-            job=job.number,
-            name=job.name,
-            attempt=self._attempt,
-            rank=self._rank,
-            addresses=tuple(addresses),
-            num_gpus=self._num_gpus,
-            user=spec.user,
-            notice=str(self._node.notice),
-            progress=str(folder.progress),
-            grace_s=job.policy.grace_s,
-            cloud="slurm",
-        )
+        spec, folder, machine = self._job.spec, self._folder, machine_name()
         # A keeper that waits for the next attempt would wait in vain: Slurm kills it with this one.
         base = {"HOLDFAST_KEEP_IN_MEMORY": "0", **os.environ}
         # `setup` is per machine, and another attempt may use others.
@@ -206,17 +192,19 @@ class _Runner:
         if spec.image:
             base = step_variables(base)
             set_up = self._node.path / "set-up"  # a new container has nothing installed
-        where = f" on node {self._rank} ({machine})" if spec.num_nodes > 1 else f" on {machine}"
         return make_node_spec(
             folder,
-            node,
-            base,
-            self._variables,
-            begins=f"attempt {self._attempt} of job {job.number} starts{where}",
+            self._job,
+            self._attempt,
+            self._rank,
+            addresses,
+            Environment(base, self._variables),
             wakeup=self._wakeup_fifo,
-            set_up=set_up if spec.has_setup else None,
-            has_venv=not spec.image,
+            set_up=set_up,
+            num_gpus=self._num_gpus,
+            where=f" on node {self._rank} ({machine})" if spec.num_nodes > 1 else f" on {machine}",
             machine=machine,
+            cloud="slurm",
         )
 
     # -- mounts ----------------------------------------------------------------------------------------------
@@ -244,7 +232,7 @@ class _Runner:
                 raise
             return str(error)
         if self._mounts is not None:
-            self._tell(scratch=str(self._mounts.scratch.path))
+            self._tell(scratch=str(self._mounts.folder.path))
         return ""
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
@@ -252,7 +240,7 @@ class _Runner:
         while not mounts.are_over(
             0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
         ):
-            self._tell(missing=mounts.held.missing())
+            self._tell(missing=mounts.missing())
             self._turn()
         while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
             self._turn()
@@ -280,7 +268,7 @@ class _Runner:
                 self._job.spec.image,
                 self._job.task_id,
                 has_gpus=self._num_gpus > 0,
-                scratch=self._mounts.scratch if self._mounts is not None else None,
+                scratch=self._mounts.folder if self._mounts is not None else None,
                 owner=ContainerOwner(machine_name(), self._attempt, own.pid, own.start),
             )
             self._container.path.mkdir(mode=0o700, parents=True, exist_ok=True)

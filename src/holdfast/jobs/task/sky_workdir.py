@@ -13,12 +13,9 @@ _BLANK = re.compile(r"[\s\"'();|&<>]")
 
 
 def replace_sky_workdir(text: str, workdir: str) -> str:
-    """Return commands or a value with a plain path in the place of ~/sky_workdir and $HOME/sky_workdir.
+    """Return commands or a value with a plain path in the place of ~/sky_workdir and $HOME/sky_workdir."""
 
-    A path after `HOST:` stays, as it is one of another machine.
-    """
-
-    def replaced(found: re.Match[str]) -> str:
+    def replaced(found: re.Match[str]) -> str:  # except after `HOST:`, as that path is of another machine
         before = text[max(0, found.start() - _MAX_WORD) : found.start()]
         word = _BLANK.split(before)[-1]
         return found[0] if word.endswith(":") and "=" not in word else workdir

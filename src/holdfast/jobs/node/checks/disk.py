@@ -20,12 +20,7 @@ _DIRECT_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.EACCES, errno.ENOENT, e
 
 
 def check_disk(folder: Path, *, num_bytes: int = NUM_BYTES, stops: bool = True) -> Iterator[Check]:
-    """Yield the results for the disk of a folder, and for its clock.
-
-    Args:
-        num_bytes: bytes to write, a multiple of 4096, if there is space for many more.
-        stops: a disk that cannot be written to stops the attempt. Wrong bytes always do.
-    """
+    """Yield the results for the disk of a folder, and for its clock. Wrong bytes always stop the attempt."""
     try:
         data = os.urandom(_that_fit(folder, num_bytes))
         fd, is_named = _open_unnamed(folder)
@@ -54,10 +49,7 @@ def check_disk(folder: Path, *, num_bytes: int = NUM_BYTES, stops: bool = True) 
 
 
 def clock_offset_s(modified_s: float, before_s: float, after_s: float) -> float:
-    """Return the lead of a file system's clock, from a write between two times; pure.
-
-    Within the precision of timestamps it is 0.
-    """
+    """Return the lead of a file system's clock, from a write between two times, or 0; pure."""
     if modified_s > after_s:
         return modified_s - after_s
     return min(0.0, modified_s - before_s)

@@ -12,9 +12,8 @@ import shutil
 import signal
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,22 +68,10 @@ Products = Mapping[tuple[int, str], Callable[[], bytes]]
 """By size and type: computes a product, and returns it as 64-bit integers."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedPlaces:
-    """Places that a job uses on a node."""
-
-    folder: Path  # of the job, or its working directory
-    temporary: Path  # its TMPDIR
-    homes: tuple[str, ...] = ()  # folders to which its training saves, from what it has reported
-    num_nodes: int = 1  # of the job, which stage equal parts of a save
-
-
 class NodeGate:
-    """Checks of a node that are running.
+    """Checks of a node that are running, each in a process of its own, because a disk may hang.
 
-    Args:
-        plan: the checks, by name. Each runs in a process of its own, because a disk may hang.
-        gpus: command that checks the GPUs and prints results as lines, with its environment; or None.
+    That of the GPUs is a command, which prints its results as lines, with its environment.
     """
 
     def __init__(
@@ -120,31 +107,30 @@ class NodeGate:
         return NodeChecks(self._machine, self._unix_s, now_s - self._started_s, now_s - began_s, results)
 
 
-def make_plan(places: CheckedPlaces) -> dict[str, Callable[[], Iterator[Check]]]:
-    """Return the checks of a node, by name."""
+def make_plan(
+    folder: Path, temporary: Path, homes: Sequence[str] = (), num_nodes: int = 1
+) -> dict[str, Callable[[], Iterator[Check]]]:
+    """Return the checks of a node, by name: of its job's folder, its TMPDIR, and homes of its training."""
     plan: dict[str, Callable[[], Iterator[Check]]] = {}
-    plan[f"disk {places.folder}"] = lambda: check_disk(places.folder)
-    plan[f"disk {places.temporary}"] = lambda: check_disk(
-        places.temporary,
-        num_bytes=_num_bytes(places.temporary, places.folder),
-        stops=False,  # most programs find another folder for temporary files
-    )
-    for home in places.homes[:_MAX_HOMES]:
-        plan[f"disk {home}"] = lambda home=home: _check_home(home, places)
+    plan[f"disk {folder}"] = lambda: check_disk(folder)
+    num_bytes = _num_bytes(temporary, folder)  # most programs find another folder for temporary files
+    plan[f"disk {temporary}"] = lambda: check_disk(temporary, num_bytes=num_bytes, stops=False)
+    for home in homes[:_MAX_HOMES]:
+        plan[f"disk {home}"] = lambda home=home: _check_home(home, folder, num_nodes)
     plan["product memory"] = lambda: itertools.chain(check_products(), check_memory(0))
     return plan
 
 
-def _check_home(home: str, places: CheckedPlaces) -> Iterator[Check]:
+def _check_home(home: str, folder: Path, num_nodes: int) -> Iterator[Check]:
     from holdfast.checkpoint.home.inventory import measure_space
 
-    yield from check_disk(Path(home), num_bytes=_num_bytes(Path(home), places.folder))
+    yield from check_disk(Path(home), num_bytes=_num_bytes(Path(home), folder))
     found = measure_space(home)
     if found is not None:
         values = {"needed_bytes": found.needed_bytes, "free_bytes": found.free_bytes}
         yield Check("space", home, found.trouble, stops=bool(found.trouble), values=values)
         if found.needed_bytes:
-            needed = found.needed_bytes // max(1, places.num_nodes)
+            needed = found.needed_bytes // max(1, num_nodes)  # nodes stage equal parts of a save
             yield from (one for one in check_free_memory(available_bytes(), needed) if one.trouble)
 
 
@@ -240,11 +226,7 @@ def compare_copy(source: bytes, copy: bytearray, values: dict[str, float]) -> Ch
 
 
 def check_free_memory(available: int, needed: int) -> Iterator[Check]:
-    """Yield the result for free memory.
-
-    Args:
-        needed: bytes of a save that are staged on this node; 0 if that is not known.
-    """
+    """Yield the result for free memory. `needed` bytes are staged here for a save; 0 if unknown."""
     values = {"available_bytes": available, "total_bytes": total_bytes(), "needed_bytes": needed}
     trouble = ""
     if available < needed:
@@ -361,7 +343,7 @@ class Admission:
             return
         try:
             gpus = None if is_contained else _gpu_command(plan)
-            self._gate = NodeGate(machine_name(), make_plan(_places(plan, job, is_contained)), gpus)
+            self._gate = NodeGate(machine_name(), _plan_checks(plan, job, is_contained), gpus)
         except OSError as error:  # no process or descriptor is left: the commands will need some too
             self._write(f"the checks of this node cannot start: {error}")
 
@@ -381,20 +363,17 @@ class Admission:
         os.write(self._log, f"holdfast: {text}\n".encode())
 
 
-def _places(plan: NodeSpec, job: JobFolder, is_contained: bool) -> CheckedPlaces:
+def _plan_checks(
+    plan: NodeSpec, job: JobFolder, is_contained: bool
+) -> dict[str, Callable[[], Iterator[Check]]]:
     links = read_links(job)
     outside = [outside_path(home, links) for home in read_progress(job.progress)]
     # Mounts are not there yet, and a folder below a mount point would be another one.
     local = [Path(home) for home in outside if "://" not in home]
-    homes = tuple(str(one) for one in local if not one.is_relative_to(job.copies) and one.is_dir())
+    homes = [str(one) for one in local if not one.is_relative_to(job.copies) and one.is_dir()]
     temporary = Path("/tmp" if is_contained else plan.environment.get("TMPDIR") or "/tmp")
     num_nodes = plan.environment.get(_NUM_NODES, "1")
-    return CheckedPlaces(
-        folder=job.path,
-        temporary=temporary,
-        homes=homes,
-        num_nodes=int(num_nodes) if num_nodes.isdecimal() else 1,
-    )
+    return make_plan(job.path, temporary, homes, int(num_nodes) if num_nodes.isdecimal() else 1)
 
 
 def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:

@@ -120,10 +120,7 @@ class _Warden:
             return
 
     def _ensure_running(self) -> ContainerState:
-        """Return the state of the container, which is created and started if necessary.
-
-        Blocks: while the image is pulled.
-        """
+        """Return the state of the container, which is created and started if necessary."""
         container = self._find()
         if container is None:
             self._remove_earlier()
@@ -293,9 +290,7 @@ def explain(error: HoldfastError, spec: ImageSpec) -> str:
 
 
 def create_command(spec: ImageSpec, rank: int, image_id: str) -> list[str]:
-    """Return the command that creates a node's container.
-
-    It shares the machine's network, names and processes, so that addresses and pids mean the same inside.
+    """Return the command that creates a node's container. Addresses and pids mean the same inside.
 
     Source: podman-create(1), with the Container Device Interface; the reference of `docker run`.
     """
@@ -337,11 +332,7 @@ def _bind(path: str, *further: str) -> tuple[str, str]:
 
 
 def find_home(namespaces: JoinedNamespaces, user: str) -> str:
-    """Return the home of a user of an image. By default, it is /.
-
-    Args:
-        user: name or number, with or without a group after a colon. Empty is root.
-    """
+    """Return the home of a user of an image: a name or number, perhaps with a group; empty for root."""
     name = user.partition(":")[0] or "0"
 
     def look() -> str:
@@ -357,11 +348,7 @@ def find_home(namespaces: JoinedNamespaces, user: str) -> str:
 
 
 def make_links(namespaces: JoinedNamespaces, links: Mapping[str, str]) -> None:
-    """Create symbolic links in a container. They replace files and empty folders of the image.
-
-    Args:
-        links: absolute paths of the files, by that of the link.
-    """
+    """Create links to paths in a container. They replace files and empty folders of the image."""
 
     def make() -> str:
         for target, source in links.items():
@@ -385,10 +372,7 @@ def make_links(namespaces: JoinedNamespaces, links: Mapping[str, str]) -> None:
 
 
 def own_files(namespaces: JoinedNamespaces, folder: Path) -> None:
-    """Make root inside, which is the user outside, the owner of all files.
-
-    Only files of other users inside are changed, as `tar` creates them for root.
-    """
+    """Make root inside, which is the user outside, the owner of all files."""
 
     def change() -> str:
         for parent, folders, names in os.walk(folder):

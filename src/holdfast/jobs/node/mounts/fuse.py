@@ -34,10 +34,8 @@ def why_not_mountable(source: str) -> str:
 
 
 def mounted_below(folder: Path) -> list[Path]:
-    """Return the mount points at or below a folder, deepest first.
-
-    Reads the kernel's list, as a file system whose server is dead does not respond.
-    """
+    """Return the mount points at or below a folder, deepest first, from the kernel's list."""
+    # A file system whose server is dead does not respond.
     found = [mount.path for mount in mount_points() if mount.path.is_relative_to(folder)]
     return sorted(found, key=lambda path: len(path.parts), reverse=True)
 
@@ -48,10 +46,7 @@ def is_mounted(path: Path) -> bool:
 
 
 def unmount_below(folder: Path) -> None:
-    """Unmount all file systems at or below a folder.
-
-    Open files keep working until they are closed.
-    """
+    """Unmount all file systems at or below a folder. Open files keep working until they are closed."""
     for path in mounted_below(folder):
         _unmount(path)
 

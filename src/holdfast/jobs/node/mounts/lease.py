@@ -122,11 +122,7 @@ class Mounts(Lease):
     # -- released --------------------------------------------------------------------------------------------
 
     def is_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
-        """Make progress, and return True if nothing is mounted and all is uploaded.
-
-        Args:
-            until_unix_s: deadline for waiting for uploads. None: wait as long as it takes.
-        """
+        """Make progress, and return True if nothing is mounted and, until the deadline, all is uploaded."""
         if not self.specs:
             return True
         if not self._is_released():
@@ -148,10 +144,7 @@ class Mounts(Lease):
         return unsent.summary if (unsent := self.unsent()) else ""
 
     def last_missing(self) -> str:
-        """Return which files of an ended job are missing, and upload them in the background.
-
-        Blocks: for a scan of all files.
-        """
+        """Return which files of an ended job are missing, from a scan, and upload them in the background."""
         if not self._caches:
             return ""
         # Most jobs do not need it, and its import takes as long as all others.

@@ -49,12 +49,9 @@ _MAX_LISTED = 10_000  # objects whose sizes are added up at the launch. The moun
 
 
 def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
-    """Check that all mounts of a task can be created.
+    """Check that all mounts of a task can be created, by this machine's programs if the job runs here.
 
-    Args:
-        runs_here: True if the job runs on this machine, whose programs are checked.
-
-    Blocks: never on a network, so that a dry run of an untrusted file sends nothing.
+    Sends nothing, as the file of a dry run may not be trusted.
     """
     for mount in task.file_mounts:
         where = _where(task, mount)
@@ -136,10 +133,7 @@ def _check_inside(mount: FileMount, where: str, state: Path) -> None:
 
 
 def validate_sources(task: Task, state: Path) -> None:
-    """Check that sources of copies exist, and those of caches are not too large.
-
-    Blocks: while stores respond, or for some seconds if they do not.
-    """
+    """Ask the stores whether the sources of copies exist, and those of caches are not too large."""
     for mount in task.file_mounts:
         with _located(_where(task, mount)):
             if mount.mode is MountMode.MOUNT_CACHED:

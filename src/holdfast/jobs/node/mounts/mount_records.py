@@ -104,8 +104,7 @@ def outside_path(path: str, links: Sequence[Link]) -> str:
 def create_links(links: Iterable[Link], folder: JobFolder, records: Records | None) -> None:
     """Create links of a job that do not exist yet. Those that ended jobs have left are replaced.
 
-    Args:
-        records: all jobs, of which some may need a link at the same path. None: no other job can.
+    Without `records`, no other job can need a link at the same path.
     """
     state = folder.path.parents[1]
     for link in links:
@@ -149,13 +148,13 @@ def remove_links(folder: JobFolder) -> None:
 def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
     """Return the number of another running job with a link at a path, or None."""
     for record in records.all():
-        status = record.job_state.status
-        is_behind = record.spec.after is not None and status is JobStatus.PENDING  # in a pipeline
-        other = job_folder(folder.path.parents[1], record.id)
+        status = record.state.job_state.status
+        is_behind = record.job.spec.after is not None and status is JobStatus.PENDING  # in a pipeline
+        other = job_folder(folder.path.parents[1], record.job.number)
         if status.is_final or is_behind or other.path == folder.path:
             continue
         if any(link.target == target for link in visible_links(other)):
-            return record.id
+            return record.job.number
     return None
 
 
@@ -195,10 +194,7 @@ def is_private_target(target: Path) -> bool:
 
 @functools.cache
 def why_unavailable() -> str | None:
-    """Return why this user cannot have private links here, or None if they can.
-
-    Blocks: while a process tries it, at most a minute.
-    """
+    """Return why this user cannot have private links here, or None if they can, as a process tries it."""
     try:
         trial = run_program(command("holdfast.system.linux.mount_namespace"), timeout_s=_TRIAL_S)
     except subprocess.TimeoutExpired as error:

@@ -45,7 +45,7 @@ def serve(folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     job = JobFolder(folder.parents[2])
     scratch = read_scratch_owner(job)
-    owner = scratch.task_id if scratch else _record(job).task_id
+    owner = scratch.task_id if scratch else _record(job).job.task_id
     if (folder / UPLOADS).exists():
         _upload(job, folder.parent, owner, is_scratch=scratch is not None)
     else:
@@ -86,7 +86,7 @@ def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> N
 
     is_needed = _runner_need() if is_scratch else _job_need(job, number)
     upload_all(job, owner, number, on_status=notify, is_wanted=is_needed)
-    if not is_scratch and _record(job).job_state.status.is_final:
+    if not is_scratch and _record(job).state.job_state.status.is_final:
         remove_copies(job)
 
 
@@ -113,7 +113,7 @@ def _job_need(job: JobFolder, attempt: int) -> Callable[[float], bool]:
         if locks.is_held(job.lock):
             give_up_s = time.monotonic() + _ALONE_LIMIT_S
             return True
-        if _record(job).job_state.status.is_final:
+        if _record(job).state.job_state.status.is_final:
             return time.monotonic() < give_up_s
         start_controller(job)  # it has died
         return True

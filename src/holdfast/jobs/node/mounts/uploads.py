@@ -119,10 +119,7 @@ def _wait_until_sent(spec: MountSpec, path: Path, is_wanted: Callable[[], bool])
 
 
 def upload_status(folder: JobFolder) -> UnsentFiles:
-    """Return the status of a job's write-back directories, from a scan.
-
-    Blocks: for a scan of all files.
-    """
+    """Return the status of a job's write-back directories, from a scan of all files."""
     return _sum([_Cache(spec, "", 0) for spec in caches(folder)])
 
 
@@ -134,15 +131,9 @@ def upload_all(
     on_status: Callable[[UnsentFiles], None],
     is_wanted: Callable[[float], bool],
 ) -> None:
-    """Upload all write-back directories of a job, as far as possible.
+    """Upload all write-back directories of a job, until that is complete, hopeless or not wanted.
 
-    Their uploaders exit when everything is uploaded.
-
-    Args:
-        attempt: attempt for which a directory is mounted if its uploader is dead.
-        is_wanted: waits for at most the given seconds, and returns False to stop.
-
-    Blocks: until everything is uploaded, uploads cannot succeed, or the attempt is obsolete.
+    A directory whose uploader is dead is mounted for the attempt. `is_wanted` first waits some seconds.
     """
     unsent = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
     pause_s = 0.0
@@ -233,9 +224,7 @@ def _sum(found: list[_Cache]) -> UnsentFiles:
 def remove_copies(folder: JobFolder) -> None:
     """Remove an ended job's write-back directories that are uploaded completely.
 
-    Other directories stay until the job is removed. An error is only logged: it costs disk space.
-
-    Blocks: at most some seconds for uploaders to exit, and for a scan of all files.
+    Others stay until the job is removed. An error is only logged: it costs disk space.
     """
     for spec in caches(folder):
         path = Path(spec.path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from holdfast.cli.commands import COMMANDS, CommandParser, Commands, add_command, short_summary
+from holdfast.cli.commands import COMMANDS, add_command, argument, command, short_summary
 
 Kind: TypeAlias = Literal["words", "paths", "files"]
 
@@ -244,22 +244,18 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 """Script of each shell."""
 
 
-_EXAMPLES = """
-source <(holdfast completion bash)
-holdfast completion zsh > ~/.zfunc/_holdfast
-holdfast completion fish > ~/.config/fish/completions/holdfast.fish
-"""
-
-
-def add_completion(commands: Commands) -> None:
-    """Add the command."""
-    details = "The script completes commands, options, homes and steps of this machine, and files."
-    parser = CommandParser(commands, "completion", run, _EXAMPLES, details)
-    parser.add("shell", "the shell", choices=tuple(SCRIPTS))
-    # The script passes the line up to the cursor.
-    parser.add("--line TEXT", argparse.SUPPRESS)
-
-
+@command(
+    "completion",
+    """
+    source <(holdfast completion bash)
+    holdfast completion zsh > ~/.zfunc/_holdfast
+    holdfast completion fish > ~/.config/fish/completions/holdfast.fish
+    """,
+    argument("shell", "the shell", choices=tuple(SCRIPTS)),
+    argument("--line TEXT", argparse.SUPPRESS),  # the script passes the line up to the cursor
+    details="The script completes commands, options, homes and steps of this machine, and files.",
+    json=False,
+)
 def run(args: argparse.Namespace) -> int:
     """Print the script, or the candidates that complete a line."""
     if args.line is None:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS, read_lines
-from holdfast.cli.commands import CommandParser, Commands, count, step_number
+from holdfast.cli.commands import HOME, argument, command, count, either, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
@@ -32,36 +32,34 @@ SAVE_COLUMNS = (
 )
 METRIC_COLUMNS = ("step", "attempt", "name", "value", "counts")
 
-_EXAMPLES = """
-holdfast history runs/gpt
-holdfast history runs/gpt --event committed --event restored --tail 20
-holdfast history runs/gpt --checkpoints --tier home
-holdfast history runs/gpt --checkpoints --csv > checkpoints.csv
-holdfast history runs/gpt --metrics --csv > loss.csv
-"""
 
 Event = dict[str, Any]
 
 
-def add_history(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "history", run, _EXAMPLES)
-    parser.add_home()
-    kinds = parser.add_exclusive_group()
-    kinds.add(
-        "--checkpoints",
-        "show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
-    )
-    kinds.add("--metrics", "show metrics instead of events, such as the loss: one row per step and name")
-    parser.add("--lost", "with --metrics: include steps that were lost in interruptions")
-    parser.add("--event E", "only events of this kind, such as committed; can be repeated", action="append")
-    parser.add("--step N", "only this step", step_number)
-    parser.add("--tier", "only this tier", choices=TIERS)
-    parser.add("--tail K", "only the last K rows", count)
-    parser.add("--csv", "print CSV instead of a table")
-    parser.add_json()
-
-
+@command(
+    "history",
+    """
+    holdfast history runs/gpt
+    holdfast history runs/gpt --event committed --event restored --tail 20
+    holdfast history runs/gpt --checkpoints --tier home
+    holdfast history runs/gpt --checkpoints --csv > checkpoints.csv
+    holdfast history runs/gpt --metrics --csv > loss.csv
+    """,
+    *HOME,
+    either(
+        argument(
+            "--checkpoints",
+            "show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
+        ),
+        argument("--metrics", "show metrics instead of events, such as the loss: one row per step and name"),
+    ),
+    argument("--lost", "with --metrics: include steps that were lost in interruptions"),
+    argument("--event E", "only events of this kind, such as committed; can be repeated", action="append"),
+    argument("--step N", "only this step", step_number),
+    argument("--tier", "only this tier", choices=TIERS),
+    argument("--tail K", "only the last K rows", count),
+    argument("--csv", "print CSV instead of a table"),
+)
 def run(args: argparse.Namespace) -> int:
     """Show events by time, checkpoints by save, or metrics by step."""
     store, _ = open_home(args.home)

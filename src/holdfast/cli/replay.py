@@ -81,9 +81,7 @@ _MAX_SHOWN = 10
 def find_span(store: Store, step: int | None, to_step: int | None) -> tuple[Manifest, Manifest]:
     """Return two checkpoints of the current line, the second trained from the first.
 
-    Args:
-        step: step of the first one; by default that before the other.
-        to_step: step of the other one; by default that after the first, or the newest.
+    By default the first is the one before the other, and the other the one after the first, or the newest.
     """
 
     def find_listed() -> tuple[Manifest, Manifest]:

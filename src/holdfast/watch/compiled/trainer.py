@@ -206,11 +206,7 @@ class CompileCache(Watch):
 
 
 class _Sender:
-    """Thread that uploads in the background, from the first order on.
-
-    Args:
-        upload: uploads what is new, and is told whether that is the last time.
-    """
+    """Thread that uploads in the background, from the first order on. `upload` is told if it is the last."""
 
     def __init__(self, upload: Callable[[bool], None]) -> None:
         self.is_ended = threading.Event()

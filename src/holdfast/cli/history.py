@@ -6,7 +6,7 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -66,21 +66,30 @@ def run(args: argparse.Namespace) -> int:
     events, num_torn = read_lines(store)
     if num_torn:
         print(f"holdfast: ignored {plural(num_torn, 'line')} cut off by a crash", file=sys.stderr)
-    rows = _rows(events, args)
+    if args.metrics:
+        what, names, columns, rows = "metrics", METRIC_COLUMNS, _METRIC_TABLE, _metrics(events, args.lost)
+    elif args.checkpoints:
+        what, names, columns, rows = "checkpoints", SAVE_COLUMNS, _SAVE_TABLE, _checkpoints(events)
+    else:
+        what, names, columns, rows = "events", COLUMNS, _EVENT_TABLE, _events(events, args.event or ())
     rows = [row for row in rows if args.step in (None, row.get("step"))]
     rows = [row for row in rows if args.tier in (None, row.get("tier"))]
-    _show(rows[-args.tail :] if args.tail else rows, args)
+    rows = rows[-args.tail :] if args.tail else rows
+    if args.json:
+        print_json(rows)
+    elif args.csv:
+        print_csv(names, ([row.get(name) for name in names] for row in rows))
+    elif rows:
+        print_table(columns, rows)
+    else:
+        print(f"no {what}")
     return 0
 
 
-def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
-    if args.metrics:
-        return _metrics(lines, with_lost=args.lost)
-    if args.checkpoints:
-        return _checkpoints(lines)
-    _check_events(args.event or (), {line["event"] for line in lines})
-    rows = [_with_speed(line) for line in lines if args.event or line["event"] not in _HIDDEN]
-    return [row for row in rows if not args.event or row["event"] in args.event]
+def _events(lines: list[Event], asked: Collection[str]) -> list[Event]:
+    _check_events(asked, {line["event"] for line in lines})
+    shown = asked or {line["event"] for line in lines}.difference(_HIDDEN)
+    return [_with_speed(line) for line in lines if line["event"] in shown]
 
 
 def _check_events(asked: Iterable[str], found: set[str]) -> None:
@@ -91,23 +100,6 @@ def _check_events(asked: Iterable[str], found: set[str]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise InvalidInput(f"The event {name!r} does not exist.{hint} Events are: {', '.join(known)}.")
-
-
-def _show(rows: list[Event], args: argparse.Namespace) -> None:
-    if args.metrics:
-        what, names, columns = "metrics", METRIC_COLUMNS, _METRIC_TABLE
-    elif args.checkpoints:
-        what, names, columns = "checkpoints", SAVE_COLUMNS, _SAVE_TABLE
-    else:
-        what, names, columns = "events", COLUMNS, _EVENT_TABLE
-    if args.json:
-        print_json(rows)
-    elif args.csv:
-        print_csv(names, ([row.get(name) for name in names] for row in rows))
-    elif rows:
-        print_table(columns, rows)
-    else:
-        print(f"no {what}")
 
 
 def _size(row: Event) -> str | None:
@@ -207,7 +199,7 @@ _SAVE_TABLE = (
 # -- metrics ---------------------------------------------------------------------------------------------
 
 
-def _metrics(lines: list[Event], *, with_lost: bool) -> list[Event]:
+def _metrics(lines: list[Event], with_lost: bool) -> list[Event]:
     events = parse_events(lines)
     rows: list[Event] = []
     for curve in collect_curves(events, [save.checkpoint_id for save in collect_saves(events)]):

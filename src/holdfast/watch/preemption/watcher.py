@@ -33,12 +33,12 @@ class NoticeWatcher:
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def watch_signals(self, *, with_interrupt: bool = True) -> bool:  # else Ctrl-C ends the training
+    def watch_signals(self, *, with_interrupt: bool = True) -> bool:
         """Start watching signals. Return False outside the main thread, where that is impossible."""
         protect_workers()
         interrupt = signal.getsignal(signal.SIGINT)
         is_watching = self._signals.watch()
-        if is_watching and not with_interrupt:
+        if is_watching and not with_interrupt:  # Ctrl-C does what the trainer's users are used to
             signal.signal(signal.SIGINT, interrupt)
         return is_watching
 

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import demo
+from holdfast.cli.commands import add_command
 from holdfast.cli.demo.claims import check_claims, compute_figures
 from holdfast.cli.demo.scenario import Damage, DemoOutcome, RawWrite, Start, flip_byte, write_raw
 from holdfast.errors import InvalidInput
@@ -22,7 +23,7 @@ from servers import ministack
 def arguments(*words: str) -> argparse.Namespace:
     """Parse the options of a demo."""
     parser = argparse.ArgumentParser()
-    demo.add_demo(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "demo")
     return parser.parse_args(["demo", *words])
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.layout import Shard, lay_out
-from holdfast.watch.values.contents import ContentCheck
-from holdfast.watch.values.judgement import TensorHealth
+from holdfast.watch.values.contents import ContentCheck, TensorHealth
 from making import raw_bytes
 
 NAMES = {

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.sections import UNKNOWN, Health, Mark, Section, health_of
-from holdfast.watch.values.judgement import Squares, TensorHealth, judge
+from holdfast.watch.values.contents import Squares, TensorHealth, judge
 
 FINE = TensorHealth(0, (), Squares(100.0, 1.0))
 BEFORE = [Squares(100.0, 1.0)] * 3

@@ -11,17 +11,20 @@ from hypothesis import strategies as st
 
 from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
 from holdfast.watch.pace.sampler import Activity
-from holdfast.watch.pace.slow_periods import block_of_end, block_of_slow, decode_period, list_slow_periods
 from holdfast.watch.pace.windows import (
     CAUSES,
     QUEUE_CAUSE,
     PaceWindow,
     RankWindow,
     WindowTable,
+    block_of_end,
+    block_of_slow,
+    decode_period,
     decode_windows,
     encode_windows,
     find_cause,
     list_paces,
+    list_slow_periods,
 )
 
 USUAL = RankWindow(0.4, 0.0, 0.0)

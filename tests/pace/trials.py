@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hang.trials import Trial
-from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
-from holdfast.watch.pace.windows import QUEUE_CAUSE
+from holdfast.watch.pace.windows import QUEUE_CAUSE, SlowAttempt, list_slow_periods
 from nursery import Nursery
 
 TRAINING = Path(__file__).with_name("training.py")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.format.run import Done
-from holdfast.watch.pace.slow_periods import SlowAttempt, SlowPeriod
+from holdfast.watch.pace.windows import SlowAttempt, SlowPeriod
 from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.open_metrics import format_metrics, goodput
 from holdfast.watch.report.summary import HomeContents

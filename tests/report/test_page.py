@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.format.run import Done
-from holdfast.watch.pace.slow_periods import SlowAttempt, SlowPeriod
-from holdfast.watch.pace.windows import PaceReading
+from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod
 from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed

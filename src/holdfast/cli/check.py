@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli import experiment
-from holdfast.cli.commands import CommandParser, Commands, count
+from holdfast.cli.commands import argument, command, count, script_arguments
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration, plural
@@ -58,25 +58,19 @@ def find_causes(
         )
 
 
-_EXAMPLES = """
-holdfast check train.py --lr 0.1
-holdfast check --steps 20 train.py
-holdfast check -- torchrun --nproc-per-node 2 train.py
-"""
-
-
-def add_check(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(
-        commands, "check", run, _EXAMPLES, "The exit status is 1 if resuming is not exact."
-    )
-    parser.add("--steps N", "save after N steps, compare after 2 N", count, default=5)
-    parser.add("--timeout TIME", "time limit of each of the 4 runs", default="10m")
-    parser.add("--keep DIR", "copy the homes, traces and logs of the runs to this folder")
-    parser.add_json()
-    parser.add_script("training script, or any command")
-
-
+@command(
+    "check",
+    """
+    holdfast check train.py --lr 0.1
+    holdfast check --steps 20 train.py
+    holdfast check -- torchrun --nproc-per-node 2 train.py
+    """,
+    argument("--steps N", "save after N steps, compare after 2 N", count, default=5),
+    argument("--timeout TIME", "time limit of each of the 4 runs", default="10m"),
+    argument("--keep DIR", "copy the homes, traces and logs of the runs to this folder"),
+    *script_arguments("training script, or any command"),
+    details="The exit status is 1 if resuming is not exact.",
+)
 def run(args: argparse.Namespace) -> int:
     """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
     words = experiment.script_words(args.script, args.args)

@@ -6,9 +6,10 @@ import argparse
 import importlib
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration
@@ -59,113 +60,89 @@ def load_command(name: str) -> ModuleType:
     return importlib.import_module(f"holdfast.cli.{_MODULES.get(name, name)}")
 
 
-def add_command(commands: Commands, name: str) -> None:
-    """Add a command with its arguments, by the function `add_NAME` of its module."""
-    getattr(load_command(name), f"add_{name}")(commands)
-
-
 def short_summary(name: str) -> str:
     """Return the summary of a command as a list shows it: in lower case, without a full stop."""
     summary = COMMANDS[name]
     return summary[0].lower() + summary[1:].rstrip(".")
 
 
-class Arguments:
-    """Arguments of a command, or a group of them: those of a parser or group of argparse."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def add(self, usage: str, text: str, kind: Callable[[str], Any] | None = None, **settings: Any) -> None:
-        """Add an argument or an option.
-
-        Args:
-            usage: names and value as the help shows them: `-o, --output FILE`, `--all` for a flag, or
-                `home HOME` for an argument whose name in the code is `home`.
-            text: help. The default value is appended, unless the text has it.
-            kind: function that parses the value.
-            settings: further settings of `add_argument`.
-        """
-        names = re.split(", | ", usage)
-        if not names[-1].startswith("-") and len(names) > 1:
-            settings["metavar"] = names.pop()
-        elif usage.startswith("-") and "choices" not in settings:
-            settings["action"] = "store_true"
-        if kind is not None:
-            settings["type"] = kind
-        if settings.get("default") not in (None, []) and "(default" not in text:
-            text += f" (default: {settings['default']})"
-        self._target.add_argument(*names, help=text, **settings)
+Argument: TypeAlias = Callable[[Any], object]
+"""Declared argument: adds itself to a parser or group of argparse."""
 
 
-class CommandParser(Arguments):
-    """Parser of a command, with the arguments that several commands have.
+def argument(usage: str, text: str, kind: Callable[[str], Any] | None = None, **settings: Any) -> Argument:
+    """Declare an argument or an option.
 
     Args:
-        commands: parsers of all commands, to which this one is added.
-        run: function that runs the command.
+        usage: names and value as the help shows them: `-o, --output FILE`, `--all` for a flag, or
+            `home HOME` for an argument whose name in the code is `home`.
+        text: help. The default value is appended, unless the text has it.
+        kind: function that parses the value.
+        settings: further settings of `add_argument`.
+    """
+    names = re.split(", | ", usage)
+    if not names[-1].startswith("-") and len(names) > 1:
+        settings["metavar"] = names.pop()
+    elif usage.startswith("-") and "choices" not in settings:
+        settings["action"] = "store_true"
+    if kind is not None:
+        settings["type"] = kind
+    if settings.get("default") not in (None, []) and "(default" not in text:
+        text += f" (default: {settings['default']})"
+    return lambda parser: parser.add_argument(*names, help=text, **settings)
+
+
+def either(*options: Argument) -> Argument:
+    """Declare options that exclude each other."""
+
+    def add(parser: Any) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for option in options:
+            option(group)
+
+    return add
+
+
+_DECLARED: dict[str, Callable[[Commands], None]] = {}
+"""Functions that add the commands of imported modules to a parser."""
+Run: TypeAlias = Callable[[argparse.Namespace], int]
+
+
+def command(
+    name: str, examples: str, *arguments: Argument, details: str = "", json: bool = True
+) -> Callable[[Run], Run]:
+    """Declare the function that runs a command, which returns the exit status.
+
+    Args:
         examples: command lines for the end of its help.
+        arguments: its arguments and options, in the order of its help.
         details: sentences for its help, after its summary.
+        json: whether it has the option `--json`.
     """
 
-    def __init__(
-        self,
-        commands: Commands,
-        name: str,
-        run: Callable[[argparse.Namespace], int],
-        examples: str,
-        details: str = "",
-    ) -> None:
-        parser = commands.add_parser(
-            name,
-            help=short_summary(name),
-            description=f"{COMMANDS[name]} {details}".rstrip(),
-            epilog="examples:\n" + "\n".join(f"  {line}" for line in examples.strip().splitlines()),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.set_defaults(run=run)
-        super().__init__(parser)
+    def declare(run: Run) -> Run:
+        def add(commands: Commands) -> None:
+            parser = commands.add_parser(
+                name,
+                help=short_summary(name),
+                description=f"{COMMANDS[name]} {details}".rstrip(),
+                epilog=f"examples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}",
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            parser.set_defaults(run=run)
+            for add_argument in (*arguments, *([_JSON] if json else ())):
+                add_argument(parser)
 
-    def add_exclusive_group(self) -> Arguments:
-        """Add a group of options that exclude each other."""
-        return Arguments(self._target.add_mutually_exclusive_group())
+        _DECLARED[name] = add
+        return run
 
-    def add_home(self) -> None:
-        """Add HOME and `--patience`."""
-        self.add("home HOME", "folder or URL that holds the checkpoints of the run")
-        self.add_patience()
+    return declare
 
-    def add_patience(self) -> None:
-        """Add `--patience`, the time limit for a store that does not answer."""
-        text = "how long to retry when a bucket does not answer, such as 5m"
-        self.add("--patience TIME", text, _patience, default="20s")
 
-    def add_step(self, *, default: str) -> None:
-        """Add `--step` and `--attempt`, which choose a checkpoint."""
-        self.add("--step N", f"step (default: {default})", step_number)
-        self.add_attempt(default="the newest")
-
-    def add_attempt(self, *, default: str) -> None:
-        """Add `--attempt`, for a step that several attempts have saved."""
-        self.add("--attempt A", f"only of this attempt (default: {default})", step_number)
-
-    def add_filter(self) -> None:
-        """Add `--filter`, a pattern of names."""
-        self.add("--filter GLOB", "only names that match, such as 'model.*.weight'")
-
-    def add_prefixes(self) -> None:
-        """Add `--only`, the prefixes of the names to take."""
-        text = "only this name and the names below it, such as model; can be repeated"
-        self.add("--only PREFIX", text, action="append")
-
-    def add_script(self, text: str) -> None:
-        """Add SCRIPT, and the arguments that it gets."""
-        self.add("script SCRIPT", text)
-        self.add("args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
-
-    def add_json(self) -> None:
-        """Add `--json`."""
-        self.add("--json", "print JSON instead of text")
+def add_command(commands: Commands, name: str) -> None:
+    """Add a command with its arguments."""
+    load_command(name)
+    _DECLARED[name](commands)
 
 
 def _patience(text: str) -> float:
@@ -174,19 +151,6 @@ def _patience(text: str) -> float:
         return parse_duration(text, "--patience")
     except InvalidInput as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
-    """Check that `--yes` was given or that the command can ask on the terminal."""
-    if not args.yes and (args.json or not sys.stdin.isatty()):
-        why = "--json does not ask" if args.json else "standard input is not a terminal"
-        raise InvalidInput(f"Add --yes: {why}. {what_was_done}")
-
-
-def agrees(question: str) -> bool:
-    """Ask on the terminal, and return True if the answer is yes."""
-    print(f"{question} [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def step_number(text: str) -> int:
@@ -202,3 +166,44 @@ def count(text: str) -> int:
     if not number:
         raise argparse.ArgumentTypeError("expected at least 1")
     return number
+
+
+PATIENCE = argument(
+    "--patience TIME", "how long to retry when a bucket does not answer, such as 5m", _patience, default="20s"
+)
+HOME = argument("home HOME", "folder or URL that holds the checkpoints of the run"), PATIENCE
+FILTER = argument("--filter GLOB", "only names that match, such as 'model.*.weight'")
+PREFIXES = argument(
+    "--only PREFIX", "only this name and the names below it, such as model; can be repeated", action="append"
+)
+_JSON = argument("--json", "print JSON instead of text")
+
+
+def attempt_option(*, default: str) -> Argument:
+    """Declare `--attempt`, for a step that several attempts have saved."""
+    return argument("--attempt A", f"only of this attempt (default: {default})", step_number)
+
+
+def step_options(*, default: str) -> tuple[Argument, Argument]:
+    """Declare `--step` and `--attempt`, which choose a checkpoint."""
+    step = argument("--step N", f"step (default: {default})", step_number)
+    return step, attempt_option(default="the newest")
+
+
+def script_arguments(text: str) -> tuple[Argument, Argument]:
+    """Declare SCRIPT, and the arguments that it gets."""
+    arguments = argument("args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
+    return argument("script SCRIPT", text), arguments
+
+
+def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
+    """Check that `--yes` was given or that the command can ask on the terminal."""
+    if not args.yes and (args.json or not sys.stdin.isatty()):
+        why = "--json does not ask" if args.json else "standard input is not a terminal"
+        raise InvalidInput(f"Add --yes: {why}. {what_was_done}")
+
+
+def agrees(question: str) -> bool:
+    """Ask on the terminal, and return True if the answer is yes."""
+    print(f"{question} [y/N] ", end="", flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

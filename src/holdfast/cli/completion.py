@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from holdfast.cli.commands import COMMANDS, CommandParser, Commands, add_command, short_summary
+from holdfast.cli.commands import COMMANDS, add_command, argument, command, short_summary
 
 Kind: TypeAlias = Literal["words", "paths", "files"]
 
@@ -74,17 +74,33 @@ def _split(line: str) -> list[str]:
 def _complete_argument(command: str, before: Sequence[str], last: str) -> tuple[Kind, dict[str, str]]:
     """Return the candidates for an argument of a command."""
     actions = arguments_of(command)
-    given = _assign(actions, before)
+    options = {word: action for action in actions for word in action.option_strings}
+    positionals = [action for action in actions if not action.option_strings]
+    given: dict[str, str] = {}  # values of arguments
+    option: argparse.Action | None = None  # whose value comes next
+    may_be_option = True
+    for word in before:
+        if option is not None:
+            option = None
+        elif word == "--" and may_be_option:
+            may_be_option = False
+        elif word.startswith("-") and may_be_option:
+            option = options.get(word)
+            option = option if option is not None and option.nargs is None else None
+        elif positionals:
+            given.setdefault(positionals[0].dest, word)
+            if positionals[0].nargs not in ("*", argparse.REMAINDER):
+                del positionals[0]
+                # What follows a script are the arguments of the script.
+                may_be_option &= not positionals or positionals[0].nargs != argparse.REMAINDER
     name, equals, value = last.partition("=")
-    if given.option is None and given.may_be_option and last.startswith("-"):
-        if not equals:
-            names = {
-                action.option_strings[-1]: action.help or "" for action in actions if action.option_strings
-            }
-            return "words", dict(sorted(names.items()))
-        kind, values = _complete_value(_find_option(actions, name), value, given.values)
-        return kind, {f"{name}={text}": description for text, description in values.items()}
-    return _complete_value(given.option or given.positional, last, given.values)
+    if option is not None or not may_be_option or not last.startswith("-"):
+        return _complete_value(option or next(iter(positionals), None), last, given)
+    if not equals:
+        names = {action.option_strings[-1]: action.help or "" for action in options.values()}
+        return "words", dict(sorted(names.items()))
+    kind, values = _complete_value(options.get(name), value, given)
+    return kind, {f"{name}={text}": description for text, description in values.items()}
 
 
 def arguments_of(command: str) -> list[argparse.Action]:
@@ -92,43 +108,6 @@ def arguments_of(command: str) -> list[argparse.Action]:
     commands = argparse.ArgumentParser().add_subparsers()
     add_command(commands, command)
     return [one for one in commands.choices[command]._actions if one.help != argparse.SUPPRESS]
-
-
-@dataclass(slots=True)
-class _Given:
-    """Arguments before the last one, assigned to the parameters of the command."""
-
-    values: dict[str, str]
-    option: argparse.Action | None  # the option whose value comes next
-    positional: argparse.Action | None  # the argument that comes next unless it is an option
-    may_be_option: bool
-
-
-def _assign(actions: Sequence[argparse.Action], before: Sequence[str]) -> _Given:
-    positionals = [action for action in actions if not action.option_strings]
-    given = _Given({}, None, next(iter(positionals), None), may_be_option=True)
-    for word in before:
-        if given.option is not None:
-            given.option = None
-        elif word == "--" and given.may_be_option:
-            given.may_be_option = False
-        elif word.startswith("-") and given.may_be_option:
-            option = _find_option(actions, word)
-            given.option = option if option is not None and option.nargs is None else None
-        elif given.positional is not None:
-            given.values.setdefault(given.positional.dest, word)
-            if given.positional.nargs not in ("*", argparse.REMAINDER):
-                del positionals[0]
-                given.positional = next(iter(positionals), None)
-                # What follows a script are the arguments of the script.
-                given.may_be_option &= (
-                    given.positional is None or given.positional.nargs != argparse.REMAINDER
-                )
-    return given
-
-
-def _find_option(actions: Sequence[argparse.Action], word: str) -> argparse.Action | None:
-    return next((action for action in actions if word in action.option_strings), None)
 
 
 def _complete_value(
@@ -244,22 +223,18 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 """Script of each shell."""
 
 
-_EXAMPLES = """
-source <(holdfast completion bash)
-holdfast completion zsh > ~/.zfunc/_holdfast
-holdfast completion fish > ~/.config/fish/completions/holdfast.fish
-"""
-
-
-def add_completion(commands: Commands) -> None:
-    """Add the command."""
-    details = "The script completes commands, options, homes and steps of this machine, and files."
-    parser = CommandParser(commands, "completion", run, _EXAMPLES, details)
-    parser.add("shell", "the shell", choices=tuple(SCRIPTS))
-    # The script passes the line up to the cursor.
-    parser.add("--line TEXT", argparse.SUPPRESS)
-
-
+@command(
+    "completion",
+    """
+    source <(holdfast completion bash)
+    holdfast completion zsh > ~/.zfunc/_holdfast
+    holdfast completion fish > ~/.config/fish/completions/holdfast.fish
+    """,
+    argument("shell", "the shell", choices=tuple(SCRIPTS)),
+    argument("--line TEXT", argparse.SUPPRESS),  # the script passes the line up to the cursor
+    details="The script completes commands, options, homes and steps of this machine, and files.",
+    json=False,
+)
 def run(args: argparse.Namespace) -> int:
     """Print the script, or the candidates that complete a line."""
     if args.line is None:

@@ -8,33 +8,29 @@ import os
 import sys
 
 from holdfast.checkpoint.store.factory import absolute_place, open_store
-from holdfast.cli.commands import CommandParser, Commands, step_number
+from holdfast.cli.commands import PATIENCE, argument, command, step_number
 from holdfast.cli.tables import print_json
 
-_EXAMPLES = """
-holdfast dash
-holdfast dash --port 8321 --no-browser runs/gpt s3://bucket/runs/bert
-ssh -t -L 8321:127.0.0.1:8321 HOST holdfast dash --port 8321
-"""
 
-
-def add_dash(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "dash",
+    """
+    holdfast dash
+    holdfast dash --port 8321 --no-browser runs/gpt s3://bucket/runs/bert
+    ssh -t -L 8321:127.0.0.1:8321 HOST holdfast dash --port 8321
+    """,
+    argument("homes HOME", "run to show besides the jobs: its folder or URL", nargs="*"),
+    argument("--port N", "port to listen on (default: any free one)", step_number, default=0),
+    argument("--no-browser", "do not open a browser"),
+    PATIENCE,
+    details=(
         "It prints a URL for a browser of this machine, and runs until Ctrl-C. The page shows jobs, their "
         "attempts, live output, curves of metrics and reports, and changes nothing. The server listens on "
         "127.0.0.1, and only answers to browsers that have opened the URL, which contains a token. For a "
         "browser on another machine, forward the same port by ssh, as in the last example. "
         "Needs torch-holdfast[dash]."
-    )
-    parser = CommandParser(commands, "dash", run, _EXAMPLES, details)
-    parser.add("homes HOME", "run to show besides the jobs: its folder or URL", nargs="*")
-    parser.add("--port N", "port to listen on (default: any free one)", step_number, default=0)
-    parser.add("--no-browser", "do not open a browser")
-    parser.add_patience()
-    parser.add_json()
-
-
+    ),
+)
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
     from holdfast.jobs.dash.application import Application

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from operator import itemgetter
 
-from holdfast.cli.commands import CommandParser, Commands
-from holdfast.cli.jobs import add_which, format_span, job_row
+from holdfast.cli.commands import command
+from holdfast.cli.jobs import JOB, format_span, job_row
 from holdfast.cli.tables import (
     Column,
     format_time,
@@ -41,24 +41,19 @@ def print_checks(found: JobDescription) -> None:
             print(wrapper.fill(printable(line)))
 
 
-_EXAMPLES = """
-holdfast describe 3
-holdfast describe gpt --json | jq '.attempts[].outcomes'
-"""
-
-
-def add_describe(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "describe",
+    """
+    holdfast describe 3
+    holdfast describe gpt --json | jq '.attempts[].outcomes'
+    """,
+    JOB,
+    details=(
         "It lists the attempts with their times, machines, reasons and exit statuses, the cost of "
         "interruptions, the newest checkpoint of each home, the last lines of the output, and the paths "
         "of the job's files."
-    )
-    parser = CommandParser(commands, "describe", run, _EXAMPLES, details)
-    add_which(parser)
-    parser.add_json()
-
-
+    ),
+)
 def run(args: argparse.Namespace) -> int:
     """Show the job."""
     found = describe(args.job)

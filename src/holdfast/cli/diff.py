@@ -20,7 +20,7 @@ from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import Store
 from holdfast.cli import TROUBLE, values
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import FILTER, PATIENCE, argument, command
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import Corrupt
@@ -29,11 +29,6 @@ from holdfast.system.units import plural
 if TYPE_CHECKING:
     import torch
 
-_EXAMPLES = """
-holdfast diff runs/gpt@500 runs/gpt@1000
-holdfast diff runs/gpt runs/gpt-again --filter 'model.*'
-holdfast diff runs/gpt@500 runs/other@500 --within 1e-6 && echo same
-"""
 _BATCH_BYTES = 256 << 20  # of tensors in memory at once, from each side
 _SLICE_ITEMS = 1 << 22  # compared at once: in double precision that is some 100 MB
 _SIDE = re.compile(r"(.+)@(\d+)")
@@ -78,20 +73,22 @@ class Difference:
         return bool(self.only_a or self.only_b or self.changed or self.values)
 
 
-def add_diff(commands: Commands) -> None:
-    """Add the command."""
-    details = "The exit status is 1 if they differ, as with diff(1)."
-    parser = CommandParser(commands, "diff", run, _EXAMPLES, details)
-    parser.add_patience()
-    for name in ("A", "B"):
-        parser.add(f"{name.lower()} {name}", "HOME for the newest checkpoint, or HOME@STEP")
-    parser.add(
+@command(
+    "diff",
+    """
+    holdfast diff runs/gpt@500 runs/gpt@1000
+    holdfast diff runs/gpt runs/gpt-again --filter 'model.*'
+    holdfast diff runs/gpt@500 runs/other@500 --within 1e-6 && echo same
+    """,
+    PATIENCE,
+    argument("a A", "HOME for the newest checkpoint, or HOME@STEP"),
+    argument("b B", "HOME for the newest checkpoint, or HOME@STEP"),
+    argument(
         "--within X", "treat numbers as equal if they differ by at most X (default: 0)", float, default=0.0
-    )
-    parser.add_filter()
-    parser.add_json()
-
-
+    ),
+    FILTER,
+    details="The exit status is 1 if they differ, as with diff(1).",
+)
 def run(args: argparse.Namespace) -> int:
     """Compare the checkpoints. Damage is an error (2) here, because 1 means that they differ."""
     try:

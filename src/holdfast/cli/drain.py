@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import argument, command, either
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import RetryLater
 from holdfast.system.units import format_bytes, parse_duration
@@ -18,25 +18,19 @@ NOT_DRAINED = 1
 """Exit status if a file is not in the bucket."""
 _MAX_ROWS = 20
 
-_EXAMPLES = """
-holdfast drain /checkpoints
-holdfast drain /checkpoints --timeout 90s || echo "some files are missing"
-holdfast drain /checkpoints --status --json | jq .is_drained
-"""
 
-
-def add_drain(commands: Commands) -> None:
-    """Add the command."""
-    details = "Files that are not are listed, and the exit status is 1."
-    parser = CommandParser(commands, "drain", run, _EXAMPLES, details)
-    parser.add("directory DIR", "the write-back directory")
-    which = parser.add_exclusive_group()
-    which.add("--status", "show the status without waiting")
-    which.add("--wait", "wait (default)")
-    parser.add("--timeout T", "longest time to wait, such as 90s or 5m (default: no limit)")
-    parser.add_json()
-
-
+@command(
+    "drain",
+    """
+    holdfast drain /checkpoints
+    holdfast drain /checkpoints --timeout 90s || echo "some files are missing"
+    holdfast drain /checkpoints --status --json | jq .is_drained
+    """,
+    argument("directory DIR", "the write-back directory"),
+    either(argument("--status", "show the status without waiting"), argument("--wait", "wait (default)")),
+    argument("--timeout T", "longest time to wait, such as 90s or 5m (default: no limit)"),
+    details="Files that are not are listed, and the exit status is 1.",
+)
 def run(args: argparse.Namespace) -> int:
     """Wait, or show the status. The exit status is 0 only if all files are in the bucket."""
     from holdfast.jobs.writeback import status_of, wait_until_settled

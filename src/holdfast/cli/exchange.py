@@ -11,45 +11,46 @@ from holdfast.checkpoint.exchange.exporter import KINDS, check_step, choose_kind
 from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.cli.commands import CommandParser, Commands, step_number
+from holdfast.cli.commands import HOME, PREFIXES, argument, command, step_number, step_options
 from holdfast.cli.homes import nearest_hint, open_home
 from holdfast.cli.tables import byte_bar, format_rate, print_json
 from holdfast.errors import NotFound
 from holdfast.system.units import format_bytes, parse_bytes, plural
 
 _SOURCE_KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
-_IMPORT_EXAMPLES = """
-holdfast import checkpoint.pt runs/gpt
-holdfast import outputs/dcp/step-1000 runs/gpt --step 1000
-holdfast import last.ckpt runs/gpt --only state_dict --step 500
-holdfast import models/llama runs/llama --under model
-"""
-_EXPORT_EXAMPLES = """
-holdfast export runs/gpt model.safetensors --only model --rename model=
-holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
-holdfast export runs/gpt step-500.pt --step 500
-holdfast export runs/gpt dcp-folder --to dcp
-holdfast export out/holdfast out/checkpoint-500 --to trainer --step 500
-holdfast export out/holdfast out-stock --to deepspeed
-"""
 
 
-def add_import(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "import", import_, _IMPORT_EXAMPLES)
-    parser.add("source SOURCE", "file or folder to read")
-    parser.add("home HOME", "folder or URL of the new home")
-    parser.add("--step N", "step of the checkpoint", step_number, default=0)
-    formats = "format of the source (default: auto, detected)"
-    parser.add("--from", formats, dest="kind", choices=_SOURCE_KINDS, default="auto")
-    parser.add_prefixes()
-    parser.add("--under KEY", "put everything below this key, such as model for a bare state dict")
-    parser.add(
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not equals or not old:
+        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
+    return old, new
+
+
+@command(
+    "import",
+    """
+    holdfast import checkpoint.pt runs/gpt
+    holdfast import outputs/dcp/step-1000 runs/gpt --step 1000
+    holdfast import last.ckpt runs/gpt --only state_dict --step 500
+    holdfast import models/llama runs/llama --under model
+    """,
+    argument("source SOURCE", "file or folder to read"),
+    argument("home HOME", "folder or URL of the new home"),
+    argument("--step N", "step of the checkpoint", step_number, default=0),
+    argument(
+        "--from",
+        "format of the source (default: auto, detected)",
+        dest="kind",
+        choices=_SOURCE_KINDS,
+        default="auto",
+    ),
+    PREFIXES,
+    argument("--under KEY", "put everything below this key, such as model for a bare state dict"),
+    argument(
         "--allow-expanded", "also import tensors that are much larger than the source (expanded or shared)"
-    )
-    parser.add_json()
-
-
+    ),
+)
 def import_(args: argparse.Namespace) -> int:
     """Create the home."""
     if not Path(args.source).expanduser().exists():
@@ -77,27 +78,37 @@ def import_(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_export(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "export", export, _EXPORT_EXAMPLES, "Every byte is verified.")
-    parser.add_home()
-    parser.add("dest DEST", "the file or folder to write")
-    parser.add_step(default="the newest")
-    formats = "format (default: by the suffix of DEST: safetensors for .safetensors, torch for .pt)"
-    parser.add("--to", formats, dest="kind", choices=KINDS)
-    parser.add_prefixes()
-    parser.add(
+@command(
+    "export",
+    """
+    holdfast export runs/gpt model.safetensors --only model --rename model=
+    holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
+    holdfast export runs/gpt step-500.pt --step 500
+    holdfast export runs/gpt dcp-folder --to dcp
+    holdfast export out/holdfast out/checkpoint-500 --to trainer --step 500
+    holdfast export out/holdfast out-stock --to deepspeed
+    """,
+    *HOME,
+    argument("dest DEST", "the file or folder to write"),
+    *step_options(default="the newest"),
+    argument(
+        "--to",
+        "format (default: by the suffix of DEST: safetensors for .safetensors, torch for .pt)",
+        dest="kind",
+        choices=KINDS,
+    ),
+    PREFIXES,
+    argument(
         "--rename OLD=NEW",
         "replace the prefix OLD with NEW, which may be empty; can be repeated",
         _pair,
         action="append",
-    )
-    parser.add("--max-shard SIZE", "largest file of a Hugging Face folder", default="5GB")
-    parser.add("--rank R", "rank whose per-rank state to write", step_number, default=0)
-    parser.add("--overwrite", "replace an existing file or folder")
-    parser.add_json()
-
-
+    ),
+    argument("--max-shard SIZE", "largest file of a Hugging Face folder", default="5GB"),
+    argument("--rank R", "rank whose per-rank state to write", step_number, default=0),
+    argument("--overwrite", "replace an existing file or folder"),
+    details="Every byte is verified.",
+)
 def export(args: argparse.Namespace) -> int:
     """Write the checkpoint."""
     target = Path(args.dest).expanduser()
@@ -130,10 +141,3 @@ def export(args: argparse.Namespace) -> int:
     took = format_rate(done.num_bytes, done.seconds)
     print(f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}")
     return 0
-
-
-def _pair(text: str) -> tuple[str, str]:
-    old, equals, new = text.partition("=")
-    if not equals or not old:
-        raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
-    return old, new

@@ -49,11 +49,7 @@ def open_side(home: str, step: int, attempt: int | None = None) -> Side:
 
 
 def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> tuple[list[DifferenceRow], int]:
-    """Return the differences of two checkpoints, and the number of tensors and values that were compared.
-
-    Args:
-        of_a, of_b: the run that each is of, as in "only in the resumed run".
-    """
+    """Return the differences of the checkpoints of two runs, and the number of values compared."""
     found = compare(a, b)
     rows = [DifferenceRow(key, f"only in {of_a}") for key in found.only_a]
     rows += [DifferenceRow(key, f"only in {of_b}") for key in found.only_b]
@@ -76,9 +72,8 @@ class Trace:
     """Trace of all ranks of one trial, as its processes have written it into a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.batches: dict[str, list[tuple[int, str]]] = defaultdict(
-            list
-        )  # completed steps, and digests, by rank
+        # By rank: completed steps, and digests.
+        self.batches: dict[str, list[tuple[int, str]]] = defaultdict(list)
         self.generators: dict[str, dict[int, dict[str, str]]] = defaultdict(dict)
         self.doubts: list[dict[str, Any]] = []
         self.saved: list[int] = []

@@ -6,12 +6,12 @@ import argparse
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from operator import itemgetter
 from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS, read_lines
-from holdfast.cli.commands import CommandParser, Commands, count, step_number
+from holdfast.cli.commands import HOME, argument, command, count, either, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_time, print_csv, print_json, print_table
 from holdfast.errors import InvalidInput
@@ -32,57 +32,64 @@ SAVE_COLUMNS = (
 )
 METRIC_COLUMNS = ("step", "attempt", "name", "value", "counts")
 
-_EXAMPLES = """
-holdfast history runs/gpt
-holdfast history runs/gpt --event committed --event restored --tail 20
-holdfast history runs/gpt --checkpoints --tier home
-holdfast history runs/gpt --checkpoints --csv > checkpoints.csv
-holdfast history runs/gpt --metrics --csv > loss.csv
-"""
 
 Event = dict[str, Any]
 
 
-def add_history(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "history", run, _EXAMPLES)
-    parser.add_home()
-    kinds = parser.add_exclusive_group()
-    kinds.add(
-        "--checkpoints",
-        "show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
-    )
-    kinds.add("--metrics", "show metrics instead of events, such as the loss: one row per step and name")
-    parser.add("--lost", "with --metrics: include steps that were lost in interruptions")
-    parser.add("--event E", "only events of this kind, such as committed; can be repeated", action="append")
-    parser.add("--step N", "only this step", step_number)
-    parser.add("--tier", "only this tier", choices=TIERS)
-    parser.add("--tail K", "only the last K rows", count)
-    parser.add("--csv", "print CSV instead of a table")
-    parser.add_json()
-
-
+@command(
+    "history",
+    """
+    holdfast history runs/gpt
+    holdfast history runs/gpt --event committed --event restored --tail 20
+    holdfast history runs/gpt --checkpoints --tier home
+    holdfast history runs/gpt --checkpoints --csv > checkpoints.csv
+    holdfast history runs/gpt --metrics --csv > loss.csv
+    """,
+    *HOME,
+    either(
+        argument(
+            "--checkpoints",
+            "show checkpoints instead of events: one row per checkpoint and tier, with durations and speed",
+        ),
+        argument("--metrics", "show metrics instead of events, such as the loss: one row per step and name"),
+    ),
+    argument("--lost", "with --metrics: include steps that were lost in interruptions"),
+    argument("--event E", "only events of this kind, such as committed; can be repeated", action="append"),
+    argument("--step N", "only this step", step_number),
+    argument("--tier", "only this tier", choices=TIERS),
+    argument("--tail K", "only the last K rows", count),
+    argument("--csv", "print CSV instead of a table"),
+)
 def run(args: argparse.Namespace) -> int:
     """Show events by time, checkpoints by save, or metrics by step."""
     store, _ = open_home(args.home)
     events, num_torn = read_lines(store)
     if num_torn:
         print(f"holdfast: ignored {plural(num_torn, 'line')} cut off by a crash", file=sys.stderr)
-    rows = _rows(events, args)
+    if args.metrics:
+        what, names, columns, rows = "metrics", METRIC_COLUMNS, _METRIC_TABLE, _metrics(events, args.lost)
+    elif args.checkpoints:
+        what, names, columns, rows = "checkpoints", SAVE_COLUMNS, _SAVE_TABLE, _checkpoints(events)
+    else:
+        what, names, columns, rows = "events", COLUMNS, _EVENT_TABLE, _events(events, args.event or ())
     rows = [row for row in rows if args.step in (None, row.get("step"))]
     rows = [row for row in rows if args.tier in (None, row.get("tier"))]
-    _show(rows[-args.tail :] if args.tail else rows, args)
+    rows = rows[-args.tail :] if args.tail else rows
+    if args.json:
+        print_json(rows)
+    elif args.csv:
+        print_csv(names, ([row.get(name) for name in names] for row in rows))
+    elif rows:
+        print_table(columns, rows)
+    else:
+        print(f"no {what}")
     return 0
 
 
-def _rows(lines: list[Event], args: argparse.Namespace) -> list[Event]:
-    if args.metrics:
-        return _metrics(lines, with_lost=args.lost)
-    if args.checkpoints:
-        return _checkpoints(lines)
-    _check_events(args.event or (), {line["event"] for line in lines})
-    rows = [_with_speed(line) for line in lines if args.event or line["event"] not in _HIDDEN]
-    return [row for row in rows if not args.event or row["event"] in args.event]
+def _events(lines: list[Event], asked: Collection[str]) -> list[Event]:
+    _check_events(asked, {line["event"] for line in lines})
+    shown = asked or {line["event"] for line in lines}.difference(_HIDDEN)
+    return [_with_speed(line) for line in lines if line["event"] in shown]
 
 
 def _check_events(asked: Iterable[str], found: set[str]) -> None:
@@ -93,23 +100,6 @@ def _check_events(asked: Iterable[str], found: set[str]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise InvalidInput(f"The event {name!r} does not exist.{hint} Events are: {', '.join(known)}.")
-
-
-def _show(rows: list[Event], args: argparse.Namespace) -> None:
-    if args.metrics:
-        what, names, columns = "metrics", METRIC_COLUMNS, _METRIC_TABLE
-    elif args.checkpoints:
-        what, names, columns = "checkpoints", SAVE_COLUMNS, _SAVE_TABLE
-    else:
-        what, names, columns = "events", COLUMNS, _EVENT_TABLE
-    if args.json:
-        print_json(rows)
-    elif args.csv:
-        print_csv(names, ([row.get(name) for name in names] for row in rows))
-    elif rows:
-        print_table(columns, rows)
-    else:
-        print(f"no {what}")
 
 
 def _size(row: Event) -> str | None:
@@ -209,7 +199,7 @@ _SAVE_TABLE = (
 # -- metrics ---------------------------------------------------------------------------------------------
 
 
-def _metrics(lines: list[Event], *, with_lost: bool) -> list[Event]:
+def _metrics(lines: list[Event], with_lost: bool) -> list[Event]:
     events = parse_events(lines)
     rows: list[Event] = []
     for curve in collect_curves(events, [save.checkpoint_id for save in collect_saves(events)]):

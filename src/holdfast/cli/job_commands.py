@@ -8,8 +8,8 @@ import time
 from dataclasses import asdict
 from operator import attrgetter
 
-from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
-from holdfast.cli.jobs import add_engine, add_which, format_span, job_row, print_errors, print_jobs
+from holdfast.cli.commands import agrees, argument, check_can_agree, command, either, step_number
+from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors, print_jobs
 from holdfast.cli.tables import Column, format_age, format_time, print_fields, print_json, print_table
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs import service as job_service
@@ -24,32 +24,33 @@ from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import format_duration, parse_duration, plural
 
-_QUEUE_EXAMPLES = """
-holdfast queue
-holdfast queue --status failed --all
-holdfast queue --json | jq '.[] | select(.status == "RUNNING") | .id'
-"""
 _SHOWN = 20
 
 
-def add_queue(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "queue",
+    """
+    holdfast queue
+    holdfast queue --status failed --all
+    holdfast queue --json | jq '.[] | select(.status == "RUNNING") | .id'
+    """,
+    argument(
+        "--status S",
+        f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated",
+        action="append",
+        default=[],
+    ),
+    either(
+        argument("--all", "also list all jobs that have ended"),
+        argument("--tail K", f"of those that have ended, only the newest K (default: {_SHOWN})", step_number),
+    ),
+    engine_option(default=None, shown="all"),
+    details=(
         "Jobs that have not ended are always listed, and first. TOTAL is the time since the submission, "
         "RUNNING with the run command started, DOWN between two attempts; REC counts recoveries, and ON "
         "has the id of the job there. Controllers that have died are started again."
-    )
-    parser = CommandParser(commands, "queue", list_jobs, _QUEUE_EXAMPLES, details)
-    statuses = f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated"
-    parser.add("--status S", statuses, action="append", default=[])
-    which = parser.add_exclusive_group()
-    which.add("--all", "also list all jobs that have ended")
-    newest = f"of those that have ended, only the newest K (default: {_SHOWN})"
-    which.add("--tail K", newest, step_number)
-    add_engine(parser, default=None, shown="all")
-    parser.add_json()
-
-
+    ),
+)
 def list_jobs(args: argparse.Namespace) -> int:
     """List the jobs: those that have not ended, then the others, each newest first."""
     jobs = queue(on=args.on, statuses=args.status)
@@ -91,25 +92,21 @@ _JOB_COLUMNS = (  # of a job and its durations
     Column("WHY", lambda row: row[0].reason.partition("\n")[0], "text"),
 )
 
-_WAIT_EXAMPLES = """
-holdfast wait 3 && echo "it has succeeded"
-holdfast wait 3 4 sweep --timeout 2h
-"""
 
-
-def add_wait(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "wait",
+    """
+    holdfast wait 3 && echo "it has succeeded"
+    holdfast wait 3 4 sweep --timeout 2h
+    """,
+    argument("jobs JOB", "number of a job, or the name of jobs", nargs="+"),
+    argument("--timeout T", "longest time to wait, such as 2h (default: no limit)"),
+    details=(
         "Each is printed when it ends. The exit status is 0 if all have succeeded. Otherwise it is that of "
         "the oldest that has not: the status of its run command, or 1 if it was cancelled. It is 2 if one "
         "does not exist or does not end in time; the others are waited for."
-    )
-    parser = CommandParser(commands, "wait", wait, _WAIT_EXAMPLES, details)
-    parser.add("jobs JOB", "number of a job, or the name of jobs", nargs="+")
-    parser.add("--timeout T", "longest time to wait, such as 2h (default: no limit)")
-    parser.add_json()
-
-
+    ),
+)
 def wait(args: argparse.Namespace) -> int:
     """Wait, and report how the jobs have ended."""
     jobs: list[Job] = []
@@ -129,30 +126,20 @@ def wait(args: argparse.Namespace) -> int:
     return status or next((job.exit_status for job in jobs if job.exit_status), 0)
 
 
-_CANCEL_EXAMPLES = """
-holdfast cancel 3
-holdfast cancel 3 4 sweep
-holdfast cancel --all
-"""
-_PREEMPT_EXAMPLES = """
-holdfast preempt 3
-holdfast preempt 3 --lead 2m
-holdfast preempt bert --lead 0
-"""
-
-
-def add_cancel(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "cancel",
+    """
+    holdfast cancel 3
+    holdfast cancel 3 4 sweep
+    holdfast cancel --all
+    """,
+    argument("jobs JOB", "number of a job, or the name of jobs that have not ended", nargs="*"),
+    argument("--all", "all jobs that have not ended"),
+    details=(
         "Each has 30 s (on Slurm 60 s) to save, then it is killed. If some cannot be cancelled, all others "
         "are, and the exit status is 2."
-    )
-    parser = CommandParser(commands, "cancel", cancel, _CANCEL_EXAMPLES, details)
-    parser.add("jobs JOB", "number of a job, or the name of jobs that have not ended", nargs="*")
-    parser.add("--all", "all jobs that have not ended")
-    parser.add_json()
-
-
+    ),
+)
 def cancel(args: argparse.Namespace) -> int:
     """Request the cancellations. The jobs end in the background."""
     if bool(args.jobs) == args.all:
@@ -166,15 +153,17 @@ def cancel(args: argparse.Namespace) -> int:
     return print_errors(errors)
 
 
-def add_preempt(commands: Commands) -> None:
-    """Add the command."""
-    details = "The job receives a notice now. After the lead, all its processes are killed; then it restarts."
-    parser = CommandParser(commands, "preempt", preempt, _PREEMPT_EXAMPLES, details)
-    add_which(parser)
-    parser.add("--lead T", "time between notice and kill, such as 30s or 2m", default="30s")
-    parser.add_json()
-
-
+@command(
+    "preempt",
+    """
+    holdfast preempt 3
+    holdfast preempt 3 --lead 2m
+    holdfast preempt bert --lead 0
+    """,
+    JOB,
+    argument("--lead T", "time between notice and kill, such as 30s or 2m", default="30s"),
+    details="The job receives a notice now. After the lead, all its processes are killed; then it restarts.",
+)
 def preempt(args: argparse.Namespace) -> int:
     """Send the notice. The processes are killed in the background."""
     try:
@@ -193,27 +182,25 @@ def preempt(args: argparse.Namespace) -> int:
     return 0
 
 
-_FORGET_EXAMPLES = """
-holdfast forget 3 4 sweep
-holdfast forget --ended-before 30d
-holdfast forget --all-ended --yes
-"""
 _KEPT = 1  # exit status if a job was not removed
 
 
-def add_forget(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "forget", forget, _FORGET_EXAMPLES, "Buckets are not touched.")
-    parser.add("jobs JOB", "number of a job, or the name of jobs", nargs="*")
-    parser.add("--ended-before T", "jobs that ended longer ago than this, such as 30d")
-    parser.add("--all-ended", "all jobs that have ended")
-    parser.add("--force", "also remove jobs with files that are not in their bucket yet")
-    parser.add("--dry-run", "only list what would be removed")
-    parser.add("--yes, -y", "do not ask; required without a terminal")
-    add_engine(parser, default=None, shown="all")
-    parser.add_json()
-
-
+@command(
+    "forget",
+    """
+    holdfast forget 3 4 sweep
+    holdfast forget --ended-before 30d
+    holdfast forget --all-ended --yes
+    """,
+    argument("jobs JOB", "number of a job, or the name of jobs", nargs="*"),
+    argument("--ended-before T", "jobs that ended longer ago than this, such as 30d"),
+    argument("--all-ended", "all jobs that have ended"),
+    argument("--force", "also remove jobs with files that are not in their bucket yet"),
+    argument("--dry-run", "only list what would be removed"),
+    argument("--yes, -y", "do not ask; required without a terminal"),
+    engine_option(default=None, shown="all"),
+    details="Buckets are not touched.",
+)
 def forget(args: argparse.Namespace) -> int:
     """Remove the jobs, after asking on the terminal."""
     if not args.jobs and args.ended_before is None and not args.all_ended:
@@ -265,27 +252,26 @@ def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[Holdfas
     return sorted(found.values(), key=lambda job: job.id), errors
 
 
-_NODES_EXAMPLES = """
-holdfast nodes
-holdfast nodes --json | jq -r '.[] | select(.stands_out) | .name'
-holdfast nodes --clear gpu-17
-"""
-
-
-def add_nodes(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "nodes",
+    """
+    holdfast nodes
+    holdfast nodes --json | jq -r '.[] | select(.stands_out) | .name'
+    holdfast nodes --clear gpu-17
+    """,
+    argument(
+        "--clear NAME",
+        "forget what is recorded about a node, so that jobs use it again; can be repeated",
+        action="append",
+        default=[],
+    ),
+    details=(
         "A node stands out if it has lost attempts so often that chance does not explain it, or if a check "
         "on it returned a wrong result. On Slurm, new attempts leave such nodes out. "
         "CHECKS counts failed checks; CHANCE is the probability that some node loses this many attempts "
         "by chance. Events expire after 30 days."
-    )
-    parser = CommandParser(commands, "nodes", nodes, _NODES_EXAMPLES, details)
-    clear = "forget what is recorded about a node, so that jobs use it again; can be repeated"
-    parser.add("--clear NAME", clear, action="append", default=[])
-    parser.add_json()
-
-
+    ),
+)
 def nodes(args: argparse.Namespace) -> int:
     """List the nodes, or clear some."""
     results = list(each(clear_node, args.clear))
@@ -321,18 +307,19 @@ _NODE_COLUMNS = (
     Column("WHY", lambda one: "; ".join(one.reasons), "text"),
 )
 
-_SERVICE_EXAMPLES = """
-holdfast service install
-holdfast service status --json
-HOLDFAST_STATE=/data/jobs holdfast service uninstall
-"""
 _ACTIONS = ("install", "uninstall", "status", "start")
 _NOT_INSTALLED = 1  # exit status of `status` without a service
 
 
-def add_service(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "service",
+    """
+    holdfast service install
+    holdfast service status --json
+    HOLDFAST_STATE=/data/jobs holdfast service uninstall
+    """,
+    argument("action ACTION", ", ".join(_ACTIONS), choices=_ACTIONS),
+    details=(
         "Each state folder (HOLDFAST_STATE) has a service of its own.\n\n"
         "actions:\n"
         "  install    continue the jobs on this machine when it starts, by a systemd user unit\n"
@@ -340,12 +327,8 @@ def add_service(commands: Commands) -> None:
         "  status     show what is installed, and the line for cron where systemd is not running;\n"
         "             exit status 1 if nothing is installed\n"
         "  start      start the controllers of all jobs that have not ended, as the service does"
-    )
-    parser = CommandParser(commands, "service", service, _SERVICE_EXAMPLES, details)
-    parser.add("action ACTION", ", ".join(_ACTIONS), choices=_ACTIONS)
-    parser.add_json()
-
-
+    ),
+)
 def service(args: argparse.Namespace) -> int:
     """Run an action."""
     if args.action == "start":

@@ -8,23 +8,20 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.cli import TROUBLE
-from holdfast.cli.commands import CommandParser
+from holdfast.cli.commands import Argument, argument
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import ENGINES
 
+JOB = argument("job JOB", "number of the job, or the name of the newest")
 
-def add_engine(parser: CommandParser, *, default: str | None, shown: str) -> None:
-    """Add `--on`, the engine."""
+
+def engine_option(*, default: str | None, shown: str) -> Argument:
+    """Declare `--on`, the engine."""
     text = f"engine: {', '.join(ENGINES)} (default: {shown})"
-    parser.add("--on", text, choices=ENGINES, default=default)
-
-
-def add_which(parser: CommandParser) -> None:
-    """Add JOB, the number or name of a job."""
-    parser.add("job JOB", "number of the job, or the name of the newest")
+    return argument("--on", text, choices=ENGINES, default=default)
 
 
 def job_row(job: Job) -> dict[str, Any]:

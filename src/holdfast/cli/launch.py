@@ -13,8 +13,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.commands import CommandParser, Commands, count
-from holdfast.cli.jobs import add_engine, job_row
+from holdfast.cli.commands import argument, command, count
+from holdfast.cli.jobs import engine_option, job_row
 from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
@@ -125,41 +125,78 @@ def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
 
 
-_EXAMPLES = """
-holdfast launch task.yaml
-holdfast launch task.yaml --name try-2 --env LR=3e-4 --attach
-holdfast launch task.yaml --env-file .env --gpus A100:8 --num-nodes 2
-holdfast launch --name sweep-1 -- python train.py --lr 3e-4
-holdfast launch task.yaml --notify ~/bin/on-status --notify-on ended,recovering,running
-holdfast launch task.yaml --dry-run
-holdfast launch task.yaml --on k8s --dry-run -o job.yaml
-"""
 _FAILED = 1
 
 
-def add_launch(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "launch", run, _EXAMPLES)
-    add_task(parser)
-    add_engine(parser, default="local", shown="local, this machine")
-    parser.add(
+def _priority(text: str) -> int:
+    number = int(text)
+    if abs(number) > MAX_PRIORITY:
+        raise ValueError
+    return number
+
+
+_TASK = (
+    argument("task TASK", "YAML file in SkyPilot's format", nargs="?"),
+    argument("args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*"),
+    argument("--name, -n NAME", "name of the job (default: from the file)"),
+    argument(
+        "--env K=V",
+        "set a variable of envs; K alone copies it from this environment; can be repeated",
+        action="append",
+        default=[],
+    ),
+    argument("--env-file FILE", "set variables from a file with one K=V per line; --env overrides them"),
+    argument(
+        "--secret K=V",
+        "set a variable of secrets, as --env does; its value is never shown",
+        action="append",
+        default=[],
+    ),
+    argument(
+        "--gpus NAME:N", "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
+    ),
+    argument("--num-nodes N", "number of nodes", count),
+    argument(
+        "--priority N",
+        "priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
+        f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
+        _priority,
+    ),
+    argument("--workdir FOLDER", "folder to copy as the workdir (default for a command: the current one)"),
+)
+"""TASK, and the options that override its keys, with the names that `sky launch` uses."""
+
+
+@command(
+    "launch",
+    """
+    holdfast launch task.yaml
+    holdfast launch task.yaml --name try-2 --env LR=3e-4 --attach
+    holdfast launch task.yaml --env-file .env --gpus A100:8 --num-nodes 2
+    holdfast launch --name sweep-1 -- python train.py --lr 3e-4
+    holdfast launch task.yaml --notify ~/bin/on-status --notify-on ended,recovering,running
+    holdfast launch task.yaml --dry-run
+    holdfast launch task.yaml --on k8s --dry-run -o job.yaml
+    """,
+    *_TASK,
+    engine_option(default="local", shown="local, this machine"),
+    argument(
         "--notify COMMAND|URL",
         "shell command or http(s) URL that is notified of new statuses; can be repeated (default: the "
         "lines of HOLDFAST_NOTIFY; use it for secret URLs, which ps would show)",
         action="append",
-    )
-    parser.add(
+    ),
+    argument(
         "--notify-on S,...",
         "statuses to notify of, such as running; ended means all final ones, failed all failures "
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
-    )
-    parser.add("--dry-run", "show the plan without starting anything")
-    text = "with --dry-run: write what would be submitted to FILE (- for standard output)"
-    parser.add("-o, --output FILE", text)
-    parser.add("--attach", "print the output until the job has ended; Ctrl-C does not stop the job")
-    parser.add_json()
-
-
+    ),
+    argument("--dry-run", "show the plan without starting anything"),
+    argument(
+        "-o, --output FILE", "with --dry-run: write what would be submitted to FILE (- for standard output)"
+    ),
+    argument("--attach", "print the output until the job has ended; Ctrl-C does not stop the job"),
+)
 def run(args: argparse.Namespace) -> int:
     """Submit the job, or show its plan."""
     engine = get_engine(args.on)
@@ -220,36 +257,6 @@ def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
         reason = f": {ended.reason}" if ended.reason else ""
         print(f"holdfast: job {job.id} is {ended.status.value}{reason}", file=sys.stderr)
     return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
-
-
-def add_task(parser: CommandParser) -> None:
-    """Add TASK, and the options that override its keys, with the names that `sky launch` uses."""
-    parser.add("task TASK", "YAML file in SkyPilot's format", nargs="?")
-    parser.add("args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*")
-    parser.add("--name, -n NAME", "name of the job (default: from the file)")
-    parser.add(
-        "--env K=V",
-        "set a variable of envs; K alone copies it from this environment; can be repeated",
-        action="append",
-        default=[],
-    )
-    parser.add("--env-file FILE", "set variables from a file with one K=V per line; --env overrides them")
-    parser.add(
-        "--secret K=V",
-        "set a variable of secrets, as --env does; its value is never shown",
-        action="append",
-        default=[],
-    )
-    gpus = "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
-    parser.add("--gpus NAME:N", gpus)
-    parser.add("--num-nodes N", "number of nodes", count)
-    parser.add(
-        "--priority N",
-        "priority: if several jobs wait for GPUs, CPUs or memory here, the greatest starts first: "
-        f"{-MAX_PRIORITY} to {MAX_PRIORITY} (default: 0)",
-        _priority,
-    )
-    parser.add("--workdir FOLDER", "folder to copy as the workdir (default for a command: the current one)")
 
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:
@@ -313,10 +320,3 @@ def _variables(words: Iterable[str], option: str) -> dict[str, str]:
             value = os.environ[name]
         found[name] = value
     return found
-
-
-def _priority(text: str) -> int:
-    number = int(text)
-    if abs(number) > MAX_PRIORITY:
-        raise ValueError
-    return number

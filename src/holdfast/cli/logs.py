@@ -7,8 +7,8 @@ import json
 import shutil
 import sys
 
-from holdfast.cli.commands import CommandParser, Commands, step_number
-from holdfast.cli.jobs import add_which
+from holdfast.cli.commands import argument, command, step_number
+from holdfast.cli.jobs import JOB
 from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
 from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection, format_second, texts, with_prefix
@@ -86,28 +86,23 @@ def print_output(job: Job, wanted: OutputSelection, *, is_json: bool, has_times:
         printer.close()
 
 
-_EXAMPLES = """
-holdfast logs 3
-holdfast logs 3 -f --tail 20
-holdfast logs bert --node 1 --timestamps
-"""
-
-
-def add_logs(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "logs",
+    """
+    holdfast logs 3
+    holdfast logs 3 -f --tail 20
+    holdfast logs bert --node 1 --timestamps
+    """,
+    JOB,
+    argument("--follow, -f", "print new lines until the job has ended"),
+    argument("--tail N", "begin with the last N lines of each node", step_number),
+    argument("--timestamps, -t", "print the time before each line"),
+    argument("--node R", "only the lines of this node, counted from 0", step_number),
+    details=(
         "It has the lines of all attempts, sorted by time if there are several nodes. With -f, new lines "
         "are printed until the job has ended, and the exit status is that of the job."
-    )
-    parser = CommandParser(commands, "logs", run, _EXAMPLES, details)
-    add_which(parser)
-    parser.add("--follow, -f", "print new lines until the job has ended")
-    parser.add("--tail N", "begin with the last N lines of each node", step_number)
-    parser.add("--timestamps, -t", "print the time before each line")
-    parser.add("--node R", "only the lines of this node, counted from 0", step_number)
-    parser.add_json()
-
-
+    ),
+)
 def run(args: argparse.Namespace) -> int:
     """Print the lines."""
     found = job(args.job)

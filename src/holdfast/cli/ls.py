@@ -7,41 +7,37 @@ import math
 from collections import Counter
 
 from holdfast.checkpoint.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import HOME, argument, command
 from holdfast.cli.homes import open_home, open_tiers, read_run_id
 from holdfast.cli.tables import Column, format_age, print_json, print_table, print_text
 from holdfast.errors import NotFound
 from holdfast.system.units import format_bytes, plural
 
-_EXAMPLES = """
-holdfast ls runs/gpt
-holdfast ls runs/gpt --all
-holdfast ls runs/gpt --sort loss
-holdfast ls runs/gpt --healthy
-holdfast ls s3://bucket/run --local /nvme/run
-holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
-"""
 
-
-def add_ls(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "ls", run, _EXAMPLES)
-    parser.add_home()
-    parser.add("--all", "show superseded and incomplete checkpoints too")
-    parser.add("--healthy", "show only checkpoints of healthy states")
-    parser.add(
+@command(
+    "ls",
+    """
+    holdfast ls runs/gpt
+    holdfast ls runs/gpt --all
+    holdfast ls runs/gpt --sort loss
+    holdfast ls runs/gpt --healthy
+    holdfast ls s3://bucket/run --local /nvme/run
+    holdfast ls runs/gpt --json | jq '.checkpoints[] | select(.is_newest).step'
+    """,
+    *HOME,
+    argument("--all", "show superseded and incomplete checkpoints too"),
+    argument("--healthy", "show only checkpoints of healthy states"),
+    argument(
         "--local DIR",
         "local folder of this host: list its checkpoints too, and the tiers that hold each checkpoint",
-    )
-    parser.add(
+    ),
+    argument(
         "--sort METRIC",
         "show the values of a recorded metric, such as loss: best first if the run keeps its best "
         "checkpoints by it, otherwise lowest first; see --reverse",
-    )
-    parser.add("--reverse", "reverse the order")
-    parser.add_json()
-
-
+    ),
+    argument("--reverse", "reverse the order"),
+)
 def run(args: argparse.Namespace) -> int:
     """List a home. Only manifests and file sizes are read."""
     if args.local is None:

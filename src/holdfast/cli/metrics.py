@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.store import Store
-from holdfast.cli.commands import CommandParser, Commands, step_number
+from holdfast.cli.commands import HOME, argument, command, either, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import print_json, write_output
 from holdfast.errors import HoldfastError, InvalidInput
@@ -19,31 +19,29 @@ from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
 from holdfast.watch.report.summary import read_summary
 
-_EXAMPLES = """
-holdfast metrics runs/gpt
-holdfast metrics runs/gpt --output /var/lib/node_exporter/gpt.prom
-holdfast metrics runs/gpt --serve 9877
-"""
 _LEAST_AGE_S = 5.0
 """Age from which the numbers are read again when they are asked for."""
 _MAX_PORT = 65535
 
 
-def add_metrics(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "metrics",
+    """
+    holdfast metrics runs/gpt
+    holdfast metrics runs/gpt --output /var/lib/node_exporter/gpt.prom
+    holdfast metrics runs/gpt --serve 9877
+    """,
+    *HOME,
+    either(
+        argument("-o, --output FILE", "write a file atomically, for node_exporter's textfile collector"),
+        argument("--serve PORT", "serve the text over HTTP on 127.0.0.1 (0: any port)", step_number),
+    ),
+    details=(
         "The output is OpenMetrics text. Each metric has the label `home`. It is read from the "
         "history, also while the run trains, and the training is not disturbed. --serve listens on "
         "127.0.0.1 only, without a password, and runs until Ctrl-C."
-    )
-    parser = CommandParser(commands, "metrics", run, _EXAMPLES, details)
-    parser.add_home()
-    group = parser.add_exclusive_group()
-    group.add("-o, --output FILE", "write a file atomically, for node_exporter's textfile collector")
-    group.add("--serve PORT", "serve the text over HTTP on 127.0.0.1 (0: any port)", step_number)
-    parser.add_json()
-
-
+    ),
+)
 def run(args: argparse.Namespace) -> int:
     """Print, write or serve the numbers of a run."""
     if args.output is not None:

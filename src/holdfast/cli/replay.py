@@ -20,7 +20,7 @@ from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli import TROUBLE, experiment
-from holdfast.cli.commands import CommandParser, Commands, step_number
+from holdfast.cli.commands import HOME, argument, command, script_arguments, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import print_json
 from holdfast.errors import Corrupt, InvalidInput, NotFound
@@ -81,9 +81,7 @@ _MAX_SHOWN = 10
 def find_span(store: Store, step: int | None, to_step: int | None) -> tuple[Manifest, Manifest]:
     """Return two checkpoints of the current line, the second trained from the first.
 
-    Args:
-        step: step of the first one; by default that before the other.
-        to_step: step of the other one; by default that after the first, or the newest.
+    By default the first is the one before the other, and the other the one after the first, or the newest.
     """
 
     def find_listed() -> tuple[Manifest, Manifest]:
@@ -132,31 +130,28 @@ def _recorded_metrics(store: Store, start: Manifest, end: Manifest) -> Metrics:
     return {step: values for step, values in found.items() if start.step < step <= end.step}
 
 
-_EXAMPLES = """
-holdfast replay runs/gpt train.py --lr 0.1
-holdfast replay runs/gpt --step 500 train.py
-holdfast replay s3://bucket/gpt --step 500 --to 1500 -- torchrun --nproc-per-node 2 train.py
-"""
 _STATUS = {SOUND: 0, DIFFERS: 1, RANDOM: 3}
 """Exit status of each verdict."""
 
 
-def add_replay(commands: Commands) -> None:
-    """Add the command."""
-    details = (
+@command(
+    "replay",
+    """
+    holdfast replay runs/gpt train.py --lr 0.1
+    holdfast replay runs/gpt --step 500 train.py
+    holdfast replay s3://bucket/gpt --step 500 --to 1500 -- torchrun --nproc-per-node 2 train.py
+    """,
+    *HOME,
+    argument("--step N", "step to start from (default: the one before --to)", step_number),
+    argument("--to M", "step to compare (default: the next saved, or the newest)", step_number),
+    argument("--timeout TIME", "time limit of each of up to 2 runs", default="1h"),
+    argument("--keep DIR", "copy the sandbox of the runs to this folder"),
+    *script_arguments("training script, or any command"),
+    details=(
         "The script runs in a sandbox, and HOME is only read. The exit status is 0 if the result equals the "
         "record, 1 if it differs, and 3 if the training is not deterministic here."
-    )
-    parser = CommandParser(commands, "replay", run, _EXAMPLES, details)
-    parser.add_home()
-    parser.add("--step N", "step to start from (default: the one before --to)", step_number)
-    parser.add("--to M", "step to compare (default: the next saved, or the newest)", step_number)
-    parser.add("--timeout TIME", "time limit of each of up to 2 runs", default="1h")
-    parser.add("--keep DIR", "copy the sandbox of the runs to this folder")
-    parser.add_json()
-    parser.add_script("training script, or any command")
-
-
+    ),
+)
 def run(args: argparse.Namespace) -> int:
     """Replay the steps, and print the verdict."""
     words = experiment.script_words(args.script, args.args)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from holdfast.checkpoint.restore.atomic_output import check_parent
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import HOME, argument, command
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import naming_output, print_fields, print_json, print_text, write_output
 from holdfast.jobs.description import read_node_checks
@@ -16,25 +16,21 @@ from holdfast.system.units import format_bytes
 from holdfast.watch.report.page import headline, headline_numbers, tear_check
 from holdfast.watch.report.summary import RunSummary, read_summary
 
-_EXAMPLES = """
-holdfast report runs/gpt -o report.html
-holdfast report runs/gpt -o - > report.html
-holdfast report runs/gpt --json | jq .advice.own.daly_s
-"""
 
-
-def add_report(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "report", run, _EXAMPLES)
-    parser.add_home()
-    parser.add(
+@command(
+    "report",
+    """
+    holdfast report runs/gpt -o report.html
+    holdfast report runs/gpt -o - > report.html
+    holdfast report runs/gpt --json | jq .advice.own.daly_s
+    """,
+    *HOME,
+    argument(
         "-o, --output FILE",
         "write a page with charts, one HTML file (- for standard output); needs torch-holdfast[report]",
-    )
-    parser.add("--title TEXT", "heading of the page (default: the name of HOME)")
-    parser.add_json()
-
-
+    ),
+    argument("--title TEXT", "heading of the page (default: the name of HOME)"),
+)
 def run(args: argparse.Namespace) -> int:
     """Print the summary of a run as a page, JSON, or a few lines."""
     if args.output not in (None, "-"):

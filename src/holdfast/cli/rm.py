@@ -21,36 +21,39 @@ from holdfast.checkpoint.home.inventory import (
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.home.retain import delete_files
 from holdfast.checkpoint.store import Store
-from holdfast.cli.commands import CommandParser, Commands, agrees, check_can_agree, step_number
+from holdfast.cli.commands import (
+    HOME,
+    agrees,
+    argument,
+    attempt_option,
+    check_can_agree,
+    command,
+    step_number,
+)
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.tables import Column, format_age, print_json, print_table
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.system.units import format_bytes, plural
 
-_EXAMPLES = """
-holdfast rm runs/gpt --step 500
-holdfast rm runs/gpt --before 10000 --yes
-holdfast rm runs/gpt --superseded --incomplete --dry-run
-"""
 
-
-def add_rm(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(
-        commands, "rm", run, _EXAMPLES, "The newest complete one is deleted only with --force."
-    )
-    parser.add_home()
-    parser.add("--step N", "this step", step_number)
-    parser.add("--before N", "all steps before this one, except incomplete ones", step_number)
-    parser.add("--superseded", "checkpoints that a newer attempt left behind")
-    parser.add("--incomplete", "files of saves that were not completed")
-    parser.add_attempt(default="all")
-    parser.add("--force", "also the newest complete checkpoint, and files that may still be written")
-    parser.add("--dry-run", "only list what would be deleted")
-    parser.add("--yes, -y", "do not ask; required without a terminal")
-    parser.add_json()
-
-
+@command(
+    "rm",
+    """
+    holdfast rm runs/gpt --step 500
+    holdfast rm runs/gpt --before 10000 --yes
+    holdfast rm runs/gpt --superseded --incomplete --dry-run
+    """,
+    *HOME,
+    argument("--step N", "this step", step_number),
+    argument("--before N", "all steps before this one, except incomplete ones", step_number),
+    argument("--superseded", "checkpoints that a newer attempt left behind"),
+    argument("--incomplete", "files of saves that were not completed"),
+    attempt_option(default="all"),
+    argument("--force", "also the newest complete checkpoint, and files that may still be written"),
+    argument("--dry-run", "only list what would be deleted"),
+    argument("--yes, -y", "do not ask; required without a terminal"),
+    details="The newest complete one is deleted only with --force.",
+)
 def run(args: argparse.Namespace) -> int:
     """Delete the chosen checkpoints, after asking on the terminal."""
     if args.step is None and args.before is None and not (args.superseded or args.incomplete):

@@ -12,30 +12,26 @@ from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import values
-from holdfast.cli.commands import CommandParser, Commands, step_number
+from holdfast.cli.commands import FILTER, HOME, argument, command, step_number, step_options
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_age, format_time, print_json, print_table, print_text
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, plural
 
-_EXAMPLES = """
-holdfast show runs/gpt
-holdfast show runs/gpt --step 500 --filter 'model.*.weight'
-holdfast show runs/gpt --rank 3 --filter 'rng*'
-holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
-"""
 
-
-def add_show(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "show", run, _EXAMPLES)
-    parser.add_home()
-    parser.add_step(default="the newest complete one")
-    parser.add("--rank R", "rank whose state to show", step_number, default=0)
-    parser.add_filter()
-    parser.add_json()
-
-
+@command(
+    "show",
+    """
+    holdfast show runs/gpt
+    holdfast show runs/gpt --step 500 --filter 'model.*.weight'
+    holdfast show runs/gpt --rank 3 --filter 'rng*'
+    holdfast show runs/gpt --json | jq '.tensors[] | select(.dtype == "BF16").name'
+    """,
+    *HOME,
+    *step_options(default="the newest complete one"),
+    argument("--rank R", "rank whose state to show", step_number, default=0),
+    FILTER,
+)
 def run(args: argparse.Namespace) -> int:
     """Show one checkpoint. Only its manifest and one part are read."""
     store, _ = open_home(args.home)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import HOME, argument, command
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import format_time, print_json
 from holdfast.errors import NotFound
@@ -16,22 +16,18 @@ from holdfast.system.units import format_duration, plural
 from holdfast.watch.hang.evidence import RankEvidence, capture_host
 from holdfast.watch.hang.incidents import describe_groups, format_stacks, group_ranks, list_hangs
 
-_EXAMPLES = """
-holdfast stacks runs/gpt
-holdfast stacks runs/gpt --full
-holdfast stacks s3://bucket/gpt --recorded
-"""
 
-
-def add_stacks(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "stacks", run, _EXAMPLES)
-    parser.add_home()
-    parser.add("--recorded", "show the newest hang in the history instead of the processes on this machine")
-    parser.add("--full", "also print the stacks of all threads")
-    parser.add_json()
-
-
+@command(
+    "stacks",
+    """
+    holdfast stacks runs/gpt
+    holdfast stacks runs/gpt --full
+    holdfast stacks s3://bucket/gpt --recorded
+    """,
+    *HOME,
+    argument("--recorded", "show the newest hang in the history instead of the processes on this machine"),
+    argument("--full", "also print the stacks of all threads"),
+)
 def run(args: argparse.Namespace) -> int:
     """Show ranks grouped by place; those that the others wait for are marked with '>'."""
     store, _ = open_home(args.home)

@@ -79,23 +79,12 @@ class Printable(io.TextIOBase):
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
+        self.flush, self.isatty, self.fileno = out.flush, out.isatty, out.fileno
 
     def write(self, text: str) -> int:
         """Write a text. Line breaks and tabs are not escaped."""
         self.out.write(errors.printable(text))
         return len(text)
-
-    def flush(self) -> None:
-        """Flush the wrapped stream."""
-        self.out.flush()
-
-    def isatty(self) -> bool:
-        """Return True if the wrapped stream is a terminal."""
-        return self.out.isatty()
-
-    def fileno(self) -> int:
-        """Return the descriptor of the wrapped stream."""
-        return self.out.fileno()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] read-only here

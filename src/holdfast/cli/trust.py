@@ -5,30 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import argument, command, either
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import print_json
 from holdfast.errors import InvalidInput, NotFound
 
-_EXAMPLES = """
-holdfast trust s3://my-bucket/runs
-holdfast trust runs/gpt
-holdfast trust --list
-holdfast trust --remove s3://my-bucket/runs
-"""
 
-
-def add_trust(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "trust", run, _EXAMPLES)
-    parser.add("home HOME", "a home, or a folder or URL prefix of several homes", nargs="?")
-    which = parser.add_exclusive_group()
-    which.add("--list", "list the trusted homes")
-    which.add("--remove", "remove the home from the list")
-    parser.add("--allow-http", "trust it even if the code comes over http from another machine")
-    parser.add_json()
-
-
+@command(
+    "trust",
+    """
+    holdfast trust s3://my-bucket/runs
+    holdfast trust runs/gpt
+    holdfast trust --list
+    holdfast trust --remove s3://my-bucket/runs
+    """,
+    argument("home HOME", "a home, or a folder or URL prefix of several homes", nargs="?"),
+    either(
+        argument("--list", "list the trusted homes"), argument("--remove", "remove the home from the list")
+    ),
+    argument("--allow-http", "trust it even if the code comes over http from another machine"),
+)
 def run(args: argparse.Namespace) -> int:
     """Change the list of the user, or show it."""
     from holdfast.watch.compiled.trust import distrust, file_path, trust, trusted

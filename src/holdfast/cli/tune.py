@@ -9,7 +9,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.cli.commands import CommandParser, Commands, count
+from holdfast.cli.commands import argument, command, count, script_arguments
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import InvalidInput
@@ -19,29 +19,26 @@ if TYPE_CHECKING:
     from holdfast.train.tuning.findings import Finding, TuningReport
     from holdfast.train.tuning.measurements import CompileVerdict
 
-_EXAMPLES = """
-holdfast tune train.py --epochs 1
-holdfast tune --only compile,batch train.py
-holdfast tune --ranks 2 --json train.py | jq '.findings[] | [.kind, .place.line]'
-"""
 _QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 
-def add_tune(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "tune", run, _EXAMPLES)
-    parser.add("--only QUESTIONS", f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)")
-    parser.add("--steps N", "steps to measure in each run", count, default=10)
-    parser.add(
+@command(
+    "tune",
+    """
+    holdfast tune train.py --epochs 1
+    holdfast tune --only compile,batch train.py
+    holdfast tune --ranks 2 --json train.py | jq '.findings[] | [.kind, .place.line]'
+    """,
+    argument("--only QUESTIONS", f"comma-separated questions from {','.join(_QUESTIONS)} (default: all)"),
+    argument("--steps N", "steps to measure in each run", count, default=10),
+    argument(
         "--ranks N", "number of processes to start, as torchrun does (default: one plain process)", count
-    )
-    parser.add("--memory SIZE", "memory limit for larger batches, such as 12GiB (default: free memory)")
-    parser.add("--timeout TIME", "time limit of each run", default="10m")
-    parser.add("--debug", "keep all logs, including torch's logs of every compilation")
-    parser.add_json()
-    parser.add_script("training script")
-
-
+    ),
+    argument("--memory SIZE", "memory limit for larger batches, such as 12GiB (default: free memory)"),
+    argument("--timeout TIME", "time limit of each run", default="10m"),
+    argument("--debug", "keep all logs, including torch's logs of every compilation"),
+    *script_arguments("training script"),
+)
 def run(args: argparse.Namespace) -> int:
     """Profile the script, and print the report."""
     questions = tuple(filter(None, (args.only or ",".join(_QUESTIONS)).split(",")))

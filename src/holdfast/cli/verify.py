@@ -15,33 +15,28 @@ from holdfast.checkpoint.home.newest import from_listing, was_deleted
 from holdfast.checkpoint.restore.verify import Problem, VerifyReport, verify
 from holdfast.checkpoint.store import Store
 from holdfast.cli import FOUND, TROUBLE
-from holdfast.cli.commands import CommandParser, Commands, count
+from holdfast.cli.commands import HOME, argument, command, count, step_options
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.tables import byte_bar, format_rate, print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
 from holdfast.system.units import format_bytes, plural
 
-_EXAMPLES = """
-holdfast verify runs/gpt
-holdfast verify runs/gpt --step 500
-holdfast verify runs/gpt --all && echo all good
-"""
-
 _Found = dict[CheckpointId, "Manifest | HoldfastError"]
 
 
-def add_verify(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(
-        commands, "verify", run, _EXAMPLES, "The exit status is 1 if a checkpoint is damaged."
-    )
-    parser.add_home()
-    parser.add_step(default="the newest with a manifest")
-    parser.add("--all", "every checkpoint of the home, including superseded ones")
-    parser.add("--threads T", "number of threads", count, default=4)
-    parser.add_json()
-
-
+@command(
+    "verify",
+    """
+    holdfast verify runs/gpt
+    holdfast verify runs/gpt --step 500
+    holdfast verify runs/gpt --all && echo all good
+    """,
+    *HOME,
+    *step_options(default="the newest with a manifest"),
+    argument("--all", "every checkpoint of the home, including superseded ones"),
+    argument("--threads T", "number of threads", count, default=4),
+    details="The exit status is 1 if a checkpoint is damaged.",
+)
 def run(args: argparse.Namespace) -> int:
     """Verify the chosen checkpoints."""
     store, reports = from_listing(lambda: _verify_chosen(args)) if args.step is None else _verify_chosen(args)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from holdfast.checkpoint.keeper.lockfile import is_trainer_alive, running_keepers
+from holdfast.checkpoint.keeper.lockfile import is_trainer_alive
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.checkpoint.watch import ActionWatch, WatchFigure
 from holdfast.errors import HoldfastError
@@ -181,15 +181,9 @@ class MemoryKeeper(KeeperWatch):
                 self._look()
 
     def _look(self) -> None:
-        config = self._run.config
-        infos = {
-            info.rank: info.trainer_pid
-            for _, info in running_keepers(config.home)
-            if info.attempt == config.attempt and is_trainer_alive(info)
-        }
-        if min(infos, default=config.rank) != config.rank:
+        used = {rank: read_used_bytes(info.trainer_pid) for rank, info in self._run.ranks_here().items()}
+        if not used:
             return  # another keeper of this host looks
-        used = {rank: read_used_bytes(pid) for rank, pid in infos.items()}
         self._samples.add(time.monotonic(), used)
         self._num_samples += 1
         self._num_since_line += 1

@@ -116,7 +116,8 @@ MIN_VALUES = 32  # values before the first judgement
 NUM_RECENT, NUM_HIGH = 5, 3  # a spike is at least three high values among the last five
 _Z = 8.0  # least distance of a high value from the median, in robust standard deviations
 _RATIO = {"loss": 0.1, "norm": 2.0}
-"""Least distance of a high value from the median, as a share of it: noise may be very small."""
+"""Least distance of a high value from the median, as a share of it: noise may be very small. Norms of
+gradients vary much more than losses."""
 _MAD_TO_DEVIATION = 1.4826
 _MAX_METRICS = 8
 _REFRESH = 8  # values between two computations of the median, unless one is high by the older one
@@ -143,9 +144,6 @@ class SpikeDetector:
 
     High values are compared with the others, and do not join them until as many have come that they must be
     the new normal. So a spike does not hide the next one, and a lasting change is reported once.
-
-    Args:
-        kind: "loss", or "norm" for norms of gradients, which vary much more.
     """
 
     def __init__(self, name: str, kind: str = "loss") -> None:

@@ -16,7 +16,7 @@ from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.judges import CompleteSave, Judges, failed, load_class
 from holdfast.checkpoint.keeper.config import KeeperConfig, WatchConfig
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
-from holdfast.checkpoint.keeper.lockfile import KeeperInfo
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowText, WarnOf
 
 
@@ -53,6 +53,15 @@ class KeeperRun:
             self.inbox.text_shown.clear()
         self.inbox.reply(ShowText(text[:MAX_DETAIL], must_reply=wait_s > 0))
         return wait_s == 0 or self.inbox.text_shown.wait(wait_s)
+
+    def ranks_here(self) -> dict[int, KeeperInfo]:
+        """Return the lock files of this attempt on this host, by rank; none unless this is the lowest one."""
+        found = {
+            info.rank: info
+            for _, info in running_keepers(self.config.home)
+            if info.attempt == self.config.attempt and info.pulse_fd >= 0 and is_trainer_alive(info)
+        }
+        return found if min(found, default=-1) == self.config.rank else {}
 
     def in_background(self, work: Callable[[], object]) -> threading.Thread:
         """Run something for the watch in a thread that ends with the keeper; see `guard`."""

@@ -317,7 +317,7 @@ class Attempt:
         )
 
     def _on_durable(self, save: Save) -> None:
-        self._components.watching.saved(save)
+        self._components.watching.notify("saved", save)
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
         if self._interval is not None and self.keeper is not None:
             self._interval.note(save.step, self.keeper)

@@ -110,7 +110,7 @@ def warn_of_doubts(components: Components, *, is_new_run: bool) -> None:
     """Warn of state that will not resume exactly; in a new run suggest `holdfast check`."""
     pipeline = components.pipeline
     doubts = pipeline.objects.review(pipeline.stager.hook.stepped(), has_live_objects=components.has_state)
-    components.watching.reviewed(doubts)
+    components.watching.notify("reviewed", doubts)
     for doubt in doubts:
         warn(f"The run will not resume exactly: {doubt.text}", doubt.category)
     objects = components.pipeline.objects

@@ -138,7 +138,7 @@ class Training:
     def begin_loop(self, total: int) -> int:
         """Claim the home, restore unless the script has; return the first step of a loop."""
         self._calls.check()
-        self._watching.loop_began()
+        self._watching.set_looping(True)
         if self._has_restored and self.attempt.saves.last is None:
             self.attempt.begin()  # what the script has set since its restore stays
             step = self.attempt.base_step or 0
@@ -155,7 +155,7 @@ class Training:
 
     def end_step(self, step: int) -> bool:
         """Record that a step is complete; return True if all ranks save it."""
-        self._watching.loop_began()
+        self._watching.set_looping(True)
         attempt, self._metrics.num_done = self.attempt, step
         self._followers.reach(step)
         self._components.pulse.beat(step)
@@ -211,7 +211,7 @@ class Training:
         if (
             is_orderly or self._watching.stop_reason() is None
         ):  # else the end of a worker must not interrupt the save
-            self._watching.loop_ended()
+            self._watching.set_looping(False)
         if is_orderly is None:
             return
         try:
@@ -284,7 +284,7 @@ class Training:
                 "between two steps: let the handler set a flag that the loop checks.",
                 step=step,
             )
-        self._watching.save_began(step)
+        self._watching.notify("save_began", step)
         save = self._save(step, must=False, to_home=to_home)
         self.position.follow(step)
         return save
@@ -443,7 +443,7 @@ class Training:
             self._done.write(config.run, config.attempt, step)
         self.position.clear()
         self._expect_no_step()
-        self._watching.loop_ended()
+        self._watching.set_looping(False)
 
     def _expect_no_step(self) -> None:
         self._components.pulse.end()

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import holdfast
 from holdfast.checkpoint.copies import Copies, SharedTensor
@@ -18,10 +18,8 @@ from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.sections import MAX_PART_BYTES, MAX_SECTIONS, WATCH_NAME, Section, Sections
 from holdfast.checkpoint.home.judges import load_class
 from holdfast.checkpoint.keeper.config import WatchConfig
-from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.policy import Every
 from holdfast.checkpoint.ranks import RankGroup, this_host
-from holdfast.checkpoint.state.review import ResumeRisk
 from holdfast.checkpoint.watch import (
     Act,
     CopiedSave,
@@ -155,26 +153,26 @@ class Watching:
         ranks.gather(None)  # the others wait here
         self.show_warnings()
 
+    def notify(
+        self,
+        event: Literal["save_began", "reviewed", "saved", "loop_began", "loop_ended"],
+        *arguments: Any,
+    ) -> None:
+        """Have the watches observe an event that has the same arguments for all of them."""
+        for watch in self._of_event[event]:
+            self._call(watch, event, *arguments)
+
     def claimed(self, attempt: int) -> None:
         """Have the watches observe that an attempt has claimed the run."""
         for watch in self._of_event["claimed"]:
-            self._call(
-                watch, "claimed", attempt, self._places.get(watch.name, SharedPlace(is_first=True, turn=0))
-            )
+            place = self._places.get(watch.name, SharedPlace(is_first=True, turn=0))
+            self._call(watch, "claimed", attempt, place)
 
-    def loop_began(self) -> None:
-        """Have the watches observe that a loop asks after each step what to do, once for each loop."""
-        if not self._is_looping:
-            self._is_looping = True
-            for watch in self._of_event["loop_began"]:
-                self._call(watch, "loop_began")
-
-    def loop_ended(self) -> None:
-        """Have the watches observe that the loop has ended or was left."""
-        if self._is_looping:
-            self._is_looping = False
-            for watch in self._of_event["loop_ended"]:
-                self._call(watch, "loop_ended")
+    def set_looping(self, is_looping: bool) -> None:
+        """Have the watches observe that a loop has begun that asks after each step what to do, or its end."""
+        if is_looping != self._is_looping:
+            self._is_looping = is_looping
+            self.notify("loop_began" if is_looping else "loop_ended")
 
     def stop_reason(self) -> str | None:
         """Return why this rank has to stop, between two steps; None if it need not."""
@@ -227,21 +225,6 @@ class Watching:
         found = [(watch.name, self._call(watch, "step", step)) for watch in self._of_event["step"]]
         self.show_warnings()
         return [NamedVote(name, vote) for name, vote in found if isinstance(vote, Vote)]
-
-    def save_began(self, step: int) -> None:
-        """Have the watches observe that the script saves a step."""
-        for watch in self._of_event["save_began"]:
-            self._call(watch, "save_began", step)
-
-    def reviewed(self, risks: Sequence[ResumeRisk]) -> None:
-        """Have the watches observe why the state may not resume exactly."""
-        for watch in self._of_event["reviewed"]:
-            self._call(watch, "reviewed", risks)
-
-    def saved(self, save: Save) -> None:
-        """Have the watches observe that a save is durable."""
-        for watch in self._of_event["saved"]:
-            self._call(watch, "saved", save)
 
     @property
     def plans_copies(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.commands import CommandParser, Commands
+from holdfast.cli.commands import argument, command
 from holdfast.cli.demo.claims import check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.tables import print_json
@@ -20,32 +20,26 @@ from holdfast.system.units import format_bytes, format_duration, parse_bytes
 
 MIN_STEPS, MIN_BYTES = 48, 25_000_000
 
-_EXAMPLES = """
-holdfast demo
-holdfast demo --home /mnt/disk --keep
-holdfast demo --home s3://bucket/demos
-holdfast demo --json | jq .proven
-"""
 
-
-def add_demo(commands: Commands) -> None:
-    """Add the command."""
-    parser = CommandParser(commands, "demo", run, _EXAMPLES)
-    parser.add(
+@command(
+    "demo",
+    """
+    holdfast demo
+    holdfast demo --home /mnt/disk --keep
+    holdfast demo --home s3://bucket/demos
+    holdfast demo --json | jq .proven
+    """,
+    argument(
         "--home PLACE",
         "folder or URL in which to create the folder of the demo (default: the folder of temporary "
         "files); with a URL, each failure also deletes the files on this machine",
-    )
-    parser.add("--keep", "do not delete the folder of the demo")
-    parser.add(
-        "--steps N", f"number of training steps (default: 192, at least {MIN_STEPS})", int, default=192
-    )
-    parser.add(
+    ),
+    argument("--keep", "do not delete the folder of the demo"),
+    argument("--steps N", f"number of training steps (default: 192, at least {MIN_STEPS})", int, default=192),
+    argument(
         "--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB)", default="100MB"
-    )
-    parser.add_json()
-
-
+    ),
+)
 def run(args: argparse.Namespace) -> int:
     """Run the demo and show its results. The exit status is 0 only if all claims are proven."""
     from holdfast.cli.demo.screen import Screen

@@ -17,10 +17,7 @@ from holdfast.system.units import plural
 
 
 def ensure_process_group(device: str | None) -> str:
-    """Return the device type to compute on. A single process without a process group gets a group of one.
-
-    Ranks: not collective.
-    """
+    """Return the device type to compute on. A single process without a process group gets a group of one."""
     accelerator = accelerator_type()
     if not dist.is_initialized():
         _make_group_of_one(accelerator if device is None else device)

@@ -46,10 +46,7 @@ class WeightSource:
 
 
 def digest_model(model: nn.Module) -> ModelDigest:
-    """Return the digest of a model that is not sharded yet. Reads every byte once.
-
-    Ranks: not collective.
-    """
+    """Return the digest of a model that is not sharded yet. Reads every byte once."""
     structure, content = xxhash.xxh3_128(), xxhash.xxh3_128()
     on_meta = []
     for name, tensor in _tensors(model):
@@ -95,10 +92,7 @@ def choose_source(
 
 
 def materialize(model: nn.Module, device: str, *, cpu_offload: bool) -> None:
-    """Allocate the tensors on meta of a sharded model, without values; `cpu_offload`: in host memory.
-
-    Ranks: not collective.
-    """
+    """Allocate the tensors on meta of a sharded model, without values; `cpu_offload`: in host memory."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a buffer may occur in several modules
 
     def filled(tensor: torch.Tensor) -> torch.Tensor:

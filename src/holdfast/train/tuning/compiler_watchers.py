@@ -6,16 +6,16 @@ import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo.utils
 import torch._inductor.config as inductor
 import torch.distributed as dist
+from torch._dynamo.backends.debugging import ExplainOutput
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, get_compilation_metrics
-from typing_extensions import override
 
 from holdfast.train.tuning import source_lines, tracker
 from holdfast.train.tuning.eager_watchers import DeviceClock
@@ -26,7 +26,7 @@ from holdfast.train.tuning.measurements import (
     Recompile,
     SourceLine,
 )
-from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo, traceable
+from holdfast.train.tuning.tracker import Call, TrainingInfo, Watching, intercepted, traceable
 
 _SHAPE_WORDS = ("size", "stride", "shape", "rank mismatch")
 _RESUMED = "torch_dynamo_resume_in_"
@@ -34,94 +34,83 @@ _NO_REASON = f"torch {torch.__version__} did not record the reason"
 _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
 
 
-class GraphWatcher(StepWatcher[GraphMeasurements]):
-    """Watcher that explains the model on one batch, then traces it on the next ones.
+def watch_graphs(
+    training: TrainingInfo, *, num_steps: int, compiles_itself: bool
+) -> Watching[GraphMeasurements]:
+    """Explain the model on one batch, then trace it on the next ones.
 
     If the script compiles by itself, its compilations are only observed. No code is generated in either case.
     """
+    breaks: dict[SourceLine, GraphBreak] = {}
+    num_done, num_graphs, failure = 0, 0, ""
 
-    def __init__(self, num_steps: int, *, compiles_itself: bool) -> None:
-        self.num_steps = num_steps
-        self._compiles_itself = compiles_itself
-        self._explained: set[int] = set()
-        self._breaks: dict[SourceLine, GraphBreak] = {}
-        self._num_graphs = 0
-        self._failure = ""
-        self._number = 1
-
-    @override
-    def begin(self, training: TrainingInfo) -> None:
-        torch._dynamo.reset()
-        clear_compilation_metrics()
-        if self._compiles_itself:
-            torch.compiler.set_stance("default", force_backend="eager")
-        else:
-            torch.compiler.set_stance("force_eager")
-
-    @override
-    def intercept(self, one: OutermostModule, call: Call) -> Call:
-        if self._compiles_itself:
-            return call
-        module = one.module
-        traced = torch.compile(traceable(call), backend="eager")
+    def traced(call: Call) -> Call:
+        compiled, is_explained = torch.compile(traceable(call), backend="eager"), False
 
         def calling(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_explained, num_graphs, failure
             if not torch.is_grad_enabled():
                 return call(*args, **kwargs)
-            if id(module) not in self._explained:
-                self._explained.add(id(module))
-                self._explain(call, args, kwargs)
+            if not is_explained:
+                is_explained = True
+                found = _explain(call, args, kwargs)
+                if isinstance(found, str):
+                    failure = found
+                else:
+                    num_graphs += found.graph_count
+                    _note(breaks, found.break_reasons)
                 return call(*args, **kwargs)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the compiler's own warnings
-                return traced(*args, **kwargs) if self._number > 1 else call(*args, **kwargs)
+                return (compiled if num_done else call)(*args, **kwargs)
 
         return calling
 
-    @override
-    def step_done(self, number: int) -> None:
-        self._number = number + 1
-        if number == 1 and not self._compiles_itself:
-            torch._dynamo.reset()
-            clear_compilation_metrics()
-            torch.compiler.set_stance("default", force_backend="eager")
+    _forget(compiles_itself)
+    with contextlib.nullcontext() if compiles_itself else intercepted(training, traced):
+        while num_done < num_steps and (yield):
+            num_done += 1
+            if num_done == 1 and not compiles_itself:
+                _forget(True)
+    torch.compiler.set_stance("default")
+    metrics = [one for one in get_compilation_metrics() if one.co_filename]
+    if compiles_itself:
+        _note(breaks, torch._dynamo.utils.graph_break_reasons)
+        num_graphs = len({(one.co_filename, one.co_firstlineno, one.co_name) for one in metrics})
+    recompiles = tuple(_recompiles(metrics))
+    return GraphMeasurements(num_graphs, tuple(breaks.values()), recompiles, num_done, failure)
 
-    @override
-    def end(self) -> GraphMeasurements:
-        torch.compiler.set_stance("default")
-        metrics = [one for one in get_compilation_metrics() if one.co_filename]
-        if self._compiles_itself:
-            self._note(torch._dynamo.utils.graph_break_reasons)
-            self._num_graphs = len({(one.co_filename, one.co_firstlineno, one.co_name) for one in metrics})
-        return GraphMeasurements(
-            self._num_graphs,
-            tuple(self._breaks.values()),
-            tuple(_recompiles(metrics)),
-            self._number - 1,
-            self._failure,
+
+def _forget(traces: bool) -> None:
+    """Forget all compilations, and trace from now on without generating code, or run eagerly."""
+    torch._dynamo.reset()
+    clear_compilation_metrics()
+    if traces:
+        torch.compiler.set_stance("default", force_backend="eager")
+    else:
+        torch.compiler.set_stance("force_eager")
+
+
+def _explain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainOutput | str:
+    """Return the compiler's explanation of a call, or its error."""
+    torch.compiler.set_stance("default")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch._dynamo.explain(traceable(call))(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - any error of the compiler goes into the report
+        return _short(str(error))
+    finally:
+        torch.compiler.set_stance("force_eager")
+
+
+def _note(breaks: dict[SourceLine, GraphBreak], reasons: Iterable[GraphCompileReason]) -> None:
+    for reason in reasons:
+        place = source_lines.innermost_user_line(
+            (frame.filename, frame.lineno or 0) for frame in reason.user_stack
         )
-
-    def _explain(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        torch.compiler.set_stance("default")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                explanation = torch._dynamo.explain(traceable(call))(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - any error of the compiler goes into the report
-            self._failure = _short(str(error))
-            return
-        finally:
-            torch.compiler.set_stance("force_eager")
-        self._num_graphs += explanation.graph_count
-        self._note(explanation.break_reasons)
-
-    def _note(self, reasons: Iterable[GraphCompileReason]) -> None:
-        for reason in reasons:
-            place = source_lines.innermost_user_line(
-                (frame.filename, frame.lineno or 0) for frame in reason.user_stack
-            )
-            if place is not None and source_lines.is_user_code(place.file) and reason.graph_break:
-                self._breaks.setdefault(place, GraphBreak(place, _short(reason.reason)))
+        if place is not None and source_lines.is_user_code(place.file) and reason.graph_break:
+            breaks.setdefault(place, GraphBreak(place, _short(reason.reason)))
 
 
 def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
@@ -196,118 +185,106 @@ def _short(text: str) -> str:
 _MAX_COMPILING = 4  # steps with compilation per measured step, before the comparison continues without
 
 
-class CompileWatcher(StepWatcher[CompileMeasurements]):
-    """Watcher that alternates eager and compiled steps, after everything is compiled.
+def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> Watching[CompileMeasurements]:
+    """Alternate eager and compiled steps, after everything is compiled.
 
     Args:
         variant: "whole" compiles the model, "blocks" its layers one by one, "own" what the script compiles.
             "random" and "own random" use eager's random numbers, which are faster on a CPU.
     """
+    is_own, clock = variant.startswith("own"), DeviceClock(training.device)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    peaks: dict[bool, list[int]] = {False: [], True: []}
+    whole, compiling = list[float](), list[float]()
+    is_compiled, num_elements = False, 0
 
-    def __init__(self, variant: str, num_pairs: int) -> None:
-        self._variant = variant
-        self._is_own = variant.startswith("own")
-        self._num_pairs = num_pairs
-        self.num_steps = 2 * (num_pairs + 3)
-        self._times: dict[bool, list[float]] = {False: [], True: []}
-        self._whole: list[float] = []
-        self._compiling: list[float] = []
-        self._peaks: dict[bool, list[int]] = {False: [], True: []}
-        self._is_compiled = False
-        self._elements = 0
-        self._undo = contextlib.ExitStack()
+    def toggled(call: Call) -> Call:
+        compiled = torch.compile(tracker.traceable(call))
+        return lambda *args, **kwargs: (compiled if is_compiled else call)(*args, **kwargs)
 
-    @override
-    def begin(self, training: TrainingInfo) -> None:
-        self._undo.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # the compiler's own warnings
-        self._clock = DeviceClock(training.device)
-        if not self._clock.is_cuda:
-            # so that all compilation happens in child processes, whose time is counted
-            self._undo.enter_context(inductor.patch(compile_threads=1))
-        if self._variant.endswith("random"):
-            self._undo.enter_context(inductor.patch(fallback_random=True))
-        if self._variant == "blocks":
-            for one in training.interceptable:
-                for block in tracker.find_layers(tracker.unwrap(one.module)):
-                    self._undo.enter_context(tracker.intercept_calls(block, self._toggled))
-        self._set(is_compiled=False)
-        self._begin_step()
-
-    @override
-    def intercept(self, one: OutermostModule, call: Call) -> Call:
-        chosen = call if self._is_own or self._variant == "blocks" else self._toggled(call)
+    def counted(call: Call) -> Call:
+        chosen = call if is_own or variant == "blocks" else toggled(call)
 
         def calling(*args: Any, **kwargs: Any) -> Any:
+            nonlocal num_elements
             tensors = tracker.find_tensors((args, kwargs))
-            self._elements += max((tensor.numel() for tensor in tensors), default=0)
+            num_elements += max((tensor.numel() for tensor in tensors), default=0)
             return chosen(*args, **kwargs)
 
         return calling
 
-    @override
-    def step_done(self, number: int) -> None:
-        self._clock.synchronize()
-        seconds = self._clock.now_s() - self._started_s
-        spent_s = self._clock.total_spent_s() - self._started_spent_s
-        peak, used = self._clock.peak_bytes(), self._started_bytes
-        may_wait = len(self._compiling) < _MAX_COMPILING * self._num_pairs
-        if self._is_compiled and self._has_compiled() and may_wait:
-            self._compiling.append(spent_s)
-            self.num_steps += 2
-        elif number > 2:
-            self._times[self._is_compiled].append(seconds / max(1, self._elements))
-            if not self._is_compiled:
-                self._whole.append(seconds)
-            if peak is not None and used is not None:
-                self._peaks[self._is_compiled].append(peak - used)
-        self._set(is_compiled=not self._is_compiled)
-        self._begin_step()
+    with _compiling(training, variant, toggled, clock), intercepted(training, counted):
+        num_done, num_steps = 0, 2 * (num_pairs + 3)
+        while num_done < num_steps:
+            num_elements, compiled_before = 0, tracker.compilation_state()
+            clock.reset_peak()
+            used, spent_s, started_s = clock.used_bytes(), clock.total_spent_s(), clock.now_s()
+            if not (yield):
+                break
+            num_done += 1
+            clock.synchronize()
+            seconds, spent_s, peak = (
+                clock.now_s() - started_s,
+                clock.total_spent_s() - spent_s,
+                clock.peak_bytes(),
+            )
+            may_wait = len(compiling) < _MAX_COMPILING * num_pairs
+            if is_compiled and _has_compiled(compiled_before, clock.device) and may_wait:
+                compiling.append(spent_s)
+                num_steps += 2
+            elif num_done > 2:
+                times[is_compiled].append(seconds / max(1, num_elements))
+                whole += [] if is_compiled else [seconds]
+                peaks[is_compiled] += [] if peak is None or used is None else [peak - used]
+            is_compiled = not is_compiled
+            if is_own:
+                torch.compiler.set_stance("default" if is_compiled else "force_eager")
+    eager, compiled = (tuple(times[key][-num_pairs:]) for key in (False, True))
+    typical_s = _middle(whole)
+    warm_up_s = sum(compiling) - len(compiling) * _middle(compiled) * typical_s / (_middle(eager) or 1.0)
+    return CompileMeasurements(
+        variant=variant,
+        device=clock.device.type,
+        eager_s=eager,
+        compiled_s=compiled,
+        warm_up_s=max(0.0, warm_up_s),
+        step_s=typical_s,
+        eager_bytes=int(_middle(peaks[False])) if peaks[False] else None,
+        compiled_bytes=int(_middle(peaks[True])) if peaks[True] else None,
+    )
 
-    @override
-    def end(self) -> CompileMeasurements:
-        self._undo.close()
-        torch.compiler.set_stance("default")
-        eager, compiled = (tuple(self._times[key][-self._num_pairs :]) for key in (False, True))
-        typical_s = _middle(self._whole)
-        scale = typical_s / (_middle(eager) or 1.0)
-        warm_up_s = sum(self._compiling) - len(self._compiling) * _middle(compiled) * scale
-        return CompileMeasurements(
-            variant=self._variant,
-            device=self._clock.device.type,
-            eager_s=eager,
-            compiled_s=compiled,
-            warm_up_s=max(0.0, warm_up_s),
-            step_s=typical_s,
-            eager_bytes=int(_middle(self._peaks[False])) if self._peaks[False] else None,
-            compiled_bytes=int(_middle(self._peaks[True])) if self._peaks[True] else None,
-        )
 
-    def _has_compiled(self) -> bool:
-        """Return True if any rank compiled something in this step, so that all ranks agree."""
-        has = tracker.compilation_state() != self._compiled_before
-        if not (dist.is_available() and dist.is_initialized()):
-            return has
-        flag = torch.tensor([float(has)], device=self._clock.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+@contextlib.contextmanager
+def _compiling(
+    training: TrainingInfo, variant: str, toggled: Callable[[Call], Call], clock: DeviceClock
+) -> Iterator[None]:
+    """Prepare a way to compile during the block."""
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.compiler.set_stance, "default")
+        undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # the compiler's own warnings
+        if not clock.is_cuda:
+            # so that all compilation happens in child processes, whose time is counted
+            undo.enter_context(inductor.patch(compile_threads=1))
+        if variant.endswith("random"):
+            undo.enter_context(inductor.patch(fallback_random=True))
+        if variant == "blocks":
+            for one in training.interceptable:
+                for block in tracker.find_layers(tracker.unwrap(one.module)):
+                    undo.enter_context(tracker.intercept_calls(block, toggled))
+        if variant.startswith("own"):
+            torch.compiler.set_stance("force_eager")
+        yield
 
-    def _toggled(self, call: Call) -> Call:
-        compiled = torch.compile(tracker.traceable(call))
-        return lambda *args, **kwargs: (compiled if self._is_compiled else call)(*args, **kwargs)
 
-    def _set(self, *, is_compiled: bool) -> None:
-        self._is_compiled = is_compiled
-        if self._is_own:
-            torch.compiler.set_stance("default" if is_compiled else "force_eager")
-
-    def _begin_step(self) -> None:
-        self._elements = 0
-        self._compiled_before = tracker.compilation_state()
-        self._clock.reset_peak()
-        self._started_bytes = self._clock.used_bytes()
-        self._started_spent_s = self._clock.total_spent_s()
-        self._started_s = self._clock.now_s()
+def _has_compiled(before: object, device: torch.device) -> bool:
+    """Return True if any rank compiled something in a step, so that all ranks agree."""
+    has = tracker.compilation_state() != before
+    if not (dist.is_available() and dist.is_initialized()):
+        return has
+    flag = torch.tensor([float(has)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def _middle(values: Any) -> float:

@@ -11,7 +11,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
-from typing_extensions import override
 
 from holdfast.train.tuning import source_lines, tracker
 from holdfast.train.tuning.loaders import LoaderMonitor
@@ -31,7 +30,7 @@ from holdfast.train.tuning.measurements import (
     StepTiming,
     SyncMeasurements,
 )
-from holdfast.train.tuning.tracker import Call, OutermostModule, StepWatcher, TrainingInfo, find_tensors
+from holdfast.train.tuning.tracker import Call, TrainingInfo, Watching, find_tensors, intercepted
 
 # -- timing --------------------------------------------------------------------------------------------------
 
@@ -123,94 +122,65 @@ _WARM_UP = 2
 _MAX_BATCHES = 256  # enough lengths to compare paddings
 
 
-class TimingWatcher(StepWatcher[StepMeasurements]):
-    """Watcher that times unmodified steps."""
+def watch_steps(
+    training: TrainingInfo, *, num_steps: int, loaders: LoaderMonitor, compiled_at: list[SourceLine]
+) -> Watching[StepMeasurements]:
+    """Time unmodified steps."""
+    clock, loader = DeviceClock(training.device), loaders.last_loader()
+    steps, shapes, rows, widths = list[StepTiming](), list[str](), list[tuple[int, ...]](), list[int]()
+    given: list[tuple[list[Tensor], Tensor | None]] = []  # tensors and attention mask of each call
 
-    def __init__(self, num_steps: int, loaders: LoaderMonitor, *, compiled_at: list[SourceLine]) -> None:
-        self.num_steps = num_steps + _WARM_UP
-        self._loaders = loaders
-        self._compiled_at = compiled_at
-        self._steps: list[StepTiming] = []
-        self._shapes: list[str] = []
-        self._rows: list[tuple[int, ...]] = []
-        self._widths: list[int] = []
-        self._given: list[tuple[list[Tensor], Tensor | None]] = []
-        self._items = 0
-
-    @override
-    def begin(self, training: TrainingInfo) -> None:
-        self._training = training
-        self._clock = DeviceClock(training.device)
-        self._loader = self._loaders.last_loader()
-        self._begin_step()
-
-    @override
-    def intercept(self, one: OutermostModule, call: Call) -> Call:
+    def noted(call: Call) -> Call:
         def calling(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                self._note(args, kwargs)
+                tensors = [one for one in find_tensors((args, kwargs)) if one.dim() > 0]
+                mask = kwargs.get("attention_mask")
+                given.extend([(tensors, mask if isinstance(mask, Tensor) else None)] if tensors else [])
             return call(*args, **kwargs)
 
         return calling
 
-    @override
-    def step_done(self, number: int) -> None:
-        self._clock.synchronize()
-        wall_s, cpu_s = time.perf_counter() - self._started_s, time.process_time() - self._started_cpu_s
-        is_odd = self._loaders.num_started != self._started or tracker.compilation_state() != self._compiled
-        if number > _WARM_UP:
-            waited_s, num_loaded = self._loaders.pop_waited()
-            peak, num_items = self._clock.peak_bytes(), self._items or num_loaded
-            self._steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, peak, is_odd))
-        self._measure_given()
-        self._begin_step()
-
-    @override
-    def end(self) -> StepMeasurements:
-        groups = self._training.optimizer.param_groups
-        rate = groups[0].get("initial_lr", groups[0].get("lr"))  # a schedule changes "lr"
-        found = [tracker.unwrap(one.module) for one in self._training.modules]
-        places = [one.place for one in self._training.modules if one.place is not None]
-        return StepMeasurements(
-            device=self._training.device.type,
-            steps=tuple(self._steps),
-            call=places[0] if places else None,
-            optimizer=type(self._training.optimizer).__name__,
-            learning_rate=None if rate is None else float(rate),
-            loader=self._loader,
-            shapes=tuple(self._shapes),
-            lengths=RowLengths(tuple(self._rows), tuple(self._widths)) if self._rows else None,
-            compiled_at=self._compiled_at[0] if self._compiled_at else None,
-            has_random=any(tracker.uses_randomness(module) for module in found),
-            num_blocks=sum(len(tracker.find_layers(module)) for module in found),
-            in_place=all(tracker.compiles_in_place(module) for module in found),
-        )
-
-    def _begin_step(self) -> None:
-        self._given.clear()
-        self._items = 0
-        self._started, self._compiled = self._loaders.num_started, tracker.compilation_state()
-        self._clock.reset_peak()
-        self._loaders.pop_waited()
-        self._started_s, self._started_cpu_s = time.perf_counter(), time.process_time()
-
-    def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [one for one in find_tensors((args, kwargs)) if one.dim() > 0]
-        if not given:
-            return
-        mask = kwargs.get("attention_mask")
-        self._given.append((given, mask if isinstance(mask, Tensor) else None))
-        self._items += max(given, key=lambda one: one.numel()).shape[0]
-
-    def _measure_given(self) -> None:
-        """Measure the inputs. Called after the timing, since reading them makes the host wait."""
-        sizes = [max((one.shape for one in given), key=torch.Size.numel) for given, _ in self._given]
-        if sizes:
-            self._shapes.append(str(tuple(max(sizes, key=torch.Size.numel))))
-        for given, mask in self._given:
-            if len(self._rows) < _MAX_BATCHES and (found := useful_lengths(given, mask)) is not None:
-                self._rows.append(found[0])
-                self._widths.append(found[1])
+    with intercepted(training, noted):
+        for number in range(num_steps + _WARM_UP):
+            given.clear()
+            started, compiled = loaders.num_started, tracker.compilation_state()
+            clock.reset_peak()
+            loaders.pop_waited()
+            started_s, started_cpu_s = time.perf_counter(), time.process_time()
+            if not (yield):
+                break
+            clock.synchronize()
+            wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+            is_odd = loaders.num_started != started or tracker.compilation_state() != compiled
+            largest = [max(tensors, key=Tensor.numel) for tensors, _ in given]
+            if number >= _WARM_UP:
+                waited_s, num_loaded = loaders.pop_waited()
+                num_items = sum(one.shape[0] for one in largest) or num_loaded
+                steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, clock.peak_bytes(), is_odd))
+            # After the timing, since reading the inputs makes the host wait.
+            if largest:
+                shapes.append(str(tuple(max((one.shape for one in largest), key=torch.Size.numel))))
+            for tensors, mask in given:
+                if len(rows) < _MAX_BATCHES and (found := useful_lengths(tensors, mask)) is not None:
+                    rows.append(found[0])
+                    widths.append(found[1])
+    group = training.optimizer.param_groups[0]
+    rate = group.get("initial_lr", group.get("lr"))  # a schedule changes "lr"
+    modules = [tracker.unwrap(one.module) for one in training.modules]
+    return StepMeasurements(
+        device=training.device.type,
+        steps=tuple(steps),
+        call=next((one.place for one in training.modules if one.place is not None), None),
+        optimizer=type(training.optimizer).__name__,
+        learning_rate=None if rate is None else float(rate),
+        loader=loader,
+        shapes=tuple(shapes),
+        lengths=RowLengths(tuple(rows), tuple(widths)) if rows else None,
+        compiled_at=compiled_at[0] if compiled_at else None,
+        has_random=any(tracker.uses_randomness(module) for module in modules),
+        num_blocks=sum(len(tracker.find_layers(module)) for module in modules),
+        in_place=all(tracker.compiles_in_place(module) for module in modules),
+    )
 
 
 # -- host syncs ----------------------------------------------------------------------------------------------
@@ -245,35 +215,43 @@ class _Hits:
     seconds: float = 0.0
 
 
-class SyncWatcher(StepWatcher[SyncMeasurements]):
-    """Watcher that records every call in eager steps that needs a value of the device.
+def watch_syncs(training: TrainingInfo, *, num_steps: int) -> Watching[SyncMeasurements]:
+    """Record every call in eager steps that needs a value of the device."""
+    observer = _SyncObserver(training)
+    torch.compiler.set_stance("force_eager")  # a function mode would cause recompiles
+    with observer, intercepted(training, observer.follow_call):
+        while observer.num_done < num_steps and (yield):
+            observer.num_done += 1
+    torch.compiler.set_stance("default")
+    found = tuple(
+        HostSync(kind, place, one.inside, len(one.steps), one.num_times, one.seconds, one.in_forward)
+        for (kind, place), one in observer.hits.items()
+    )
+    return SyncMeasurements(training.device.type, observer.num_done, found)
+
+
+class _SyncObserver(TorchFunctionMode):
+    """Observer of every torch function.
 
     On a CPU all values are available. There a call counts only if it would wait on a GPU: if it concerns a
     tensor of the model or computed by it, and not a batch as it came from a loader.
     """
 
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self._hits: dict[tuple[str, SourceLine], _Hits] = {}
-        self._number = 1
-        self._depth = 0
-        self._mode = _Mode(self._observe)
-        self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    @override
-    def begin(self, training: TrainingInfo) -> None:
+    def __init__(self, training: TrainingInfo) -> None:
+        super().__init__()
+        self.hits: dict[tuple[str, SourceLine], _Hits] = {}
+        self.num_done = 0  # steps
         self._device = training.device
+        self._depth = 0
+        self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for one in training.modules:
-            for tensor in (*one.module.parameters(), *one.module.buffers()):
-                self._on_device[tensor] = True
-        torch.compiler.set_stance("force_eager")  # a function mode would cause recompiles
-        self._mode.__enter__()
+            self._mark((*one.module.parameters(), *one.module.buffers()))
 
-    @override
-    def intercept(self, one: OutermostModule, call: Call) -> Call:
+    def follow_call(self, call: Call) -> Call:
+        """Return the function to call instead of that of a module."""
+
         def calling(*args: Any, **kwargs: Any) -> Any:
-            for tensor in find_tensors((args, kwargs)):
-                self._on_device[tensor] = True
+            self._mark(find_tensors((args, kwargs)))
             self._depth += 1
             try:
                 return call(*args, **kwargs)
@@ -282,31 +260,24 @@ class SyncWatcher(StepWatcher[SyncMeasurements]):
 
         return calling
 
-    @override
-    def step_done(self, number: int) -> None:
-        self._number = number + 1
+    def _mark(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._on_device[tensor] = True
 
-    @override
-    def end(self) -> SyncMeasurements:
-        self._mode.__exit__(None, None, None)
-        torch.compiler.set_stance("default")
-        found = tuple(
-            HostSync(kind, place, one.inside, len(one.steps), one.num_times, one.seconds, one.in_forward)
-            for (kind, place), one in self._hits.items()
-        )
-        return SyncMeasurements(self._device.type, self._number - 1, found)
-
-    def _observe(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kind, found = _kind(function, args, kwargs), None
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind, found = _kind(func, args, kwargs), None
         if kind is not None and self._waits(args) and not source_lines.is_running(*_LOADING):
             found = source_lines.current_line_and_library()
         started_s = time.perf_counter()
-        result = function(*args, **kwargs)
+        result = func(*args, **kwargs)
         seconds = time.perf_counter() - started_s
         self._follow(args, kwargs, result)
         if found is not None and kind is not None:
-            hits = self._hits.setdefault((kind, found[0]), _Hits(found[1], self._depth > 0))
-            hits.steps.add(self._number)
+            hits = self.hits.setdefault((kind, found[0]), _Hits(found[1], self._depth > 0))
+            hits.steps.add(self.num_done)
             hits.num_times += 1
             hits.seconds += seconds
         return result
@@ -329,21 +300,7 @@ class SyncWatcher(StepWatcher[SyncMeasurements]):
             return
         given = list(find_tensors((args, kwargs)))
         if self._depth or any(tensor in self._on_device for tensor in given):
-            for tensor in (*given, *find_tensors(result)):
-                self._on_device[tensor] = True
-
-
-class _Mode(TorchFunctionMode):
-    """Function mode that calls every torch function through `through`."""
-
-    def __init__(self, through: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._through = through
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._through(func, args, kwargs or {})
+            self._mark((*given, *find_tensors(result)))
 
 
 def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ import torch
 from holdfast.errors import InvalidInput
 from holdfast.train.batch.training_state import Snapshot, collect_training_state
 from holdfast.train.tuning import findings
-from holdfast.train.tuning.compiler_watchers import CompileWatcher, GraphWatcher
-from holdfast.train.tuning.eager_watchers import SyncWatcher, TimingWatcher
+from holdfast.train.tuning.compiler_watchers import watch_compiled, watch_graphs
+from holdfast.train.tuning.eager_watchers import watch_steps, watch_syncs
 from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
 from holdfast.train.tuning.questions import Profile, RunSpec
-from holdfast.train.tuning.tracker import StepTracker, StepWatcher, StopRun
+from holdfast.train.tuning.tracker import StepTracker, StopRun, Watcher
 
 
 def tune(
@@ -68,15 +69,15 @@ def tune(
         snapshot.restore()
 
 
-def make_watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> StepWatcher[Any]:
+def make_watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> Watcher[Any]:
     """Return the watcher for a question."""
     if spec.question == "steps":
-        return TimingWatcher(spec.num_steps, loaders, compiled_at=compiled_at)
+        return partial(watch_steps, num_steps=spec.num_steps, loaders=loaders, compiled_at=compiled_at)
     if spec.question == "syncs":
-        return SyncWatcher(spec.num_steps)
+        return partial(watch_syncs, num_steps=spec.num_steps)
     if spec.question == "graphs":
-        return GraphWatcher(spec.num_steps, compiles_itself=spec.compiles_itself)
-    return CompileWatcher(spec.variant, spec.num_steps)
+        return partial(watch_graphs, num_steps=spec.num_steps, compiles_itself=spec.compiles_itself)
+    return partial(watch_compiled, variant=spec.variant, num_pairs=spec.num_steps)
 
 
 def _measure(step: Callable[[Any], object], batches: Sequence[Any], spec: RunSpec) -> Any:

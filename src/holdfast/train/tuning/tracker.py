@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -54,45 +52,32 @@ class TrainingInfo:
         return tuple(one for one in self.modules if not one.is_compiled_around)
 
 
-class StepWatcher(abc.ABC, Generic[T]):
-    """Measurement of some steps of a training, for one question."""
+Watching = Generator[None, bool, T]
+"""Watcher of some steps at work, for one question: yields before each step, and returns its measurements.
 
-    num_steps: int  # number of steps to watch, after the first one
-
-    @abc.abstractmethod
-    def begin(self, training: TrainingInfo) -> None:
-        """Start watching with the next step."""
-
-    @abc.abstractmethod
-    def intercept(self, one: OutermostModule, call: Call) -> Call:
-        """Return the function to call instead of the module's own `call`."""
-
-    @abc.abstractmethod
-    def step_done(self, number: int) -> None:
-        """Record the end of step `number`, counted from 1."""
-
-    @abc.abstractmethod
-    def end(self) -> T:
-        """Stop watching, and return the measurements: a dataclass of `measurements`."""
+It is sent True after a step, and False if no further one follows. The measurements are a dataclass of
+`measurements`.
+"""
+Watcher = Callable[[TrainingInfo], Watching[T]]
 
 
 class StepTracker(Generic[T]):
-    """Tracker that drives a watcher over the optimizer steps of this process."""
+    """Tracker that drives a watcher over the optimizer steps of this process, from the second one on."""
 
     def __init__(
-        self, watcher: StepWatcher[T], loaders: LoaderMonitor, *, on_result: Callable[[T], object]
+        self, watcher: Watcher[T], loaders: LoaderMonitor, *, on_result: Callable[[T], object]
     ) -> None:
         self._watcher, self._loaders, self._on_result = watcher, loaders, on_result
         self._discovery = ModuleDiscovery()
-        self._pacer: int | None = None  # the optimizer that marks the steps, if there are several
-        self._number = 0
+        self._watching: Watching[T] | None = None
+        self._pacer = 0  # the optimizer that marks the steps, if there are several
         self._undo = contextlib.ExitStack()
         self.is_done = False
 
     @property
     def has_stepped(self) -> bool:
         """True after the first step of an optimizer."""
-        return self._pacer is not None
+        return self._watching is not None
 
     def start(self) -> None:
         """Start tracking. The training need not exist yet."""
@@ -105,36 +90,35 @@ class StepTracker(Generic[T]):
         """Stop tracking, and pass on the measurements if that has not happened."""
         if self.is_done:
             return
-        self.is_done = True
         with self._undo:
-            if self._pacer is None:
+            if self._watching is None:
                 self._discovery.stop()
             else:
-                self._on_result(self._watcher.end())
+                self._resume(self._watching, has_step=False)
+        self.is_done = True
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self.is_done:
             return
-        if self._pacer is None:
-            self._begin(optimizer)
+        if self._watching is None:
+            self._pacer = id(optimizer)
+            modules = self._discovery.stop()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._watching = self._watcher(TrainingInfo(tuple(modules), optimizer, parameters[0].device))
+            next(self._watching)
         elif id(optimizer) == self._pacer:
-            self._number += 1
-            self._watcher.step_done(self._number)
-            if self._number >= self._watcher.num_steps:
-                self.stop()
+            self._resume(self._watching, has_step=True)
+            if self.is_done:
+                self._undo.close()
                 raise StopRun
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        self._pacer = id(optimizer)
-        modules = self._discovery.stop()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        training = TrainingInfo(tuple(modules), optimizer, parameters[0].device)
-        self._watcher.begin(training)
-        for one in training.interceptable:
-            is_compiled = isinstance(one.module, torch._dynamo.OptimizedModule)
-            target = one.module if is_compiled else unwrap(one.module)
-            through = functools.partial(self._watcher.intercept, one)
-            self._undo.enter_context(intercept_calls(target, through))
+    def _resume(self, watching: Watching[T], *, has_step: bool) -> None:
+        """Let the watcher continue, and pass on its measurements at its end."""
+        try:
+            watching.send(has_step)
+        except StopIteration as end:
+            self.is_done = True
+            self._on_result(end.value)
 
 
 # -- modules -------------------------------------------------------------------------------------------------
@@ -246,6 +230,17 @@ def intercept_calls(module: nn.Module, through: Callable[[Call], Call]) -> Itera
         yield
     finally:
         module._compiled_call_impl = before
+
+
+@contextlib.contextmanager
+def intercepted(training: TrainingInfo, through: Callable[[Call], Call]) -> Iterator[None]:
+    """Route every call of the modules that a step calls through a function during the block."""
+    with contextlib.ExitStack() as undo:
+        for one in training.interceptable:
+            is_compiled = isinstance(one.module, torch._dynamo.OptimizedModule)
+            target = one.module if is_compiled else unwrap(one.module)
+            undo.enter_context(intercept_calls(target, through))
+        yield
 
 
 def find_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

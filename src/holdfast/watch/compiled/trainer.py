@@ -206,15 +206,11 @@ class CompileCache(Watch):
 
 
 class _Sender:
-    """Thread that uploads in the background, from the first order on.
-
-    Args:
-        upload: uploads what is new, and is told whether that is the last time.
-    """
+    """Thread that uploads in the background, from the first order on."""
 
     def __init__(self, upload: Callable[[bool], None]) -> None:
         self.is_ended = threading.Event()
-        self._upload = upload
+        self._upload = upload  # called with True for the last upload
         self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

@@ -41,11 +41,7 @@ class TrustedPlace:
 
 
 def place_of(text: str, *, here: bool = False) -> TrustedPlace:
-    """Return the place of a path or URL.
-
-    Args:
-        here: add the server from the environment, as an access would.
-    """
+    """Return the place of a path or URL; `here`: with the server from the environment, as for an access."""
     scheme, mark, rest = text.partition("://")
     if not text.strip():
         raise InvalidInput("Cannot trust an empty string as a home.")

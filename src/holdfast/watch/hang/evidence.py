@@ -89,11 +89,7 @@ def capture_rank(
 def capture_host(
     home: str, *, attempt: int | None = None, without: int | None = None
 ) -> dict[int, RankEvidence]:
-    """Return evidence of the ranks on this host, by rank.
-
-    Args:
-        attempt: their attempt; by default the newest.
-        without: rank to leave out.
+    """Return evidence of the ranks on this host, by rank: of the newest attempt, unless one is given.
 
     Blocks: at most 3 s per process.
     """

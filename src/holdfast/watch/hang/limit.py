@@ -39,15 +39,11 @@ class StallClock:
     """Clock of the time since a trainer has made progress.
 
     It adds up the ticks of its caller, so that neither a suspended machine nor a delayed caller counts.
-
-    Attributes:
-        stalled_s: time without progress.
-        limit_s: the limit of what the trainer is doing.
     """
 
     def __init__(self, limits: HangLimits) -> None:
-        self.stalled_s = 0.0
-        self.limit_s = limits.first_s
+        self.stalled_s = 0.0  # time without progress
+        self.limit_s = limits.first_s  # of what the trainer is doing
         self._limits = limits
         self._seen: tuple[int, int, int] | None = None
         self._least_limit_s = 0.0

@@ -61,12 +61,8 @@ class ProcessStacks:
 
 
 def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
-    """Return the thread that trains; None if its stack was not written.
-
-    Args:
-        ident: its identifier; 0 for the oldest thread, which is written last.
-    """
-    if ident == 0:
+    """Return the thread that trains; None if its stack was not written."""
+    if ident == 0:  # the oldest thread, which is written last
         return threads[-1] if threads else None
     return next((one for one in threads if one.ident == ident), None)
 
@@ -77,8 +73,7 @@ def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
 def install_handlers() -> int:
     """Install both handlers, once per process, unless something else handles their signals.
 
-    Returns:
-        The descriptor of the file that receives the stacks; -1 without one.
+    Return the descriptor of the file that receives the stacks; -1 without one.
     """
     return _install(os.getpid())
 

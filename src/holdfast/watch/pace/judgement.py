@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from holdfast.watch.pace.slow_periods import SlowPeriod
-from holdfast.watch.pace.windows import PaceWindow, find_cause
+from holdfast.watch.pace.windows import PaceWindow, SlowPeriod, find_cause
 
 FACTOR = 1.15  # own time of a slow rank, as a multiple of that of the others
 _WINDOWS, _LEAST_WINDOWS = 8, 6
@@ -67,23 +66,16 @@ class PaceJudge:
     all in the same window, so that work which differs from step to step counts for nobody. Where as many
     ranks are slow as are not, such as the stages of a pipeline, no rank is to blame for being one of them;
     then a rank is slow only if it is slower than it was.
-
-    Args:
-        factor: own time from which a rank is slow, as a multiple of that of a usual rank.
     """
 
     def __init__(self, factor: float = FACTOR) -> None:
-        self._factor = factor
+        self._factor = factor  # own time from which a rank is slow, as a multiple of that of a usual rank
         self._past: dict[int, _RankPast] = {}
         self._windows: list[dict[int, float]] = []  # recent windows: own times as shares of the step, by rank
         self._number = 0
 
     def add(
-        self,
-        own_s: Mapping[int, float],
-        *,
-        world_size: int,
-        whole_s: float | None = None,
+        self, own_s: Mapping[int, float], *, world_size: int, whole_s: float | None = None
     ) -> PaceVerdict:
         """Add a window, and return the verdict about the last ones.
 

@@ -10,18 +10,22 @@ from pathlib import Path
 from typing_extensions import override
 
 from holdfast.checkpoint.home.history import read_new_lines
-from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
+from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
 from holdfast.watch.pace.sampler import NAME
-from holdfast.watch.pace.slow_periods import BEGUN, OVER, SlowPeriod, block_of_end, block_of_slow
 from holdfast.watch.pace.windows import (
+    BEGUN,
     EVENT,
+    OVER,
     PaceWindow,
     RankWindow,
+    SlowPeriod,
     WindowTable,
+    block_of_end,
+    block_of_slow,
     decode_windows,
     encode_windows,
 )
@@ -64,12 +68,8 @@ class PaceKeeper(KeeperWatch):
 
     def _end_window(self, number: int) -> None:
         """Read the pulses at the end of a window, and compare the ranks."""
-        infos = {
-            info.rank: info
-            for _, info in running_keepers(self._config.home)
-            if info.attempt == self._config.attempt and info.pulse_fd >= 0
-        }
-        if min(infos, default=self._config.rank) != self._config.rank:
+        infos = self._run.ranks_here()
+        if not infos:
             self._ranks.clear()
             return  # another keeper of this host compares
         ranks: dict[int, RankWindow] = {}

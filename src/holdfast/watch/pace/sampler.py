@@ -35,12 +35,7 @@ OWN = (Activity.RUNS, Activity.LOADS, Activity.SLEEPS)  # activities that are a 
 
 
 def activity_of(codes: Iterable[CodeType], state: str) -> Activity:
-    """Return the activity of a thread.
-
-    Args:
-        codes: functions that it is in, innermost first.
-        state: its state in the kernel: "S" if it is asleep, "D" if it waits for a disk.
-    """
+    """Return the activity of a thread in some functions, innermost first, and its state in the kernel."""
     kinds = [_kind_of(code) for code in codes]
     if any(kind in _APART for kind, _ in kinds):
         return Activity.APART
@@ -49,7 +44,7 @@ def activity_of(codes: Iterable[CodeType], state: str) -> Activity:
     inner = next((kind for kind, _ in kinds if kind is not None), None)
     if state == "S" and inner in (Kind.WAITS, Kind.SYNCS):
         return Activity.WAITS
-    return Activity.SLEEPS if state in ("S", "D") else Activity.RUNS
+    return Activity.SLEEPS if state in ("S", "D") else Activity.RUNS  # "D": it waits for a disk
 
 
 @lru_cache(maxsize=10_000)

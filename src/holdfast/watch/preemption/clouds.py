@@ -121,10 +121,6 @@ class Gcp(Cloud):
 
     Source: Compute Engine documentation, "Preempted instances: detecting whether a VM was preempted" and
         "Live migration and host maintenance events". Live migration does not count.
-
-    Args:
-        name: a name of `GCP_VALUES`.
-        wait_s: longest time that the service holds a request.
     """
 
     pause_s = 0.0
@@ -155,10 +151,7 @@ class Gcp(Cloud):
 
 GCP_VALUES: dict[str, tuple[str, str, str, float | None]] = {
     "gcp": ("preempted", "TRUE", "preempted", 30.0),
-    "gcp-maintenance": (
-        *("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance"),
-        None,
-    ),
+    "gcp-maintenance": ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance", None),
 }
 """Path, announcing value, detail and usual lead of each value. A spot machine may have another lead than the
 default of 30 s, which the value does not contain."""
@@ -252,8 +245,5 @@ def _read_ray_info() -> Any:
 
 
 def ray_context() -> Any:
-    """Return Ray Train's context of this process, if it runs a training function; None otherwise.
-
-    Does not import Ray.
-    """
+    """Return Ray Train's context in a training function, else None. Does not import Ray."""
     return getattr(sys.modules.get(_RAY_CONTEXT), "_train_context", None)

@@ -13,6 +13,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from types import FrameType
 from typing import Any, NoReturn
@@ -119,22 +120,19 @@ def _prepare_start(loader: Any) -> None:
             server._preload_modules = [*server._preload_modules, _FORK_SERVER]
 
 
+@dataclass(frozen=True, slots=True)
 class _FirstFunction:
-    """First function that a worker calls: leaves the signals to the trainer, then calls the user's.
+    """First function that a worker calls: leaves the signals to the trainer, then calls the user's."""
 
-    Args:
-        blocked: signals that are blocked until then.
-    """
-
-    def __init__(self, own: Callable[[int], None] | None, blocked: Collection[int]) -> None:
-        self._own, self._blocked = own, blocked
+    own: Callable[[int], None] | None
+    blocked: Collection[int]  # signals that are blocked until then
 
     def __call__(self, worker_id: int) -> None:
         """Prepare a worker."""
         _leave_signals()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._blocked)
-        if self._own is not None:
-            self._own(worker_id)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.blocked)
+        if self.own is not None:
+            self.own(worker_id)
 
 
 def _leave_signals() -> None:

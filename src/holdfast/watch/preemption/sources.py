@@ -119,7 +119,7 @@ def _squeue_left(job_id: str) -> str:
     return done.text if done.status == 0 else ""
 
 
-_DMI_FOLDER = Path("/sys/class/dmi/id")
+_DMI_FOLDER = Path("/sys/class/dmi/id")  # of strings that name the machine's vendor
 _CLOUDS_BY_DMI = {  # the third is the same on every machine of that cloud
     ("sys_vendor", "Amazon EC2"): "aws",
     ("product_name", "Google Compute Engine"): "gcp",
@@ -146,12 +146,7 @@ class Sources:
 
 
 def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_FOLDER) -> Sources:
-    """Return the sources that a user names.
-
-    Args:
-        value: see `Preemption`; several as a list too.
-        dmi_folder: folder of the kernel's DMI strings, which name the machine's vendor.
-    """
+    """Return the sources that a user names; see `Preemption`."""
     if value is None:
         value = os.environ.get(PREEMPTION, "auto")
     words = value.split(",") if isinstance(value, str) else list(value)

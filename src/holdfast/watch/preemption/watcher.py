@@ -34,26 +34,17 @@ class NoticeWatcher:
         self._threads: list[threading.Thread] = []
 
     def watch_signals(self, *, with_interrupt: bool = True) -> bool:
-        """Start watching signals. Return False outside the main thread, where that is impossible.
-
-        Args:
-            with_interrupt: also Ctrl-C; else that does what the trainer's users are used to.
-        """
+        """Start watching signals. Return False outside the main thread, where that is impossible."""
         protect_workers()
         interrupt = signal.getsignal(signal.SIGINT)
         is_watching = self._signals.watch()
-        if is_watching and not with_interrupt:
+        if is_watching and not with_interrupt:  # Ctrl-C does what the trainer's users are used to
             signal.signal(signal.SIGINT, interrupt)
         return is_watching
 
     def poll_clouds(self, *, is_first_here: bool) -> None:
-        """Start polling the clouds, each in its own thread.
-
-        Args:
-            is_first_here: this is the lowest rank of its host. Others do not poll: they receive its notice
-                with the next step.
-        """
-        if not is_first_here or self._threads:
+        """Start polling the clouds, each in its own thread, on the lowest rank of each host."""
+        if not is_first_here or self._threads:  # the others receive its notice with the next step
             return
         for cloud in self._sources.clouds:
             name = f"holdfast-notice-{cloud.name}"

@@ -47,10 +47,8 @@ def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[CheckpointId]
     """Return the curves of all metrics, in the order of their first values.
 
     A value counts if it is part of the history of the current state: from the newest attempt back to its
-    restored step, from there back to the source of that checkpoint, and so on.
-
-    Args:
-        saves: all saves, for restores without a recorded source.
+    restored step, from there back to the source of that checkpoint, and so on. All saves are needed for
+    restores without a recorded source.
     """
     stretches = _stretches(events, sorted(saves))
     upto: float = math.inf

@@ -43,10 +43,7 @@ class KeptReadings(Generic[_T]):
     def get(self, place: str, read: Callable[[], _T], *, part: str = "", wait_s: float | None = None) -> _T:
         """Return the result for a place, as it was read a moment ago.
 
-        Args:
-            wait_s: longest wait for the place, from the start of its reading; by default 10 s.
-
-        Blocks: while the place is read, at most `wait_s`.
+        Blocks: while the place is read, at most `wait_s` from the start, by default 10 s.
         """
         key = place, part
         with self._lock:

@@ -16,10 +16,7 @@ from holdfast.checkpoint.policy import BestInterval, best_interval, lost_share, 
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
-from holdfast.watch.hang.trainer import Hang
-from holdfast.watch.pace.slow_periods import SlowAttempt, list_slow_periods
-from holdfast.watch.pace.trainer import SlowRanks
-from holdfast.watch.pace.windows import PaceReading, list_paces
+from holdfast.watch.pace.windows import PaceReading, SlowAttempt, list_paces, list_slow_periods
 from holdfast.watch.report.curves import Curve, collect_curves
 from holdfast.watch.report.events import MEMORY, HistoryEvent, parse_events
 from holdfast.watch.report.interruptions import (
@@ -184,11 +181,7 @@ class RunSummary:
 
 
 def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSummary:
-    """Return the summary of the run in a home.
-
-    Args:
-        node_checks: of the jobs that have trained the run, which a home does not have.
-    """
+    """Return the summary of the run in a home, with the checks of the jobs that have trained it."""
     lines, num_torn = read_lines(store)
     home = list_home(store)
     claims: dict[int, run.AttemptClaim] = {}
@@ -210,13 +203,13 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
         ),
         num_torn=num_torn,
     )
-    found = replace(found, lines={kind: tuple(of_kind) for kind, of_kind in grouped.items()})
     return replace(
         found,
-        hangs=tuple(list_hangs(found.lines_of(Hang.events))),
+        lines={kind: tuple(of_kind) for kind, of_kind in grouped.items()},
+        hangs=tuple(list_hangs(lines)),
         rollbacks=read_rollbacks([store], None).found,
-        slow_periods=tuple(list_slow_periods(found.lines_of(SlowRanks.events))),
-        paces=tuple(list_paces(found.lines_of(SlowRanks.events))),
+        slow_periods=tuple(list_slow_periods(lines)),
+        paces=tuple(list_paces(lines)),
         node_checks=tuple(node_checks),
     )
 

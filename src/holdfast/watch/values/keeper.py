@@ -13,12 +13,13 @@ from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperWatch, PersistedSave
 from holdfast.errors import Corrupt
 from holdfast.system.documents import Bounds, Fields, read_members
-from holdfast.watch.values.contents import ContentCheck, can_check
-from holdfast.watch.values.judgement import (
+from holdfast.watch.values.contents import (
     MAX_BEFORE,
     NOT_CHECKED,
+    ContentCheck,
     Squares,
     TensorHealth,
+    can_check,
     judge,
     not_finite,
 )

@@ -88,11 +88,7 @@ def _cost(found: RunSummary, first: HistoryEvent, last: HistoryEvent) -> str | N
 
 
 def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) -> tuple[int, int | None]:
-    """Return the steps of the good checkpoints before and after some steps.
-
-    Returns:
-        Before it has one, the step that the attempt began at. None if there is none after.
-    """
+    """Return the steps of the good checkpoints before some steps, else the first one, and after them."""
     sick = {one.step for one in found.unhealthy if one.attempt == attempt}
     good = [
         one.step for one in found.saves if one.attempt == attempt and one.durable and one.step not in sick

@@ -125,11 +125,6 @@ class Candidates:
     node_local: Mapping[CheckpointId, NodeLocalCheckpoint]  # complete in all local folders and home together
     lacking: Mapping[CheckpointId, list[int]]  # ranks whose files no tier has
 
-    @property
-    def seen(self) -> tuple[CheckpointId, ...]:
-        """Everything that could be restored."""
-        return tuple({*self.survey.found, *self.node_local})
-
 
 def find_candidates(request: Request, patience: Patience) -> Candidates:
     """Find the checkpoints that may be restored. Commits those that lack only their manifest.

@@ -177,7 +177,10 @@ class _Restore:
         selection = self._request.selection
         order = self._order_by_value() if selection.best else self._found.order
         for index, checkpoint in enumerate(order):
-            if self._must_pass(checkpoint):
+            if selection.choices is not None:
+                if checkpoint not in selection.choices:
+                    continue
+            elif selection.step is None and not selection.best and self._skip_superseded(checkpoint):
                 continue
             if selection.healthy and self._pass_unhealthy(checkpoint, order[index + 1 :]):
                 continue
@@ -233,13 +236,6 @@ class _Restore:
         if verdict.is_good and not only_open:
             raise_first(group.agree(stages.finish), group.rank, _FAILURE)
         return verdict
-
-    def _must_pass(self, checkpoint: CheckpointId) -> bool:
-        """Return True for a checkpoint that is not wanted, or was left behind."""
-        selection = self._request.selection
-        if selection.choices is not None:
-            return checkpoint not in selection.choices
-        return selection.step is None and not selection.best and self._skip_superseded(checkpoint)
 
     # -- the order -------------------------------------------------------------------------------------------
 
@@ -359,7 +355,7 @@ class _Restore:
             recovered_from=stages.stats.recovered_from,
             finished=survey.finished,
             whole=survey.whole,
-            seen=self._found.seen,
+            seen=tuple({*survey.found, *self._found.node_local}),
             rollbacks=survey.rollbacks,
             watches=manifest.watches,
         )

@@ -356,3 +356,4 @@ def test_close_after_a_conflict_does_not_wait_for_the_memory_that_the_keeper_kee
         assert Path(f"/proc/{keeper.pid}").exists()
     finally:
         os.kill(keeper.pid, signal.SIGKILL)
+        keeper.wait_ended(60)

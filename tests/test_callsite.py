@@ -24,7 +24,7 @@ def kill_the_keeper():
     mine = os.environ["HOLDFAST_RUNTIME_DIR"]
     for process in psutil.process_iter(["cmdline", "environ"]):
         if "holdfast.checkpoint.keeper" in (process.info["cmdline"] or []):
-            if process.info["environ"].get("HOLDFAST_RUNTIME_DIR") == mine:
+            if (process.info["environ"] or {}).get("HOLDFAST_RUNTIME_DIR") == mine:
                 process.kill()
 
 home = sys.argv[1]

@@ -322,11 +322,13 @@ class LocalStore(Store):
             folder_fd = self._enter(root, folder)
             try:
                 return folder_fd, open_regular(folder_fd, name, flags)
-            except BaseException as error:
+            except FileNotFoundError:  # the folder was empty and was removed meanwhile
                 os.close(folder_fd)
-                # Otherwise the folder was empty and was removed meanwhile.
-                if not isinstance(error, FileNotFoundError) or tries == _MAX_CREATE_TRIES - 1:
+                if tries == _MAX_CREATE_TRIES - 1:
                     raise
+            except BaseException:
+                os.close(folder_fd)
+                raise
         raise AssertionError
 
     def _create(self, root: int, folder: str) -> tuple[int, str, int]:

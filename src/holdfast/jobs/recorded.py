@@ -186,14 +186,10 @@ class RecordedEngine(ABC):
         is_timed = what.is_timed or len(ranks) > 1
         readers = [LogReader(folder.changed)] if what.with_changes else []
         readers += [LogReader(folder.log(rank), rank, tail=what.tail, is_timed=is_timed) for rank in ranks]
-        with contextlib.ExitStack() as stack:
-            for reader in readers:
-                stack.callback(reader.close)
-            if not what.follow:
-                yield from interleaved(readers, is_end=True)
-                return
-            watch = FolderWatch(folder.path, folder.logs)
-            stack.callback(watch.close)
+        if not what.follow:
+            yield from interleaved(readers, is_end=True)
+            return
+        with contextlib.closing(FolderWatch(folder.path, folder.logs)) as watch:
             yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(

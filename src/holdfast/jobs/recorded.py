@@ -351,11 +351,11 @@ def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> 
             f"Job {record.job.number} has ended, but some of its processes are still finishing (pid {pids}). "
             "It was not removed. Try again when they are gone."
         )
-    for one in records.successors(record.job.number):
-        if not one.state.job_state.status.is_final:
+    for later in records.successors(record.job.number):
+        if not later.state.job_state.status.is_final:
             raise Conflict(
-                f"Job {record.job.number} comes before job {one.job.number} ({one.job.name}) in a pipeline, "
-                "so it was not removed. Remove it when that job has ended."
+                f"Job {record.job.number} comes before job {later.job.number} ({later.job.name}) in a "
+                "pipeline, so it was not removed. Remove it when that job has ended."
             )
 
 

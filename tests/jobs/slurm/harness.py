@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.processes import Process
@@ -27,9 +29,10 @@ class SlurmHarness(Harness):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SlurmEngine())
 
+    @override
     def files(self, job: Job) -> JobFiles:
         """Return the files of the job."""
-        return JobFiles(self.place(job))
+        return JobFiles(super().files(job).path)
 
     def slurm_id(self, job: Job) -> str:
         """Return Slurm's id of a job that has started."""

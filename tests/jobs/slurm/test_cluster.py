@@ -73,7 +73,7 @@ def test_a_job_of_higher_priority_costs_a_training_no_step(
     assert (ended.recoveries, ended.step) == (1, TOTAL)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(slurm.folder)} == {1, 2}
-    assert "SIGUSR1" in slurm.files(job).job.changed.read_text() + slurm.describe(job)
+    assert "SIGUSR1" in slurm.files(job).changed.read_text() + slurm.describe(job)
     assert (slurm.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
@@ -170,7 +170,7 @@ def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness)
     ended = slurm.succeed(job)
     assert ended.attempt == 2
     assert slurm.log(job).count("told") == 1
-    assert "(SIGUSR1)" in slurm.files(job).job.changed.read_text()
+    assert "(SIGUSR1)" in slurm.files(job).changed.read_text()
 
 
 def test_a_killed_runner_is_a_lost_node(slurm: SlurmHarness) -> None:
@@ -277,7 +277,7 @@ def test_every_node_has_a_virtual_environment_of_its_own(
     )
     for rank in range(2):
         log = slurm.log(job, rank)
-        (venv,) = slurm.files(job).job.workdir(rank).parent.glob("venv.*")
+        (venv,) = slurm.files(job).workdir(rank).parent.glob("venv.*")
         for name in ("own", "shared"):
             assert log.count(f"{name} 1.0 by {venv}/bin/python") == 2, log
         assert log.count("Successfully installed own") == 1
@@ -337,7 +337,7 @@ def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Comm
     assert slurm.wait(job).status is JobStatus.CANCELLED
     assert holdfast("forget", 2, "--yes").status == 0
     assert [row["id"] for row in holdfast("queue", "--json").json] == [1]
-    assert not slurm.files(job).job.path.exists()
+    assert not slurm.files(job).path.exists()
 
 
 def test_the_queue_while_slurm_is_away_has_one_short_message(

@@ -25,16 +25,20 @@ _KINDS = {
 }
 
 
+_STATUSES = {NotFound: 404, InvalidInput: 400, HoldfastError: 503}
+"""Status of the response to a request that fails, by the first class that its error has."""
+
+
 class Application:
     """Dash as a WSGI application. It only reads."""
 
     def __init__(self, keys: messages.AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)
         self._files: dict[str, messages.PageResponse] = {}
-        for one in (resources.files("holdfast.jobs.dash") / "assets").iterdir():
-            if one.is_file():
-                kind = _KINDS[Path(one.name).suffix]
-                self._files[one.name] = messages.PageResponse(200, one.read_bytes(), kind)
+        for file in (resources.files("holdfast.jobs.dash") / "assets").iterdir():
+            if file.is_file():
+                kind = _KINDS[Path(file.name).suffix]
+                self._files[file.name] = messages.PageResponse(200, file.read_bytes(), kind)
         self._board, self._runs = JobBoard(), RunView()
         table: dict[str, Callable[..., messages.PageResponse]] = {
             r"api/jobs": self._list,
@@ -67,14 +71,8 @@ class Application:
                 try:
                     response = respond(request, **found.groupdict())
                 except HoldfastError as error:
-                    status = (
-                        404
-                        if isinstance(error, NotFound)
-                        else 400
-                        if isinstance(error, InvalidInput)
-                        else 503
-                    )
-                    return messages.json_response({"error": str(error)}, status)
+                    statuses = [status for kind, status in _STATUSES.items() if isinstance(error, kind)]
+                    return messages.json_response({"error": str(error)}, statuses[0])
                 is_known = response.tag and response.tag == request.known_tag  # the browser has this version
                 return messages.PageResponse(304, b"", "", tag=response.tag) if is_known else response
         return messages.text_response(404, "Not found.")

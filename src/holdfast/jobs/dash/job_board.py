@@ -145,12 +145,12 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
     return {**durations, "as_of_unix_s": as_of_s, "grows": grows}
 
 
-def _attempt(one: JobAttempt, found: JobDescription) -> dict[str, Any]:
+def _attempt(attempt: JobAttempt, found: JobDescription) -> dict[str, Any]:
     same = ("number", "reason", "machines", "step", "lost_s")
     times = ("started_unix_s", "running_unix_s", "ended_unix_s")
     return {
-        **{name: getattr(one, name) for name in (*same, *times)},
-        "status": one.status.value,
-        "exits": [one.exit_of(rank) for rank in range(found.job.num_nodes)],
-        "checks": list(describe_checks(found.checks.get(one.number, {}))),
+        **{name: getattr(attempt, name) for name in (*same, *times)},
+        "status": attempt.status.value,
+        "exits": [attempt.exit_of(rank) for rank in range(found.job.num_nodes)],
+        "checks": list(describe_checks(found.checks.get(attempt.number, {}))),
     }

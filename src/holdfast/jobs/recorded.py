@@ -293,8 +293,10 @@ class NodeEngine(RecordedEngine):
             for folder in folders:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        # Before the start: a running job must be recorded, even if this process dies.
-        records.complete_all(submissions)
+        # Before the start: a running job must be recorded, even if this process dies. The first one last, as
+        # until it is visible, none of the others starts.
+        for submission in reversed(submissions):
+            records.complete(submission)
         self._start(tasks[0], submissions[0])
         return self._current([records.get(one.number) for one in submissions])
 

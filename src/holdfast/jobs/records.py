@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,11 +167,6 @@ class Records:
             write_submission(folder, submission)
             append_value(folder.states, StoredState(submission.submitted_unix_s, first))
 
-    def complete_all(self, submissions: Sequence[Submission]) -> None:
-        """Record the jobs of a pipeline. Until the first job is visible, none of the others starts."""
-        for submission in reversed(submissions):
-            self.complete(submission)
-
     def successors(self, number: int) -> list[JobRecord]:
         """Return the records of the jobs that start once a job has succeeded."""
         return [record for record in self.all() if record.job.spec.after == number]
@@ -223,7 +218,7 @@ class Records:
         return [str(found) for found in self._read_all() if isinstance(found, (Corrupt, Conflict))]
 
     def _read_all(self) -> Iterator[JobRecord | NotFound | Corrupt | Conflict]:
-        """Yield the record of each folder, or why it has none. `NotFound`: its launch has not completed."""
+        """Yield the record of each folder, or its error. `NotFound`: the launch has not completed."""
         for number in self.numbers():
             try:
                 yield self.get(number)

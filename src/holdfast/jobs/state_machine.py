@@ -215,7 +215,7 @@ def _wait_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float |
 def _attempt_exited(
     state: JobState, event: AttemptExited, policy: RestartPolicy
 ) -> tuple[JobState, float | None]:
-    """Return the state after the end of an attempt, and the wait before the next; None: there is none."""
+    """Return the state after the end of an attempt, and the pause before the next one, if it follows."""
     state = replace(state, is_active=False)
     if state.status is JobStatus.CANCELLING:
         return replace(state, status=JobStatus.CANCELLED), None

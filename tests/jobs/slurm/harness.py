@@ -15,6 +15,10 @@ from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.slurm.job_files import JobFiles
 from jobs.harness import Harness
 
+READY = "echo ready; while true; do sleep 0.1; done"
+NOTIFIED = f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\ntrap 'echo told; exit 75' TERM\n{READY}"
+"""Commands of a job that waits for its notice, and ends in its second attempt."""
+
 
 def command(*words: str) -> str:
     """Return the output of a Slurm command."""

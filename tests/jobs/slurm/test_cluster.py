@@ -19,7 +19,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import needs_namespaces
-from jobs.slurm.harness import SlurmHarness, command
+from jobs.slurm.harness import NOTIFIED, READY, SlurmHarness, command
 from jobs.slurm.onebox import OneBox
 from jobs.test_training import TOTAL, steps, uninterrupted
 from jobs.wheels import contents, make_parent, write_wheel
@@ -29,7 +29,6 @@ TRAINING = Path(__file__).parent.parent / "training.py"
 pytestmark = pytest.mark.slow
 ONE = "resources: {cpus: 1}"
 TWO = "num_nodes: 2\nresources: {cpus: 1}"
-READY = "echo ready; while true; do sleep 0.1; done"
 
 
 def training(folder: Path, *, total: int = TOTAL, step_s: float = 0.05) -> str:
@@ -142,14 +141,7 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
     slurm: SlurmHarness, options: list[str]
 ) -> None:
     """`B:` signals the batch shell alone, which has a child. Without it only srun's steps are signalled."""
-    job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        trap 'echo told; exit 75' TERM
-        {READY}
-        """,
-        head=ONE,
-    )
+    job = slurm.submit(NOTIFIED, head=ONE)
     slurm.wait_for_output(job, "ready")
     command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
     ended = slurm.succeed(job)
@@ -160,11 +152,7 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
 def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness) -> None:
     """Slurm checks limits periodically, so its signal may come up to a minute early."""
     job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        trap 'echo told; exit 75' TERM
-        {READY}
-        """,
+        NOTIFIED,
         head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
     )
     ended = slurm.succeed(job)

@@ -100,7 +100,7 @@ class Task:
         return self.lines.get(key, 1)
 
     def where(self, key: str) -> str:
-        """Return the place of a key, with which a message begins."""
+        """Return the place of a key, for the beginning of a message."""
         return f"{self.path}:{self.line_of(key)}: {key}"
 
 

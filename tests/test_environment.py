@@ -77,7 +77,7 @@ def test_variables_of_torchrun_are_checked(monkeypatch: pytest.MonkeyPatch, read
 STARTS: dict[str, Callable[[JobFolder], Any]] = {
     "SLURM_NODEID": lambda folder: run_node(folder, 1, ["127.0.0.1"], 30.0),
     "SLURM_GPUS_ON_NODE": lambda folder: run_node(folder, 1, ["127.0.0.1"], 30.0),
-    "SLURM_RESTART_COUNT": lambda folder: SlurmController(JobFiles(folder)),
+    "SLURM_RESTART_COUNT": lambda folder: SlurmController(JobFiles(folder.path)),
 }
 
 
@@ -88,7 +88,7 @@ def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     policy = RestartPolicy(2, 1, frozenset(), grace_s=9.0)
     write_submission(folder, Submission(3, "n", "id", "slurm", JobSpec(1, 0, False, "me"), policy, 1.0))
     write_document(folder.environment, Environment({}, {}))
-    JobFiles(folder).create()
+    JobFiles(folder.path).create()
     monkeypatch.setenv(name, "many")
     with pytest.raises(InvalidInput, match=f"{name} is 'many'"):
         STARTS[name](folder)

@@ -10,6 +10,7 @@ import pytest
 from fault_proxy import FaultProxy
 from jobs.bucket import Bucket
 from jobs.harness import JobHarness, started_harness
+from jobs.notifications.receiver import Receiver
 from servers import Server
 
 
@@ -17,6 +18,14 @@ from servers import Server
 def harness(tmp_path: Path) -> Iterator[JobHarness]:
     """Return a harness with its own folder."""
     with started_harness(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    """Return a running server that receives webhooks."""
+    found = Receiver()
+    with found.running():
         yield found
 
 

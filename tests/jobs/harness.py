@@ -66,6 +66,15 @@ class Harness:
             text += f"setup: |\n{textwrap.indent(textwrap.dedent(setup), '  ')}\n"
         return self.engine.submit(parse_task(text, str(self.folder / "task.yaml"), Overrides(envs=envs)))
 
+    def submit_and_kill(self, point: str, submit: Callable[[], Job]) -> Job:
+        """Submit a job, one of whose processes is killed at a failpoint, and return it after that."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HOLDFAST_KILL_AT", point)
+            patch.setenv("HOLDFAST_KILL_MARK", str(self.folder / "killed"))
+            job = submit()
+        self.wait_for(job, (self.folder / "killed").exists, "the kill")
+        return job
+
     def run(self, run: str, *, head: str = "", setup: str = "", **envs: str) -> Job:
         """Submit a job that must succeed, and return it at its end."""
         return self.succeed(self.submit(run, head=head, setup=setup, **envs))
@@ -76,18 +85,18 @@ class Harness:
         assert ended.status is JobStatus.SUCCEEDED, self.describe(job)
         return ended
 
-    def place(self, job: Job) -> JobFolder:
+    def files(self, job: Job) -> JobFolder:
         """Return the folder of a job."""
         return job_folder(self.state, job.id)
 
     def log(self, job: Job, node: int = 0) -> str:
         """Return the output of a node so far."""
-        path = self.place(job).log(node)
+        path = self.files(job).log(node)
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
         """Wait until `what()` returns something true. Woken by changes in the jobs' folders."""
-        watch = FolderWatch(self.folder, self.place(job).path, self.place(job).logs)
+        watch = FolderWatch(self.folder, self.files(job).path, self.files(job).logs)
         deadline = time.monotonic() + LIMIT_S
         try:
             while not what():
@@ -116,7 +125,7 @@ class Harness:
 
     def describe(self, job: Job) -> str:
         """Return all details of a job, for a failure's message."""
-        files = self.place(job)
+        files = self.files(job)
         logs = [*files.logs.glob("*.log"), *files.path.glob("*.log"), files.changed]
         told = "\n".join(f"--- {path.name}\n{path.read_text()}" for path in logs if path.exists())
         return f"{self.engine.job(job.id)}\n{told}"
@@ -127,7 +136,7 @@ class Harness:
 
     def roles(self, job: Job, role: str) -> list[Process]:
         """Return the processes of the job with a role: controllers with their guardians, or agents."""
-        path = os.fsencode(self.place(job).path)
+        path = os.fsencode(self.files(job).path)
         found = []
         for process in processes.snapshot().values():
             words = command_line(process.pid)
@@ -146,10 +155,6 @@ class JobHarness(Harness):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, LocalEngine())
-
-    def files(self, job: Job) -> JobFolder:
-        """Return the folder of a job."""
-        return self.place(job)
 
     def record(self, job: Job) -> JobRecord:
         """Return the record of the job."""

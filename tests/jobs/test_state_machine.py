@@ -15,31 +15,27 @@ from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.state_machine import (
     MAX_BARREN,
     MAX_WAIT_S,
-    Action,
     AttemptEvent,
     AttemptExited,
-    Backoff,
     BackoffElapsed,
     CancelRequested,
     ControllerFailed,
     ControllerStarted,
     JobEvent,
     JobState,
-    KillAttempt,
     NodeExited,
     NodesRunning,
     NoticeDelivered,
     NoticeReceived,
     PredecessorFailed,
     RestartPolicy,
-    SendNotice,
-    StartAttempt,
     Uploading,
     advance,
     exit_status,
     pause_s,
 )
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.timers import Timers
 
 DONE = Outcome(Phase.RUN, code=0)
 FAILED = Outcome(Phase.RUN, code=1)
@@ -50,24 +46,27 @@ DIVERGED = Outcome(Phase.RUN, code=1, diverged="loss is 9 at step 7")
 HUNG = Outcome(Phase.RUN, code=HUNG_STATUS, hung="rank 3 in train.py:88 (step)")
 STOPPED = Outcome(Phase.RUN, killed_by=9, is_stopped=True)
 BAD_SETUP = Outcome(Phase.SETUP, code=2)
+OUT_OF_MEMORY = Outcome(Phase.RUN, code=137)
 UNFIT = Outcome(Phase.SETUP, code=1, unfit="the next save does not fit")
 Cause = FailureCause | None
 CAUSES = [FailureCause(f"ValueError: {key}", key, exact) for key in "ab" for exact in "12"]
 
 
+NOW_S = 100.0
+
+
 class Scenario:
-    """State of a job, changed event by event."""
+    """State of a job and what is due, changed event by event, all at one time."""
 
     def __init__(self, policy: RestartPolicy | None = None) -> None:
         self.policy = policy or RestartPolicy()
         self.job_state = JobState()
-        self.actions: list[Action] = []
+        self.due = Timers()
 
     def apply(self, *events: JobEvent) -> JobStatus:
-        """Apply events in order. `actions` has the actions of the last."""
+        """Apply events in order."""
         for event in events:
-            self.job_state, actions = advance(self.job_state, event, self.policy)
-            self.actions = list(actions)
+            self.job_state, self.due = advance(self.job_state, self.due, event, self.policy, NOW_S)
         return self.job_state.status
 
     def begin(self, *events: JobEvent) -> JobStatus:
@@ -87,10 +86,10 @@ def test_a_job_that_finishes_goes_through_its_statuses() -> None:
     scenario = Scenario()
     assert scenario.job_state.status is JobStatus.PENDING
     assert scenario.apply(ControllerStarted()) is JobStatus.STARTING
-    assert scenario.actions == [StartAttempt(1)]
+    assert scenario.due == Timers(start=1)
     assert scenario.apply(NodesRunning(1)) is JobStatus.RUNNING
     assert scenario.apply(NodeExited(1, 0, DONE)) is JobStatus.RUNNING
-    assert scenario.actions == [KillAttempt(0.0)], "what it left behind is ended"
+    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S), "what it left behind is ended"
     assert scenario.apply(AttemptExited(1, None)) is JobStatus.SUCCEEDED
     assert scenario.job_state.recoveries == 0
 
@@ -143,7 +142,8 @@ def test_the_reason_of_a_restart_names_lost_files() -> None:
     assert scenario.job_state.reason == "node 0 failed in run with status 1; 4 files"
 
 
-MANY = RestartPolicy(max_restarts=100)
+MANY, ONCE = RestartPolicy(max_restarts=100), RestartPolicy(max_restarts=1)
+MANY_FREE = RestartPolicy(max_restarts=5, free_codes=frozenset({1}))
 CHOSEN = RestartPolicy(free_codes=frozenset({33}))
 FREE = Outcome(Phase.RUN, code=33)
 SPENT = "node 0 failed in run with status 1"
@@ -169,6 +169,13 @@ SAME = "3 attempts in a row failed in the same way"
         (MANY, BAD_SETUP, None, CAUSES[0], MAX_SAME - 1, MAX_SAME - 1, BAD_SETUP, SAME),
         (MANY, FAILED, True, CAUSES[0], 100, 100, FAILED, "all 100 restarts"),
         (RestartPolicy(max_restarts=9, max_same=0), FAILED, None, CAUSES[0], 9, 9, FAILED, "all 9 restarts"),
+        # A failed setup has its own status.
+        (RestartPolicy(), BAD_SETUP, None, None, 0, 0, BAD_SETUP, "failed in setup"),
+        (ONCE, BAD_SETUP, None, None, 1, 1, DONE, ""),
+        # The out-of-memory killer leaves the shell alive, which exits with 137. A lost machine does not.
+        (ONCE, OUT_OF_MEMORY, True, None, 1, 1, OUT_OF_MEMORY, "killed by SIGKILL: usually out of memory"),
+        # A training that diverged would diverge again.
+        (MANY_FREE, DIVERGED, True, None, 0, 0, DIVERGED, "node 0 diverged: loss is 9 at step 7"),
     ],
 )
 def test_a_job_is_restarted_a_number_of_times(
@@ -207,9 +214,10 @@ def test_a_notice_makes_any_end_a_preemption() -> None:
     """As with torchrun, which exits with 1 when it is stopped, however its workers exited."""
     scenario = Scenario()
     scenario.begin(NoticeReceived(30.0))
-    assert scenario.actions == [SendNotice(30.0, "holdfast preempt"), KillAttempt(30.0, with_keepers=True)]
+    until_s = NOW_S + 30.0
+    assert scenario.due == Timers(1, until_s, "holdfast preempt", until_s, kill_keepers=True)
     assert scenario.apply(NodeExited(1, 0, FAILED), AttemptExited(1, True)) is JobStatus.RECOVERING
-    assert scenario.actions == [Backoff(0.0)]
+    assert scenario.due == Timers(wake_unix_s=NOW_S)
     assert "notice" in scenario.job_state.reason
 
 
@@ -221,23 +229,6 @@ def test_a_completed_job_succeeds_even_after_a_notice() -> None:
     )
 
 
-def test_a_trainer_killed_alone_counts_as_an_error_with_its_likely_cause() -> None:
-    """The out-of-memory killer leaves the shell alive, which exits with 137. A lost machine does not."""
-    scenario = Scenario(RestartPolicy(max_restarts=1))
-    killed = Outcome(Phase.RUN, code=137)
-    assert scenario.run(killed, has_advanced=True) is JobStatus.RECOVERING
-    assert scenario.job_state.num_errors == 1
-    assert "killed by SIGKILL: usually out of memory" in scenario.job_state.reason
-    assert scenario.run(killed, has_advanced=True) is JobStatus.FAILED
-
-
-def test_a_failed_setup_has_its_own_status() -> None:
-    assert Scenario().run(BAD_SETUP) is JobStatus.FAILED_SETUP
-    scenario = Scenario(RestartPolicy(max_restarts=1))
-    assert scenario.run(BAD_SETUP) is JobStatus.RECOVERING
-    assert scenario.run(DONE) is JobStatus.SUCCEEDED
-
-
 def test_backoff_doubles_up_to_a_minute_and_is_zero_after_the_first_loss() -> None:
     assert [pause_s(n, is_external=True) for n in range(4)] == [0.0, 0.0, 1.0, 2.0]
     assert [pause_s(n, is_external=False) for n in range(4)] == [0.0, 1.0, 2.0, 4.0]
@@ -247,9 +238,8 @@ def test_backoff_doubles_up_to_a_minute_and_is_zero_after_the_first_loss() -> No
 def test_one_failed_node_stops_the_others_after_a_moment() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=3))
     scenario.begin(NodeExited(1, 1, FAILED))
-    (kill,) = scenario.actions
-    assert isinstance(kill, KillAttempt)
-    assert 0 < kill.after_s < 30
+    assert scenario.due.kill_unix_s is not None
+    assert 0 < scenario.due.kill_unix_s - NOW_S < 30
     scenario.apply(NodeExited(1, 0, STOPPED), NodeExited(1, 2, STOPPED))
     assert scenario.apply(AttemptExited(1, None)) is JobStatus.FAILED
     assert scenario.job_state.reason == "node 1 failed in run with status 1"
@@ -258,27 +248,29 @@ def test_one_failed_node_stops_the_others_after_a_moment() -> None:
 def test_a_lost_node_stops_the_others_at_once() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
     scenario.begin(NodeExited(1, 1, LOST))
-    assert scenario.actions == [KillAttempt(0.0)]
+    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
 
 
 def test_cancelling_leaves_time_to_save() -> None:
     scenario = Scenario()
     assert scenario.begin(CancelRequested()) is JobStatus.CANCELLING
-    assert [type(order) for order in scenario.actions] == [SendNotice, KillAttempt]
+    until_s = NOW_S + RestartPolicy().grace_s
+    due = Timers(1, until_s, "holdfast cancel", until_s)
+    assert scenario.due == due
     assert scenario.apply(NoticeReceived(1.0), CancelRequested()) is JobStatus.CANCELLING
-    assert scenario.actions == []
+    assert scenario.due == due
     assert scenario.apply(NodeExited(1, 0, PREEMPTED), AttemptExited(1, True)) is JobStatus.CANCELLED
 
 
 def test_cancelling_does_not_wait_for_a_job_without_handlers() -> None:
     scenario = Scenario()
     scenario.begin(CancelRequested(), NoticeDelivered(1, 1))
-    assert scenario.actions == []
+    assert scenario.due.kill_unix_s == NOW_S + RestartPolicy().grace_s
     scenario.apply(NoticeDelivered(1, 0))
-    assert scenario.actions == [KillAttempt(0.0)]
+    assert scenario.due.kill_unix_s == NOW_S
     preempted = Scenario()
     preempted.begin(NoticeReceived(30.0), NoticeDelivered(1, 0))
-    assert preempted.actions == [], "a cloud gives the whole lead, whoever listens"
+    assert preempted.due.kill_unix_s == NOW_S + 30.0, "a cloud gives the whole lead, whoever listens"
 
 
 def test_cancelling_between_attempts_ends_the_job_at_once() -> None:
@@ -291,8 +283,8 @@ def test_cancelling_between_attempts_ends_the_job_at_once() -> None:
 def test_a_job_after_one_that_failed_never_starts() -> None:
     scenario = Scenario()
     assert scenario.apply(PredecessorFailed("job 1 is FAILED")) is JobStatus.CANCELLED
-    found = (scenario.job_state.attempt, scenario.job_state.reason, scenario.actions)
-    assert found == (0, "job 1 is FAILED", [])
+    found = (scenario.job_state.attempt, scenario.job_state.reason, scenario.due)
+    assert found == (0, "job 1 is FAILED", Timers())
     scenario = Scenario()
     assert scenario.apply(ControllerStarted(), PredecessorFailed("x")) is JobStatus.STARTING
 
@@ -301,7 +293,7 @@ def test_a_failed_controller_kills_what_is_running() -> None:
     scenario = Scenario()
     status = scenario.apply(ControllerStarted(), ControllerFailed("disk on fire"))
     assert status is JobStatus.FAILED_CONTROLLER
-    assert scenario.actions == [KillAttempt(0.0)]
+    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
     assert scenario.job_state.reason == "disk on fire"
 
 
@@ -341,7 +333,7 @@ def test_only_one_cause_that_repeats_ends_a_job_early(ends: list[tuple[bool | No
 def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
     scenario.apply(ControllerStarted(), NodeExited(1, 1, UNFIT))
-    assert scenario.actions == [KillAttempt(0.0)]
+    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
     assert scenario.apply(NodeExited(1, 0, STOPPED), AttemptExited(1, False)) is JobStatus.RECOVERING
     assert scenario.job_state.reason == "node 1 is not fit for the job: the next save does not fit"
     assert scenario.job_state.num_errors == 0
@@ -374,14 +366,6 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
         assert exit_status(scenario.job_state) == HUNG_STATUS
 
 
-def test_a_training_that_diverged_is_not_restarted() -> None:
-    scenario = Scenario(RestartPolicy(max_restarts=5, free_codes=frozenset({1})))
-    scenario.begin(NodeExited(1, 0, DIVERGED))
-    assert scenario.apply(AttemptExited(1, True)) is JobStatus.FAILED
-    assert scenario.job_state.reason == "node 0 diverged: loss is 9 at step 7"
-    assert exit_status(scenario.job_state) == 1
-
-
 outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG, UNFIT])
 progress, causes = st.sampled_from([True, False, None]), st.sampled_from([None, *CAUSES])
 events = st.one_of(
@@ -407,17 +391,16 @@ policies = st.builds(
 
 @given(policies, st.lists(events, max_size=40))
 def test_the_invariants_hold_in_every_sequence_of_events(allowed: RestartPolicy, happened: list[JobEvent]):
-    job_state = JobState()
+    job_state, due = JobState(), Timers()
     for event in happened:
-        before = job_state
-        job_state, actions = advance(before, event, allowed)
-        starts = [order for order in actions if isinstance(order, StartAttempt)]
+        before, due_before = job_state, due
+        job_state, due = advance(before, due, event, allowed, NOW_S)
         if before.status.is_final:
-            assert (job_state, actions) == (before, ()), "the end is the end"
-        assert job_state.attempt == before.attempt + len(starts), "an attempt for each start"
-        if starts:
+            assert (job_state, due) == (before, due_before), "the end is the end"
+        if is_start := due.start not in (None, due_before.start):
             assert not before.is_active, "never two attempts at once"
-            assert starts[0].attempt == job_state.attempt
+            assert due == Timers(start=job_state.attempt), "nothing is left of the attempt before"
+        assert job_state.attempt == before.attempt + is_start, "an attempt for each start"
         assert job_state.num_errors <= allowed.max_restarts
         assert job_state.recoveries == max(0, job_state.attempt - 1)
         if job_state.status is JobStatus.RUNNING:
@@ -438,7 +421,8 @@ def test_every_job_whose_attempts_end_is_recovering_or_ended(
         assert status.is_final or status is JobStatus.RECOVERING
         if status.is_final:
             break
-        assert [type(order) for order in scenario.actions] == [Backoff]
+        assert scenario.due == Timers(wake_unix_s=scenario.due.wake_unix_s)
+        assert scenario.due.wake_unix_s is not None
     else:
         return
     attempt = scenario.job_state.attempt

@@ -172,11 +172,11 @@ class Controller(ABC):
     def _apply(self, event: JobEvent, answered: JobRequest | None = None) -> None:
         """Apply an event. The new state is stored before any action is taken."""
         before, timers_before = self.state, self._timers
-        state, actions = advance(before, event, self._job.policy)
+        now_unix_s = self._clock.unix_s()
+        state, timers = advance(before, timers_before, event, self._job.policy, now_unix_s)
         if isinstance(event, AttemptExited) and before.is_active and not state.is_active:
             self._record_machines(before)
         state = self._with_details(state)
-        timers = timers_before.schedule(actions, self._clock.unix_s())
         if state.attempt != before.attempt:
             self._step_before = self._newest_step()
         is_change = _SHOWN(state) != _SHOWN(before)

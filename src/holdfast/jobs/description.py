@@ -120,7 +120,7 @@ def read_node_checks(home: Store) -> tuple[CheckedNode, ...]:
     except (HoldfastError, OSError):
         return ()  # without jobs, or their folder cannot be used: `holdfast queue` has the reason
     found = [one for record in records for one in _checked_nodes(record, home.url)]
-    return tuple(sorted(found, key=lambda one: one.unix_s))
+    return tuple(sorted(found, key=lambda node: node.unix_s))
 
 
 def _checked_nodes(record: JobRecord, home: str) -> Iterator[CheckedNode]:
@@ -157,9 +157,9 @@ def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
         refused = ", the attempt was not started" if checks.was_refused else ""
         waited = f"{checks.took_s:.2f} s, of which the job waited {checks.added_s:.2f} s"
         yield f"node {rank} ({checks.machine}): {outcome} in {waited}{refused}"
-        for one in checks.checks:
-            parts = filter(None, (one.trouble, _numbers(one) if one.values else ""))
-            yield f"  {one.name} {one.where}: {'; '.join(parts) or 'passed'}"
+        for check in checks.checks:
+            parts = filter(None, (check.trouble, _numbers(check) if check.values else ""))
+            yield f"  {check.name} {check.where}: {'; '.join(parts) or 'passed'}"
 
 
 def _numbers(check: Check) -> str:

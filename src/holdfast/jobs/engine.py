@@ -121,11 +121,11 @@ def sorted_out(results: Iterable[_R | HoldfastError]) -> tuple[list[_R], list[Ho
     """Return the results that are values, and those that are errors."""
     done: list[_R] = []
     errors: list[HoldfastError] = []
-    for one in results:
-        if isinstance(one, HoldfastError):
-            errors.append(one)
+    for result in results:
+        if isinstance(result, HoldfastError):
+            errors.append(result)
         else:
-            done.append(one)
+            done.append(result)
     return done, errors
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import redact
-from holdfast.jobs.outcome import Outcome
+from holdfast.jobs.outcome import Outcome, own_ends
 
 MAX_SAME = 3  # attempts in a row with the same cause, without a newer checkpoint, before the job fails
 SAME_FAILURES = "HOLDFAST_SAME_FAILURES"  # variable that replaces `MAX_SAME`: a number, or `any` for no limit
@@ -58,7 +58,7 @@ class FailureCause:
 
 def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> FailureCause | None:
     """Return the cause of a failed attempt from the output of its first failed node; None without one."""
-    own = [one for _, one in sorted(outcomes.items()) if not one.is_success and not one.is_stopped]
+    own = [outcome for _, outcome in sorted(own_ends(outcomes).items())]
     bare = [_PREFIX.sub("", _ESCAPES.sub("", line).rstrip()) for line in lines]  # without the name of a rank
     texts = [text for text in bare if text and not _PROGRESS.search(text)]
     if not own or not texts:

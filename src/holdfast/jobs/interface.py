@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, TimedOut
@@ -52,8 +53,8 @@ def launch(
     from holdfast.jobs.task.parser import Overrides, load_task
 
     overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
-    engine, one = get_engine(on), load_task(str(task), overrides)
-    file = engine.subscribed(TaskFile(one.name, (one,), one.path), notify, notify_on)
+    engine, loaded = get_engine(on), load_task(str(task), overrides)
+    file = engine.subscribed(TaskFile(loaded.name, (loaded,), loaded.path), notify, notify_on)
     return engine.submit(file.tasks[0])
 
 
@@ -199,22 +200,19 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
     """Yield jobs as they end, and an error for those that do not in time."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     left = {one.id: one for one in jobs}
-    watch = FolderWatch(*(job_folder(state_dir(), number).path for number in left))
-    try:
+    with closing(FolderWatch(*(job_folder(state_dir(), number).path for number in left))) as watch:
         while True:
-            for one in [one for one in left.values() if one.status.is_final]:
-                yield left.pop(one.id)
+            for ended in [job for job in left.values() if job.status.is_final]:
+                yield left.pop(ended.id)
             remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
             if not left or (remaining_s is not None and remaining_s <= 0):
                 break
             poll_s = min(get_engine(one.engine).poll_s for one in left.values())
             watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
             known = left.values()
-            current, errors = sorted_out(each(lambda one: get_engine(one.engine).job(one.id), known))
+            current, errors = sorted_out(each(lambda job: get_engine(job.engine).job(job.id), known))
             left = {one.id: one for one in current}
             yield from errors
-    finally:
-        watch.close()
     if left:
         listed = ", ".join(f"job {one.id} is {one.status.value}" for one in left.values())
         yield TimedOut(f"{plural(len(left), 'job')} did not end in time: {listed}.")
@@ -243,7 +241,7 @@ def forget(*which: int | str, force: bool = False) -> None:
     """
     found, errors = sorted_out(each(find, which))
     jobs = {one.id: one for jobs in found for one in jobs}
-    results = each(lambda one: get_engine(one.engine).forget(one.id, force=force), jobs.values())
+    results = each(lambda job: get_engine(job.engine).forget(job.id, force=force), jobs.values())
     all_of([*results, *errors])
 
 

@@ -35,13 +35,17 @@ def write_document(path: Path, value: DataclassInstance) -> None:
     write_atomic(path, encode(value))
 
 
+def load_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T:
+    """Return a dataclass from its document, which exists."""
+    return decode_dataclass(kind, path.read_bytes(), str(path), max_bytes=max_bytes, any_text=True)
+
+
 def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T | None:
     """Return a dataclass from its document; None without one."""
     try:
-        text = path.read_bytes()
+        return load_document(path, kind, max_bytes=max_bytes)
     except FileNotFoundError:
         return None
-    return decode_dataclass(kind, text, str(path), max_bytes=max_bytes, any_text=True)
 
 
 def write_list(path: Path, values: Sequence[DataclassInstance]) -> None:

@@ -57,9 +57,13 @@ class MachineEvent:
 def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
     """Append events to the record of a state folder."""
     lines: list[str] = []
-    for one in events:
-        short = {"machine": one.machine[:MAX_NAME], "failed": one.failed[:16], "why": one.why[:_MAX_WHY]}
-        lines.append(journal.encode(dataclasses.replace(one, **short)))
+    for event in events:
+        short = {
+            "machine": event.machine[:MAX_NAME],
+            "failed": event.failed[:16],
+            "why": event.why[:_MAX_WHY],
+        }
+        lines.append(journal.encode(dataclasses.replace(event, **short)))
     if not lines:
         return
     path = state / _FILE
@@ -162,7 +166,7 @@ def judge(events: Sequence[MachineEvent]) -> list[NodeStanding]:
         by_machine[event.machine].append(event)
     chances = _chances(events)
     found = [_standing(name, own, chances[name]) for name, own in by_machine.items()]
-    return sorted(found, key=lambda one: (not one.stands_out, one.chance, -one.lost, one.name))
+    return sorted(found, key=lambda node: (not node.stands_out, node.chance, -node.lost, node.name))
 
 
 def _standing(name: str, events: Sequence[MachineEvent], chance: float) -> NodeStanding:
@@ -226,9 +230,9 @@ def _hypergeometric(total: int, marked: int, drawn: int) -> list[float]:
     ]
 
 
-def _convolved(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    found = [0.0] * (len(one) + len(other) - 1)
-    for i, a in enumerate(one):
+def _convolved(first: Sequence[float], other: Sequence[float]) -> list[float]:
+    found = [0.0] * (len(first) + len(other) - 1)
+    for i, a in enumerate(first):
         for j, b in enumerate(other):
             found[i + j] += a * b
     return found

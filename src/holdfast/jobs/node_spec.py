@@ -12,6 +12,7 @@ from pathlib import Path
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import load_document
 from holdfast.jobs.outcome import Outcome
 from holdfast.system.documents import decode_dataclass
 from holdfast.system.linux.files import write_atomic
@@ -45,7 +46,7 @@ class NodeSpec:
     @classmethod
     def read(cls, path: Path) -> NodeSpec:
         """Read a specification."""
-        return decode_dataclass(cls, path.read_bytes(), str(path), max_bytes=MAX_OWN_BYTES, any_text=True)
+        return load_document(path, cls, max_bytes=MAX_OWN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ class Environment:
 
 def read_environment(job: JobFolder) -> Environment:
     """Read the environment of a job."""
-    text, what = job.environment.read_bytes(), str(job.environment)
-    return decode_dataclass(Environment, text, what, max_bytes=MAX_OWN_BYTES, any_text=True)
+    return load_document(job.environment, Environment, max_bytes=MAX_OWN_BYTES)
 
 
 def reserve_outcome(path: Path) -> None:

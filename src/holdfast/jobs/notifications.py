@@ -145,7 +145,7 @@ def _add_notification(folder: JobFolder, job_state: JobState) -> None:
     with journal.locked(folder.notifications) as fd:
         if any(one.id == identity for one in journal.read_values(folder.notifications, Notification)):
             return
-        one = Notification(
+        added = Notification(
             id=identity,
             status=status,
             attempt=attempt,
@@ -157,7 +157,7 @@ def _add_notification(folder: JobFolder, job_state: JobState) -> None:
             is_wanted=status in plan.statuses,
             failed_saves=count_failed_saves(folder.progress),
         )
-        journal.append(fd, journal.encode(one))
+        journal.append(fd, journal.encode(added))
 
 
 def _outstanding(folder: JobFolder) -> list[tuple[Notification, dict[str, str]]]:
@@ -168,24 +168,24 @@ def _outstanding(folder: JobFolder) -> list[tuple[Notification, dict[str, str]]]
     targets = {label(target, number): target for number, target in enumerate(plan.targets)}
     done = {(one.notification, one.target) for one in read_deliveries(folder)}
     found: list[tuple[Notification, dict[str, str]]] = []
-    for one in journal.read_values(folder.notifications, Notification):
-        missing = {name: target for name, target in targets.items() if (one.id, name) not in done}
-        if missing or one.status.is_final:
-            found.append((one, missing))
+    for message in journal.read_values(folder.notifications, Notification):
+        missing = {name: target for name, target in targets.items() if (message.id, name) not in done}
+        if missing or message.status.is_final:
+            found.append((message, missing))
     return found
 
 
-def _facts_of(plan: NotificationPlan, one: Notification) -> dict[str, str | int | float | None]:
-    reason = f": {one.reason}" if one.reason else ""
-    failed = f"; {plural(one.failed_saves, 'save')} failed" if one.failed_saves else ""
-    host = socket.gethostname()
+def _facts_of(plan: NotificationPlan, message: Notification) -> dict[str, str | int | float | None]:
+    reason = f": {message.reason}" if message.reason else ""
+    failed = f"; {plural(message.failed_saves, 'save')} failed" if message.failed_saves else ""
+    host, status = socket.gethostname(), message.status.value
     same = ("reason", "attempt", "recoveries", "exit_status", "step", "failed_saves", "unix_s")
     return {
-        "text": f"job {plan.job} ({printable(plan.name)}) on {host} is {one.status.value}{reason}{failed}",
+        "text": f"job {plan.job} ({printable(plan.name)}) on {host} is {status}{reason}{failed}",
         **{name: getattr(plan, name) for name in ("job", "name", "engine", "task_id")},
         "host": host,
-        "status": one.status.value,
-        **{name: getattr(one, name) for name in same},
+        "status": status,
+        **{name: getattr(message, name) for name in same},
     }
 
 
@@ -236,15 +236,17 @@ def _send_all(folder: JobFolder) -> None:
     """Send all that is outstanding. After the end of the job, remove its targets."""
     plan = _read_plan(folder)
     while plan is not None and (todo := _outstanding(folder)):
-        for one, missing in todo:
-            for name, target in missing.items() if one.is_wanted else ():
-                error, num_tries = _send(plan, target, _facts_of(plan, one))
+        for message, missing in todo:
+            for name, target in missing.items() if message.is_wanted else ():
+                error, num_tries = _send(plan, target, _facts_of(plan, message))
                 failpoint("jobs.notified")
-                delivery = Delivery(one.id, one.status, name, error, num_tries, time.time())
+                delivery = Delivery(message.id, message.status, name, error, num_tries, time.time())
                 journal.append_value(folder.deliveries, delivery)
                 if error:
-                    _log.warning("the notification %s was not sent to %s: %s", one.status.value, name, error)
-            if one.status.is_final:
+                    _log.warning(
+                        "the notification %s was not sent to %s: %s", message.status.value, name, error
+                    )
+            if message.status.is_final:
                 folder.notify_plan.unlink(missing_ok=True)
                 return
 

@@ -186,14 +186,10 @@ class RecordedEngine(ABC):
         is_timed = what.is_timed or len(ranks) > 1
         readers = [LogReader(folder.changed)] if what.with_changes else []
         readers += [LogReader(folder.log(rank), rank, tail=what.tail, is_timed=is_timed) for rank in ranks]
-        with contextlib.ExitStack() as stack:
-            for reader in readers:
-                stack.callback(reader.close)
-            if not what.follow:
-                yield from interleaved(readers, is_end=True)
-                return
-            watch = FolderWatch(folder.path, folder.logs)
-            stack.callback(watch.close)
+        if not what.follow:
+            yield from interleaved(readers, is_end=True)
+            return
+        with contextlib.closing(FolderWatch(folder.path, folder.logs)) as watch:
             yield from self._follow(number, readers, watch, with_progress=what.with_progress)
 
     def _follow(
@@ -297,8 +293,10 @@ class NodeEngine(RecordedEngine):
             for folder in folders:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        # Before the start: a running job must be recorded, even if this process dies.
-        records.complete_all(submissions)
+        # Before the start: a running job must be recorded, even if this process dies. The first one last, as
+        # until it is visible, none of the others starts.
+        for submission in reversed(submissions):
+            records.complete(submission)
         self._start(tasks[0], submissions[0])
         return self._current([records.get(one.number) for one in submissions])
 
@@ -355,11 +353,11 @@ def _check_removable(records: Records, record: JobRecord, *, has_lock: bool) -> 
             f"Job {record.job.number} has ended, but some of its processes are still finishing (pid {pids}). "
             "It was not removed. Try again when they are gone."
         )
-    for one in records.successors(record.job.number):
-        if not one.state.job_state.status.is_final:
+    for later in records.successors(record.job.number):
+        if not later.state.job_state.status.is_final:
             raise Conflict(
-                f"Job {record.job.number} comes before job {one.job.number} ({one.job.name}) in a pipeline, "
-                "so it was not removed. Remove it when that job has ended."
+                f"Job {record.job.number} comes before job {later.job.number} ({later.job.name}) in a "
+                "pipeline, so it was not removed. Remove it when that job has ended."
             )
 
 

@@ -12,21 +12,21 @@ import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
+from holdfast.jobs.history import read_changes
 from holdfast.jobs.journal import append_value, encode, lines, read_values
 from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.state_machine import JobState, RestartPolicy
-from holdfast.jobs.status import FINAL, JobStatus
+from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import ClockReading, Timers
 from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
 from holdfast.system.linux.files import open_regular, write_atomic
@@ -47,7 +47,6 @@ _MAX_FOLDER = 10**12  # number from which on a folder is a stray one, which new 
 _MAX_WRITTEN = 10**14  # number from which on the file with the greatest number is damaged
 _HERE = "local"  # engine whose states are recorded by a controller on this machine; others have their own
 _REASON = "the record of this job was lost, and rebuilt from its folder"
-_CHANGE = re.compile(r"\S+ \S+ attempt \d+ ([A-Z_]+)(?: (.*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +167,6 @@ class Records:
             write_submission(folder, submission)
             append_value(folder.states, StoredState(submission.submitted_unix_s, first))
 
-    def complete_all(self, submissions: Sequence[Submission]) -> None:
-        """Record the jobs of a pipeline. Until the first job is visible, none of the others starts."""
-        for submission in reversed(submissions):
-            self.complete(submission)
-
     def successors(self, number: int) -> list[JobRecord]:
         """Return the records of the jobs that start once a job has succeeded."""
         return [record for record in self.all() if record.job.spec.after == number]
@@ -216,25 +210,20 @@ class Records:
 
     def all(self, engine: str | None = None) -> list[JobRecord]:
         """Return the records of all jobs, or of one engine's, oldest first, without unreadable ones."""
-        found: list[JobRecord] = []
-        for number in self.numbers():
-            with contextlib.suppress(NotFound, Corrupt, Conflict):  # see `unreadable`
-                record = self.get(number)
-                if engine in (None, record.job.engine):
-                    found.append(record)
-        return found
+        records = [found for found in self._read_all() if isinstance(found, JobRecord)]
+        return [record for record in records if engine in (None, record.job.engine)]
 
     def unreadable(self) -> list[str]:
         """Return why the records of some jobs cannot be read, a message for each."""
-        messages: list[str] = []
+        return [str(found) for found in self._read_all() if isinstance(found, (Corrupt, Conflict))]
+
+    def _read_all(self) -> Iterator[JobRecord | NotFound | Corrupt | Conflict]:
+        """Yield the record of each folder, or its error. `NotFound`: the launch has not completed."""
         for number in self.numbers():
             try:
-                self.get(number)
-            except NotFound:
-                continue  # the folder of a launch that has not completed
-            except (Corrupt, Conflict) as error:
-                messages.append(str(error))
-        return messages
+                yield self.get(number)
+            except (NotFound, Corrupt, Conflict) as error:
+                yield error
 
     def save(self, record: JobRecord) -> JobRecord:
         """Record a job's new state durably, with the times of its start and end, and return the record."""
@@ -396,10 +385,11 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
             num_errors=min(_num_errors(folder, submission, attempt), submission.policy.max_restarts),
             reason=_REASON,
         )
-    if (final := _final_change(folder)) is not None:
-        status, reason = final
-        job_state = JobState(status=status, attempt=attempt, recoveries=max(0, attempt - 1), reason=reason)
-        ended_s = _modified_unix_s(folder.changed)
+    changes = read_changes(folder)
+    if changes and (last := changes[-1]).status.is_final:
+        recoveries, outcomes = max(0, attempt - 1), last.outcomes
+        job_state = JobState(last.status, attempt, False, recoveries, outcomes=outcomes, reason=last.reason)
+        ended_s = last.unix_s
     return StoredState(
         submission.submitted_unix_s,
         job_state,
@@ -429,17 +419,6 @@ def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> Nod
             with contextlib.suppress(FileNotFoundError, Corrupt):
                 return NodeSpec.read(folder.node(number, rank).plan)
     return None
-
-
-def _final_change(folder: JobFolder) -> tuple[JobStatus, str] | None:
-    """Return the final status and its reason from the log of changes, or None."""
-    try:
-        lines = folder.changed.read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return None
-    found = _CHANGE.fullmatch(lines[-1]) if lines else None
-    names = {status.value: status for status in FINAL}
-    return (names[found[1]], found[2] or "") if found and found[1] in names else None
 
 
 def _modified_unix_s(path: Path) -> float | None:

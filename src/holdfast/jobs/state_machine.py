@@ -1,4 +1,4 @@
-"""The state machine of a job: (state, event) -> (state, actions). Pure: no clock, process or disk."""
+"""The state machine of a job: (state, timers, event) -> (state, timers). Pure: no clock, process or disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.status import JobStatus
+from holdfast.jobs.timers import Timers
 from holdfast.system import backoff
 
 MAX_BARREN = 5  # attempts in a row that may exit by themselves without a newer checkpoint
@@ -135,86 +136,55 @@ class ControllerFailed(JobEvent):
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class StartAttempt:
-    """Start an attempt on all nodes."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendNotice:
-    """Send all nodes of the attempt a preemption notice."""
-
-    lead_s: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
-class KillAttempt:
-    """Kill all processes of the attempt after a delay. The earliest deadline counts."""
-
-    after_s: float
-    with_keepers: bool = False  # including keepers with staged saves, as the machine is gone
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Wait before the next attempt."""
-
-    seconds: float
-
-
-Action = StartAttempt | SendNotice | KillAttempt | Backoff
-Transition = tuple[JobState, tuple[Action, ...]]
-
-
 def advance(  # noqa: C901 - a case for each event
-    state: JobState, event: JobEvent, policy: RestartPolicy
-) -> Transition:
-    """Return the state after an event, and the actions to take. Those of earlier attempts change nothing."""
+    state: JobState, due: Timers, event: JobEvent, policy: RestartPolicy, now_unix_s: float
+) -> tuple[JobState, Timers]:
+    """Return the state after an event, and what is due. Events of other attempts change nothing."""
     status = state.status
     if status.is_final:
-        return state, ()
+        return state, due
     if isinstance(event, AttemptEvent) and (event.attempt != state.attempt or not state.is_active):
-        return state, ()
+        return state, due
     match event:
         case ControllerStarted() if status is JobStatus.PENDING and not state.is_active:
             return _start(state)
         case BackoffElapsed() if status is JobStatus.RECOVERING and not state.is_active:
             return _start(state)
         case StartDelayed(why) if status is JobStatus.PENDING:
-            return replace(state, reason=why), ()
+            return replace(state, reason=why), due
         case PredecessorFailed(why) if status is JobStatus.PENDING:
-            return replace(state, status=JobStatus.CANCELLED, reason=why), ()
+            return replace(state, status=JobStatus.CANCELLED, reason=why), due
         case NodesRunning() if status in (JobStatus.STARTING, JobStatus.RECOVERING):
-            return replace(state, status=JobStatus.RUNNING, reason=""), ()
+            return replace(state, status=JobStatus.RUNNING, reason=""), due
         case NodeExited() if event.node not in state.outcomes:
-            return _node_exited(state, event, policy)
+            state = replace(state, outcomes={**state.outcomes, event.node: event.outcome})
+            wait_s = _wait_s(state, event.outcome, policy)
+            return state, due if wait_s is None else due.with_kill(now_unix_s + wait_s)
         case Uploading(what=what) if status is not JobStatus.CANCELLING:
             num_succeeded = sum(one.is_success for one in state.outcomes.values())
             if num_succeeded == policy.num_nodes:
-                return replace(state, status=JobStatus.WINDING_DOWN, reason=what), ()
+                return replace(state, status=JobStatus.WINDING_DOWN, reason=what), due
         case AttemptExited():
-            return _attempt_exited(state, event, policy)
+            state, wait_s = _attempt_exited(state, event, policy)
+            return state, due if wait_s is None else Timers(wake_unix_s=now_unix_s + wait_s)
         case NoticeReceived(lead_s, source) if state.is_active:
             if status not in (JobStatus.CANCELLING, JobStatus.WINDING_DOWN):
                 state = replace(state, is_noticed=True, reason=f"preemption notice ({source})")
-                return state, (SendNotice(lead_s, source), KillAttempt(lead_s, with_keepers=True))
+                return state, due.with_notice(now_unix_s + lead_s, source, kills_keepers=True)
         case NoticeDelivered(num_listening=0) if status is JobStatus.CANCELLING:
-            return state, (KillAttempt(0.0),)  # no process of the cancelled job would save
+            return state, due.with_kill(now_unix_s)  # no process of the cancelled job would save
         case CancelRequested() if not state.is_active:
-            return replace(state, status=JobStatus.CANCELLED, reason="cancelled"), ()
+            return replace(state, status=JobStatus.CANCELLED, reason="cancelled"), due
         case CancelRequested() if status is not JobStatus.CANCELLING:
             state = replace(state, status=JobStatus.CANCELLING, reason="cancelled")
-            return state, (SendNotice(policy.grace_s, "holdfast cancel"), KillAttempt(policy.grace_s))
+            return state, due.with_notice(now_unix_s + policy.grace_s, "holdfast cancel")
         case ControllerFailed(why):
-            actions = (KillAttempt(0.0),) if state.is_active else ()
-            return replace(state, status=JobStatus.FAILED_CONTROLLER, reason=why), actions
-    return state, ()
+            due = due.with_kill(now_unix_s) if state.is_active else due
+            return replace(state, status=JobStatus.FAILED_CONTROLLER, reason=why), due
+    return state, due
 
 
-def _start(state: JobState) -> Transition:
+def _start(state: JobState) -> tuple[JobState, Timers]:
     number = state.attempt + 1
     state = replace(
         state,
@@ -226,44 +196,43 @@ def _start(state: JobState) -> Transition:
         recoveries=state.recoveries + (number > 1),
         reason=state.reason if number > 1 else "",
     )
-    return state, (StartAttempt(number),)
+    return state, Timers(start=number)  # what was due for the attempt before is obsolete
 
 
-def _node_exited(state: JobState, event: NodeExited, policy: RestartPolicy) -> Transition:
-    """Record the outcome, and give the other nodes some time after an end without success."""
-    outcome = event.outcome
-    state = replace(state, outcomes={**state.outcomes, event.node: outcome})
+def _wait_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float | None:
+    """Return the time that is left to other nodes after the exit of one. None: it does not end them."""
     if len(state.outcomes) == policy.num_nodes:
-        return state, (KillAttempt(0.0),)
+        return 0.0
     if outcome.is_success or outcome.is_stopped:
-        return state, ()
+        return None
     if outcome.is_lost or outcome.unfit or outcome.killed_by is not None:
-        time_s = 0.0  # the others wait for a node that never responds
-    elif outcome.is_preempted or state.is_noticed or state.status is JobStatus.CANCELLING:
-        time_s = policy.grace_s  # the others may be saving
-    else:
-        time_s = PEERS_S
-    return state, (KillAttempt(time_s),)
+        return 0.0  # the others wait for a node that never responds
+    if outcome.is_preempted or state.is_noticed or state.status is JobStatus.CANCELLING:
+        return policy.grace_s  # the others may be saving
+    return PEERS_S
 
 
-def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy) -> Transition:
+def _attempt_exited(
+    state: JobState, event: AttemptExited, policy: RestartPolicy
+) -> tuple[JobState, float | None]:
+    """Return the state after the end of an attempt, and the pause before the next one, if it follows."""
     state = replace(state, is_active=False)
     if state.status is JobStatus.CANCELLING:
-        return replace(state, status=JobStatus.CANCELLED), ()
+        return replace(state, status=JobStatus.CANCELLED), None
     outcomes = {node: state.outcomes.get(node, Outcome(Phase.RUN)) for node in range(policy.num_nodes)}
     if all(one.is_success for one in outcomes.values()):
         if event.lost_uploads:  # the results of the work are not where they belong, so it is repeated
             return _recover(state, "", event, policy, is_barren=True, is_external=True)
-        return replace(state, status=JobStatus.SUCCEEDED, reason=""), ()
+        return replace(state, status=JobStatus.SUCCEEDED, reason=""), None
     own = own_ends(outcomes).values()
     summary = describe_outcomes(outcomes)
     last_hung, hung = state.hung, next((one.hung for one in own if one.is_hung), "")
     state = replace(state, hung=hung)
     if hung and hung == last_hung and not event.has_advanced:
         reason = f"the training hung twice at the same place, without a newer checkpoint: {hung}"
-        return replace(state, status=JobStatus.FAILED, reason=reason), ()
+        return replace(state, status=JobStatus.FAILED, reason=reason), None
     if any(one.diverged for one in own):  # a restart would resume in the same spike
-        return replace(state, status=JobStatus.FAILED, reason=summary), ()
+        return replace(state, status=JobStatus.FAILED, reason=summary), None
     if state.is_noticed or any(one.is_lost for one in own):
         why = state.reason if state.is_noticed else summary
         return _recover(state, why, event, policy, is_barren=False, is_external=True)
@@ -279,11 +248,11 @@ def _attempt_exited(state: JobState, event: AttemptExited, policy: RestartPolicy
             f"{state.num_same} attempts in a row failed in the same way, without a newer checkpoint: "
             f"{state.cause.what} ({summary})"
         )
-        return replace(state, status=failed, reason=reason), ()
+        return replace(state, status=failed, reason=reason), None
     if state.num_errors >= policy.max_restarts:
         num = policy.max_restarts
         spent = f"; all {num} restarts after errors are used up" if num else ""
-        return replace(state, status=failed, reason=why + spent), ()
+        return replace(state, status=failed, reason=why + spent), None
     state = replace(state, num_errors=state.num_errors + 1)
     return _recover(state, why, event, policy, is_barren=event.has_advanced is not None)
 
@@ -304,7 +273,7 @@ def _recover(
     *,
     is_barren: bool,
     is_external: bool = False,
-) -> Transition:
+) -> tuple[JobState, float | None]:
     why = "; ".join(filter(None, (why, event.lost_uploads)))
     num_barren = num_hurried = 0
     if event.has_advanced:
@@ -317,9 +286,8 @@ def _recover(
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"
         )
-        return replace(state, status=JobStatus.FAILED, reason=reason), ()
-    pause = Backoff(pause_s(num_hurried, is_external))
-    return replace(state, status=JobStatus.RECOVERING), (pause,)
+        return replace(state, status=JobStatus.FAILED, reason=reason), None
+    return replace(state, status=JobStatus.RECOVERING), pause_s(num_hurried, is_external)
 
 
 def pause_s(num_hurried: int, is_external: bool) -> float:

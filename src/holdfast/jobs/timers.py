@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-from holdfast.jobs.state_machine import Action, Backoff, KillAttempt, SendNotice, StartAttempt
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -85,23 +83,16 @@ class Timers:
     kill_keepers: bool = False
     wake_unix_s: float | None = None  # end of the backoff
 
-    def schedule(self, orders: Iterable[Action], now_unix_s: float) -> Timers:
-        """Return a copy with actions scheduled."""
-        due = self
-        for order in orders:
-            match order:
-                case StartAttempt(attempt):
-                    due = Timers(start=attempt)  # actions for the previous attempt are obsolete
-                case SendNotice(lead_s, source):
-                    until_s = now_unix_s + lead_s
-                    due = dataclasses.replace(due, notice_until_unix_s=until_s, notice_source=source)
-                case KillAttempt(after_s, with_keepers):
-                    at_s = now_unix_s + after_s
-                    if due.kill_unix_s is None or at_s < due.kill_unix_s:  # the earliest deadline counts
-                        due = dataclasses.replace(due, kill_unix_s=at_s, kill_keepers=with_keepers)
-                case Backoff(seconds):
-                    due = Timers(wake_unix_s=now_unix_s + seconds)
-        return due
+    def with_kill(self, at_unix_s: float, *, keepers: bool = False) -> Timers:
+        """Return a copy with a deadline for all processes. The earliest counts."""
+        if self.kill_unix_s is not None and self.kill_unix_s <= at_unix_s:
+            return self
+        return dataclasses.replace(self, kill_unix_s=at_unix_s, kill_keepers=keepers)
+
+    def with_notice(self, until_unix_s: float, source: str, *, kills_keepers: bool = False) -> Timers:
+        """Return a copy with a notice to send, and the end of all processes at its deadline."""
+        due = dataclasses.replace(self, notice_until_unix_s=until_unix_s, notice_source=source)
+        return due.with_kill(until_unix_s, keepers=kills_keepers)
 
     def next_unix_s(self) -> float | None:
         """Return the next deadline, or None."""

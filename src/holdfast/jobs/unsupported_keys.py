@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import Task, value_at
 
 _NO_VOLUMES = "no volumes are created; kept for other engines"
 _NO_DISK = "no disk is created; kept for other engines"
@@ -38,44 +37,35 @@ _BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profil
 _UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
 
 
-def find_unsupported_keys(task: Task, table: Mapping[str, str]) -> list[UnsupportedKey]:
-    """Return the keys of a task with their effects in a table, by a path such as resources.use_spot."""
-    return [
-        UnsupportedKey(key, task.lines[key], what)
-        for key, what in table.items()
-        if key in task.lines and value_at(task.document, key) is not None
-    ]
+def find_unsupported(task: Task, table: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a task with their effects in a table, by a path such as resources.use_spot."""
+    for key, what in table.items():
+        is_used = key == IMAGE and task.image is not None
+        if key in task.lines and not is_used and value_at(task.document, key) is not None:
+            yield key, what
 
 
-def find_on_machines(
-    task: Task, table: Mapping[str, str], further: Iterable[UnsupportedKey] = (), *, bucket: str
-) -> list[UnsupportedKey]:
-    """Return the keys that an engine which runs the commands itself ignores or changes, in file order."""
-    found = [one for one in find_unsupported_keys(task, table) if task.image is None or one.key != IMAGE]
-    found += further
+def find_on_machines(task: Task, table: Mapping[str, str], *, bucket: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that an engine which runs the commands itself ignores or changes, and how."""
+    yield from find_unsupported(task, table)
     for key, text in (("setup", task.setup), ("run", task.run)):
         if _BASHRC.search(text):
-            found.append(UnsupportedKey(key, task.lines.get(key, 1), _NO_BASHRC))
+            yield key, _NO_BASHRC
         if task.image is None and _UV_PIP.search(text):
-            found.append(UnsupportedKey(key, task.lines.get(key, 1), _OWN_PACKAGES))
+            yield key, _OWN_PACKAGES
     private = list(private_mounts(task))
     for mount in task.file_mounts:
-        key, line = f"file_mounts.{mount.target}", mount.line
         if mount.is_in_place:
-            found.append(UnsupportedKey(key, line, _IN_PLACE))
-        if (mount.spec.get("config") or {}).get("mount_cached"):
-            cached = f"{key}.config.mount_cached"
-            found.append(UnsupportedKey(cached, task.lines.get(cached, line), _CACHED))
+            yield mount.key, _IN_PLACE
+        if value_at(mount.spec, "config.mount_cached"):
+            yield f"{mount.key}.config.mount_cached", _CACHED
         if mount.source is None and mount.bucket:
-            found.append(UnsupportedKey(key, line, f"{bucket} replaces the bucket {mount.bucket!r}"))
+            yield mount.key, f"{bucket} replaces the bucket {mount.bucket!r}"
         if mount in private:
-            found.append(UnsupportedKey(key, line, private_note()))
-    return sorted(found, key=lambda found_key: found_key.line)
+            yield mount.key, private_note()
 
 
-def value_at(document: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a path of keys, or None."""
-    value: Any = document
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
+def in_file_order(task: Task, found: Iterable[tuple[str, str]]) -> list[UnsupportedKey]:
+    """Return keys with their effects in the order of their lines."""
+    keys = [UnsupportedKey(key, task.line_of(key), what) for key, what in found]
+    return sorted(keys, key=lambda found_key: found_key.line)

@@ -22,7 +22,6 @@ from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.output.log_reader import FolderWatch
-from holdfast.jobs.state_machine import Backoff, KillAttempt, SendNotice, StartAttempt
 from holdfast.jobs.timers import Timers
 from holdfast.system.environment import read_progress, report_progress
 from holdfast.system.linux import locks
@@ -68,12 +67,10 @@ def test_several_wakeups_are_cleared_at_once(tmp_path: Path) -> None:
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:
-    due = Timers().schedule([StartAttempt(3)], 100.0)
-    due = due.schedule([SendNotice(30.0, "x"), KillAttempt(30.0, with_keepers=True)], 100.0)
+    due = Timers(start=3).with_notice(130.0, "x", kills_keepers=True)
     assert (due.start, due.notice_until_unix_s, due.kill_unix_s, due.kill_keepers) == (3, 130.0, 130.0, True)
-    assert due.schedule([KillAttempt(90.0)], 100.0) == due
-    assert due.schedule([KillAttempt(0.0)], 101.0).kill_unix_s == 101.0
-    assert due.schedule([Backoff(5.0)], 200.0) == Timers(wake_unix_s=205.0)
+    assert due.with_kill(190.0) == due
+    assert due.with_kill(101.0).kill_unix_s == 101.0
     assert Timers().next_unix_s() is None
 
 

@@ -27,7 +27,7 @@ def inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def secrets_in(harness: JobHarness, job: Job) -> list[str]:
     """Return the files below a job's folder that contain a secret."""
-    return holders(harness.place(job).path, SECRET, INHERITED)
+    return holders(harness.files(job).path, SECRET, INHERITED)
 
 
 def wait_without_secrets(harness: JobHarness, job: Job) -> None:

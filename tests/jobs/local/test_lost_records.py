@@ -128,11 +128,11 @@ def test_a_cancelled_job_is_not_restarted_after_its_journal_was_lost(harness: Jo
     job = start(harness)
     harness.engine.cancel(job.id)
     assert harness.wait(job).status is JobStatus.CANCELLED
-    changed = harness.files(job).changed
-    harness.wait_for(job, lambda: "CANCELLED" in changed.read_text(), "the log of changes")
+    history = harness.files(job).history
+    harness.wait_for(job, lambda: "CANCELLED" in history.read_text(), "the history")
     harness.files(job).states.unlink()
     assert harness.engine.job(job.id).status is JobStatus.CANCELLED
-    changed.unlink()
+    history.unlink()
     assert harness.wait(job).status is JobStatus.CANCELLED
     assert harness.log(job).count("begins") == 1
 

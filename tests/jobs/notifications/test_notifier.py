@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,10 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.system.linux import locks
 from jobs.harness import JobHarness
+from jobs.harness import holders as holders_of
 from jobs.notifications.receiver import SECRET, Receiver
 
 WAITS = "echo attempt $HOLDFAST_ATTEMPT is up; until [ -e go ]; do sleep 0.02; done"
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    found = Receiver()
-    with found.running():
-        yield found
 
 
 def launch(harness: JobHarness, run: str, *targets: str, on: list[str] | None = None, head: str = "") -> Job:
@@ -55,9 +48,7 @@ def wait_for_end(harness: JobHarness, job: Job) -> Job:
 
 def holders(harness: JobHarness, job: Job) -> list[str]:
     """Return the files below a job's folder that contain the secret."""
-    folder = harness.files(job).path
-    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
-    return [path.name for path in found if path.is_file() and SECRET.encode() in path.read_bytes()]
+    return holders_of(harness.files(job).path, SECRET)
 
 
 def release(harness: JobHarness, job: Job) -> None:
@@ -224,28 +215,26 @@ def test_a_server_that_never_ends_its_answer_is_given_up(receiver: Receiver, mon
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_a_status_is_sent_although_the_controller_is_killed_before(
-    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, number: int
+    harness: JobHarness, receiver: Receiver, number: int
 ) -> None:
     """The kill is after the status was recorded: STARTING, RUNNING or the end."""
-    monkeypatch.setenv("HOLDFAST_KILL_AT", f"jobs.recorded:{number}")
-    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
-    job = launch(harness, "true", receiver.url, on=["starting,running,ended"])
-    monkeypatch.delenv("HOLDFAST_KILL_AT")
-    harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
+    on = ["starting,running,ended"]
+    job = harness.submit_and_kill(
+        f"jobs.recorded:{number}", lambda: launch(harness, "true", receiver.url, on=on)
+    )
     wait_for_end(harness, job)
     assert receiver.statuses == ["STARTING", "RUNNING", "SUCCEEDED"]
 
 
 def test_a_killed_notifier_is_replaced_and_sends_again(
-    harness: JobHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    harness: JobHarness, receiver: Receiver, tmp_path: Path
 ) -> None:
     """The webhook has the message, and nothing recorded that: it is sent twice rather than never."""
     command, out = recorder(tmp_path)
-    monkeypatch.setenv("HOLDFAST_KILL_AT", "jobs.notified:2")
-    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
-    job = launch(harness, WAITS, command, receiver.url, on=["running,ended"])
-    monkeypatch.delenv("HOLDFAST_KILL_AT")
-    harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
+    targets = (command, receiver.url)
+    job = harness.submit_and_kill(
+        "jobs.notified:2", lambda: launch(harness, WAITS, *targets, on=["running,ended"])
+    )
     release(harness, job)
     wait_for_end(harness, job)
     assert out.read_text() == "RUNNING SUCCEEDED "

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import InvalidInput
 from holdfast.jobs.output import log_times
 from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines, last_texts, with_prefix
-from holdfast.jobs.output.log_times import LogSampler, LogTimes, add_sample, times_path
+from holdfast.jobs.output.log_times import LogSampler, add_sample, read_samples, times_path
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
 
@@ -22,9 +22,7 @@ BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n
 def read(path: Path, *, tail: int | None = None) -> bytes:
     """Return all output of a log."""
     reader = LogReader(path, tail=tail)
-    data = b"".join(block.data for block in reader.blocks(is_end=True))
-    reader.close()
-    return data
+    return b"".join(block.data for block in reader.blocks(is_end=True))
 
 
 @given(st.lists(st.binary(max_size=40), max_size=10), st.booleans())
@@ -44,7 +42,6 @@ def test_lines_are_read_whole_in_whatever_chunks_they_are_written(chunks: list[b
                     assert block.data.endswith(b"\n")
                     found += block.data
         found += b"".join(block.data for block in reader.blocks(is_end=True))
-        reader.close()
         assert found == last_texts(b"".join(chunks))
 
 
@@ -75,7 +72,6 @@ def test_the_progress_of_an_incomplete_line_is_known(tmp_path: Path) -> None:
         file.write(b"\rdone\nplain")
     assert [block.data for block in reader.blocks()] == [b"done\n"]
     assert reader.progress == b""
-    reader.close()
 
 
 @pytest.mark.parametrize("ending", [b"", b"\n"])
@@ -99,7 +95,6 @@ def test_each_line_has_the_time_of_the_second_in_which_it_was_written(tmp_path: 
     reader = LogReader(path, is_timed=True)
     found = [(block.data, block.unix_s) for block in reader.blocks()]
     assert found == [(b"one\n", 10.0), (b"two\n", 11.0), (b"three\n", 12.0), (b"four\n", 99.0)]
-    reader.close()
 
 
 def test_nodes_are_interleaved_by_time(tmp_path: Path) -> None:
@@ -134,7 +129,6 @@ def test_a_large_log_is_read_with_flat_memory(tmp_path: Path, kind: str) -> None
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-        reader.close()
     assert num_bytes == (99 if kind == "one progress bar" else 100_000_000)
 
 
@@ -161,7 +155,6 @@ def test_a_long_log_keeps_its_beginning_and_end_while_it_is_written(tmp_path: Pa
     assert read(path, tail=2) == line % 399_998 + line % 399_999
     assert read(path, tail=1_000_000).splitlines()[-1] == lines[-1]
     behind = b"".join(block.data for block in reader.blocks(is_end=True))
-    reader.close()
     assert behind.count(b"removed here") == 1
     assert behind.endswith(line % 399_999)
 
@@ -191,15 +184,25 @@ def test_a_log_within_its_limit_is_left_alone(tmp_path: Path) -> None:
         log_times.limit_bytes("1kB")
 
 
+def test_a_log_that_its_owner_empties_has_the_times_of_its_new_lines(tmp_path: Path) -> None:
+    path = tmp_path / "node-0.log"
+    with path.open("ab", buffering=0) as file:
+        sampler = LogSampler(path, file.fileno(), "none")
+        for text in (b"x" * 100, b"x" * 100, None, b"new\n"):
+            if text is None:
+                file.truncate(0)
+            else:
+                file.write(text)
+            sampler.poll()
+    assert [size for size, _ in read_samples(times_path(path), -1, 1000)] == [0, 4]
+
+
 def test_times_are_thinned_out_when_they_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.jobs.output.log_times._MAX_BYTES", 1600)
     path = tmp_path / "log"
-    times = LogTimes(path)
     for number in range(1, 1001):
-        add_sample(times_path(path), number, float(number))
-        if number % 97 == 0:
-            times.refresh()
-    assert times_path(path).stat().st_size <= 1616
-    times.refresh()
-    assert times.at(1000, 0.0) == 1000.0
-    assert 500.0 <= times.at(500, 0.0) <= 700.0
+        add_sample(path, number, float(number))
+    assert path.stat().st_size <= 1616
+    assert read_samples(path, 999, 1000) == [(1000, 1000.0)]
+    size, unix_s = read_samples(path, 499, 500)[0]
+    assert 500.0 <= size == unix_s <= 700.0

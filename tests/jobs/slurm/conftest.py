@@ -40,6 +40,12 @@ def slurm(cluster: OneBox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
+def desk(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
+    """Return a harness for the stand-in."""
+    return SlurmHarness(tmp_path)
+
+
+@pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Return a stand-in for Slurm that is first on the PATH. Each node has a disk of its own."""
     found = StandIn(tmp_path / "bin")

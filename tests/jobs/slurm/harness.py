@@ -6,12 +6,18 @@ import os
 import subprocess
 from pathlib import Path
 
+from typing_extensions import override
+
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.slurm.job_files import JobFiles
 from jobs.harness import Harness
+
+READY = "echo ready; while true; do sleep 0.1; done"
+NOTIFIED = f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\ntrap 'echo told; exit 75' TERM\n{READY}"
+"""Commands of a job that waits for its notice, and ends in its second attempt."""
 
 
 def command(*words: str) -> str:
@@ -27,9 +33,10 @@ class SlurmHarness(Harness):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, SlurmEngine())
 
+    @override
     def files(self, job: Job) -> JobFiles:
         """Return the files of the job."""
-        return JobFiles(self.place(job))
+        return JobFiles(super().files(job).path)
 
     def slurm_id(self, job: Job) -> str:
         """Return Slurm's id of a job that has started."""

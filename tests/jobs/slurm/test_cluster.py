@@ -19,7 +19,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import needs_namespaces
-from jobs.slurm.harness import SlurmHarness, command
+from jobs.slurm.harness import NOTIFIED, READY, SlurmHarness, command
 from jobs.slurm.onebox import OneBox
 from jobs.test_training import TOTAL, steps, uninterrupted
 from jobs.wheels import contents, make_parent, write_wheel
@@ -29,7 +29,6 @@ TRAINING = Path(__file__).parent.parent / "training.py"
 pytestmark = pytest.mark.slow
 ONE = "resources: {cpus: 1}"
 TWO = "num_nodes: 2\nresources: {cpus: 1}"
-READY = "echo ready; while true; do sleep 0.1; done"
 
 
 def training(folder: Path, *, total: int = TOTAL, step_s: float = 0.05) -> str:
@@ -73,7 +72,7 @@ def test_a_job_of_higher_priority_costs_a_training_no_step(
     assert (ended.recoveries, ended.step) == (1, TOTAL)
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
     assert {attempt for attempt, _ in steps(slurm.folder)} == {1, 2}
-    assert "SIGUSR1" in slurm.files(job).job.changed.read_text() + slurm.describe(job)
+    assert "SIGUSR1" in slurm.files(job).changed.read_text() + slurm.describe(job)
     assert (slurm.folder / "final.txt").read_text() == uninterrupted(TOTAL)
 
 
@@ -142,14 +141,7 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
     slurm: SlurmHarness, options: list[str]
 ) -> None:
     """`B:` signals the batch shell alone, which has a child. Without it only srun's steps are signalled."""
-    job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        trap 'echo told; exit 75' TERM
-        {READY}
-        """,
-        head=ONE,
-    )
+    job = slurm.submit(NOTIFIED, head=ONE)
     slurm.wait_for_output(job, "ready")
     command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
     ended = slurm.succeed(job)
@@ -160,17 +152,13 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
 def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness) -> None:
     """Slurm checks limits periodically, so its signal may come up to a minute early."""
     job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        trap 'echo told; exit 75' TERM
-        {READY}
-        """,
+        NOTIFIED,
         head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
     )
     ended = slurm.succeed(job)
     assert ended.attempt == 2
     assert slurm.log(job).count("told") == 1
-    assert "(SIGUSR1)" in slurm.files(job).job.changed.read_text()
+    assert "(SIGUSR1)" in slurm.files(job).changed.read_text()
 
 
 def test_a_killed_runner_is_a_lost_node(slurm: SlurmHarness) -> None:
@@ -277,7 +265,7 @@ def test_every_node_has_a_virtual_environment_of_its_own(
     )
     for rank in range(2):
         log = slurm.log(job, rank)
-        (venv,) = slurm.files(job).job.workdir(rank).parent.glob("venv.*")
+        (venv,) = slurm.files(job).workdir(rank).parent.glob("venv.*")
         for name in ("own", "shared"):
             assert log.count(f"{name} 1.0 by {venv}/bin/python") == 2, log
         assert log.count("Successfully installed own") == 1
@@ -337,7 +325,7 @@ def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Comm
     assert slurm.wait(job).status is JobStatus.CANCELLED
     assert holdfast("forget", 2, "--yes").status == 0
     assert [row["id"] for row in holdfast("queue", "--json").json] == [1]
-    assert not slurm.files(job).job.path.exists()
+    assert not slurm.files(job).path.exists()
 
 
 def test_the_queue_while_slurm_is_away_has_one_short_message(

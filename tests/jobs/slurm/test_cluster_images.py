@@ -12,10 +12,9 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.containers.images import IMAGE, require
-from jobs.slurm.harness import SlurmHarness, command
+from jobs.slurm.harness import NOTIFIED, READY, SlurmHarness, command
 
 HEAD = f"resources: {{image_id: 'docker:{IMAGE}', cpus: 1}}\n"
-READY = "echo ready; while true; do sleep 0.1; done"
 pytestmark = pytest.mark.slow
 
 
@@ -65,14 +64,7 @@ def test_both_nodes_run_in_the_image_in_each_attempt(slurm: SlurmHarness, runtim
 def test_a_job_of_higher_priority_gets_the_node_without_a_container(
     slurm: SlurmHarness, runtime: str
 ) -> None:
-    job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        trap 'echo told; exit 75' TERM
-        {READY}
-        """,
-        head=HEAD,
-    )
+    job = slurm.submit(NOTIFIED, head=HEAD)
     slurm.wait_for_output(job, "ready")
     assert len(containers(runtime, job)) == 1
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))

@@ -71,7 +71,7 @@ def test_a_preempted_job_uploads_before_it_gives_its_node_back(slurm: SlurmHarne
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
     ended = slurm.succeed(job)
     assert ended.attempt == 2
-    assert "not all of" not in slurm.files(job).job.changed.read_text()
+    assert "not all of" not in slurm.files(job).changed.read_text()
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.description import describe_job
-from holdfast.jobs.engine import Job
 from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.slurm import controller
 from holdfast.jobs.status import JobStatus
@@ -28,108 +26,94 @@ SlurmEngine().submit(parse_task("run: x", "task.yaml", Overrides(secrets={"TOKEN
 """
 
 
-@pytest.fixture
-def slurm(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
-    """Return a harness for the stand-in."""
-    return SlurmHarness(tmp_path)
-
-
-def folder_of(slurm: SlurmHarness, job: Job) -> Path:
-    return slurm.files(job).job.path
-
-
 @pytest.mark.parametrize(
     ("run", "expected"), [("true", JobStatus.SUCCEEDED), ("exit 7", JobStatus.FAILED)], ids=["0", "7"]
 )
-def test_a_job_that_has_ended_has_no_secrets(slurm: SlurmHarness, run: str, expected: JobStatus) -> None:
-    gate = slurm.folder / "go"
-    job = slurm.submit(
+def test_a_job_that_has_ended_has_no_secrets(desk: SlurmHarness, run: str, expected: JobStatus) -> None:
+    gate = desk.folder / "go"
+    job = desk.submit(
         f"[ ${{#TOKEN}} = {len(SECRET)} ] && echo up; until [ -e {gate} ]; do sleep 0.02; done; {run}",
         TOKEN=SECRET,
     )
-    slurm.wait_for_output(job, "up")
-    assert sorted(holders(folder_of(slurm, job), SECRET)) == ["environment.json"], "while it runs"
+    desk.wait_for_output(job, "up")
+    assert sorted(holders(desk.files(job).path, SECRET)) == ["environment.json"], "while it runs"
     gate.touch()
-    slurm.wait_for(job, lambda: not holders(folder_of(slurm, job), SECRET), "the removal, without a command")
-    ended = slurm.wait(job)
+    desk.wait_for(job, lambda: not holders(desk.files(job).path, SECRET), "the removal, without a command")
+    ended = desk.wait(job)
     assert ended.status is expected
     assert len(describe_job(ended).attempts) == 1
-    assert "up" in [line.text for line in slurm.engine.lines(job.id, OutputSelection())]
-    slurm.engine.forget(job.id)
-    assert not folder_of(slurm, job).exists()
+    assert "up" in [line.text for line in desk.engine.lines(job.id, OutputSelection())]
+    desk.engine.forget(job.id)
+    assert not desk.files(job).path.exists()
 
 
 def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
-    slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
+    desk: SlurmHarness,
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_KILL_AT", "jobs.ended")
-    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(slurm.folder / "killed"))
-    job = slurm.submit("true", TOKEN=SECRET)
-    monkeypatch.delenv("HOLDFAST_KILL_AT")
-    slurm.wait_for(job, (slurm.folder / "killed").exists, "the kill")
-    slurm.succeed(job)
-    assert not holders(folder_of(slurm, job), SECRET)
+    job = desk.submit_and_kill("jobs.ended", lambda: desk.submit("true", TOKEN=SECRET))
+    desk.succeed(job)
+    assert not holders(desk.files(job).path, SECRET)
 
 
 def test_a_job_without_its_secrets_is_not_started_again(
-    slurm: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    desk: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An administrator may requeue a job that was cancelled in Slurm, and found to be ended."""
     stand_in.will("wait")
-    job = slurm.submit("echo ran", TOKEN=SECRET)
+    job = desk.submit("echo ran", TOKEN=SECRET)
     (stand_in.folder / "running").unlink()  # Slurm has forgotten it
-    assert slurm.wait(job).status is JobStatus.FAILED_CONTROLLER
-    assert not holders(folder_of(slurm, job), SECRET)
+    assert desk.wait(job).status is JobStatus.FAILED_CONTROLLER
+    assert not holders(desk.files(job).path, SECRET)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert controller.supervise(slurm.files(job).job) == controller.FAILED
-    found = slurm.files(job).read_state().job_state
+    assert controller.supervise(desk.files(job)) == controller.FAILED
+    found = desk.files(job).read_state().job_state
     assert found.status is JobStatus.FAILED_CONTROLLER
     assert "its variables and secrets were removed" in found.reason
-    assert "ran" not in slurm.log(job)
+    assert "ran" not in desk.log(job)
 
 
-def test_a_submission_that_slurm_refuses_leaves_nothing(slurm: SlurmHarness, stand_in: StandIn) -> None:
+def test_a_submission_that_slurm_refuses_leaves_nothing(desk: SlurmHarness, stand_in: StandIn) -> None:
     stand_in.will("refuse")
     with pytest.raises(RetryLater, match="invalid partition"):
-        slurm.submit("true", TOKEN=SECRET)
-    jobs = slurm.folder / "state" / "jobs"
+        desk.submit("true", TOKEN=SECRET)
+    jobs = desk.folder / "state" / "jobs"
     assert [path.name for path in jobs.iterdir() if path.is_dir()] == []
-    assert not holders(slurm.folder / "state", SECRET)
+    assert not holders(desk.folder / "state", SECRET)
     with pytest.raises(NotFound):
-        slurm.engine.job(1)
+        desk.engine.job(1)
     (stand_in.folder / "refuse").unlink()
-    second = slurm.submit("true")
+    second = desk.submit("true")
     assert second.id == 2, "a number is never used again"
-    slurm.wait(second)
+    desk.wait(second)
 
 
 def test_forget_completes_the_removal_of_a_refused_submission(
-    slurm: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+    desk: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = slurm.submit("true")
-    slurm.wait(ended)
+    ended = desk.submit("true")
+    desk.wait(ended)
     stand_in.will("refuse")
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda folder, ignore_errors: None)
         with pytest.raises(RetryLater, match="invalid partition"):
-            slurm.submit("true", TOKEN=SECRET)
-    jobs = slurm.folder / "state" / "jobs"
+            desk.submit("true", TOKEN=SECRET)
+    jobs = desk.folder / "state" / "jobs"
     assert (jobs / ".removing-2").is_dir()
-    slurm.engine.forget(ended.id)
+    desk.engine.forget(ended.id)
     assert [path.name for path in jobs.iterdir() if path.is_dir()] == []
 
 
 def test_a_submission_whose_launch_was_killed_can_be_cancelled_and_removed(
-    slurm: SlurmHarness, stand_in: StandIn
+    desk: SlurmHarness, stand_in: StandIn
 ) -> None:
     stand_in.will("kill")
     done = subprocess.run([sys.executable, "-c", SUBMIT], check=False)
     assert done.returncode == -signal.SIGKILL
-    (job,) = slurm.engine.jobs()
+    (job,) = desk.engine.jobs()
     assert (job.status, job.engine_job_id) == (JobStatus.PENDING, None)
-    assert holders(folder_of(slurm, job), SECRET)
-    assert slurm.engine.cancel(job.id).status is JobStatus.CANCELLED
-    assert not holders(folder_of(slurm, job), SECRET)
-    slurm.engine.forget(job.id)
-    assert not folder_of(slurm, job).exists()
+    assert holders(desk.files(job).path, SECRET)
+    assert desk.engine.cancel(job.id).status is JobStatus.CANCELLED
+    assert not holders(desk.files(job).path, SECRET)
+    desk.engine.forget(job.id)
+    assert not desk.files(job).path.exists()

@@ -74,7 +74,7 @@ def test_a_job_writes_into_a_bucket_and_leaves_nothing_on_its_node(
     assert "seen" in slurm.log(job)
     assert bucket.names() == {"in/x", "data-1", "marker-1"}
     assert left_on(slurm, "n1") == []
-    assert not slurm.files(job).job.copies.exists(), "the files were on the node only"
+    assert not slurm.files(job).copies.exists(), "the files were on the node only"
 
 
 def test_a_job_is_complete_when_its_files_are_in_the_bucket(
@@ -121,7 +121,7 @@ def test_an_upload_continues_after_a_kill(
     job = slurm.submit(SAVES + "save 1; until [ -e go ]; do sleep 0.05; done", head=bucket.cached)
     assert gate.reached.wait(600), slurm.describe(job)
     processes.kill(uploaders(slurm, "n1") if what == "uploader" else scratch_roles(slurm, "mounter"))
-    (slurm.files(job).job.workdir(0) / "go").touch()
+    (slurm.files(job).workdir(0) / "go").touch()
     gate.opened.set()
     ended = end(slurm, job)
     assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
@@ -195,7 +195,7 @@ def test_files_on_a_lost_machine_are_named_and_replace_nothing_later(
     stand_in.use_nodes("n1")
     ended = end(slurm, job)
     assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 3), slurm.describe(job)
-    history = slurm.files(job).job.changed.read_text()
+    history = slurm.files(job).changed.read_text()
     assert "its uploads were not confirmed, and what is missing stays in" in history
     assert str(slurm.folder / "disks" / "n1") in history
     assert "found: attempt 2\n" in slurm.log(job)
@@ -312,7 +312,7 @@ def test_a_cancelled_job_uploads_until_its_deadline_and_names_what_is_missing(
     assert ended.status is JobStatus.CANCELLED, slurm.describe(job)
     path = cache_on(slurm, "n1")
     assert ended.reason.startswith(f"cancelled; node 0: on n1, not all of {path} is in s3://")
-    assert ended.reason in slurm.files(job).job.changed.read_text()
+    assert ended.reason in slurm.files(job).changed.read_text()
     assert (path / "marker-1").read_text() == "1\n"
     assert not uploaders(slurm, "n1"), "nothing of a job stays on a node that it has given back"
 
@@ -377,7 +377,7 @@ def test_a_job_that_is_complete_but_not_uploaded_when_its_time_is_over_returns(
     (controller,) = slurm.roles(job, "controller")
     processes.send(controller, signal.SIGUSR1)
     slurm.wait(job, JobStatus.RECOVERING)
-    reason = slurm.files(job).job.changed.read_text()
+    reason = slurm.files(job).changed.read_text()
     assert f"node 0: on n1, not all of {cache_on(slurm, 'n1')} is in s3://" in reason
     gate.opened.set()
     ended = end(slurm, job)
@@ -458,7 +458,7 @@ def test_a_target_in_the_home_is_a_link_until_the_job_has_ended(
     slurm.wait_for_output(job, str(slurm.folder / "disks" / "n1"))
     with pytest.raises(Conflict, match="job 1 has a mount there until it has ended"):
         slurm.submit("true", head=head)
-    (slurm.files(job).job.workdir(0) / "go").touch()
+    (slurm.files(job).workdir(0) / "go").touch()
     assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     assert (slurm.folder / "state" / "buckets" / "results" / "a").read_text() == "1\n"
     assert not (slurm.folder / "out").is_symlink()
@@ -516,7 +516,7 @@ def test_a_folder_planted_at_the_path_of_the_scratch_folder_is_not_used(
     job = slurm.submit("echo never", head="file_mounts: {out: {name: results, mode: MOUNT_CACHED}}")
     victim = slurm.folder / "victim"
     victim.mkdir(mode=0o700)
-    scratch = scratch_folder(slurm.folder / "disks" / "n1", slurm.files(job).job, job.task_id or "")
+    scratch = scratch_folder(slurm.folder / "disks" / "n1", slurm.files(job), job.task_id or "")
     scratch.path.parent.mkdir(parents=True)
     scratch.path.symlink_to(victim)
     stand_in.release()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,20 +14,6 @@ from holdfast.system.linux.processes import start_time
 from jobs.harness import holders
 from jobs.notifications.receiver import SECRET, Receiver
 from jobs.slurm.harness import SlurmHarness
-from jobs.slurm.stand_in import StandIn
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    found = Receiver()
-    with found.running():
-        yield found
-
-
-@pytest.fixture
-def desk(stand_in: StandIn, tmp_path: Path) -> SlurmHarness:
-    """Return a harness for the stand-in."""
-    return SlurmHarness(tmp_path)
 
 
 def launch(slurm: SlurmHarness, run: str, *targets: str, on: str = "running,recovering,ended") -> Job:
@@ -39,14 +23,12 @@ def launch(slurm: SlurmHarness, run: str, *targets: str, on: str = "running,reco
 
 
 def wait_for_end(slurm: SlurmHarness, job: Job) -> Job:
-    plan = slurm.files(job).job.notify_plan
+    plan = slurm.files(job).notify_plan
     slurm.wait_for(job, lambda: not plan.exists(), "the last notification, without a command")
     return slurm.wait(job)
 
 
-def test_the_controller_sends_each_status(
-    desk: SlurmHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_controller_sends_each_status(desk: SlurmHarness, receiver: Receiver) -> None:
     receiver.answers = [200, 404]
     job = launch(desk, "env", receiver.url)
     assert wait_for_end(desk, job).status is JobStatus.SUCCEEDED
@@ -55,7 +37,7 @@ def test_the_controller_sends_each_status(
     errors = [one.error for one in jobs.describe(job.id).notifications]
     assert errors == ["", "the server answered with status 404"]
     assert "was not sent to webhook 1" in desk.files(job).output.read_text()
-    assert not holders(desk.place(job).path, SECRET)
+    assert not holders(desk.files(job).path, SECRET)
 
 
 def test_variables_with_targets_do_not_reach_the_job(
@@ -69,20 +51,16 @@ def test_variables_with_targets_do_not_reach_the_job(
     wait_for_end(desk, job)
     assert receiver.statuses == ["SUCCEEDED"]
     assert "HOLDFAST_NOTIFY" not in desk.log(job)
-    assert not holders(desk.place(job).path, SECRET)
+    assert not holders(desk.files(job).path, SECRET)
 
 
 @pytest.mark.parametrize("point", ["jobs.recorded:3", "jobs.notified:1"])
 def test_the_next_command_sends_what_killed_processes_have_left(
-    desk: SlurmHarness, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, point: str
+    desk: SlurmHarness, receiver: Receiver, point: str
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_KILL_AT", point)
-    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(desk.folder / "killed"))
-    job = launch(desk, "true", receiver.url, on="ended")
-    monkeypatch.delenv("HOLDFAST_KILL_AT")
-    desk.wait_for(job, (desk.folder / "killed").exists, "the kill")
+    job = desk.submit_and_kill(point, lambda: launch(desk, "true", receiver.url, on="ended"))
     assert desk.wait(job).status is JobStatus.SUCCEEDED
-    lock = desk.files(job).job.notifier_lock  # the mark is older than the kill
+    lock = desk.files(job).notifier_lock  # the mark is older than the kill
     desk.wait_for(job, lambda: not locks.is_held(lock), "the end of the killed notifier")
     desk.engine.jobs()
     wait_for_end(desk, job)
@@ -100,7 +78,7 @@ def test_a_job_that_slurm_has_removed_before_its_start_is_notified_of(
     assert desk.wait(job).status is JobStatus.FAILED_CONTROLLER
     wait_for_end(desk, job)
     assert receiver.statuses == ["FAILED_CONTROLLER"]
-    assert not holders(desk.place(job).path, SECRET)
+    assert not holders(desk.files(job).path, SECRET)
 
 
 def test_the_batch_script_waits_for_the_last_notification(desk: SlurmHarness, receiver: Receiver) -> None:
@@ -108,7 +86,7 @@ def test_the_batch_script_waits_for_the_last_notification(desk: SlurmHarness, re
     receiver.gate.clear()
     job = launch(desk, "true", receiver.url, on="ended")
     files = desk.files(job)
-    desk.wait_for(job, lambda: receiver.bodies and files.job.without_secrets.exists(), "the end")
+    desk.wait_for(job, lambda: receiver.bodies and files.without_secrets.exists(), "the end")
     script = int((desk.folder / "bin" / "running").read_text())
     for _ in range(20):
         assert start_time(script) is not None
@@ -129,4 +107,4 @@ def test_a_real_cluster_sends_before_it_ends_the_job(slurm: SlurmHarness, receiv
         found = [(body["status"], body["attempt"]) for body in bodies]
         # Slurm kills the controller's node between the attempts, so one may be sent twice.
         assert list(dict.fromkeys(found)) == expected
-    assert not holders(slurm.place(job).path, SECRET)
+    assert not holders(slurm.files(job).path, SECRET)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.slurm.engine import SlurmEngine, batch_script, unsupported_keys
+from holdfast.jobs.slurm.engine import SlurmEngine, batch_script
 from holdfast.jobs.slurm.options import grace_s, wanted_options
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
@@ -215,8 +215,9 @@ def test_options_that_would_break_a_job_are_rejected(options: str, message: str)
     assert "task.yaml:2:" in str(caught.value)
 
 
-def test_keys_with_another_meaning_are_reported() -> None:
-    told = {found_key.key: found_key for found_key in unsupported_keys(task(FULL))}
+def test_keys_with_another_meaning_are_reported(tmp_path: Path) -> None:
+    engine = SlurmEngine(tmp_path)
+    told = {found_key.key: found_key for found_key in engine.unsupported_keys(task(FULL))}
     assert list(told) == [
         "resources.infra",
         "resources.cpus",
@@ -229,7 +230,7 @@ def test_keys_with_another_meaning_are_reported() -> None:
     assert "--gres=gpu:a100:8" in told["resources.accelerators"].what
     assert told["resources.use_spot"].line == 9
     text = "resources: {accelerators: {A100: 1, H100: 1}, memory: 2x}"
-    several = {one.key: one for one in unsupported_keys(task(text))}
+    several = {one.key: one for one in engine.unsupported_keys(task(text))}
     assert "only the first, A100" in several["resources.accelerators"].what
     assert "not passed on" in several["resources.memory"].what
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRequest
 from holdfast.jobs.slurm.commands import Queued, current_state
@@ -98,15 +97,15 @@ def test_reports_and_orders_are_parsed_however_the_bytes_are_split(
 
 
 def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
-    files = JobFiles(JobFolder(tmp_path))
+    files = JobFiles(tmp_path)
     files.create()
     assert files.read_state() == SlurmJobState()
     uploads = {0: NodeUploads("n1", "/x", "1 left out", is_settled=True), 1: NodeUploads("n2", "/x")}
     state = SlurmJobState(RAN, 2, "17", 5, 1, 0, ("n1", "n2"), ("n3",), uploads, 1.0, None)
     files.write_state(state)
     assert files.read_state() == state
-    assert files.requests() == []
+    assert files.read_requests() == []
     files.request("preempt", 1.5)
     files.request("cancel", 0.0)
-    assert files.requests() == [JobRequest("0", "preempt", 1.5), JobRequest("1", "cancel", 0.0)]
+    assert files.read_requests() == [JobRequest("0", "preempt", 1.5), JobRequest("1", "cancel", 0.0)]
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.json")} == {0}, "they contain secrets"

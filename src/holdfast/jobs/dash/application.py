@@ -25,16 +25,20 @@ _KINDS = {
 }
 
 
+_STATUSES = {NotFound: 404, InvalidInput: 400, HoldfastError: 503}
+"""Status of the response to a request that fails, by the first class that its error has."""
+
+
 class Application:
     """Dash as a WSGI application. It only reads."""
 
     def __init__(self, keys: messages.AccessKeys, homes: Sequence[str] = ()) -> None:
         self._keys, self._homes = keys, tuple(homes)
         self._files: dict[str, messages.PageResponse] = {}
-        for one in (resources.files("holdfast.jobs.dash") / "assets").iterdir():
-            if one.is_file():
-                kind = _KINDS[Path(one.name).suffix]
-                self._files[one.name] = messages.PageResponse(200, one.read_bytes(), kind)
+        for file in (resources.files("holdfast.jobs.dash") / "assets").iterdir():
+            if file.is_file():
+                kind = _KINDS[Path(file.name).suffix]
+                self._files[file.name] = messages.PageResponse(200, file.read_bytes(), kind)
         self._board, self._runs = JobBoard(), RunView()
         table: dict[str, Callable[..., messages.PageResponse]] = {
             r"api/jobs": self._list,
@@ -50,49 +54,41 @@ class Application:
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
         """Answer one request."""
-        request = messages.parse_request(environ)
-        response = self.respond(request)
+        response = messages.check_access(environ, self._keys) or self._respond(environ)
         start_response(*response.head())
-        return [] if request.method == "HEAD" else [response.content]
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [response.content]
 
-    def respond(self, request: messages.PageRequest) -> messages.PageResponse:
-        """Return the response to one request."""
-        if refused := messages.check_access(request, self._keys):
-            return refused
-        path = request.path.removeprefix(f"/{self._keys.space}/")
+    def _respond(self, environ: messages.Environ) -> messages.PageResponse:
+        path = messages.decoded_path(environ).removeprefix(f"/{self._keys.space}/")
         if file := self._files.get(path or "index.html"):
             return file
         for pattern, respond in self._routes:
             if found := pattern.fullmatch(path):
                 try:
-                    response = respond(request, **found.groupdict())
+                    response = respond(environ, **found.groupdict())
                 except HoldfastError as error:
-                    status = (
-                        404
-                        if isinstance(error, NotFound)
-                        else 400
-                        if isinstance(error, InvalidInput)
-                        else 503
-                    )
-                    return messages.json_response({"error": str(error)}, status)
-                is_known = response.tag and response.tag == request.known_tag  # the browser has this version
+                    statuses = [status for kind, status in _STATUSES.items() if isinstance(error, kind)]
+                    return messages.json_response({"error": str(error)}, statuses[0])
+                # An equal tag is that of the version which the browser has.
+                is_known = response.tag and response.tag == environ.get("HTTP_IF_NONE_MATCH")
                 return messages.PageResponse(304, b"", "", tag=response.tag) if is_known else response
         return messages.text_response(404, "Not found.")
 
-    def _list(self, request: messages.PageRequest) -> messages.PageResponse:
+    def _list(self, _: messages.Environ) -> messages.PageResponse:
         homes = [RunPlace(place).as_json() for place in self._homes]
         return messages.json_response({**self._board.listing().as_json(), "homes": homes})
 
-    def _output(self, request: messages.PageRequest, job: str) -> messages.PageResponse:
-        cursor, node = request.query.get("after", ""), request.query.get("node", "")
+    def _output(self, environ: messages.Environ, job: str) -> messages.PageResponse:
+        query = messages.parse_query(environ)
+        cursor, node = query.get("after", ""), query.get("node", "")
         part = f"output of {node!r} after {cursor}"
         page = self._board.read(int(job), part, lambda found: output_page(found, cursor=cursor, node=node))
         return messages.json_response(page)
 
-    def _curves(self, request: messages.PageRequest, home: str, job: str = "") -> messages.PageResponse:
+    def _curves(self, _: messages.Environ, home: str, job: str = "") -> messages.PageResponse:
         return messages.json_response(self._runs.curves(self._place(home, job)))
 
-    def _report(self, request: messages.PageRequest, home: str, job: str = "") -> messages.PageResponse:
+    def _report(self, _: messages.Environ, home: str, job: str = "") -> messages.PageResponse:
         page = self._runs.report(self._place(home, job))
         return messages.PageResponse(200, page.encode(), _KINDS[".html"], policy=messages.REPORT_POLICY)
 

@@ -60,8 +60,6 @@ class JobBoard:
         self._readings = KeptReadings[JobListing](least_age_s=_MIN_AGE_S, rest=_REST)
         self._parts = KeptReadings[Any](least_age_s=0.0)
         self._listing = JobListing()
-        self._by_engine: dict[str, list[Job]] = {}
-        self._ended: dict[tuple[int, str], dict[str, Any]] = {}  # rows, which are read once
 
     def listing(self) -> JobListing:
         """Return all jobs, as they were read a moment ago."""
@@ -84,27 +82,21 @@ class JobBoard:
             problems += records.unreadable()
         except HoldfastError as error:
             return replace(self._listing, problems=(str(error),), is_old=True)
-        found: dict[str, list[Job]] = {}
+        jobs: list[Job] = []
         for name in engines:
             try:
-                found[name] = queue(on=name)
+                jobs += queue(on=name)
             except HoldfastError as error:  # jobs of the other engines are shown
-                found[name] = self._by_engine.get(name, [])
+                jobs += [job for job in self._listing.jobs if job.engine == name]
                 problems.append(f"Jobs on {name}: {error}")
-        self._by_engine = found
-        jobs = sorted(
-            (job for of_one in found.values() for job in of_one),
-            key=lambda job: (job.status.is_final, -job.id),
-        )
+        jobs.sort(key=lambda job: (job.status.is_final, -job.id))
         return JobListing(tuple(jobs), self._rows(jobs), tuple(problems))
 
     def _rows(self, jobs: Sequence[Job]) -> tuple[dict[str, Any], ...]:
         num_active = sum(not job.status.is_final for job in jobs)
-        shown = jobs[: num_active + MAX_ENDED]
-        rows = [self._ended.get((job.id, job.task_id)) or _row(job) for job in shown]
-        pairs = zip(shown, rows, strict=True)
-        self._ended = {(job.id, job.task_id): row for job, row in pairs if job.status.is_final}
-        return tuple(rows)
+        # The row of a job that has ended is read once.
+        ended = {(row["id"], row["task_id"]): row for row in self._listing.rows if row["is_final"]}
+        return tuple(ended.get((job.id, job.task_id)) or _row(job) for job in jobs[: num_active + MAX_ENDED])
 
 
 def job_page(job: Job) -> dict[str, Any]:
@@ -145,12 +137,12 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
     return {**durations, "as_of_unix_s": as_of_s, "grows": grows}
 
 
-def _attempt(one: JobAttempt, found: JobDescription) -> dict[str, Any]:
+def _attempt(attempt: JobAttempt, found: JobDescription) -> dict[str, Any]:
     same = ("number", "reason", "machines", "step", "lost_s")
     times = ("started_unix_s", "running_unix_s", "ended_unix_s")
     return {
-        **{name: getattr(one, name) for name in (*same, *times)},
-        "status": one.status.value,
-        "exits": [one.exit_of(rank) for rank in range(found.job.num_nodes)],
-        "checks": list(describe_checks(found.checks.get(one.number, {}))),
+        **{name: getattr(attempt, name) for name in (*same, *times)},
+        "status": attempt.status.value,
+        "exits": [attempt.exit_of(rank) for rank in range(found.job.num_nodes)],
+        "checks": list(describe_checks(found.checks.get(attempt.number, {}))),
     }

@@ -16,39 +16,21 @@ from urllib.parse import parse_qsl
 COOKIE = "holdfast-dash"  # name of the cookie that a browser gets for the token
 _MAX_FIELDS = 8
 
-
-@dataclass(frozen=True, slots=True)
-class PageRequest:
-    """Request of a browser. Headers that were not sent are empty."""
-
-    method: str
-    path: str  # decoded
-    query: Mapping[str, str]
-    host: str = ""
-    origin: str = ""
-    fetch_site: str = ""  # relation of the page that asks to this server, by the browser itself
-    session: str = ""  # value of the cookie
-    known_tag: str = ""  # ETag of the version that the browser has
+Environ = Mapping[str, Any]  # request of a browser, as WSGI servers pass it
 
 
-def parse_request(environ: Mapping[str, Any]) -> PageRequest:
-    """Return the request in a WSGI environment."""
+def decoded_path(environ: Environ) -> str:
+    """Return the path of a request."""
+    return environ.get("PATH_INFO", "").encode("latin-1").decode("utf-8", "replace")
+
+
+def parse_query(environ: Environ) -> dict[str, str]:
+    """Return the fields in the URL of a request; none if they are too many."""
     fields = environ.get("QUERY_STRING", "")
     try:
-        query = dict(parse_qsl(fields, keep_blank_values=True, max_num_fields=_MAX_FIELDS))
-    except ValueError:  # too many
-        query = {}
-    cookies = (one.strip().partition("=") for one in environ.get("HTTP_COOKIE", "").split(";"))
-    return PageRequest(
-        method=environ["REQUEST_METHOD"],
-        path=environ.get("PATH_INFO", "").encode("latin-1").decode("utf-8", "replace"),
-        query=query,
-        host=environ.get("HTTP_HOST", ""),
-        origin=environ.get("HTTP_ORIGIN", ""),
-        fetch_site=environ.get("HTTP_SEC_FETCH_SITE", ""),
-        session=next((value for name, _, value in cookies if name == COOKIE), ""),
-        known_tag=environ.get("HTTP_IF_NONE_MATCH", ""),
-    )
+        return dict(parse_qsl(fields, keep_blank_values=True, max_num_fields=_MAX_FIELDS))
+    except ValueError:
+        return {}
 
 
 PAGE_POLICY = (
@@ -128,24 +110,27 @@ class AccessKeys:
         return f"http://127.0.0.1:{port}/{self.space}/?token={self.token}"
 
 
-def check_access(request: PageRequest, keys: AccessKeys) -> PageResponse | None:
+def check_access(environ: Environ, keys: AccessKeys) -> PageResponse | None:
     """Return the response to a request without access, or to the token; None if the request is allowed."""
-    if not _HOST.fullmatch(request.host):
+    host, origin, query = environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN", ""), parse_query(environ)
+    if not _HOST.fullmatch(host):
         # The page of a stranger whose name was pointed at this machine (DNS rebinding).
         return text_response(403, "This server answers to 127.0.0.1 and localhost only.")
-    if request.origin and request.origin != f"http://{request.host}":
+    if origin and origin != f"http://{host}":
         return text_response(403, "This server answers to its own page only.")
-    if request.method not in ("GET", "HEAD"):
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         return text_response(405, "This server only shows things, and changes none.")
-    space, slash, path = request.path.removeprefix("/").partition("/")
+    space, slash, path = decoded_path(environ).removeprefix("/").partition("/")
     if not slash or not _is_equal(space, keys.space):
         return text_response(403, _NO_TOKEN)
-    if not path and "token" in request.query:
-        is_right = _is_equal(request.query["token"], keys.token)
+    if not path and "token" in query:
+        is_right = _is_equal(query["token"], keys.token)
         return _signed_in(keys) if is_right else text_response(403, _NO_TOKEN)
-    if not _is_equal(request.session, keys.session):
+    cookies = (cookie.strip().partition("=") for cookie in environ.get("HTTP_COOKIE", "").split(";"))
+    if not _is_equal(next((value for name, _, value in cookies if name == COOKIE), ""), keys.session):
         return text_response(403, _NO_TOKEN)
-    if request.fetch_site not in _OWN_PAGE:
+    # The relation of the page that asks to this server, by the browser itself.
+    if environ.get("HTTP_SEC_FETCH_SITE", "") not in _OWN_PAGE:
         return text_response(403, "This server answers to its own page only.")
     return None
 

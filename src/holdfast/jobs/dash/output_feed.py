@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
@@ -37,17 +36,15 @@ def output_page(job: Job, *, cursor: str, node: str) -> dict[str, Any]:
     share = max(_MIN_BYTES, MAX_BYTES // max(1, len(ranks)))
     skipped_bytes = 0
     readers: list[LogReader] = []
-    with contextlib.ExitStack() as stack:
-        for rank in ranks:
-            begin, end, skipped = _bounds(folder.log(rank), offsets.get(rank, 0), share)
-            skipped_bytes += skipped
-            readers.append(LogReader(folder.log(rank), rank, is_timed=True, begin=begin, end=end))
-            stack.callback(readers[-1].close)
-        lines = [
-            {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
-            for block in interleaved(readers, is_end=job.status.is_final)
-            for text in texts(block)
-        ]
+    for rank in ranks:
+        begin, end, skipped = _bounds(folder.log(rank), offsets.get(rank, 0), share)
+        skipped_bytes += skipped
+        readers.append(LogReader(folder.log(rank), rank, is_timed=True, begin=begin, end=end))
+    lines = [
+        {"node": block.node, "unix_s": block.unix_s, "text": plain_text(text)}
+        for block in interleaved(readers, is_end=job.status.is_final)
+        for text in texts(block)
+    ]
     return {
         "lines": lines[-MAX_LINES:],
         "cursor": ",".join(f"{reader.node}:{reader.offset}" for reader in readers),
@@ -82,18 +79,16 @@ def _ranks(job: Job, node: str) -> range:
 def _bounds(path: Path, offset: int, max_bytes: int) -> tuple[int, int, int]:
     """Return begin and end of the part to read, and the bytes skipped."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = path.open("rb", buffering=0)
     except FileNotFoundError:
         return 0, 0, 0
-    try:
-        size = os.fstat(fd).st_size
+    with file:
+        size = os.fstat(file.fileno()).st_size
         if offset > size:  # emptied by its owner
             offset = 0
         if size - offset <= max_bytes:
             return offset, size, 0
         # From the next line on, or within a very long one. Without a line break, `find` returns -1.
         begin = size - max_bytes
-        begin += max(0, os.pread(fd, _MAX_LINE_BYTES, begin - 1).find(b"\n"))
+        begin += max(0, os.pread(file.fileno(), _MAX_LINE_BYTES, begin - 1).find(b"\n"))
         return begin, size, begin - offset
-    finally:
-        os.close(fd)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,12 +11,12 @@ from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Job, UnsupportedKey
 from holdfast.jobs.k8s.manifest import make_object, secret_name
 from holdfast.jobs.k8s.pod_config import gpu_choice
-from holdfast.jobs.k8s.refusal import POD_CONFIG, line_of, object_name, to_manifest
+from holdfast.jobs.k8s.refusal import POD_CONFIG, object_name, to_manifest
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported_keys, value_at
+from holdfast.jobs.task.model import Task, value_at
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported, in_file_order
 
 _CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -48,19 +47,18 @@ class ManifestEngine(RecordedEngine):
         "manifest after `kubectl wait --for=condition=complete` of the one before, or use Argo Workflows."
     )
 
-    @abstractmethod
+    kinds: tuple[str, str]  # of the object that runs a task of one node, and of several
+
     def _kind(self, task: Task) -> str:
-        """Return the kind of the object that runs a task."""
+        return self.kinds[task.num_nodes > 1]
 
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        found = find_unsupported_keys(task, _UNSUPPORTED_KEYS)
-        found += [UnsupportedKey(key, line_of(task, key), what) for key, what in _changed(task)]
-        key = "resources.job_recovery.max_restarts_on_errors"
+        found = [*find_unsupported(task, _UNSUPPORTED_KEYS), *_changed(task)]
         if self._kind(task) == "PyTorchJob" and task.recovery.max_restarts:
             what = "each pod restarts `run` in place, and counts from its own start on"
-            found.append(UnsupportedKey(key, line_of(task, key), what))
-        return sorted(found, key=lambda found_key: found_key.line)
+            found.append(("resources.job_recovery.max_restarts_on_errors", what))
+        return in_file_order(task, found)
 
     @override
     def check(self, task: Task) -> None:
@@ -102,20 +100,14 @@ class K8sEngine(ManifestEngine):
     """Engine of Kubernetes: a Job for one node, a JobSet for several."""
 
     name = "k8s"
-
-    @override
-    def _kind(self, task: Task) -> str:
-        return "Job" if task.num_nodes == 1 else "JobSet"
+    kinds = ("Job", "JobSet")
 
 
 class KubeflowEngine(ManifestEngine):
     """Engine of Kubeflow's training operator: a PyTorchJob."""
 
     name = "kubeflow"
-
-    @override
-    def _kind(self, task: Task) -> str:
-        return "PyTorchJob"
+    kinds = ("PyTorchJob", "PyTorchJob")
 
 
 def _changed(task: Task) -> Iterator[tuple[str, str]]:

@@ -23,9 +23,8 @@ from holdfast.jobs.k8s.refusal import (
     unsupported,
 )
 from holdfast.jobs.task.edits import fill_in
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import Task, value_at
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
-from holdfast.jobs.unsupported_keys import value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
 Object = dict[str, Any]  # object of Kubernetes

@@ -16,8 +16,7 @@ import yaml
 
 from holdfast.jobs.k8s.refusal import POD_CONFIG, invalid, unsupported
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import value_at
+from holdfast.jobs.task.model import Task, value_at
 
 _GRACE_S = 120  # default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner.
 _MAX_GRACE_S = 2**31 - 1

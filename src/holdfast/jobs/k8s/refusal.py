@@ -23,18 +23,12 @@ _SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0
 
 def invalid(task: Task, key: str, what: str) -> InvalidInput:
     """Return the error for an invalid value."""
-    return InvalidInput(f"{task.path}:{line_of(task, key)}: {key}: {what} Nothing was started.")
+    return InvalidInput(f"{task.where(key)}: {what} Nothing was started.")
 
 
 def unsupported(task: Task, key: str, what: str) -> Unsupported:
     """Return the error for a key that Kubernetes cannot provide; see `invalid`."""
-    return Unsupported(f"{task.path}:{line_of(task, key)}: {key}: {what} Nothing was started.")
-
-
-def line_of(task: Task, key: str) -> int:
-    """Return the line of a key, or of the nearest key around it."""
-    parts = key.split(".")
-    return task.line_of(*(".".join(parts[:count]) for count in range(len(parts), 0, -1)))
+    return Unsupported(f"{task.where(key)}: {what} Nothing was started.")
 
 
 def object_name(task: Task) -> str:

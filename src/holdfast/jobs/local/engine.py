@@ -28,7 +28,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import is_of_earlier_boot
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, in_file_order
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.units import plural
 
@@ -72,7 +72,9 @@ class LocalEngine(NodeEngine):
 
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket="a folder of this machine")
+        task = self._in_image(task)
+        found = find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder of this machine")
+        return in_file_order(task, found)
 
     @override
     def check(self, task: Task) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.jobs.output.log_times import LogTimes
+from holdfast.jobs.output.log_times import read_samples, times_path
 from holdfast.system.units import format_bytes
 
 _CHUNK_BYTES = 1 << 20
@@ -98,8 +98,7 @@ class LogReader:
     ) -> None:
         self.node = node
         self._path, self._tail, self._end = path, tail, end
-        self._times = LogTimes(path, begin=begin) if is_timed else None
-        self._fd: int | None = None
+        self._times = times_path(path) if is_timed else None
         self._pos = begin
         self._rest = b""  # of an incomplete line
 
@@ -115,13 +114,20 @@ class LogReader:
 
     def blocks(self, *, is_end: bool = False) -> Iterator[OutputBlock]:
         """Yield new lines in blocks. A block without a line break at its end continues, unless `is_end`."""
-        if (fd := self._open()) is None:
+        try:
+            file = self._path.open("rb", buffering=0)
+        except FileNotFoundError:
+            self._tail = None  # all that is written from now on is new
             return
+        with file:
+            yield from self._read(file.fileno(), is_end=is_end)
+
+    def _read(self, fd: int, *, is_end: bool) -> Iterator[OutputBlock]:
+        if self._tail is not None:
+            self._pos, self._tail = _tail_offset(fd, self._tail), None
         status = os.fstat(fd)
         if status.st_size < self._pos:  # emptied by its owner
             self._pos, self._rest = 0, b""
-        if self._times is not None:
-            self._times.refresh()
         while True:
             if (at := _data_from(fd, self._pos)) > self._pos:
                 yield self._skip_removed(at)
@@ -136,12 +142,6 @@ class LogReader:
         if is_end and self._rest:
             yield from self._timed(self._rest, self._pos - len(self._rest), status.st_mtime)
             self._rest = b""
-
-    def close(self) -> None:
-        """Close the log."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
     def _take(self, chunk: bytes, modified_unix_s: float) -> Iterator[OutputBlock]:
         begin = self._pos - len(self._rest)
@@ -166,19 +166,12 @@ class LogReader:
         if self._times is None:
             yield OutputBlock(self.node, last_texts(data))
             return
-        for part, unix_s in self._times.split(data, begin, modified_unix_s):
-            yield OutputBlock(self.node, last_texts(part), unix_s)
-
-    def _open(self) -> int | None:
-        if self._fd is None:
-            try:
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                self._tail = None  # all that is written from now on is new
-                return None
-            if self._tail is not None:
-                self._pos = _tail_offset(self._fd, self._tail)
-        return self._fd
+        end, done = begin + len(data), 0
+        for size, unix_s in [*read_samples(self._times, begin, end), (end, modified_unix_s)]:
+            to = len(data) if size >= end else data.rfind(b"\n", 0, size - begin) + 1
+            if to > done:  # whole lines that were written until then
+                yield OutputBlock(self.node, last_texts(data[done:to]), unix_s)
+                done = to
 
     def _skip_removed(self, at: int) -> OutputBlock:
         """Skip a part that was removed, up to an offset, and return a line in its place."""
@@ -186,7 +179,9 @@ class LogReader:
         lead = self._rest + b"\n" * bool(self._rest)
         note = f"holdfast: {removed} of output were removed here, to limit the log\n".encode()
         begin, self._pos, self._rest = self._pos, at, b""
-        unix_s = None if self._times is None else self._times.at(begin, 0.0)
+        unix_s = None
+        if self._times is not None:
+            unix_s = next((time_s for _, time_s in read_samples(self._times, begin - 1, begin)), 0.0)
         return OutputBlock(self.node, last_texts(lead) + note, unix_s)
 
 

@@ -6,9 +6,7 @@ import ctypes
 import os
 import struct
 import time
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from itertools import pairwise
+from bisect import bisect_right
 from pathlib import Path
 
 from holdfast.errors import InvalidInput
@@ -16,6 +14,7 @@ from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import parse_bytes
 
 _SAMPLE = struct.Struct("<Qd")  # size of the log in bytes, and Unix time
+_MAX_SIZE = 1 << 63
 _MAX_BYTES = 16 << 20  # limit of the file: a million samples. Then every second one is left out.
 
 
@@ -27,8 +26,8 @@ def times_path(log: Path) -> Path:
 def add_sample(path: Path, size: int, unix_s: float) -> None:
     """Record the size of a log at a time."""
     if path.exists() and path.stat().st_size >= _MAX_BYTES:
-        samples = list(_read(path, 0))
-        write_atomic(path, b"".join(_SAMPLE.pack(*one) for one in samples[1::2]), is_durable=False)
+        kept = read_samples(path, -1, _MAX_SIZE)[1::2]
+        write_atomic(path, b"".join(_SAMPLE.pack(*sample) for sample in kept), is_durable=False)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.write(fd, _SAMPLE.pack(size, unix_s))
@@ -36,68 +35,24 @@ def add_sample(path: Path, size: int, unix_s: float) -> None:
         os.close(fd)
 
 
-def _read(path: Path, begin: int) -> Iterator[tuple[int, float]]:
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            data = file.read()
-    except FileNotFoundError:
-        return
-    yield from _SAMPLE.iter_unpack(data[: len(data) // _SAMPLE.size * _SAMPLE.size])
-
-
-def _first_sample(path: Path, begin: int) -> int:
-    """Return the offset of the first sample with a size of more than `begin`."""
+def read_samples(path: Path, begin: int, end: int) -> list[tuple[int, float]]:
+    """Return the sizes after `begin` with their times, up to the first size that is not less than `end`."""
+    found: list[tuple[int, float]] = []
     try:
         with path.open("rb") as file:
             fd = file.fileno()
-            samples = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
-
-            def size_at(at: int) -> int:
-                return _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, at))[0]
-
-            return bisect_right(samples, begin, key=size_at) * _SAMPLE.size
+            places = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
+            first = bisect_right(
+                places, begin, key=lambda place: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, place))[0]
+            )
+            file.seek(first * _SAMPLE.size)
+            while len(data := file.read(_SAMPLE.size)) == _SAMPLE.size:
+                found.append(_SAMPLE.unpack(data))
+                if found[-1][0] >= end:
+                    break
     except FileNotFoundError:
-        return 0
-
-
-class LogTimes:
-    """Times of one log, read again while it grows."""
-
-    def __init__(self, log: Path, *, begin: int = 0) -> None:
-        self._path = times_path(log)
-        self._num_bytes = _first_sample(self._path, begin) if begin else 0
-        self._sizes: list[int] = []
-        self._unix_s: list[float] = []
-
-    def refresh(self) -> None:
-        """Read the samples since the last call."""
-        try:
-            num_bytes = self._path.stat().st_size // _SAMPLE.size * _SAMPLE.size
-        except FileNotFoundError:
-            return
-        if num_bytes < self._num_bytes:  # samples were left out
-            self._num_bytes, self._sizes, self._unix_s = 0, [], []
-        for size, unix_s in _read(self._path, self._num_bytes):
-            if not self._sizes or size > self._sizes[-1]:
-                self._sizes.append(size)
-                self._unix_s.append(unix_s)
-        self._num_bytes = max(num_bytes, self._num_bytes)
-
-    def at(self, end: int, default: float) -> float:
-        """Return the time of the byte before the offset `end`, or `default`."""
-        index = bisect_left(self._sizes, end)
-        return self._unix_s[index] if index < len(self._sizes) else default
-
-    def split(self, data: bytes, begin: int, default: float) -> Iterator[tuple[bytes, float]]:
-        """Yield whole lines in parts, each written within a second, with their times; see `at`."""
-        end, done = begin + len(data), 0
-        low, high = bisect_left(self._sizes, begin + 1), bisect_left(self._sizes, end)
-        for before, cut in pairwise([begin, *self._sizes[low:high], end]):
-            to = len(data) if cut == end else data.rfind(b"\n", 0, cut - begin) + 1
-            if to > done and cut > before:
-                yield data[done:to], self.at(begin + to, default)
-                done = to
+        pass
+    return found
 
 
 LIMIT = "HOLDFAST_LOG_LIMIT"  # variable of the job with the bytes of output per node that are kept, or `none`
@@ -153,6 +108,8 @@ class LogSampler:
         status = os.fstat(self._fd)
         if status.st_size == self._size:
             return
+        if status.st_size < self._size:  # emptied by its owner: the sizes must grow
+            self._times.unlink(missing_ok=True)
         self._size = status.st_size
         try:
             add_sample(self._times, status.st_size, time.time())

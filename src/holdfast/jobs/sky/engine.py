@@ -25,8 +25,8 @@ from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.commands import ManagedJob
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.document import to_yaml
-from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.unsupported_keys import value_at
+from holdfast.jobs.task.model import MountMode, Task, value_at
+from holdfast.jobs.unsupported_keys import in_file_order
 from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
@@ -53,18 +53,13 @@ class SkyEngine(RecordedEngine):
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
         own_id = "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
-        recovery = "resources.job_recovery"
-        found = [
-            UnsupportedKey(recovery, task.line_of(recovery, "resources"), _RECOVERY),
-            UnsupportedKey("config.hooks", task.line_of("config.hooks", "config"), _HOOK),
-            UnsupportedKey("run", task.line_of("run"), own_id),
-        ]
+        found = [("resources.job_recovery", _RECOVERY), ("config.hooks", _HOOK), ("run", own_id)]
         for mount in task.file_mounts:
             if mount.mode is MountMode.MOUNT_CACHED:
                 is_chosen = value_at(mount.spec, "config.mount_cached.transfers") is not None
                 order = "" if is_chosen else "one file is uploaded after the other (transfers: 1); "
-                found.append(UnsupportedKey(f"file_mounts.{mount.target}", mount.line, order + _NOT_DURABLE))
-        return sorted(found, key=lambda found_key: found_key.line)
+                found.append((mount.key, order + _NOT_DURABLE))
+        return in_file_order(task, found)
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -118,24 +113,24 @@ class SkyEngine(RecordedEngine):
         name = managed_name(record.job.name, str(record.job.number))
         known_id = record.state.engine_job_id
         found = (one for one in managed if (one.name == name if known_id is None else one.id == known_id))
-        if (one := next(found, None)) is None:
+        if (job := next(found, None)) is None:
             reason = f"SkyPilot does not have a job named {name!r}"
             reason = f"SkyPilot does not answer\n{trouble}" if trouble else reason
             return record.with_state(job_state=dataclasses.replace(record.state.job_state, reason=reason))
         job_state = JobState(
-            status=one.status,
-            attempt=0 if one.started_unix_s is None else one.recoveries + 1,
-            recoveries=one.recoveries,
-            reason=one.reason,
+            status=job.status,
+            attempt=0 if job.started_unix_s is None else job.recoveries + 1,
+            recoveries=job.recoveries,
+            reason=job.reason,
         )
         recorded = (record.state.job_state, record.state.started_unix_s, record.state.engine_job_id)
-        if (job_state, one.started_unix_s, one.id) != recorded:
-            started_s = record.state.started_unix_s or one.started_unix_s
-            now_s = one.ended_unix_s or time.time()
-            changes = {"job_state": job_state, "engine_job_id": one.id, "started_unix_s": started_s}
+        if (job_state, job.started_unix_s, job.id) != recorded:
+            started_s = record.state.started_unix_s or job.started_unix_s
+            now_s = job.ended_unix_s or time.time()
+            changes = {"job_state": job_state, "engine_job_id": job.id, "started_unix_s": started_s}
             record = self._records().save(record.with_state(unix_s=now_s, **changes))
-        times = {"started_unix_s": one.started_unix_s, "ended_unix_s": one.ended_unix_s}
-        return record.with_state(job_state=job_state, engine_job_id=one.id, **times)
+        times = {"started_unix_s": job.started_unix_s, "ended_unix_s": job.ended_unix_s}
+        return record.with_state(job_state=job_state, engine_job_id=job.id, **times)
 
     @override
     def cancel(self, number: int) -> Job:

@@ -71,7 +71,7 @@ def submit(script: Path, *, exclude: str = "") -> str:
         exclude: nodes to leave out, instead of those that the script names.
     """
     try:
-        output = _run(["sbatch", "--parsable", *_without(exclude), str(script)], _outer_environment())
+        output = _sbatch("--parsable", script, exclude)
     except RetryLater as error:
         fix = next((fix for words, fix in _FIXES.items() if words in str(error).lower()), "")
         raise RetryLater(f"{error}. {fix}".removesuffix(". ")) from error
@@ -81,14 +81,15 @@ def submit(script: Path, *, exclude: str = "") -> str:
 def can_run_without(script: Path, nodes: str) -> bool:
     """Return True if Slurm could run a script without these nodes."""
     try:
-        _run(["sbatch", "--test-only", *_without(nodes), str(script)], _outer_environment())
+        _sbatch("--test-only", script, nodes)
     except RetryLater:
         return False
     return True
 
 
-def _without(nodes: str) -> list[str]:
-    return [f"--exclude={nodes}"] if nodes else []
+def _sbatch(option: str, script: Path, exclude: str) -> str:
+    words = ["sbatch", option, *([f"--exclude={exclude}"] if exclude else []), str(script)]
+    return _run(words, _outer_environment())
 
 
 def _outer_environment() -> dict[str, str]:
@@ -150,23 +151,22 @@ def leave_out(number: str, nodes: str) -> None:
 
 def usable_nodes(partition: str) -> tuple[str, ...]:
     """Return the nodes of a partition, or of the default one, that run jobs now, or will."""
-    words = ["sinfo", "--noheader", "--Node", "--format=%N|%T|%P"]
-    words += [f"--partition={partition}"] if partition else []
-    rows = [line.split("|") for line in _run(words).splitlines()]
-    return tuple(
-        dict.fromkeys(
-            row[0]
-            for row in rows
-            if len(row) == 3 and (partition or row[2].endswith("*")) and not _has_failed(row[1])
-        )
-    )
+    rows = _node_rows([f"--partition={partition}"] if partition else [])
+    of_partition = [row for row in rows if partition or row[2].endswith("*")]
+    usable = (name for name, state, _ in of_partition if not _has_failed(state))
+    return tuple(dict.fromkeys(usable))
 
 
 def failed_nodes(nodes: Sequence[str]) -> frozenset[str]:
     """Return which of some nodes have failed, or do not respond."""
-    words = ["sinfo", "--noheader", "--Node", "--format=%N|%T", f"--nodes={','.join(nodes)}"]
-    rows = [line.split("|") for line in _run(words).splitlines()]
-    return frozenset(row[0] for row in rows if len(row) == 2 and _has_failed(row[1]))
+    rows = _node_rows([f"--nodes={','.join(nodes)}"])
+    return frozenset(name for name, state, _ in rows if _has_failed(state))
+
+
+def _node_rows(options: list[str]) -> list[list[str]]:
+    """Return the name, state and partition of nodes; the default partition ends with a star."""
+    output = _run(["sinfo", "--noheader", "--Node", "--format=%N|%T|%P", *options])
+    return [line.split("|") for line in output.splitlines() if line.count("|") == 2]
 
 
 def _has_failed(state: str) -> bool:

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -25,7 +25,7 @@ from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.records import JobRequest, Records
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import choose_left_out, joined
-from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
+from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.messages import Step, UploadTerms
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
@@ -61,8 +61,7 @@ _T = TypeVar("_T")
 
 def supervise(folder: JobFolder) -> int:
     """Run the controller of a job, and return the exit status of its batch script."""
-    files = JobFiles(folder)
-    controller = SlurmController(files)
+    controller = SlurmController(JobFiles(folder.path))
     controller.serve_or_give_up()
     if controller.has_ended:
         controller.remove_links()
@@ -79,7 +78,7 @@ class SlurmController(Controller):
         self._files = files
         self._stored = stored = files.read_state()
         super().__init__(
-            files.job,
+            files,
             files.read_job(),
             stored.job_state,
             log=files.output,
@@ -93,7 +92,7 @@ class SlurmController(Controller):
         self._has_reports = False  # a node has sent a report in this attempt
         self._signals: list[int] = []
         self._is_requeued = False
-        self._mounts = ClusterMounts(files.job, self._job.spec.num_nodes, self._stored.uploads)
+        self._mounts = ClusterMounts(files, self._job.spec.num_nodes, self._stored.uploads)
         self._num_resumed = 0  # steps that only continue the uploads of the attempt
         self._woken, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -104,7 +103,7 @@ class SlurmController(Controller):
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         assert self._stored.restart <= self._restart, "Slurm has started the job again elsewhere"
         self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
-        self._mounts.read_ends(self._files.job, self.state.attempt)
+        self._mounts.read_ends(self._files, self.state.attempt)
         if self.state.is_active and not self._can_resume():  # the previous controller was lost with its nodes
             self._apply(
                 AttemptExited(
@@ -128,30 +127,27 @@ class SlurmController(Controller):
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
     ) -> None:
-        stored = self._stored
+        changes: dict[str, Any] = {}
         if answered is not None:
-            stored = dataclasses.replace(stored, num_answered=stored.num_answered + 1)
+            changes["num_answered"] = self._stored.num_answered + 1
         if state != self.state:
-            stored = dataclasses.replace(
-                stored,
-                job_state=state,
-                step_before=self._step_before,
-                started_unix_s=stored.started_unix_s or (now_unix_s if state.attempt else None),
-                ended_unix_s=now_unix_s if state.status.is_final else None,
-            )
-        if stored != self._stored:
-            self._store(stored)
+            changes["job_state"], changes["step_before"] = state, self._step_before
+            started_s = now_unix_s if state.attempt else None
+            changes["started_unix_s"] = self._stored.started_unix_s or started_s
+            changes["ended_unix_s"] = now_unix_s if state.status.is_final else None
+        if changes:
+            self._store(**changes)
 
-    def _store(self, stored: SlurmJobState) -> None:
+    def _store(self, **changes: Any) -> None:
         """Store the state. Exit if Slurm has started the job elsewhere, where a new controller stores it."""
         if self._files.read_state().restart > self._restart:
             raise SystemExit(FAILED)
-        self._stored = stored
-        self._files.write_state(stored)
+        self._stored = dataclasses.replace(self._stored, **changes)
+        self._files.write_state(self._stored)
 
     @override
     def _requests(self) -> list[JobRequest]:
-        return self._files.requests()[self._stored.num_answered :]
+        return self._files.read_requests()[self._stored.num_answered :]
 
     # -- actions ---------------------------------------------------------------------------------------------
 
@@ -161,13 +157,13 @@ class SlurmController(Controller):
         self._mounts.forget()
         self._num_resumed = 0
         if self._stored.uploads:
-            self._store(dataclasses.replace(self._stored, uploads={}))
+            self._store(uploads={})
 
     @override
     def _start_nodes(self) -> None:
-        check_has_secrets(self._files.job)
-        self._store(dataclasses.replace(self._stored, machines=_own_names()))
-        self._step = Step(self._files.job, self.state.attempt, self._job.spec.num_nodes, self._kill_wait_s)
+        check_has_secrets(self._files)
+        self._store(machines=_own_names())
+        self._step = Step(self._files, self.state.attempt, self._job.spec.num_nodes, self._kill_wait_s)
 
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
@@ -245,7 +241,7 @@ class SlurmController(Controller):
         reports = self._step.reports
         self._has_reports = self._has_reports or bool(reports)
         if self._mounts.note(reports):
-            self._store(dataclasses.replace(self._stored, uploads=dict(self._mounts.uploads)))
+            self._store(uploads=dict(self._mounts.uploads))
         yield from self._reported_events(self._step)
         self._open_mounts(self._step)
         if self._step.has_ended:
@@ -281,7 +277,7 @@ class SlurmController(Controller):
         num_sent = sum(one.are_leftovers_sent for one in step.reports.values())
         if step.orders.opens_mounts or num_sent < self._job.spec.num_nodes:
             return
-        job, records = self._files.job, Records(self._files.job.path.parents[1])
+        job, records = self._files, Records(self._files.path.parents[1])
         shared = {link.target for link in shared_links(job)}
         for link in shared_links(job):
             scratch = JobFolder(Path(self._mounts.common_path(link.key)))
@@ -308,7 +304,7 @@ class SlurmController(Controller):
     def _leaves_machines(self) -> bool:
         """Return True if the job ends with this attempt, or continues on other machines."""
         event = AttemptExited(self.state.attempt, self._has_advanced())
-        after, _ = advance(self.state, event, self._job.policy)
+        after, _ = advance(self.state, self._timers, event, self._job.policy, self._clock.unix_s())
         own = own_ends(dict(enumerate(self._outcomes()))).values()
         return (
             after.status.is_final
@@ -346,7 +342,7 @@ class SlurmController(Controller):
                 f"srun could not start the nodes, {num_silent} times (see {self._files.output})"
             )
             return
-        self._mounts.read_ends(self._files.job, before.attempt)
+        self._mounts.read_ends(self._files, before.attempt)
         if self._can_resume():  # only runners were lost: others take their places
             self._num_resumed += 1
             self._is_started = False
@@ -359,14 +355,14 @@ class SlurmController(Controller):
 
     def remove_links(self) -> None:
         """Remove the links of the mounts, which lead to files on the nodes."""
-        remove_shared_links(self._files.job, self._job.task_id)
+        remove_shared_links(self._files, self._job.task_id)
 
     def _requeue(self) -> None:
         """Let Slurm start the job again, on the machines that it then finds."""
         self._is_requeued = True
-        self._store(self._stored)
+        self._store()
         if any(one.is_lost for one in self._outcomes()):
-            commands.sweep(self._job.spec.num_nodes, self._files.job.path)
+            commands.sweep(self._job.spec.num_nodes, self._files.path)
         # Cancelling in Slurm has priority, and a requeue would undo a user's scancel. A job that Slurm itself
         # has requeued is not running any more either.
         queued = _with_retries(lambda: commands.query_queue([self._slurm_id])).get(self._slurm_id)
@@ -379,8 +375,8 @@ class SlurmController(Controller):
 
     def _choose_left_out(self) -> tuple[str, ...]:
         return choose_left_out(
-            self._files.job.path.parents[1],
-            self._files.script,
+            self._files.path.parents[1],
+            self._files.batch_script,
             self._job.spec,
             partition=os.environ.get("SLURM_JOB_PARTITION", ""),
         )
@@ -392,7 +388,7 @@ class SlurmController(Controller):
         found = unwanted & set(_own_names()) if unwanted else set[str]()
         if found:
             _log.warning("requeued, to leave out %s: see `holdfast nodes`", ", ".join(sorted(found)))
-            self._store(dataclasses.replace(self._stored, left_out=(*self._stored.left_out, *sorted(found))))
+            self._store(left_out=(*self._stored.left_out, *sorted(found)))
         return bool(found)
 
     def _leave_out(self, names: tuple[str, ...]) -> None:

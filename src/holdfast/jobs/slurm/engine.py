@@ -38,8 +38,8 @@ from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.image import docker_image, in_image
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, value_at
+from holdfast.jobs.task.model import Task, value_at
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, in_file_order
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
@@ -92,7 +92,9 @@ class SlurmEngine(NodeEngine):
 
     @override
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        return unsupported_keys(self._in_image(task))
+        task = self._in_image(task)
+        found = find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder beside those of the jobs")
+        return in_file_order(task, [*found, *_further_keys(task)])
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -105,13 +107,12 @@ class SlurmEngine(NodeEngine):
         wanted_options(task)
         check_workdir(task)
         for mount in task.file_mounts:
-            where = f"{task.path}:{mount.line}: file_mounts.{mount.target}"
             target = Path(mount.target).expanduser()
             is_shared = not target.is_absolute() or target.is_relative_to(Path.home())
             if not is_shared and not mount.is_inside and not is_private_target(target):
                 raise Unsupported(
-                    f"{where}: on Slurm, only paths below ~ or relative to the workdir are visible on "
-                    "all nodes. Choose such a path. Nothing was started."
+                    f"{task.where(mount.key)}: on Slurm, only paths below ~ or relative to the workdir are "
+                    "visible on all nodes. Choose such a path. Nothing was started."
                 )
         validate(task, self._state, runs_here=False)
 
@@ -136,7 +137,7 @@ class SlurmEngine(NodeEngine):
 
     @override
     def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
-        files, records = JobFiles(folder), self._records()
+        files, records = JobFiles(folder.path), self._records()
         files.create()
         for link in shared_links(folder):  # created when the nodes have their folders, but refused now
             if (user := link_user(records, folder, link.target)) is not None:
@@ -146,19 +147,21 @@ class SlurmEngine(NodeEngine):
                     "relative to the workdir."
                 )
         create_links(fixed_links(folder), folder, records)
-        write_atomic(files.script, self._script(task, str(submission.number), submission.task_id))
+        write_atomic(files.batch_script, self._script(task, str(submission.number), submission.task_id))
 
     @override
     def _start(self, task: Task, submission: Submission) -> None:
         files, spec, records = self._files(submission.number), submission.spec, self._records()
         partition = wanted_options(task).get("partition") or ""
-        names = choose_left_out(self._state, files.script, spec, partition=partition)
+        names = choose_left_out(self._state, files.batch_script, spec, partition=partition)
         try:
-            slurm_id = commands.submit(files.script, exclude=joined(names, spec.exclude) if names else "")
+            slurm_id = commands.submit(
+                files.batch_script, exclude=joined(names, spec.exclude) if names else ""
+            )
         except HoldfastError:
             slurm_id = files.read_state().slurm_id
             if not slurm_id:  # else Slurm has it, and has started it, but sbatch did not answer
-                remove_links(files.job)
+                remove_links(files)
                 records.withdraw(submission.number)
                 raise
         records.set_engine_job_id(submission.number, slurm_id)
@@ -172,7 +175,7 @@ class SlurmEngine(NodeEngine):
             wanted_options(task),
             command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()),
             folder=str(folder),
-            output=str(JobFiles(JobFolder(folder)).output),
+            output=str(JobFiles(folder).output),
         )
 
     @override
@@ -192,17 +195,17 @@ class SlurmEngine(NodeEngine):
         except (RetryLater, Unsupported) as error:
             queued, trouble = {}, str(error)
         jobs: list[Job] = []
-        for one in records:
-            record, story = one, stories.get(one.job.number)
+        for recorded in records:
+            record, story = recorded, stories.get(recorded.job.number)
             if isinstance(story, HoldfastError):
-                why = dataclasses.replace(one.state.job_state, reason=str(story))
-                jobs.append(Job.of(one.with_state(job_state=why)))
+                why = dataclasses.replace(recorded.state.job_state, reason=str(story))
+                jobs.append(Job.of(recorded.with_state(job_state=why)))
                 continue
             if story is not None:  # else the job had ended when it was last queried
                 record = self._updated(record, story, queued.get(ids.get(record.job.number, "")), trouble)
             if record.state.job_state.status.is_final:
                 self._announce(record, record.state.job_state)
-                remove_secrets(self._files(record.job.number).job)
+                remove_secrets(self._files(record.job.number))
             jobs.append(Job.of(record, step=self._newest_step(record)))
         return jobs
 
@@ -244,7 +247,7 @@ class SlurmEngine(NodeEngine):
             queued,
             is_cancelled=files.is_cancelled,
             output=str(files.output),
-            missing=ClusterMounts(files.job, record.job.spec.num_nodes, story.uploads).missing(),
+            missing=ClusterMounts(files, record.job.spec.num_nodes, story.uploads).missing(),
         )
 
     @override
@@ -273,7 +276,7 @@ class SlurmEngine(NodeEngine):
         super().forget(number, force=force)
 
     def _files(self, number: int) -> JobFiles:
-        return JobFiles(job_folder(self._state, number))
+        return JobFiles(job_folder(self._state, number).path)
 
 
 def batch_script(
@@ -310,39 +313,28 @@ def _quoted(value: str) -> str:
     return shlex.quote(value) if any(letter.isspace() or letter in "\"'#" for letter in value) else value
 
 
-def unsupported_keys(task: Task) -> list[UnsupportedKey]:
-    """Return the keys of a task that this engine ignores or changes, in file order."""
-    return find_on_machines(
-        task, _UNSUPPORTED_KEYS, _further_keys(task), bucket="a folder beside those of the jobs"
-    )
-
-
-def _further_keys(task: Task) -> Iterator[UnsupportedKey]:
+def _further_keys(task: Task) -> Iterator[tuple[str, str]]:
     """Yield the keys that Slurm ignores or changes because of their values."""
     memory = value_at(task.document, "resources.memory")
     if memory is not None and memory_mib(memory) is None:
-        yield _key(task, "resources.memory", "not passed on: not a fixed amount")
+        yield "resources.memory", "not passed on: not a fixed amount"
     for key in ("resources.cpus", "resources.memory"):
         value = str(value_at(task.document, key) or "")
         if value.endswith("+"):
-            yield _key(task, key, f"as {value[:-1]}: Slurm allocates exactly what is requested")
+            yield key, f"as {value[:-1]}: Slurm allocates exactly what is requested"
     choices = task.accelerators.choices
     if len(choices) > 1:
         what = f"only the first, {choices[0][0]}: sbatch does not support alternatives of GPUs"
-        yield _key(task, "resources.accelerators", what)
+        yield "resources.accelerators", what
     elif choices:
         what = f"as --gres=gpu:{choices[0][0].lower()}:{int(choices[0][1])}; if the cluster calls its GPUs "
-        yield _key(task, "resources.accelerators", what + f"otherwise, give gres in {FURTHER}")
+        yield "resources.accelerators", what + f"otherwise, give gres in {FURTHER}"
     infra = value_at(task.document, "resources.infra")
     if infra is not None:
         parts = str(infra).split("/")
         is_partition = parts[0].lower() == "slurm" and len(parts) == 3
-        yield _key(task, "resources.infra", f"the partition {parts[2]!r} of it" if is_partition else _CHOICE)
+        yield "resources.infra", f"the partition {parts[2]!r} of it" if is_partition else _CHOICE
     config: Any = task.document.get("config")
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
-            yield _key(task, f"config.{name}", "settings of clouds and clusters; kept for other engines")
-
-
-def _key(task: Task, key: str, what: str) -> UnsupportedKey:
-    return UnsupportedKey(key, task.line_of(key), what)
+            yield f"config.{name}", "settings of clouds and clusters; kept for other engines"

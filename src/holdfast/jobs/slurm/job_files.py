@@ -6,13 +6,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.journal import write_document
+from holdfast.jobs.journal import load_document, write_document
 from holdfast.jobs.records import JobRequest, Submission, read_submission
 from holdfast.jobs.state_machine import JobState
-from holdfast.system.documents import decode_dataclass, decode_object
+from holdfast.system.documents import decode_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,28 +43,28 @@ class SlurmJobState:
     ended_unix_s: float | None = None
 
 
-class JobFiles:
-    """Files of one job, on a file system that all nodes share."""
+class JobFiles(JobFolder):
+    """Files of one Slurm job, on a file system that all nodes share."""
 
-    def __init__(self, job: JobFolder) -> None:
-        self.job = job
-        self.script = job.path / "sbatch.sh"
-        self.output = job.path / "slurm.log"
-        self._story = job.path / "story.json"
-        self._asked = job.path / "asked"
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.batch_script = path / "sbatch.sh"
+        self.output = path / "slurm.log"
+        self._story = path / "story.json"
+        self._asked = path / "asked"
 
     def create(self) -> None:
         """Create the files of a job that is about to be submitted."""
         # Created early: another node's file system may cache for long that a file does not exist.
         self._asked.touch(mode=0o600)
-        self.job.changed.touch()
+        self.changed.touch()
         self.write_state(SlurmJobState())
 
     def read_job(self) -> Submission:
         """Return the submitted job."""
-        found = read_submission(self.job)
+        found = read_submission(self)
         if found is None:
-            raise Internal(f"{self.job.path} is not the folder of a submitted job")
+            raise Internal(f"{self.path} is not the folder of a submitted job")
         return found
 
     def write_state(self, state: SlurmJobState) -> None:
@@ -73,7 +74,7 @@ class JobFiles:
     def read_state(self) -> SlurmJobState:
         """Return the state of the job."""
         try:
-            return decode_dataclass(SlurmJobState, self._story.read_bytes(), str(self._story), any_text=True)
+            return load_document(self._story, SlurmJobState)
         except (OSError, Corrupt) as error:
             raise Internal(f"{self._story} is not a valid state of a job: {error}") from error
 
@@ -86,7 +87,7 @@ class JobFiles:
         finally:
             os.close(fd)
 
-    def requests(self) -> list[JobRequest]:
+    def read_requests(self) -> list[JobRequest]:
         """Return all requests so far, oldest first."""
         lines = self._asked.read_bytes().split(b"\n")[:-1]
         found = enumerate(decode_object(line, "a request to a job") for line in lines)
@@ -95,4 +96,4 @@ class JobFiles:
     @property
     def is_cancelled(self) -> bool:
         """True if a user has cancelled the job."""
-        return any(one.kind == "cancel" for one in self.requests())
+        return any(one.kind == "cancel" for one in self.read_requests())

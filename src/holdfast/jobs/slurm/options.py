@@ -8,8 +8,7 @@ from typing import Any
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.unsupported_keys import value_at
+from holdfast.jobs.task.model import Task, value_at
 
 GRACE_S = 60  # default time before the end at which Slurm sends its notice
 FURTHER = "config.slurm.sbatch_options"
@@ -59,7 +58,7 @@ def wanted_options(task: Task) -> Options:
     further = value_at(task.document, FURTHER)
     if further is not None and not isinstance(further, Mapping):
         raise InvalidInput(
-            f"{_where(task, FURTHER)}: expected a map of options, found {further!r}. Nothing was started."
+            f"{task.where(FURTHER)}: expected a map of options, found {further!r}. Nothing was started."
         )
     for name, value in (further or {}).items():
         option = str(name).replace("_", "-").lstrip("-")
@@ -89,7 +88,7 @@ def grace_s(options: Options) -> float:
 
 
 def _check(task: Task, option: str, value: Any) -> None:
-    where = _where(task, f"{FURTHER}.{option}", FURTHER)
+    where = f"{task.path}:{task.line_of(f'{FURTHER}.{option}')}: {FURTHER}"
     if way := _OURS.get(option):
         raise InvalidInput(f"{where}: Holdfast sets --{option} itself: {way}. Nothing was started.")
     if way := _REFUSED.get(option):
@@ -102,10 +101,6 @@ def _check(task: Task, option: str, value: Any) -> None:
         raise InvalidInput(
             f"{where}: expected USR1@SECONDS, found {value!r}: SIGUSR1 is the preemption notice."
         )
-
-
-def _where(task: Task, *keys: str) -> str:
-    return f"{task.path}:{task.line_of(*keys)}: {keys[-1]}"
 
 
 def _from_resources(task: Task) -> Iterator[tuple[str, str]]:

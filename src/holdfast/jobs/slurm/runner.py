@@ -70,7 +70,7 @@ def sweep(folder: JobFolder, attempt: int | None) -> None:
 
     Slurm leaves nothing if it tracks processes by cgroups. Otherwise some may outlive a killed runner.
     """
-    task_id = JobFiles(folder).read_job().task_id
+    task_id = JobFiles(folder.path).read_job().task_id
     table = processes.snapshot()
     kept = () if attempt is None else processes.tagged(tag(task_id, attempt), table)
     own = {process.pid for process in kept}
@@ -91,7 +91,7 @@ class _Runner:
     ) -> None:
         self._folder, self._attempt, self._kill_wait_s = folder, attempt, kill_wait_s
         self._wakeup, self._wakeup_fifo = wakeup, fifo
-        self._job = JobFiles(folder).read_job()
+        self._job = JobFiles(folder.path).read_job()
         self._variables = read_environment(folder).task
         self._rank = read_integer("SLURM_NODEID", 0)
         self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._job.spec.num_gpus)

@@ -18,58 +18,21 @@ MAX_DEPTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """Value in a task file, with its position."""
+class TaskDocument:
+    """Document of a task file: plain values, and the lines of all keys and values, by path."""
 
-    line: int  # from 1
-    plain: Any  # str, int, float, bool, None, a date; for a map or a list its plain form
-    members: dict[str, Value] = field(default_factory=dict)  # values of a map, by key
-    key_lines: dict[str, int] = field(default_factory=dict)  # line of each key of a map
-    items: tuple[Value, ...] = ()  # values of a list
-    kind: str = "scalar"  # or map, list
+    plain: Any
+    key_lines: dict[str, int] = field(default_factory=dict)  # by path, such as resources.any_of[0].cpus
+    value_lines: dict[str, int] = field(default_factory=dict)  # of their values, which may begin below
 
-    def get(self, key: str) -> Value:
-        """Return a member of a map, or an empty value."""
-        return self.members.get(key, EMPTY)
-
-    def with_member(self, key: str, member: Value) -> Value:
-        """Return a map with a member added or replaced."""
-        return Value(
-            self.line,
-            {**self.plain, key: member.plain},
-            {**self.members, key: member},
-            {**self.key_lines, key: self.key_lines.get(key, member.line)},
-            kind="map",
-        )
-
-    def without_member(self, key: str) -> Value:
-        """Return a map without a member."""
-        return Value(
-            self.line,
-            {name: plain for name, plain in self.plain.items() if str(name) != key},
-            {name: member for name, member in self.members.items() if name != key},
-            {name: line for name, line in self.key_lines.items() if name != key},
-            kind="map",
-        )
-
-    def with_items(self, items: tuple[Value, ...]) -> Value:
-        """Return a list with other items."""
-        return Value(self.line, [item.plain for item in items], items=items, kind="list")
+    def rename(self, old: str, new: str) -> None:
+        """Give the lines of a key, and of all keys in its value, to another key."""
+        for lines in (self.key_lines, self.value_lines):
+            for path in [path for path in lines if path == old or path.startswith((f"{old}.", f"{old}["))]:
+                lines[new + path.removeprefix(old)] = lines.pop(path)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskProblem:
-    """Problem in a task file."""
-
-    line: int
-    where: str  # path of keys, such as resources.accelerators
-    what: str  # expected and found
-
-
-EMPTY = Value(0, None)
-
-
-def parse_documents(text: str, name: str) -> list[Value]:
+def parse_documents(text: str, name: str) -> list[TaskDocument]:
     """Parse the documents of a YAML file, without empty ones."""
     if len(text) > MAX_CHARS:
         raise InvalidInput(f"{name} has {len(text)} characters; a task file has at most {MAX_CHARS}.")
@@ -77,7 +40,7 @@ def parse_documents(text: str, name: str) -> list[Value]:
         nodes = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
         _check_expansion(nodes, name)
         loader = yaml.SafeLoader("")
-        return [_value(node, loader, name) for node in nodes if node is not None]
+        return [_document(node, loader, name) for node in nodes if node is not None]
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InvalidInput(f"{name}:{line}: invalid YAML: {error.problem or error}.") from error
@@ -92,15 +55,30 @@ def parse_documents(text: str, name: str) -> list[Value]:
         raise Unsupported(f"{name}: an anchor contains itself, or values are nested too deeply.") from error
 
 
-def _value(node: Any, loader: yaml.SafeLoader, name: str) -> Value:
-    line = node.start_mark.line + 1
-    if isinstance(node, yaml.MappingNode):
+def _document(root: yaml.Node, loader: yaml.SafeLoader, name: str) -> TaskDocument:
+    key_lines: dict[str, int] = {}
+    value_lines: dict[str, int] = {}
+
+    def read(node: Any, where: str) -> Any:
+        value_lines[where] = node.start_mark.line + 1
+        if isinstance(node, yaml.SequenceNode):
+            return [read(item, f"{where}[{number}]") for number, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode):
+            return _scalar(node, loader, name)
         _check_duplicates(node, name)
         loader.flatten_mapping(node)  # `<<: *anchor`; the map's own keys come later and take precedence
-        return _map(node, loader, name)
-    if isinstance(node, yaml.SequenceNode):
-        return Value(line, None).with_items(tuple(_value(item, loader, name) for item in node.value))
-    return Value(line, _scalar(node, loader, name))
+        members: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise InvalidInput(f"{name}:{line}: expected a word as a key, found a {key_node.id}.")
+            key = _scalar(key_node, loader, name)
+            path = f"{where}.{key}" if where else str(key)
+            key_lines[path] = line
+            members[key] = read(value_node, path)
+        return members
+
+    return TaskDocument(read(root, ""), key_lines, value_lines)
 
 
 def _scalar(node: Any, loader: yaml.SafeLoader, name: str) -> Any:
@@ -136,22 +114,6 @@ def _check_expansion(nodes: list[Any], name: str) -> None:
 
     if sum(size_of(node, 0) for node in nodes if node is not None) > MAX_VALUES:
         raise InvalidInput(f"{name}: with its aliases it has more than {MAX_VALUES} values.")
-
-
-def _map(node: yaml.MappingNode, loader: yaml.SafeLoader, name: str) -> Value:
-    members: dict[str, Value] = {}
-    key_lines: dict[str, int] = {}
-    plain: dict[Any, Any] = {}
-    for key_node, value_node in node.value:
-        key_line = key_node.start_mark.line + 1
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise InvalidInput(f"{name}:{key_line}: expected a word as a key, found a {key_node.id}.")
-        raw = _scalar(key_node, loader, name)
-        key = str(raw)
-        members[key] = _value(value_node, loader, name)
-        key_lines[key] = key_line
-        plain[raw] = members[key].plain
-    return Value(node.start_mark.line + 1, plain, members, key_lines, kind="map")
 
 
 def _check_duplicates(node: yaml.MappingNode, name: str) -> None:

@@ -1,127 +1,86 @@
-"""Changes to a parsed task: aliases, variables, and options of the command line are put in; pure."""
+"""Changes to the document of a task: aliases, variables, and options of the command line are put in."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
-from holdfast.jobs.task.document import TaskProblem, Value
+from holdfast.jobs.task.document import TaskDocument
+from holdfast.jobs.task.model import value_at
 
 ALTERNATIVES = ("any_of", "ordered")  # keys of `resources` with lists of alternative resources
-_ALIASES = {"gpus": "accelerators"}  # of keys of resources. Source: skypilot 0.14.1, sky/resources.py
 
 
-def replace_aliases(task: Value) -> Value:
-    """Return a task whose `resources` have no aliases. One beside its own name stays, as a mistake."""
+def replace_aliases(task: TaskDocument) -> None:
+    """Rename `gpus` in `resources` to `accelerators`. One beside the other stays, as a mistake.
 
-    def replaced(place: Value) -> Value:
-        for alias, name in _ALIASES.items():
-            if alias in place.members and name not in place.members:
-                line, member = place.key_lines[alias], place.members[alias]
-                place = place.without_member(alias).with_member(name, member)
-                place = dataclasses.replace(place, key_lines={**place.key_lines, name: line})
-        return place
-
-    return _with_resources(task, replaced)
+    Source: skypilot 0.14.1, sky/resources.py.
+    """
+    for where, place in places(task.plain):
+        if "gpus" in place and "accelerators" not in place:
+            place["accelerators"] = place.pop("gpus")
+            task.rename(f"{where}.gpus", f"{where}.accelerators")
 
 
-def fill_in_mounts(task: Value, variables: Mapping[str, str]) -> Value:
-    """Return a task with variables replaced in the values of `file_mounts`. Its keys stay."""
-    mounts = task.get("file_mounts")
-    if mounts.kind != "map":
-        return task
-    return task.with_member("file_mounts", _filled(mounts, variables))
+def set_value(task: TaskDocument, key: str, value: str | int) -> None:
+    """Set a key at the top of a task to a value of the command line, which has the line 0."""
+    task.plain[key] = value
+    task.key_lines.setdefault(key, 0)
+    task.value_lines[key] = 0
 
 
-def set_resource(task: Value, key: str, value: str | int | None) -> Value:
-    """Return a task with another value of a key, in all alternatives of its resources."""
-    if task.get("resources").kind != "map":
-        task = task.with_member("resources", Value(0, {}, kind="map"))
-    task = _with_resources(task, lambda place: place.without_member(key))
-    return task.with_member("resources", task.members["resources"].with_member(key, Value(0, value)))
+def set_resource(task: TaskDocument, key: str, value: str | int | None) -> None:
+    """Set a key of `resources` to a value of the command line, and remove it from all alternatives."""
+    if not isinstance(task.plain.get("resources"), dict):
+        task.plain["resources"] = {}
+        task.key_lines.setdefault("resources", 0)
+    for _, place in places(task.plain):
+        place.pop(key, None)
+    task.plain["resources"][key] = value
+    task.key_lines[f"resources.{key}"] = task.value_lines[f"resources.{key}"] = 0
 
 
-def unfold_accelerators(task: Value) -> Value:
-    """Return a task whose accelerators are in a form that SkyPilot parses."""
-
-    def unfolded(place: Value) -> Value:
-        asked = place.get("accelerators")
-        read = parse_accelerators(asked.plain)
-        if not isinstance(read, Accelerators) or not read.is_folded:
-            return place
-        return place.with_member("accelerators", Value(asked.line, read.plain()))
-
-    return _with_resources(task, unfolded)
+def unfolded(resources: Any) -> Any:
+    """Return resources whose accelerators are in a form that SkyPilot parses."""
+    resources = copy.deepcopy(resources)
+    for _, place in places({"resources": resources}):
+        read = parse_accelerators(place.get("accelerators"))
+        if isinstance(read, Accelerators) and read.is_folded:
+            place["accelerators"] = read.plain()
+    return resources
 
 
-def alternatives(resources: Value) -> tuple[Value, ...]:
-    """Return the alternatives of resources, or only the resources themselves."""
-    return tuple(place for _, place in places(resources))[1:] or (resources,)
-
-
-def places(resources: Value) -> Iterator[tuple[str, Value]]:
-    """Yield the resources and their alternatives, with their paths."""
+def places(task: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the resources of a task and their alternatives, with their paths, if they are maps."""
+    resources = value_at(task, "resources")
+    if not isinstance(resources, dict):
+        return
     yield "resources", resources
     for key in ALTERNATIVES:
-        for number, item in enumerate(resources.get(key).items):
-            yield f"resources.{key}[{number}]", item
+        items = resources.get(key)
+        for number, item in enumerate(items if isinstance(items, list) else ()):
+            if isinstance(item, dict):
+                yield f"resources.{key}[{number}]", item
 
 
-def _with_resources(task: Value, change: Callable[[Value], Value]) -> Value:
-    """Return a task with a change in its resources and in each of their alternatives."""
-    resources = task.get("resources")
-    if resources.kind != "map":
-        return task
-    resources = change(resources)
-    for key in ALTERNATIVES:
-        member = resources.get(key)
-        if member.kind == "list":
-            items = tuple(change(item) if item.kind == "map" else item for item in member.items)
-            resources = resources.with_member(key, member.with_items(items))
-    return task.with_member("resources", resources)
-
-
-def _filled(value: Value, variables: Mapping[str, str]) -> Value:
-    if value.kind == "list":
-        return value.with_items(tuple(_filled(item, variables) for item in value.items))
-    if value.kind == "map":
-        members = {key: _filled(member, variables) for key, member in value.members.items()}
-        plain = {key: member.plain for key, member in members.items()}
-        return Value(value.line, plain, members, value.key_lines, kind="map")
-    return dataclasses.replace(value, plain=fill_in(value.plain, variables))
+def resource_values(task: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the values of a key in all alternatives. One without its own has that of the resources."""
+    first, *others = [place for _, place in places(task)] or [{}]
+    return [place.get(key, first.get(key)) for place in others or [first]]
 
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}|\$([A-Za-z_][A-Za-z0-9_]*)\b")
 
 
-def parse_variables(value: Value, given: Mapping[str, str]) -> dict[str, str]:
+def parse_variables(value: Any, given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a file and of the command line that have a value."""
-    found: dict[str, str] = {}
-    for name, member in value.members.items():
-        if member.plain is not None:
-            found[name] = str(member.plain)  # as from SkyPilot, `yes` is True
-    return {**found, **given}
-
-
-def variable_problems(
-    value: Value, given: Mapping[str, str], *, where: str, option: str
-) -> Iterator[TaskProblem]:
-    """Yield problems of names that shells do not accept, and of variables without a value."""
-    named = [(name, member.plain, value.key_lines[name]) for name, member in value.members.items()]
-    named += [(str(item.plain), None, item.line) for item in value.items]
-    for name, plain, line in named:
-        if not is_variable_name(name):
-            yield TaskProblem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
-        elif "\0" in str(plain):
-            yield TaskProblem(line, f"{where}.{name}", "expected a text without NUL characters")
-        elif plain is None and name not in given:
-            how = f"{option} {name}=VALUE, or {option} {name} if this shell has it"
-            what = f"{name} has no value: give it here, or with {how}"
-            yield TaskProblem(line, f"{where}.{name}", what)
+    members = value if isinstance(value, dict) else {}
+    # As from SkyPilot, `yes` is True.
+    return {**{str(name): str(plain) for name, plain in members.items() if plain is not None}, **given}
 
 
 def is_variable_name(text: str) -> bool:

@@ -49,7 +49,7 @@ def _value(entry: re.Match[str]) -> str:
     if entry["single"] is not None:
         return _SINGLE_ESCAPE.sub(r"\1", entry["single"])
     if entry["double"] is not None:
-        return _DOUBLE_ESCAPE.sub(lambda one: _LETTERS.get(one[1], one[1]), entry["double"])
+        return _DOUBLE_ESCAPE.sub(lambda found: _LETTERS.get(found[1], found[1]), entry["double"])
     return _COMMENT.sub("", entry["bare"] or "").strip()
 
 

@@ -24,9 +24,8 @@ def docker_image(task: Task) -> str | None:
         return None
     name = asked.removeprefix(_PREFIX)
     if _NAME.fullmatch(name) is None:
-        where = f"{task.path}:{task.lines.get('resources.image_id', 1)}: resources.image_id"
         what = f"expected docker:IMAGE, such as docker:ubuntu:24.04, found {asked[:200]!r}."
-        raise InvalidInput(f"{where}: {what}")
+        raise InvalidInput(f"{task.where('resources.image_id')}: {what}")
     server = {**task.envs, **task.secrets}.get(_SERVER, "").strip("/")
     return f"{server}/{name}" if server and not _REGISTRY.match(name) else name
 

@@ -29,9 +29,13 @@ class FileMount:
     source: str | None  # path or URL. None: the bucket named `bucket`
     mode: MountMode
     bucket: str | None = None  # name of a bucket
-    line: int = 0
     spec: Mapping[str, Any] = field(default_factory=dict)  # the whole entry, for engines that need more
     is_inside: bool = False  # its target is in the container image of the task
+
+    @property
+    def key(self) -> str:
+        """Path of its key in the file."""
+        return f"file_mounts.{self.target}"
 
     @property
     def is_remote(self) -> bool:
@@ -89,9 +93,15 @@ class Task:
     image: str | None = None  # container image in which the engine runs the commands
     subscription: Subscription = field(default_factory=Subscription)  # from the launch, never from a file
 
-    def line_of(self, *keys: str) -> int:
-        """Return the line of the first of some keys that the file has, or 1."""
-        return next((self.lines[key] for key in keys if key in self.lines), 1)
+    def line_of(self, key: str) -> int:
+        """Return the line of a key, or of the nearest key around it, or 1."""
+        while key and key not in self.lines:
+            key = key.rpartition(".")[0]
+        return self.lines.get(key, 1)
+
+    def where(self, key: str) -> str:
+        """Return the place of a key, for the beginning of a message."""
+        return f"{self.path}:{self.line_of(key)}: {key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +116,11 @@ class TaskFile:
     def is_pipeline(self) -> bool:
         """True if there are several tasks."""
         return len(self.tasks) > 1
+
+
+def value_at(document: Any, path: str) -> Any:
+    """Return the value at a path of keys, or None."""
+    value: Any = document
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

@@ -14,17 +14,18 @@ import yaml
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.amounts import Accelerators, memory_mib, parse_accelerators, parse_cpus
-from holdfast.jobs.task.document import Value, parse_documents
+from holdfast.jobs.task.document import TaskDocument, parse_documents
 from holdfast.jobs.task.edits import (
-    alternatives,
     fill_in,
     parse_variables,
     places,
     replace_aliases,
+    resource_values,
     set_resource,
-    unfold_accelerators,
+    set_value,
+    unfolded,
 )
-from holdfast.jobs.task.model import FileMount, JobRecovery, MountMode, Repository, Task, TaskFile
+from holdfast.jobs.task.model import FileMount, JobRecovery, MountMode, Repository, Task, TaskFile, value_at
 from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.system.documents import decode_text
@@ -65,17 +66,18 @@ def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> Tas
     header, tasks = _split_documents(parse_documents(text, name), name)
     if len(tasks) > 1:
         _check_overrides(given, name, len(tasks))
-    roots = [_edited(root, given) for root in tasks]
-    problems = [one for root in roots for one in find_problems(root, given.envs, given.secrets)]
+    for task in tasks:
+        _edit(task, given)
+    problems = [found for task in tasks for found in find_problems(task, given.envs, given.secrets)]
     if problems:
         raise InvalidInput(format_problems(problems, name))
     title = given.name or header or Path(name).stem
-    if len(roots) == 1:
+    if len(tasks) == 1:
         # SkyPilot too prefers the name of the header to that of its only task.
-        task_name = given.name or header or str(roots[0].get("name").plain or "") or title
-        return TaskFile(task_name, (_task(roots[0], name, task_name, given),), name)
-    names = [str(root.get("name").plain or "") or f"{title}-{number}" for number, root in enumerate(roots)]
-    parsed = (_task(root, name, one, given) for root, one in zip(roots, names, strict=True))
+        task_name = given.name or header or str(tasks[0].plain.get("name") or "") or title
+        return TaskFile(task_name, (_task(tasks[0], name, task_name, given),), name)
+    names = [str(task.plain.get("name") or "") or f"{title}-{number}" for number, task in enumerate(tasks)]
+    parsed = (_task(task, name, own, given) for task, own in zip(tasks, names, strict=True))
     return TaskFile(title, tuple(parsed), name)
 
 
@@ -95,19 +97,19 @@ def command_task(command: str, overrides: Overrides | None = None) -> Task:
     return parse_task(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
 
 
-def _edited(root: Value, given: Overrides) -> Value:
-    """Return a task with its aliases replaced, and with the options of the command line."""
-    if root.kind != "map":
-        return root
-    root = replace_aliases(root)
+def _edit(task: TaskDocument, given: Overrides) -> None:
+    """Replace aliases in a task, and put in the options of the command line."""
+    if not isinstance(task.plain, dict):
+        return  # which is reported as a problem
+    replace_aliases(task)
     for key, value in (("num_nodes", given.num_nodes), ("workdir", given.workdir)):
-        root = root if value is None else root.with_member(key, Value(0, value))
+        if value is not None:
+            set_value(task, key, value)
     if given.priority is not None:
-        root = set_resource(root, "priority", given.priority)
+        set_resource(task, "priority", given.priority)
     if given.accelerators is not None:
         is_none = given.accelerators.lower() == "none"
-        root = set_resource(root, "accelerators", None if is_none else given.accelerators)
-    return root
+        set_resource(task, "accelerators", None if is_none else given.accelerators)
 
 
 def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
@@ -127,56 +129,52 @@ def _only(file: TaskFile) -> Task:
     return file.tasks[0]
 
 
-def _task(root: Value, name: str, job_name: str, given: Overrides) -> Task:
+def _task(task: TaskDocument, name: str, job_name: str, given: Overrides) -> Task:
+    root = task.plain
     envs = parse_variables(root.get("envs"), given.envs)
     secrets = parse_variables(root.get("secrets"), given.secrets)
     variables = {**envs, **secrets}
-    resources = root.get("resources")
-    workdir = fill_in(root.get("workdir").plain, variables)
+    workdir = fill_in(root.get("workdir"), variables)
+    priorities = [priority for priority in resource_values(root, "priority") if priority is not None]
+    mounts = dict(_mounts(task, variables))
     return Task(
         name=job_name,
-        run=str(root.get("run").plain),
-        setup=str(root.get("setup").plain or ""),
+        run=str(root.get("run")),
+        setup=str(root.get("setup") or ""),
         workdir=str(Path(workdir).expanduser().absolute()) if isinstance(workdir, str) else None,
-        repository=_repository(workdir, root, name) if isinstance(workdir, Mapping) else None,
-        num_nodes=root.get("num_nodes").plain or 1,
-        accelerators=_accelerators(resources),
-        cpus=max(parse_cpus(one) or 0.0 for one in _plains(resources, "cpus")),
-        memory_mib=max(memory_mib(one) or 0 for one in _plains(resources, "memory")),
-        priority=max((one for one in _plains(resources, "priority") if one is not None), default=0),
-        recovery=_recovery(resources),
-        file_mounts=tuple(_mounts(root.get("file_mounts"), variables)),
+        repository=_repository(workdir, task, name) if isinstance(workdir, Mapping) else None,
+        num_nodes=root.get("num_nodes") or 1,
+        accelerators=_accelerators(root),
+        cpus=max(parse_cpus(cpus) or 0.0 for cpus in resource_values(root, "cpus")),
+        memory_mib=max(memory_mib(memory) or 0 for memory in resource_values(root, "memory")),
+        priority=max(priorities, default=0),
+        recovery=_recovery(root),
+        file_mounts=tuple(mounts.values()),
         envs=envs,
         secrets=secrets,
         document=_normalised(root, job_name, envs, secrets),
-        lines=dict(_lines(root, "")),
-        notes=tuple(_notes(resources)),
+        lines=task.key_lines | {mount.key: task.key_lines[key] for key, mount in mounts.items()},
+        notes=tuple(_notes(task)),
         path=name,
     )
 
 
-def _repository(workdir: Mapping[str, Any], root: Value, name: str) -> Repository:
+def _repository(workdir: Mapping[str, Any], task: TaskDocument, name: str) -> Repository:
     url, ref = workdir.get("url"), workdir.get("ref")
     if not url or str(url).startswith("-") or str(ref or "").startswith("-"):
-        line = root.members["workdir"].line
         raise InvalidInput(
-            f"{name}:{line}: workdir: expected a url, and a branch, tag or commit as ref, found {url!r} and "
-            f"{ref!r}. Nothing was started."
+            f"{name}:{task.value_lines['workdir']}: workdir: expected a url, and a branch, tag or commit as "
+            f"ref, found {url!r} and {ref!r}. Nothing was started."
         )
     return Repository(str(url), None if ref is None else str(ref))
 
 
-def _plains(resources: Value, key: str) -> list[Any]:
-    """Return the values of a key in all alternatives. One without its own has that of the resources."""
-    return [(one if key in one.members else resources).get(key).plain for one in alternatives(resources)]
-
-
-def _accelerators(resources: Value) -> Accelerators:
-    read = [_read(plain) for plain in _plains(resources, "accelerators")]
+def _accelerators(root: Mapping[str, Any]) -> Accelerators:
+    read = [_read(plain) for plain in resource_values(root, "accelerators")]
     if len(read) == 1:
         return read[0]
-    choices = tuple(dict.fromkeys(choice for one in read for choice in one.choices))
-    return Accelerators(choices, is_ordered="ordered" in resources.members)
+    choices = tuple(dict.fromkeys(choice for found in read for choice in found.choices))
+    return Accelerators(choices, is_ordered="ordered" in root["resources"])
 
 
 def _read(plain: Any) -> Accelerators:
@@ -185,75 +183,72 @@ def _read(plain: Any) -> Accelerators:
     return read
 
 
-def _recovery(resources: Value) -> JobRecovery:
-    asked = resources.get("job_recovery")
-    codes = asked.get("recover_on_exit_codes").plain
+def _recovery(root: Mapping[str, Any]) -> JobRecovery:
+    asked = value_at(root, "resources.job_recovery")
+    codes = value_at(asked, "recover_on_exit_codes")
     listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
-    return JobRecovery(asked.get("max_restarts_on_errors").plain or 0, frozenset(listed))
+    return JobRecovery(value_at(asked, "max_restarts_on_errors") or 0, frozenset(listed))
 
 
-def _mounts(mounts: Value, variables: Mapping[str, str]) -> Iterator[FileMount]:
-    for target, value in mounts.members.items():
-        filled = fill_in(value.plain, variables)
-        line = mounts.key_lines[target]
-        where = str(fill_in(target, variables))
+def _mounts(task: TaskDocument, variables: Mapping[str, str]) -> Iterator[tuple[str, FileMount]]:
+    """Yield the mounts with their keys in the file, which may have variables."""
+    for target, spec in (task.plain.get("file_mounts") or {}).items():
+        filled = fill_in(spec, variables)
+        where = fill_in(str(target), variables)
         where = path_in_workdir(where) or where
         if isinstance(filled, str):
-            yield FileMount(where, filled, MountMode.COPY, line=line)
+            yield f"file_mounts.{target}", FileMount(where, filled, MountMode.COPY)
             continue
         mode = MountMode(str(filled.get("mode", "MOUNT")).upper())
         source = filled.get("source")
         if isinstance(source, list):
             source = source[0] if len(source) == 1 else None
-        yield FileMount(where, source, mode, bucket=filled.get("name"), line=line, spec=filled)
+        mount = FileMount(where, source, mode, bucket=filled.get("name"), spec=filled)
+        yield f"file_mounts.{target}", mount
 
 
-def _normalised(root: Value, name: str, envs: dict[str, str], secrets: dict[str, str]) -> dict[str, Any]:
+def _normalised(
+    root: Mapping[Any, Any], name: str, envs: dict[str, str], secrets: dict[str, str]
+) -> dict[str, Any]:
     """Return the document for other engines: the user's file without forms that only Holdfast supports."""
-    kept = {str(key): value for key, value in root.plain.items() if value is not None}
+    kept = {str(key): value for key, value in root.items() if value is not None}
     document = {"name": name, **{key: value for key, value in kept.items() if key != "name"}}
     if envs:
         document["envs"] = envs
     if secrets:
         document["secrets"] = dict.fromkeys(secrets)  # values are never written; `sky` takes --secret
-    if "resources" in root.members:
-        document["resources"] = unfold_accelerators(root).members["resources"].plain
+    if "resources" in root:
+        document["resources"] = unfolded(root["resources"])
     return document
 
 
-def _notes(resources: Value) -> Iterator[str]:
-    for _, place in places(resources):
-        asked = place.get("accelerators")
-        accelerators = _read(asked.plain)
+def _notes(task: TaskDocument) -> Iterator[str]:
+    for where, place in places(task.plain):
+        accelerators = _read(place.get("accelerators"))
         if not accelerators.is_folded:
             continue
         choices = ", ".join(f"{name}:{count:g}" for name, count in accelerators.choices)
+        line = task.value_lines[f"{where}.accelerators"]
         yield (
-            f"line {asked.line}: resources.accelerators: without a space after each colon YAML joins these "
-            f"lines into one text; read as the set {{{choices}}}"
+            f"line {line}: resources.accelerators: without a space after each colon YAML joins these lines "
+            f"into one text; read as the set {{{choices}}}"
         )
-    recovery = resources.get("job_recovery")
-    if 137 in _recovery(resources).free_codes:
+    if 137 in _recovery(task.plain).free_codes:
+        line = task.value_lines["resources.job_recovery"]
         yield (
-            f"line {recovery.line}: recover_on_exit_codes contains 137, which is also the status after the "
-            "kernel's out-of-memory killer, and which SkyPilot uses for cancelled jobs"
+            f"line {line}: recover_on_exit_codes contains 137, which is also the status after the kernel's "
+            "out-of-memory killer, and which SkyPilot uses for cancelled jobs"
         )
 
 
-def _lines(value: Value, where: str) -> Iterator[tuple[str, int]]:
-    for key, member in value.members.items():
-        path = f"{where}.{key}" if where else key
-        yield path, value.key_lines[key]
-        yield from _lines(member, path)
-
-
-def _split_documents(documents: list[Value], name: str) -> tuple[str | None, list[Value]]:
+def _split_documents(documents: list[TaskDocument], name: str) -> tuple[str | None, list[TaskDocument]]:
     """Return the name in the header of a file, if it has one, and the tasks."""
     found = [document for document in documents if document.plain is not None]
     if not found:
         raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")
-    execution = found[0].get("execution").plain
-    where = f"{name}:{found[0].key_lines.get('execution')}: execution"
+    first = found[0]
+    execution = value_at(first.plain, "execution")
+    where = f"{name}:{first.key_lines.get('execution')}: execution"
     if execution == "parallel":
         raise Unsupported(
             f"{where}: parallel makes a job group, whose tasks run at the same time. Launch each of them "
@@ -262,8 +257,8 @@ def _split_documents(documents: list[Value], name: str) -> tuple[str | None, lis
     if execution not in ("serial", None):
         raise InvalidInput(f"{where}: expected serial, found {execution!r}. Nothing was started.")
     title = None
-    if set(found[0].members) in _HEADERS and len(found) > 1:
-        title = found.pop(0).members["name"].plain
+    if isinstance(first.plain, dict) and set(first.plain) in _HEADERS and len(found) > 1:
+        title = found.pop(0).plain["name"]
     if len(found) > MAX_TASKS:
         raise InvalidInput(f"{name}: a pipeline has at most {MAX_TASKS} tasks, found {len(found)}.")
     return None if title is None else str(title), found

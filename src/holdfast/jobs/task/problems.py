@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
-from holdfast.jobs.task.document import TaskProblem, Value
-from holdfast.jobs.task.edits import ALTERNATIVES, fill_in_mounts, parse_variables, places, variable_problems
+from holdfast.jobs.task.document import TaskDocument
+from holdfast.jobs.task.edits import ALTERNATIVES, fill_in, is_variable_name, parse_variables, places
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 
 MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
@@ -19,6 +20,15 @@ _MAX_LISTED = 10
 MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
 STORES = ("S3", "GCS", "AZURE", "R2", "IBM", "OCI", "NEBIUS", "COREWEAVE", "VASTDATA", "HF", "VOLUME")
 DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskProblem:
+    """Problem in a task file."""
+
+    line: int
+    where: str  # path of keys, such as resources.accelerators
+    what: str  # expected and found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,63 +44,67 @@ class Shape:
     shapes: Mapping[str, Shape] = field(default_factory=dict)  # of a map with a fixed set of keys, by key
     either: tuple[Shape, ...] = ()  # shapes of which a value must have one
 
-    def is_near(self, value: Value) -> bool:
+    def is_near(self, value: Any) -> bool:
         """Return True if a value has the right kind or type."""
         if self.either:
             return any(shape.is_near(value) for shape in self.either)
-        if self.kind != "scalar" or value.kind != "scalar":
-            return self.kind in ("any", value.kind)
-        is_other_flag = isinstance(value.plain, bool) and bool not in self.types
-        return isinstance(value.plain, self.types) and not is_other_flag
+        kind = _kind(value)
+        if self.kind != "scalar" or kind != "scalar":
+            return self.kind in ("any", kind)
+        is_other_flag = isinstance(value, bool) and bool not in self.types
+        return isinstance(value, self.types) and not is_other_flag
 
-    def fits(self, value: Value) -> bool:
+    def fits(self, value: Any) -> bool:
         """Return True if a value has no problems."""
-        return next(self.problems(value, ""), None) is None
+        return next(self.problems(value, "", TaskDocument(value)), None) is None
 
-    def problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        """Yield all problems of a value."""
+    def problems(self, value: Any, where: str, task: TaskDocument) -> Iterator[TaskProblem]:
+        """Yield all problems of a value at a path of a task."""
         near = [shape for shape in self.either if shape.is_near(value)]
         if any(shape.fits(value) for shape in near):
             return
+        line = task.value_lines.get(where, 0)
         if len(near) == 1:  # more specific
-            yield from near[0].problems(value, where)
+            yield from near[0].problems(value, where, task)
         elif self.either or not self.is_near(value):
-            yield self._mismatch(value, where)
-        elif self.kind == "scalar":
-            yield from self._limit_problems(value, where)
+            yield TaskProblem(line, where, f"expected {self.name}, found {_shown(value)}")
+        elif self.allowed and str(value).lower() not in {word.lower() for word in self.allowed}:
+            what = f"expected {self.name}, found {str(value)!r}{nearest(str(value), self.allowed)}"
+            yield TaskProblem(line, where, what)
+        elif self.least is not None and value < self.least:
+            what = f"expected {self.name}, at least {self.least:g}, found {_shown(value)}"
+            yield TaskProblem(line, where, what)
         elif self.kind == "list" and self.inner:
-            for number, item in enumerate(value.items):
-                yield from self.inner.problems(item, f"{where}[{number}]")
+            for number, item in enumerate(value):
+                yield from self.inner.problems(item, f"{where}[{number}]", task)
         elif self.kind == "map":
-            yield from self._key_problems(value, where)
+            for key, member in value.items():
+                yield from self._member_problems(str(key), member, where, task)
 
-    def _limit_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        found = str(value.plain)
-        if self.allowed and found.lower() not in {one.lower() for one in self.allowed}:
-            what = f"expected {self.name}, found {found!r}{nearest(found, self.allowed)}"
-            yield TaskProblem(value.line, where, what)
-        elif self.least is not None and value.plain < self.least:
-            yield self._mismatch(value, where, f", at least {self.least:g}")
+    def _member_problems(
+        self, key: str, member: Any, where: str, task: TaskDocument
+    ) -> Iterator[TaskProblem]:
+        path = f"{where}.{key}" if where else key
+        if shape := self.shapes.get(key, self.inner):
+            yield from shape.problems(member, path, task)
+            return
+        place = f"in {where}" if where else "at the top of a task"
+        hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
+        # A key in which a variable was filled in has the line of the map around it.
+        line = task.key_lines.get(path) or task.value_lines.get(where, 0)
+        yield TaskProblem(line, path, f"unknown key {key!r} {place}.{hint}")
 
-    def _key_problems(self, value: Value, where: str) -> Iterator[TaskProblem]:
-        for key, member in value.members.items():
-            path = f"{where}.{key}" if where else key
-            if shape := self.shapes.get(key, self.inner):
-                yield from shape.problems(member, path)
-                continue
-            place = f"in {where}" if where else "at the top of a task"
-            hint = nearest(key, self.shapes) or f" Expected one of: {', '.join(self.shapes)}."
-            yield TaskProblem(value.key_lines[key], path, f"unknown key {key!r} {place}.{hint}")
 
-    def _mismatch(self, value: Value, where: str, detail: str = "") -> TaskProblem:
-        found = repr(value.plain)
-        if value.kind != "scalar":
-            found = f"a {value.kind}"
-        elif value.plain is None:
-            found = "nothing"
-        elif len(found) > 60:
-            found = found[:57] + "..."
-        return TaskProblem(value.line, where, f"expected {self.name}{detail}, found {found}")
+def _kind(value: Any) -> str:
+    """Return the kind of a plain value: scalar, list or map."""
+    return "map" if isinstance(value, dict) else "list" if isinstance(value, list) else "scalar"
+
+
+def _shown(value: Any) -> str:
+    if _kind(value) != "scalar":
+        return f"a {_kind(value)}"
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def scalar(name: str, *types: type, least: float | None = None) -> Shape:
@@ -240,61 +254,88 @@ TASK = keys(
 """A task."""
 
 
-def find_problems(root: Value, envs: Mapping[str, str], secrets: Mapping[str, str]) -> Iterator[TaskProblem]:
+def find_problems(
+    task: TaskDocument, envs: Mapping[str, str], secrets: Mapping[str, str]
+) -> Iterator[TaskProblem]:
     """Yield the problems of a task whose aliases are replaced; the command line may add variables."""
-    # SkyPilot too replaces variables first. Values of secrets stay out of messages.
-    is_map = root.kind == "map"
-    filled = fill_in_mounts(root, parse_variables(root.get("envs"), envs)) if is_map else root
-    yield from TASK.problems(filled, "")
-    if not is_map:
+    root, key_lines = task.plain, task.key_lines
+    if not isinstance(root, dict):
+        yield from TASK.problems(root, "", task)
         return
-    if not (root.members.keys() & {"pool", "service"} or root.get("run").plain):
-        yield TaskProblem(root.line, "run", "expected the commands of the job, found nothing")
-    for key, option, chosen in (("envs", "--env", envs), ("secrets", "--secret", secrets)):
-        yield from variable_problems(root.get(key), chosen, where=key, option=option)
+    filled = dict(root)
+    if isinstance(mounts := root.get("file_mounts"), dict):
+        # SkyPilot too replaces variables first. Values of secrets stay out of messages.
+        variables = parse_variables(root.get("envs"), envs)
+        filled["file_mounts"] = {target: fill_in(spec, variables) for target, spec in mounts.items()}
+    yield from TASK.problems(filled, "", task)
+    if not (root.keys() & {"pool", "service"} or root.get("run")):
+        what = "expected the commands of the job, found nothing"
+        yield TaskProblem(task.value_lines.get("", 0), "run", what)
+    yield from _variable_problems(task, "envs", "--env", envs)
+    yield from _variable_problems(task, "secrets", "--secret", secrets)
     for key, use in (("service", "sky serve up"), ("pool", "sky jobs pool apply")):
-        if key in root.members:
+        if key in root:
             what = f"services and pools are not jobs; start this one with SkyPilot: `{use} FILE`"
-            yield TaskProblem(root.key_lines[key], key, what)
-    yield from _resource_problems(root.get("resources"))
-    for target, line in root.get("file_mounts").key_lines.items():
-        if path_in_workdir(target) == "":
-            what = "this is the workdir itself; give its files as workdir"
-            yield TaskProblem(line, f"file_mounts.{target}", what)
-
-
-def _resource_problems(resources: Value) -> Iterator[TaskProblem]:
-    for where, place in places(resources):
-        asked = place.get("accelerators")
-        read = parse_accelerators(asked.plain) if ACCELERATORS.fits(asked) else None
-        if isinstance(read, str):
-            yield TaskProblem(asked.line, f"{where}.accelerators", read)
-        yield from _amount_problems(where, place)
-        if "gpus" in place.members:
-            what = "another name of accelerators, which is given too; remove one of them"
-            yield TaskProblem(place.key_lines["gpus"], f"{where}.gpus", what)
-    given = [key for key in ALTERNATIVES if key in resources.members]
+            yield TaskProblem(key_lines[key], key, what)
+    resources = dict(places(root))
+    for where, place in resources.items():
+        yield from _resource_problems(where, place, task)
+    given = [key for key in ALTERNATIVES if key in resources.get("resources", {})]
     if len(given) > 1:
-        what = f"expected one of {' and '.join(given)}, found both"
-        yield TaskProblem(resources.key_lines[given[1]], f"resources.{given[1]}", what)
+        where, what = f"resources.{given[1]}", f"expected one of {' and '.join(given)}, found both"
+        yield TaskProblem(key_lines[where], where, what)
+    for target in mounts if isinstance(mounts, dict) else ():
+        if path_in_workdir(str(target)) == "":
+            where = f"file_mounts.{target}"
+            yield TaskProblem(
+                key_lines[where], where, "this is the workdir itself; give its files as workdir"
+            )
 
 
-def _amount_problems(where: str, place: Value) -> Iterator[TaskProblem]:
+def _variable_problems(
+    task: TaskDocument, where: str, option: str, given: Mapping[str, str]
+) -> Iterator[TaskProblem]:
+    """Yield problems of names that shells do not accept, and of variables without a value."""
+    value = task.plain.get(where)
+    named: list[tuple[str, Any, int]] = []
+    if isinstance(value, dict):
+        named = [(str(name), plain, task.key_lines[f"{where}.{name}"]) for name, plain in value.items()]
+    elif isinstance(value, list):
+        lines = [task.value_lines[f"{where}[{number}]"] for number in range(len(value))]
+        named = [(str(name), None, line) for name, line in zip(value, lines, strict=True)]
+    for name, plain, line in named:
+        if not is_variable_name(name):
+            yield TaskProblem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
+        elif "\0" in str(plain):
+            yield TaskProblem(line, f"{where}.{name}", "expected a text without NUL characters")
+        elif plain is None and name not in given:
+            how = f"{option} {name}=VALUE, or {option} {name} if this shell has it"
+            what = f"{name} has no value: give it here, or with {how}"
+            yield TaskProblem(line, f"{where}.{name}", what)
+
+
+def _resource_problems(where: str, place: Mapping[str, Any], task: TaskDocument) -> Iterator[TaskProblem]:
     cpus, memory, priority = (place.get(key) for key in ("cpus", "memory", "priority"))
-    if cpus.plain is not None and parse_cpus(cpus.plain) is None:
-        what = f"expected a number of CPUs, as 4 or 4+, found {cpus.plain!r}"
-        yield TaskProblem(cpus.line, f"{where}.cpus", what)
-    if memory.plain is not None and not is_multiple(memory.plain) and not memory_mib(memory.plain):
-        what = f"expected an amount of memory, as 32, 32+ or 32GB, found {memory.plain!r}"
-        yield TaskProblem(memory.line, f"{where}.memory", what)
-    if isinstance(priority.plain, int) and abs(priority.plain) > MAX_PRIORITY:
-        what = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority.plain}"
-        yield TaskProblem(priority.line, f"{where}.priority", what)
+    accelerators = place.get("accelerators")
+    found: dict[str, str] = {}
+    if ACCELERATORS.fits(accelerators) and isinstance(read := parse_accelerators(accelerators), str):
+        found["accelerators"] = read
+    if cpus is not None and parse_cpus(cpus) is None:
+        found["cpus"] = f"expected a number of CPUs, as 4 or 4+, found {cpus!r}"
+    if memory is not None and not is_multiple(memory) and not memory_mib(memory):
+        found["memory"] = f"expected an amount of memory, as 32, 32+ or 32GB, found {memory!r}"
+    if isinstance(priority, int) and abs(priority) > MAX_PRIORITY:
+        found["priority"] = f"expected {-MAX_PRIORITY} to {MAX_PRIORITY}, found {priority}"
+    for key, what in found.items():
+        yield TaskProblem(task.value_lines[f"{where}.{key}"], f"{where}.{key}", what)
+    if "gpus" in place:
+        what = "another name of accelerators, which is given too; remove one of them"
+        yield TaskProblem(task.key_lines[f"{where}.gpus"], f"{where}.gpus", what)
 
 
 def format_problems(problems: list[TaskProblem], name: str) -> str:
     """Return the message for the problems of a file, in the order of their lines."""
-    ordered = sorted(set(problems), key=lambda one: (one.line, one.where, one.what))
+    ordered = sorted(set(problems), key=lambda problem: (problem.line, problem.where, problem.what))
     lines = [f"  {name}:{one.line}: {one.where}: {one.what}" for one in ordered[:_MAX_LISTED]]
     if len(ordered) > _MAX_LISTED:
         lines.append(f"  and {len(ordered) - _MAX_LISTED} more")

@@ -54,7 +54,7 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
     Sends nothing, as the file of a dry run may not be trusted.
     """
     for mount in task.file_mounts:
-        where = _where(task, mount)
+        where = task.where(mount.key)
         if mount.source is None and not mount.bucket:
             raise InvalidInput(f"{where}: expected a source or the name of a bucket, found neither.")
         if mount.source is None and "/" in (mount.bucket or ""):
@@ -69,13 +69,9 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
     for (mount, target), (other, above) in itertools.permutations(private, 2):
         if target.is_relative_to(above):
             raise InvalidInput(
-                f"{_where(task, mount)}: it is at or below the target {other.target}. Choose another path. "
+                f"{task.where(mount.key)}: it is at or below the target {other.target}. Choose another path. "
                 "Nothing was started."
             )
-
-
-def _where(task: Task, mount: FileMount) -> str:
-    return f"{task.path}:{mount.line}: file_mounts.{mount.target}"
 
 
 def _check_source(mount: FileMount, where: str, state: Path, *, runs_here: bool) -> None:
@@ -135,7 +131,7 @@ def _check_inside(mount: FileMount, where: str, state: Path) -> None:
 def validate_sources(task: Task, state: Path) -> None:
     """Ask the stores whether the sources of copies exist, and those of caches are not too large."""
     for mount in task.file_mounts:
-        with _located(_where(task, mount)):
+        with _located(task.where(mount.key)):
             if mount.mode is MountMode.MOUNT_CACHED:
                 place = mount.source if mount.is_remote else None
                 _check_fetch(place or str(_local_place(mount, state)), _fetch_limit(mount))
@@ -225,7 +221,7 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
 
 def _copy(source: Path, to: Path, task: Task, mount: FileMount, job: JobFolder) -> None:
     way_out = "Mount a smaller folder, or use its path in the commands."
-    check_copy(source, left_out(job), task.envs, num_copies=1, what=_where(task, mount), way_out=way_out)
+    check_copy(source, left_out(job), task.envs, num_copies=1, what=task.where(mount.key), way_out=way_out)
     to.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         copy_tree(source, to, left_out(job))

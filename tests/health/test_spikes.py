@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.watch import CopiedSave
 from holdfast.watch.spike import (
     MIN_VALUES,
     NUM_HIGH,
     WINDOW,
+    Spike,
     SpikeDetector,
-    SpikeDetectors,
     kind_of,
 )
 
@@ -168,18 +172,23 @@ def test_metrics_are_known_by_their_names(name: str, kind: str | None) -> None:
 
 
 def test_a_watch_judges_all_metrics_together() -> None:
-    watch = SpikeDetectors()
-    assert watch.trend() is None
+    noted: list[int] = []
+    run: Any = SimpleNamespace(rank=0, note=lambda _event, *, step, detail: noted.append(step))
+    watch, save = Spike("rollback", back=7), CopiedSave(63, (), has_room=True)
+    watch.begin(run)
+    assert watch.saving(save) == Section(1, {}, Mark.NONE, ("no loss was recorded",))
     for step, value in enumerate(noise(3, 60, 2.0, 0.02)):
-        watch.observe(step, {"loss": value, "grad_norm": 10 * value, "lr": 1.0})
-    trend = watch.trend()
-    assert trend is not None
-    assert trend.is_spiking is False
+        watch.recorded(step, {"loss": value, "grad_norm": 10 * value, "lr": 1.0})
+    section = watch.saving(save)
+    assert section is not None
+    assert (section.mark, watch.step(60)) == (Mark.FOR, None)
     for step in range(60, 63):
-        watch.observe(step, {"loss": 2.0, "grad_norm": 900.0})
-    trend = watch.trend()
-    assert trend is not None
-    assert trend.is_spiking
-    assert trend.detail.startswith("grad_norm is 900 at step 60")
-    assert watch.spike is not None
-    assert watch.spike.step == 60
+        watch.recorded(step, {"loss": 2.0, "grad_norm": 900.0})
+    section = watch.saving(save)
+    assert section is not None
+    assert section.mark is Mark.AGAINST
+    assert section.reasons[0].startswith("grad_norm is 900 at step 60")
+    for _ in range(2):  # the same spike is noted once
+        vote = watch.step(63)
+        assert vote is not None
+        assert (vote.since, vote.upto, noted) == (60, 52, [60])

@@ -16,7 +16,7 @@ import pytest
 from hang.trials import Trial
 from holdfast.cli import main as cli
 from holdfast.errors import HUNG_STATUS
-from holdfast.system.environment import PROGRESS, find_hang
+from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.watch.hang.incidents import describe_odd, group_ranks
 from holdfast.watch.hang.stacks import find_py_spy, read_stacks, read_state
 from stage.training import wait_until
@@ -120,7 +120,7 @@ def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: st
     assert trial.ranks[0].wait() == HUNG_STATUS
     assert trial.lines("committed")[-1]["step"] == 10
     assert trial.lines("ended")[-1]["detail"].startswith("hung (rank 0 ")
-    place = find_hang(progress, after=0)
+    place = read_progress(progress).hang
     assert place is not None
     assert place.startswith("rank 0 ")
 

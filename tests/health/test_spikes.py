@@ -60,30 +60,16 @@ def test_the_spike_of_bloom_is_found_within_its_printed_lines(seed: int) -> None
     assert loss.first_high is None
 
 
-def decay(step: int) -> float:
-    return 2 + 9 * math.exp(-step / 200)
+SHAPES: dict[str, Callable[[int], float]] = {
+    "decay": lambda step: 2 + 9 * math.exp(-step / 200),
+    "warm-up": lambda step: 3 + 8 * math.exp(-step / 30) + 0.4 * min(1.0, step / 100),
+    "steps down": lambda step: 2.5 - 0.5 * (step > 600) - 0.3 * (step > 900) + 4 * math.exp(-step / 80),
+    "fast": lambda step: 1e-4 + 11 * math.exp(-step / 20),
+    "power": lambda step: 1.7 + 12 * (step + 1) ** -0.4,
+}
 
 
-def warm_up(step: int) -> float:
-    return 3 + 8 * math.exp(-step / 30) + 0.4 * min(1.0, step / 100)
-
-
-def steps_down(step: int) -> float:
-    return 2.5 - 0.5 * (step > 600) - 0.3 * (step > 900) + 4 * math.exp(-step / 80)
-
-
-def fast(step: int) -> float:
-    return 1e-4 + 11 * math.exp(-step / 20)
-
-
-def power(step: int) -> float:
-    return 1.7 + 12 * (step + 1) ** -0.4
-
-
-SHAPES = (decay, warm_up, steps_down, fast, power)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_healthy_noisy_curves_give_no_alarm(shape: Callable[[int], float]) -> None:
     for seed in range(3):
         generator = random.Random(seed)
@@ -94,7 +80,7 @@ def test_healthy_noisy_curves_give_no_alarm(shape: Callable[[int], float]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_many_healthy_curves_give_no_alarm(shape: Callable[[int], float]) -> None:
     for seed in range(200):
         generator = random.Random(1000 + seed)

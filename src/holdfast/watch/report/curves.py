@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.watch.report.events import METRICS, HistoryEvent
-from holdfast.watch.report.saves import checkpoint_of
-
-_NUMBER = re.compile(r"[0-9]{1,19}")
+from holdfast.watch.report.saves import checkpoint_of, named_attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +84,8 @@ def _stretches(events: Iterable[HistoryEvent], saves: Sequence[CheckpointId]) ->
 
 def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
     """Return the attempt of the restored checkpoint, or None."""
-    first = event.detail.partition(";")[0].split()
-    if len(first) == 2 and first[0] == "attempt" and _NUMBER.fullmatch(first[1]):
-        return int(first[1])
+    if (attempt := named_attempt(event)) is not None:
+        return attempt
     known = checkpoint_of(event, saves)
     return known.attempt if known else None
 

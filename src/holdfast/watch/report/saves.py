@@ -64,7 +64,7 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
     for event in events:
         if event.step is None:
             continue
-        if event.kind == "drained" or (event.kind == "committed" and _OF_ATTEMPT.match(event.detail)):
+        if event.kind == "drained" or (event.kind == "committed" and named_attempt(event) is not None):
             by_others.append(event)
         elif event.kind in (*_OWN, *_ENDED):
             own = CheckpointId(attempt=event.attempt, step=event.step)
@@ -82,12 +82,17 @@ def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> Check
     An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
     attempt; otherwise the newest checkpoint of that step counts.
     """
-    named = _OF_ATTEMPT.match(event.detail)
-    if named:
-        checkpoint = CheckpointId(attempt=int(named[1]), step=event.step or 0)
+    if (attempt := named_attempt(event)) is not None:
+        checkpoint = CheckpointId(attempt=attempt, step=event.step or 0)
         return checkpoint if checkpoint in known else None
     last = event.attempt - 1 if event.kind == "restored" else event.attempt
     return max((one for one in known if one.step == event.step and one.attempt <= last), default=None)
+
+
+def named_attempt(event: HistoryEvent) -> int | None:
+    """Return the attempt of the checkpoint that an event is about, if its detail begins with it."""
+    found = _OF_ATTEMPT.match(event.detail)
+    return int(found[1]) if found else None
 
 
 def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecord:

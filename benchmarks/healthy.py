@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import machine
 import torch
@@ -22,7 +23,7 @@ from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.store import open_store
 from holdfast.system.rawbytes import view_bytes
-from holdfast.watch.spike import SpikeDetectors
+from holdfast.watch.spike import Spike
 from holdfast.watch.values.contents import ContentCheck
 
 HERE = Path(__file__).resolve().parent
@@ -109,11 +110,12 @@ def _durable_s(image: memoryview, rounds: int, folder: str | None) -> dict[str, 
 
 def _watch_s() -> float:
     """Return the processor time of watching a loss and a norm, in seconds per step."""
-    watch, generator = SpikeDetectors(), random.Random(0)
+    watch, generator = Spike(), random.Random(0)
+    watch.begin(SimpleNamespace(rank=0))  # type: ignore[arg-type]
     rows = [{"loss": generator.gauss(2, 0.1), "grad_norm": generator.gauss(1, 0.1)} for _ in range(VALUES)]
     began = time.process_time()
     for step, row in enumerate(rows):
-        watch.observe(step, row)
+        watch.recorded(step, row)
     return (time.process_time() - began) / VALUES
 
 

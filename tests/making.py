@@ -26,12 +26,13 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import Mark, Section
-from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.history import History, read_lines
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.messages import KeeperMessage
 from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.keeper.watch import KeeperWatches
+from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.contract import Store
 
 RUN_ID = "run-one"
@@ -50,6 +51,11 @@ def make_home(store: Store, *, run_id: str = RUN_ID, attempts: Sequence[int] = (
     for number in attempts:
         claim = run.AttemptClaim(number, run_id, 1, "host", 1000 + number, CREATED_UNIX_S + number)
         store.put(names.attempt(number), run.document(claim))
+
+
+def history_lines(home: str | os.PathLike[str], *events: str) -> list[dict[str, Any]]:
+    """Return the lines of some kinds in the history of a home, by time."""
+    return [line for line in read_lines(open_store(home))[0] if line["event"] in events]
 
 
 def make_checkpoint(

@@ -22,12 +22,11 @@ from holdfast.jobs.slurm.runner import run_node
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.system.environment import (
     PROGRESS,
-    ended_preempted,
+    ReportedProgress,
     read_integer,
     read_progress,
     report_preempted,
     report_progress,
-    was_preempted,
 )
 from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.sharding.process_group import ensure_process_group
@@ -94,21 +93,21 @@ def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
         STARTS[name](folder)
 
 
-def test_a_preemption_is_reported_once_per_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_reports_of_a_training_are_read_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "progress"
+    assert read_progress(path) == ReportedProgress()
     monkeypatch.setenv(PROGRESS, str(path))
-    assert not was_preempted(path, after=0)
     report_progress("runs/x", 5)
-    assert not was_preempted(path, after=0)
+    assert read_progress(path) == ReportedProgress({"runs/x": 5})
     report_preempted(6)
     size = path.stat().st_size
-    assert was_preempted(path, after=0)
-    assert ended_preempted(path, after=0)
-    assert not was_preempted(path, after=size), "it was another start"
-    assert not ended_preempted(path, after=size)
+    found = read_progress(path)
+    assert (found.was_preempted, found.is_preempted) == (True, True)
+    assert read_progress(path, after=size) == ReportedProgress(), "it was another start"
     report_progress("runs/x", 5)
-    assert not ended_preempted(path, after=0), "the training was started again"
+    found = read_progress(path)
+    assert (found.was_preempted, found.is_preempted) == (True, False), "the training was started again"
     with path.open("a") as file:
         file.write('{"preempted": 7')  # torn by a kill
-    assert not was_preempted(path, after=size)
-    assert read_progress(path) == {"runs/x": 5}
+    assert read_progress(path, after=size) == ReportedProgress({"runs/x": 5})
+    assert read_progress(path).newest_step == 5

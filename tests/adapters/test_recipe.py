@@ -487,10 +487,12 @@ def test_steps_are_reported_to_the_job(
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(progress))
     functions.save(3, torch.ones(1))
     place = str(functions.folder / "checkpoint")
-    assert read_progress(progress) == {place: 3}
+    assert read_progress(progress).steps == {place: 3}
     progress.unlink()
     with pytest.raises(InvalidInput):
         functions.save(-1, torch.ones(1))
-    assert read_progress(progress) == {}
+    assert read_progress(progress).steps == {}
     assert functions.load(0) is not None
-    assert read_progress(progress) == {place: 3}, "of the restored step, with which later ones are compared"
+    assert read_progress(progress).steps == {place: 3}, (
+        "of the restored step, with which later ones are compared"
+    )

@@ -26,7 +26,7 @@ from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.run import attempt
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
-from holdfast.system.environment import PROGRESS, count_failed_saves
+from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.watch.report.summary import read_summary
 from servers import Server, ministack
 from small_disk import small_disk
@@ -145,7 +145,7 @@ def test_each_failed_save_is_a_warning_that_the_job_counts(
             ckpt.save(5).wait_durable(SOON_S)
         assert any(trouble.text in str(one.message) for one in warned)
     assert steps_saved(trouble.home) == [1, 5]
-    assert count_failed_saves(tmp_path / "progress") == 3
+    assert len(read_progress(tmp_path / "progress").failed_saves) == 3
 
 
 def test_the_first_failed_save_is_an_error(trouble: Trouble) -> None:
@@ -214,7 +214,7 @@ def test_a_failed_save_is_counted_before_another_one_or_a_wait(
     ckpt = begin(away, "warn")
     ckpt.save(2).exception(SOON_S)
     ckpt.should_save(3)
-    assert count_failed_saves(tmp_path / "progress") == 1
+    assert len(read_progress(tmp_path / "progress").failed_saves) == 1
     (tmp_path / "x").rename(home)
     with pytest.warns(SaveWarning, match="vanished"):
         ckpt.save(3).wait_durable(SOON_S)

@@ -56,34 +56,20 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
             f'#!/bin/sh\necho "$@" >> {shlex.quote(str(calls))}\nexec {shutil.which("g++")} "$@"\n'
         )
         compiler.chmod(0o755)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")}
+        env = {
+            name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR_")
+        } | env
+        env |= {"TMPDIR": str(folder), "XDG_CONFIG_HOME": str(folder), "CXX": str(compiler)}
+        env.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")  # torch's default takes long
+        env["TRAINER_CACHE"] = json.dumps(cache or {})
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        words = [*(launcher if ranks > 1 else ()), str(HERE / "trainer.py"), str(home), str(steps)]
         done = subprocess.run(
-            [
-                sys.executable,
-                *(launcher if ranks > 1 else ()),
-                str(HERE / "trainer.py"),
-                str(home),
-                str(steps),
-            ],
-            env={
-                **kept,
-                "TMPDIR": str(folder),
-                "XDG_CONFIG_HOME": str(folder),
-                "CXX": str(compiler),
-                "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-                "TRAINER_CACHE": json.dumps(cache or {}),
-                **env,
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LIMIT_S,
+            [sys.executable, *words], env=env, capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        return Start(
-            done.returncode, done.stderr, lines, [*filter(_is_compile, calls.read_text().splitlines())]
-        )
+        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        compiles = [*filter(_is_compile, calls.read_text().splitlines())]
+        return Start(done.returncode, done.stderr, told, compiles)
 
     return start
 
@@ -183,9 +169,7 @@ def test_a_kill_during_an_upload_costs_only_the_remaining_files(machine: Machine
 @pytest.mark.ranks
 def test_two_ranks_share_the_download_of_one(machine: Machine, tmp_path: Path):
     home = tmp_path / "home"
-    headers = {
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "1"
-    }  # torch's default; else off, for it takes long
+    headers = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "1"}  # torch's default
     first = machine(home, 2, ranks=2, cache={"trust": True}, **headers)
     assert first.status == 0, first.err
     assert first.compiles

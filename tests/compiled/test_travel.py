@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from holdfast.errors import RetryLater
 from holdfast.watch.compiled import transfer
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
 from holdfast.watch.compiled.directory import Directory
-from holdfast.watch.compiled.index import FOLDER, IndexName, PackName, parse_name
+from holdfast.watch.compiled.index import FOLDER, IndexName, PackName, parse, parse_name
 from holdfast.watch.compiled.trainer import CompileCache
 from holdfast.watch.compiled.transfer import CacheUploader, load
+from stage import ranks
+from stage.training import make_checkpointer
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2"}
@@ -274,3 +278,32 @@ def test_an_untrusted_home_leads_to_one_message_and_is_not_loaded(
     assert run.notes.get_nowait() == "compiled-loaded"
     assert run.warnings == []
     assert (tmp_path / "there" / "a").read_bytes() == (tmp_path / "here" / "a").read_bytes()
+
+
+def train_on_a_host(rank: int, home: Path, folder: Path) -> set[str]:
+    """Train a step as if each rank were a host of its own that compiles. Return the code that it receives."""
+    import torch._inductor.codecache  # as if something had been compiled
+
+    folder.mkdir(exist_ok=True)
+    tempfile.tempdir = str(folder)  # else headers that others have compiled here would be sent
+    here = folder / f"host-{rank}"
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(here)
+    with make_checkpointer(home, {"x": torch.zeros(3)}, watches=[CompileCache(trust=True)]) as ckpt:
+        step = ckpt.restore() or 0
+        received = {path.name for path in here.glob("*")}
+        fill(here, f"made-{rank}-{step}", f"common-{step}")
+        ckpt.save(step + 1)
+    return received
+
+
+@pytest.mark.ranks
+def test_each_host_receives_the_code_that_any_host_compiled(tmp_path: Path) -> None:
+    assert ranks.run_ranks(2, train_on_a_host, tmp_path / "home", tmp_path / "first") == [set(), set()]
+    store = open_store(tmp_path / "home")
+    names = [entry.name for entry in store.list(FOLDER)]
+    indices = [parse(store.get(name), name) for name in names if isinstance(parse_name(name), IndexName)]
+    assert {index.rank for index in indices} == {0, 1}
+    made = {"made-0-0", "made-1-0", "common-0"}
+    assert {file.path for index in indices for file in index.files} == made
+    second = ranks.run_ranks(2, train_on_a_host, tmp_path / "home", tmp_path / "second")
+    assert second == [made, made]

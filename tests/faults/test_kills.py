@@ -82,7 +82,7 @@ def test_a_killed_trainer_loses_no_staged_save(playground: Playground):
     playground.wait_for_keepers()
     assert playground.complete()[0] == (1, 6)
     assert playground.check_all_complete_verify() == 2
-    assert list(read_progress(reported).values()) == [6], "what `queue` and `describe` show"
+    assert list(read_progress(reported).steps.values()) == [6], "what `queue` and `describe` show"
 
 
 def test_the_next_attempt_waits_for_a_keeper_that_is_still_at_work(playground: Playground):

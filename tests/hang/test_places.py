@@ -61,7 +61,7 @@ def evidence(rank: int, frames: tuple[Frame, ...], step: int = 7, **members: obj
     [
         (ALL_REDUCE, Kind.WAITS, "all_reduce, called at train.py:88 (train_step)"),
         (BACKWARD, Kind.WAITS, "backward, called at train.py:88 (train_step)"),
-        (LOADER, Kind.WORKS, "DataLoader.__next__, called at train.py:88 (train_step)"),
+        (LOADER, Kind.LOADS, "DataLoader.__next__, called at train.py:88 (train_step)"),
         (SYNC, Kind.SYNCS, "the exchange of the ranks after a step, called at train.py:88 (train_step)"),
         ((USER,), Kind.WORKS, "train.py:88 (train_step)"),
         ((), Kind.WORKS, "a place without Python frames"),

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ import pytest
 from hang.trials import Trial
 from holdfast.cli import main as cli
 from holdfast.errors import HUNG_STATUS
-from holdfast.system.environment import PROGRESS, find_hang
+from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.watch.hang.incidents import describe_odd, group_ranks
 from holdfast.watch.hang.stacks import find_py_spy, read_stacks, read_state
 from stage.training import wait_until
-
-NewTrial = Callable[..., Trial]
 
 PLACES = {
     "loop": "in training.py:{spin} (spin)",
@@ -34,8 +31,7 @@ PLACES = {
 
 
 @pytest.mark.essential
-def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial) -> None:
-    trial = new_trial()
+def test_a_hang_is_recorded_with_the_stacks_of_the_training(trial: Trial) -> None:
     trial.start("sleep", limit="3s")
     (one,) = trial.hang().ranks
     assert (one.rank, one.step, one.phase, one.process.pid) == (0, 14, "", trial.ranks[0].pid)
@@ -47,8 +43,7 @@ def test_a_hang_is_recorded_with_the_stacks_of_the_training(new_trial: NewTrial)
 
 
 @pytest.mark.parametrize("way", ["loop", pytest.param("gil", marks=pytest.mark.slow), "stop", "loader"])
-def test_the_place_is_found_whatever_the_process_does(new_trial: NewTrial, way: str) -> None:
-    trial = new_trial()
+def test_the_place_is_found_whatever_the_process_does(trial: Trial, way: str) -> None:
     trial.start(way, limit="3s")
     found = describe_odd(trial.hang().ranks)
     assert PLACES[way].split("{")[0] in found
@@ -79,8 +74,8 @@ def test_py_spy_reads_the_stacks_of_a_stopped_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "way", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("sleep", "extra")), "skip"]
 )
-def test_the_odd_one_of_several_ranks_is_named(new_trial: NewTrial, way: str) -> None:
-    trial = new_trial(2)
+def test_the_odd_one_of_several_ranks_is_named(trial: Trial, way: str) -> None:
+    trial.world_size = 2
     trial.start(way, odd=1, limit="3s")
     groups = group_ranks(trial.hang().ranks)
     odd = {"sleep": (1,), "skip": (1,), "extra": (0,)}[way]  # of two that wait, the one that is ahead
@@ -90,17 +85,15 @@ def test_the_odd_one_of_several_ranks_is_named(new_trial: NewTrial, way: str) ->
 
 
 @pytest.mark.parametrize("way", ["phase", "evaluation", "none"])
-def test_what_takes_long_is_no_hang(new_trial: NewTrial, way: str) -> None:
+def test_what_takes_long_is_no_hang(trial: Trial, way: str) -> None:
     """A phase, and a function that is named like an evaluation."""
-    trial = new_trial()
     trial.start(way, limit="3s" if way != "none" else "1m")
     trial.finish()
     assert trial.lines("hang") == []
     assert trial.lines("ended")
 
 
-def test_a_hang_that_ends_is_recorded(new_trial: NewTrial) -> None:
-    trial = new_trial()
+def test_a_hang_that_ends_is_recorded(trial: Trial) -> None:
     trial.start("stop", limit="3s")
     trial.hang()
     trial.ranks[0].kill(signal.SIGCONT)
@@ -113,21 +106,19 @@ def test_a_hang_that_ends_is_recorded(new_trial: NewTrial) -> None:
 @pytest.mark.parametrize(
     "way", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("loop", "gil")), "stop"]
 )
-def test_a_restart_ends_the_process_after_its_saves(new_trial: NewTrial, way: str) -> None:
-    trial = new_trial()
+def test_a_restart_ends_the_process_after_its_saves(trial: Trial, way: str) -> None:
     progress = trial.folder / "progress"
     trial.start(way, action="restart", limit="3s", env={PROGRESS: str(progress)})
     assert trial.ranks[0].wait() == HUNG_STATUS
     assert trial.lines("committed")[-1]["step"] == 10
     assert trial.lines("ended")[-1]["detail"].startswith("hung (rank 0 ")
-    place = find_hang(progress, after=0)
+    place = read_progress(progress).hang
     assert place is not None
     assert place.startswith("rank 0 ")
 
 
 @pytest.mark.slow
-def test_the_report_has_the_hang(new_trial: NewTrial, capsys: pytest.CaptureFixture[str]) -> None:
-    trial = new_trial()
+def test_the_report_has_the_hang(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
     trial.start("loop", limit="3s", action="restart")
     assert trial.ranks[0].wait() == HUNG_STATUS
     assert cli(["report", str(trial.home), "--json"]) == 0
@@ -142,21 +133,18 @@ def test_the_report_has_the_hang(new_trial: NewTrial, capsys: pytest.CaptureFixt
     assert "&gt; rank 0: in training.py:" in section
 
 
-def test_nothing_is_watched_without_a_limit_that_is_reached(new_trial: NewTrial) -> None:
+@pytest.mark.parametrize("options", [{"action": "off", "limit": "3s"}, {"first": "1h"}], ids=["off", "first"])
+def test_nothing_is_watched_without_a_limit_that_is_reached(trial: Trial, options: dict[str, Any]) -> None:
     """`off` has no pulse at all; the first steps have a limit of their own."""
-    choices: list[dict[str, Any]] = [{"action": "off", "limit": "3s"}, {"first": "1h"}]
-    for options in choices:
-        trial = new_trial()
-        trial.start("sleep", **options)
-        trial.wait_until(lambda trial=trial: len(trial.lines("committed")) >= 2)
-        os.kill(trial.ranks[0].pid, 0)
-        assert trial.lines("hang") == []
+    trial.start("sleep", **options)
+    trial.wait_until(lambda: len(trial.lines("committed")) >= 2)
+    os.kill(trial.ranks[0].pid, 0)
+    assert trial.lines("hang") == []
 
 
 def test_the_command_shows_where_ranks_are_now(
-    new_trial: NewTrial, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trial: Trial, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = new_trial()
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(trial.folder / "host-0"))
     trial.start("sleep", limit="3s")
     trial.hang()

@@ -10,10 +10,9 @@ from typing import Any
 
 from typing_extensions import Self
 
-from holdfast.checkpoint.home.history import read_lines
-from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError
 from holdfast.watch.hang.incidents import HangIncident, list_hangs
+from making import history_lines
 from nursery import Child, Nursery
 from servers import reserve_port
 from stage.training import wait_until
@@ -47,10 +46,9 @@ class Trial:
     def lines(self, *events: str) -> list[dict[str, Any]]:
         """Return the lines of the history about some events."""
         try:
-            found = read_lines(open_store(self.home))[0]
+            return history_lines(self.home, *events)
         except HoldfastError:
             return []
-        return [line for line in found if line["event"] in events]
 
     def hang(self) -> HangIncident:
         """Wait until every rank has recorded a hang, and return it."""

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.watch import CopiedSave
 from holdfast.watch.spike import (
     MIN_VALUES,
     NUM_HIGH,
     WINDOW,
+    Spike,
     SpikeDetector,
-    SpikeDetectors,
     kind_of,
 )
 
@@ -56,30 +60,16 @@ def test_the_spike_of_bloom_is_found_within_its_printed_lines(seed: int) -> None
     assert loss.first_high is None
 
 
-def decay(step: int) -> float:
-    return 2 + 9 * math.exp(-step / 200)
+SHAPES: dict[str, Callable[[int], float]] = {
+    "decay": lambda step: 2 + 9 * math.exp(-step / 200),
+    "warm-up": lambda step: 3 + 8 * math.exp(-step / 30) + 0.4 * min(1.0, step / 100),
+    "steps down": lambda step: 2.5 - 0.5 * (step > 600) - 0.3 * (step > 900) + 4 * math.exp(-step / 80),
+    "fast": lambda step: 1e-4 + 11 * math.exp(-step / 20),
+    "power": lambda step: 1.7 + 12 * (step + 1) ** -0.4,
+}
 
 
-def warm_up(step: int) -> float:
-    return 3 + 8 * math.exp(-step / 30) + 0.4 * min(1.0, step / 100)
-
-
-def steps_down(step: int) -> float:
-    return 2.5 - 0.5 * (step > 600) - 0.3 * (step > 900) + 4 * math.exp(-step / 80)
-
-
-def fast(step: int) -> float:
-    return 1e-4 + 11 * math.exp(-step / 20)
-
-
-def power(step: int) -> float:
-    return 1.7 + 12 * (step + 1) ** -0.4
-
-
-SHAPES = (decay, warm_up, steps_down, fast, power)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_healthy_noisy_curves_give_no_alarm(shape: Callable[[int], float]) -> None:
     for seed in range(3):
         generator = random.Random(seed)
@@ -90,7 +80,7 @@ def test_healthy_noisy_curves_give_no_alarm(shape: Callable[[int], float]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_many_healthy_curves_give_no_alarm(shape: Callable[[int], float]) -> None:
     for seed in range(200):
         generator = random.Random(1000 + seed)
@@ -168,18 +158,23 @@ def test_metrics_are_known_by_their_names(name: str, kind: str | None) -> None:
 
 
 def test_a_watch_judges_all_metrics_together() -> None:
-    watch = SpikeDetectors()
-    assert watch.trend() is None
+    noted: list[int] = []
+    run: Any = SimpleNamespace(rank=0, note=lambda _event, *, step, detail: noted.append(step))
+    watch, save = Spike("rollback", back=7), CopiedSave(63, (), has_room=True)
+    watch.begin(run)
+    assert watch.saving(save) == Section(1, {}, Mark.NONE, ("no loss was recorded",))
     for step, value in enumerate(noise(3, 60, 2.0, 0.02)):
-        watch.observe(step, {"loss": value, "grad_norm": 10 * value, "lr": 1.0})
-    trend = watch.trend()
-    assert trend is not None
-    assert trend.is_spiking is False
+        watch.recorded(step, {"loss": value, "grad_norm": 10 * value, "lr": 1.0})
+    section = watch.saving(save)
+    assert section is not None
+    assert (section.mark, watch.step(60)) == (Mark.FOR, None)
     for step in range(60, 63):
-        watch.observe(step, {"loss": 2.0, "grad_norm": 900.0})
-    trend = watch.trend()
-    assert trend is not None
-    assert trend.is_spiking
-    assert trend.detail.startswith("grad_norm is 900 at step 60")
-    assert watch.spike is not None
-    assert watch.spike.step == 60
+        watch.recorded(step, {"loss": 2.0, "grad_norm": 900.0})
+    section = watch.saving(save)
+    assert section is not None
+    assert section.mark is Mark.AGAINST
+    assert section.reasons[0].startswith("grad_norm is 900 at step 60")
+    for _ in range(2):  # the same spike is noted once
+        vote = watch.step(63)
+        assert vote is not None
+        assert (vote.since, vote.upto, noted) == (60, 52, [60])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-import urllib.parse
 from collections.abc import Callable
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 Headers = dict[str, str]
+Answer = tuple[int, str, Headers]  # status, text and further headers
 
 
 class Service:
@@ -17,14 +18,14 @@ class Service:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.changed = threading.Condition()
-        answer: Callable[..., tuple[int, str, Headers]] = self.answer
+        answer: Callable[..., Answer] = self.answer
         service = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def _do(self) -> None:
                 headers = {name.lower(): value for name, value in self.headers.items()}
                 service.asked.append((self.command, self.path))
-                status, text, extra = answer(self.command, urllib.parse.urlsplit(self.path), headers)
+                status, text, extra = answer(self.command, urlsplit(self.path), headers)
                 self.send_response(status)
                 for name, value in extra.items():
                     self.send_header(name, value)
@@ -41,9 +42,7 @@ class Service:
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
-    def answer(
-        self, method: str, url: urllib.parse.SplitResult, headers: Headers
-    ) -> tuple[int, str, Headers]:
+    def answer(self, method: str, url: SplitResult, headers: Headers) -> Answer:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -61,9 +60,7 @@ class AwsService(Service):
         self.token = "token-1"
         self.documents: dict[str, str] = {}
 
-    def answer(
-        self, method: str, url: urllib.parse.SplitResult, headers: Headers
-    ) -> tuple[int, str, Headers]:
+    def answer(self, method: str, url: SplitResult, headers: Headers) -> Answer:
         if url.path == "/latest/api/token":
             is_right = method == "PUT" and headers.get("x-aws-ec2-metadata-token-ttl-seconds", "").isdecimal()
             return (200, self.token, {}) if is_right else (400, "", {})
@@ -86,13 +83,11 @@ class GcpService(Service):
             self.values[name] = value
             self.changed.notify_all()
 
-    def answer(
-        self, method: str, url: urllib.parse.SplitResult, headers: Headers
-    ) -> tuple[int, str, Headers]:
+    def answer(self, method: str, url: SplitResult, headers: Headers) -> Answer:
         if headers.get("metadata-flavor") != "Google":
             return 403, "", {}
         name = url.path.removeprefix("/computeMetadata/v1/instance/")
-        query = dict(urllib.parse.parse_qsl(url.query))
+        query = dict(parse_qsl(url.query))
         with self.changed:
             if query.get("wait_for_change") == "true":
                 seen = query.get("last_etag")
@@ -115,9 +110,7 @@ class AzureService(Service):
         super().__init__()
         self.events: list[dict[str, object]] = []
 
-    def answer(
-        self, method: str, url: urllib.parse.SplitResult, headers: Headers
-    ) -> tuple[int, str, Headers]:
+    def answer(self, method: str, url: SplitResult, headers: Headers) -> Answer:
         if headers.get("metadata") != "true" or "api-version" not in url.query:
             return 400, "", {}
         if url.path == "/metadata/instance/compute/name":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import http.client
 import json
@@ -23,23 +24,20 @@ WHEN = datetime.datetime(2026, 6, 23, 2, 30, tzinfo=datetime.timezone.utc).times
 
 @pytest.fixture
 def aws() -> Iterator[AwsService]:
-    service = AwsService()
-    yield service
-    service.close()
+    with contextlib.closing(AwsService()) as service:
+        yield service
 
 
 @pytest.fixture
 def gcp() -> Iterator[GcpService]:
-    service = GcpService()
-    yield service
-    service.close()
+    with contextlib.closing(GcpService()) as service:
+        yield service
 
 
 @pytest.fixture
 def azure() -> Iterator[AzureService]:
-    service = AzureService()
-    yield service
-    service.close()
+    with contextlib.closing(AzureService()) as service:
+        yield service
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -63,8 +65,9 @@ def run(folder: Path, body: str, *, is_imported: bool = False) -> subprocess.Com
     Args:
         is_imported: its child processes import it.
     """
-    indented = "\n".join(f"    {line}" for line in body.splitlines())
-    script = f"{TRAIN}\ndef main():\n{indented}\n\nif __name__ == '__main__':\n    main()\n"
+    script = (
+        f"{TRAIN}\ndef main():\n{textwrap.indent(body, '    ')}\n\nif __name__ == '__main__':\n    main()\n"
+    )
     (folder / "script.py").write_text(script)
     if not is_imported:
         return shared().run(["script.py"], cwd=folder)
@@ -74,11 +77,10 @@ def run(folder: Path, body: str, *, is_imported: bool = False) -> subprocess.Com
     )
 
 
-def saved_step(folder: Path) -> int | None:
-    try:
-        return holdfast.open(folder / "home").step
-    except holdfast.NotFound:
-        return None
+def saved_step(folder: Path, done: subprocess.CompletedProcess[str]) -> int:
+    """Return the newest saved step of a training that has ended after a notice."""
+    assert done.returncode == PREEMPTED_STATUS, done.stderr
+    return holdfast.open(folder / "home").step
 
 
 def loop(number: int, way: str, *, is_before: bool, options: str = "") -> str:
@@ -95,37 +97,39 @@ with t.make() as ckpt:
 """
 
 
+SPAWNED = itertools.product(
+    (True, False),
+    [("group", signal.SIGTERM), ("each", signal.SIGUSR1)],
+    ("spawn", "forkserver"),
+    (True, False),
+)
+
+
 @pytest.mark.parametrize(
-    ("is_before", "way", "number"),
+    ("is_before", "way", "number", "options"),
     [
-        (True, "group", signal.SIGTERM),
-        (True, "each", signal.SIGTERM),
-        (False, "group", signal.SIGUSR1),
-        (False, "each", signal.SIGTERM),
-        (False, "group", signal.SIGINT),
+        (True, "group", signal.SIGTERM, ""),
+        (True, "each", signal.SIGTERM, ""),
+        (False, "group", signal.SIGUSR1, ""),
+        (False, "each", signal.SIGTERM, ""),
+        (False, "group", signal.SIGINT, ""),
+        *(
+            pytest.param(
+                *(is_before, *signalled),
+                f"multiprocessing_context={method!r}, persistent_workers={is_persistent}",
+                marks=pytest.mark.slow,
+            )
+            for is_before, signalled, method, is_persistent in SPAWNED
+        ),
     ],
 )
-def test_workers_that_fork_survive_a_notice_until_the_save(
-    tmp_path: Path, is_before: bool, way: str, number: int
+def test_workers_survive_a_notice_until_the_save(
+    tmp_path: Path, is_before: bool, way: str, number: int, options: str
 ) -> None:
-    done = run(tmp_path, loop(number, way, is_before=is_before))
-    assert done.returncode == PREEMPTED_STATUS, done.stderr
-    assert (saved_step(tmp_path) or 0) > AT
-    assert "has ended the step" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_before", [True, False])
-@pytest.mark.parametrize("is_persistent", [True, False])
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-@pytest.mark.parametrize(("way", "number"), [("group", signal.SIGTERM), ("each", signal.SIGUSR1)])
-def test_workers_that_are_spawned_survive_a_notice_until_the_save(
-    tmp_path: Path, way: str, number: int, method: str, is_persistent: bool, is_before: bool
-) -> None:
-    options = f"multiprocessing_context={method!r}, persistent_workers={is_persistent}"
-    done = run(tmp_path, loop(number, way, is_before=is_before, options=options), is_imported=True)
-    assert done.returncode == PREEMPTED_STATUS, done.stderr
-    assert (saved_step(tmp_path) or 0) > AT
+    """They fork, or are spawned, before or after their Checkpointer is made."""
+    script = loop(number, way, is_before=is_before, options=options)
+    done = run(tmp_path, script, is_imported=bool(options))
+    assert saved_step(tmp_path, done) > AT
     assert "has ended the step" not in done.stderr
 
 
@@ -173,8 +177,7 @@ else:
     steps()
 """,
     )
-    assert done.returncode == PREEMPTED_STATUS, done.stderr
-    assert (saved_step(tmp_path) or 0) >= AT
+    assert saved_step(tmp_path, done) >= AT
     assert "preempted (SIGTERM" in done.stderr
 
 
@@ -199,8 +202,7 @@ print(json.dumps([tensors, torch.rand(1).item()]))
     for folder in folders:
         folder.mkdir()
     uninterrupted = run(folders[0], script.replace("AT", "99"))
-    assert run(folders[1], script.replace("AT", str(AT))).returncode == PREEMPTED_STATUS
-    assert (saved_step(folders[1]) or 0) >= AT
+    assert saved_step(folders[1], run(folders[1], script.replace("AT", str(AT)))) >= AT
     resumed = run(folders[1], script.replace("AT", "99"))
     assert uninterrupted.returncode == resumed.returncode == 0, resumed.stderr
     assert uninterrupted.stdout == resumed.stdout
@@ -228,8 +230,7 @@ with t.make() as ckpt:
                 next(batches)
 """,
     )
-    assert done.returncode == PREEMPTED_STATUS, done.stderr
-    assert saved_step(tmp_path) == 2
+    assert saved_step(tmp_path, done) == 2
     assert "step 2 is durable" in done.stderr
 
 
@@ -254,8 +255,7 @@ with t.make() as ckpt:
         t.train(next(batches))
 """,
     )
-    assert done.returncode == PREEMPTED_STATUS, done.stderr
-    assert (saved_step(tmp_path) or 0) > AT
+    assert saved_step(tmp_path, done) > AT
 
 
 END = """
@@ -269,34 +269,29 @@ with t.make(quiet=True) as ckpt:
 """
 
 
-@pytest.mark.parametrize("ending", ["", "raise ValueError('mine')", "sys.exit(9)"])
-def test_workers_do_not_delay_the_end_of_the_process(tmp_path: Path, ending: str) -> None:
-    """They are busy for ten minutes, and multiprocessing waits for them after it has sent them SIGTERM."""
-    done = run(tmp_path, END + ending)
-    assert done.returncode == {"": 0, "sys.exit(9)": 9}.get(ending, 1), done.stderr
-    assert "killed by signal" not in done.stderr
-
-
-def test_workers_do_not_delay_the_end_of_a_process_of_multiprocessing(tmp_path: Path) -> None:
-    indented = "\n".join(f"    {line}" for line in END.splitlines())
-    done = run(
-        tmp_path,
-        f"""
-def train():
-{indented}
+OF_MULTIPROCESSING = """
 process = multiprocessing.get_context("fork").Process(target=train)
 process.start()
 process.join()
 sys.exit(process.exitcode)
-""",
-    )
-    assert done.returncode == 0, done.stderr
+"""
 
 
-def test_child_processes_of_a_worker_can_be_terminated(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("", 0), ("raise ValueError('mine')", 1), ("sys.exit(9)", 9), (OF_MULTIPROCESSING, 0)],
+    ids=["end", "error", "exit", "multiprocessing"],
+)
+def test_workers_do_not_delay_the_end_of_the_process(tmp_path: Path, ending: str, status: int) -> None:
+    """They are busy for ten minutes, and multiprocessing waits for them after it has sent them SIGTERM."""
+    is_child = ending == OF_MULTIPROCESSING
+    script = f"def train():\n{textwrap.indent(END, '    ')}" if is_child else END
+    done = run(tmp_path, script + ending)
+    assert done.returncode == status, done.stderr
+    assert "killed by signal" not in done.stderr
+
+
+TERMINATES_A_CHILD = """
 class Decoded(Data):
     def __getitem__(self, index):
         process = subprocess.Popen(["sleep", "600"])
@@ -308,15 +303,8 @@ with t.make(quiet=True) as ckpt:
     for step, batch in zip(ckpt.steps(2), t.loader):
         t.train(batch)
         print(int(batch[0, 0]))
-""",
-    )
-    assert done.stdout.split() == ["-15", "-15"], done.stderr
-
-
-def test_the_users_first_function_of_a_worker_is_called_and_stays_theirs(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
+"""
+HAS_A_FIRST_FUNCTION = """
 def first(number):
     os.write(1, f"worker {number}\\n".encode())
 t = Training(worker_init_fn=first)
@@ -324,9 +312,17 @@ with t.make(quiet=True) as ckpt:
     for step, batch in zip(ckpt.steps(3), t.loader):
         t.train(batch)
 assert t.loader.worker_init_fn is first
-""",
-    )
-    assert sorted(done.stdout.splitlines()) == ["worker 0", "worker 1"], done.stderr
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "printed"),
+    [(TERMINATES_A_CHILD, ["-15", "-15"]), (HAS_A_FIRST_FUNCTION, ["worker 0", "worker 1"])],
+    ids=["children can be terminated", "the user's first function is called and stays theirs"],
+)
+def test_a_worker_does_what_the_user_wants(tmp_path: Path, script: str, printed: list[str]) -> None:
+    done = run(tmp_path, script)
+    assert sorted(done.stdout.splitlines()) == printed, done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

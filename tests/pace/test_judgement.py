@@ -25,23 +25,32 @@ def rows(number: int, ranks: int, own: Callable[[int, int], float]) -> list[dict
 def judge(found: list[dict[int, float]]) -> list[PaceVerdict]:
     """Return the verdict after each window."""
     judging, world_size = PaceJudge(), len(found[0])
-    return [judging.add(row, world_size=world_size) for row in found]
-
-
-def last(found: list[dict[int, float]]) -> PaceVerdict:
-    return judge(found)[-1]
+    return [judging.add(number, row, world_size=world_size) for number, row in enumerate(found)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 100])
 def test_one_slow_rank_is_named_with_its_factor_and_cost(ranks: int) -> None:
-    found = last(rows(30, ranks, lambda _, rank: 2.0 if rank == 1 else 1.0))
+    found = judge(rows(30, ranks, lambda _, rank: 2.0 if rank == 1 else 1.0))[-1]
     assert [one.rank for one in found.slow] == [1]
     assert found.slow[0].factor == pytest.approx(2.0, rel=0.1)
     assert found.cost_share == pytest.approx(0.5, abs=0.05)
 
 
-def test_of_even_ranks_none_is_named() -> None:
-    assert not any(one.slow for one in judge(rows(60, 8, lambda *_: 1.0)))
+NOBODY: dict[str, tuple[int, Callable[[int, int], float]]] = {
+    "even ranks": (8, lambda *_: 1.0),
+    "slow for a few windows": (8, lambda window, rank: 3.0 if rank == 1 and 20 <= window < 24 else 1.0),
+    "long work of another in each window": (4, lambda window, rank: 2.0 if rank == window * 7 % 4 else 1.0),
+    "half of the ranks with more work": (8, lambda _, rank: 2.0 if rank % 2 else 1.0),
+    "all become slow together": (4, lambda window, _: 2.0 if window >= 40 else 1.0),
+    # A slower one of another kind would remain, so that all would wait as long without it.
+    "cost nothing": (10, lambda _, rank: {0: 1.5, 1: 1.5, 2: 1.49, 3: 1.49, 4: 1.48}.get(rank, 1.0)),
+}
+"""Numbers of ranks whose own times blame none of them."""
+
+
+@pytest.mark.parametrize(("ranks", "own"), NOBODY.values(), ids=NOBODY)
+def test_nobody_is_named_where_no_rank_is_to_blame(ranks: int, own: Callable[[int, int], float]) -> None:
+    assert not any(verdict.slow for verdict in judge(rows(60, ranks, own)))
 
 
 def test_few_windows_are_no_evidence() -> None:
@@ -49,36 +58,12 @@ def test_few_windows_are_no_evidence() -> None:
     assert [len(one.slow) for one in found[:6]] == [0, 0, 0, 0, 0, 1]
 
 
-def test_a_rank_that_was_slow_for_a_few_windows_is_not_named() -> None:
-    found = judge(rows(60, 8, lambda window, rank: 3.0 if rank == 1 and 20 <= window < 24 else 1.0))
-    assert not any(one.slow for one in found)
-
-
-def test_long_work_of_another_rank_in_each_window_names_nobody() -> None:
-    found = judge(rows(60, 4, lambda window, rank: 2.0 if rank == window * 7 % 4 else 1.0))
-    assert not any(one.slow for one in found)
-
-
-def test_half_of_the_ranks_with_more_work_are_not_to_blame() -> None:
-    assert last(rows(60, 8, lambda _, rank: 2.0 if rank % 2 else 1.0)).slow == ()
-
-
 def test_of_a_half_with_more_work_the_rank_that_becomes_slower_is_named() -> None:
     def own(window: int, rank: int) -> float:
         usual = 2.0 if rank % 2 else 1.0
         return 2 * usual if rank == 3 and window >= 40 else usual
 
-    assert [one.rank for one in last(rows(60, 8, own)).slow] == [3]
-
-
-def test_all_ranks_that_become_slow_together_are_not_to_blame() -> None:
-    assert last(rows(60, 4, lambda window, _: 2.0 if window >= 40 else 1.0)).slow == ()
-
-
-def test_a_slow_rank_that_costs_nothing_is_not_named() -> None:
-    """A slower one of another kind would remain, so that all would wait as long without it."""
-    found = last(rows(60, 10, lambda _, rank: {0: 1.5, 1: 1.5, 2: 1.49, 3: 1.49, 4: 1.48}.get(rank, 1.0)))
-    assert found.slow == ()
+    assert [one.rank for one in judge(rows(60, 8, own))[-1].slow] == [3]
 
 
 def test_a_rank_is_slow_until_most_of_its_excess_is_gone() -> None:
@@ -93,16 +78,16 @@ def test_a_rank_is_slow_until_most_of_its_excess_is_gone() -> None:
 
 def test_windows_without_most_ranks_are_ignored() -> None:
     judging, found = PaceJudge(), PaceVerdict()
-    for row in rows(20, 4, lambda _, rank: 2.0 if rank == 1 else 1.0):
-        assert judging.add({0: 1.0, 1: 2.0}, world_size=4) == PaceVerdict()
-        found = judging.add(row, world_size=4)
+    for number, row in enumerate(rows(20, 4, lambda _, rank: 2.0 if rank == 1 else 1.0)):
+        assert judging.add(2 * number, {0: 1.0, 1: 2.0}, world_size=4) == PaceVerdict()
+        found = judging.add(2 * number + 1, row, world_size=4)
     assert [one.rank for one in found.slow] == [1]
 
 
 def test_shares_of_a_window_give_the_cost_as_a_share_of_all_time() -> None:
     judging, found = PaceJudge(), PaceVerdict()
-    for _ in range(20):
-        found = judging.add({0: 0.2, 1: 0.5, 2: 0.2}, world_size=3, whole_s=1.0)
+    for number in range(20):
+        found = judging.add(number, {0: 0.2, 1: 0.5, 2: 0.2}, world_size=3, whole_s=1.0)
     assert found.cost_share == pytest.approx(0.3), "the rest of the time is communication of all"
 
 
@@ -115,7 +100,7 @@ def test_shares_of_a_window_give_the_cost_as_a_share_of_all_time() -> None:
 )
 def test_any_numbers_have_a_verdict_within_bounds(windows: list[dict[int, float]]) -> None:
     judging = PaceJudge()
-    for row in windows:
-        found = judging.add(row, world_size=6)
+    for number, row in enumerate(windows):
+        found = judging.add(number, row, world_size=6)
         assert 0 <= found.cost_share <= 1
         assert {one.rank for one in found.slow} <= set(range(6))

@@ -35,8 +35,8 @@ def verdicts(name: str) -> list[PaceVerdict]:
     trace, judge = read(name), PaceJudge()
     world_size = len({rank for row in trace.rows for rank in row})
     return [
-        judge.add(row, world_size=world_size, whole_s=whole)
-        for row, whole in zip(trace.rows, trace.whole, strict=True)
+        judge.add(number, row, world_size=world_size, whole_s=whole)
+        for number, (row, whole) in enumerate(zip(trace.rows, trace.whole, strict=True))
     ]
 
 
@@ -44,45 +44,40 @@ def named(found: list[PaceVerdict]) -> set[int]:
     return {one.rank for verdict in found for one in verdict.slow}
 
 
-def test_the_worker_that_was_slowed_is_named_with_its_cost() -> None:
-    found = verdicts("bytedance-AR")
-    assert named(found) == {0}
-    last = found[-1]
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("bytedance-AR", {0}),  # one worker was slowed
+        ("bytedance-ST", {6, 7}),  # the last stage of a pipeline
+        ("bytedance-SE", set()),  # sequence lengths differ from step to step
+        ("alibaba-job-1", {6}),
+        ("alibaba-job-2", set()),  # small constant differences
+        ("alibaba-job-3", {6, 7, 9}),  # they become slow at the end
+    ],
+)
+def test_the_workers_of_the_published_cause_are_named(name: str, ranks: set[int]) -> None:
+    assert named(verdicts(name)) == ranks
+
+
+def test_slow_workers_are_named_with_their_factor_and_cost() -> None:
+    last = verdicts("bytedance-AR")[-1]
     assert last.slow[0].factor == pytest.approx(2.35, abs=0.05)
     assert last.slow[0].since == 0
     # Their simulation of the job without this worker's slowness: 23.45 s of 46.34 s per step remain.
     assert last.cost_share == pytest.approx(1 - 23.45 / 46.34, abs=0.06)
+    stages = verdicts("bytedance-ST")[-1].slow
+    assert all(stage.factor == pytest.approx(1.62, abs=0.05) for stage in stages)
 
 
-def test_the_last_stage_of_a_pipeline_is_named() -> None:
-    found = verdicts("bytedance-ST")
-    assert named(found) == {6, 7}
-    assert all(one.factor == pytest.approx(1.62, abs=0.05) for one in found[-1].slow)
-
-
-def test_nobody_is_named_where_sequence_lengths_differ_from_step_to_step() -> None:
-    assert named(verdicts("bytedance-SE")) == set()
-
-
-def test_a_worker_that_becomes_slow_in_the_middle_is_named_and_then_no_longer() -> None:
+def test_workers_are_named_from_when_they_are_slow_until_they_no_longer_are() -> None:
     found = verdicts("alibaba-job-1")
-    assert named(found) == {6}
-    slow = [number for number, one in enumerate(found) if one.slow]
+    slow = [number for number, verdict in enumerate(found) if verdict.slow]
     assert found[slow[0]].slow[0].since == 181, "its first slow mini-batch is in second 1811"
     assert slow == list(range(187, 196))
-
-
-def test_small_constant_differences_name_nobody() -> None:
-    assert named(verdicts("alibaba-job-2")) == set()
-
-
-def test_several_workers_that_become_slow_at_the_end_are_named() -> None:
-    found = verdicts("alibaba-job-3")
-    assert named(found) == {6, 7, 9}
-    assert not any(one.slow for one in found[:220])
+    assert not any(verdict.slow for verdict in verdicts("alibaba-job-3")[:220])
 
 
 def test_of_a_half_that_is_slower_those_that_became_slower_still_are_named_first() -> None:
     found = verdicts("alibaba-job-4")
     assert named(found) <= {0, 5, 6, 7, 8}, "the others are never slow"
-    assert [one.rank for one in found[-1].slow[:2]] == [5, 6], "they take 10 times as long in the end"
+    assert [worker.rank for worker in found[-1].slow[:2]] == [5, 6], "they take 10 times as long in the end"

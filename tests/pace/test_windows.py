@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.judgement import SlowRankAnnouncer
 from holdfast.watch.pace.sampler import Activity
 from holdfast.watch.pace.windows import (
     CAUSES,
     QUEUE_CAUSE,
     PaceWindow,
     RankWindow,
+    SlowPeriod,
     WindowTable,
     block_of_end,
     block_of_slow,
@@ -118,12 +119,12 @@ def test_the_cause_is_the_largest_difference_to_the_others(slow: RankWindow, cau
 
 def test_a_slow_rank_is_announced_once_and_its_end_once() -> None:
     announcer, slow = SlowRankAnnouncer(3, 1.15), RankWindow(0.4, 0.5, 0.0)
-    changes: list[PaceChange] = []
+    changed: list[SlowPeriod] = []
     for number in range(100, 160):
         found = window(number, slow if 120 <= number < 140 else None)
-        changes.append(announcer.add(found, window_s=15.0, hosts=HOSTS))
-    (begun,) = [one for change in changes for one in change.begun]
-    (ended,) = [one for change in changes for one in change.ended]
+        changed += announcer.add(found, window_s=15.0, hosts=HOSTS)
+    begun, ended = changed
+    assert begun.until_unix_s is None
     assert (begun.rank, begun.host, begun.since_unix_s) == (2, "dulse", 120 * 15.0)
     assert begun.cause == CAUSES[Activity.LOADS]
     assert begun.cost_share == pytest.approx(0.5)

@@ -16,6 +16,7 @@ from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod
 from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.figures import make_figures
+from holdfast.watch.report.page import make_page
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed
 from holdfast.watch.report.summary import CheckedNode
 from report.browser import find_browser, load
@@ -92,22 +93,8 @@ class Outline(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-@pytest.fixture(scope="module")
-def page_of() -> Callable[[RunSummary], str]:
-    """Function that makes a page. The library is bundled once, since that takes seconds."""
-    from holdfast.watch.report import page as module
-
-    library = module.chart_library()
-    patch = pytest.MonkeyPatch()
-
-    def make(summary: RunSummary) -> str:
-        patch.setattr(module, "chart_library", lambda: library)
-        try:
-            return module.make_page(summary, name="a <run>", made_unix_s=START)
-        finally:
-            patch.undo()
-
-    return make
+def page_of(summary: RunSummary) -> str:
+    return make_page(summary, name="a <run>", made_unix_s=START)
 
 
 def test_an_eventful_run_has_every_figure() -> None:
@@ -128,7 +115,7 @@ def test_a_figure_of_the_run_stays_although_a_watch_has_its_name() -> None:
     made_up.claim(1, 0.0)
     made_up.save(1, 10, 5.0)
     made_up.add(1, 6.0, "replicas-differ", 10, detail="w differs")
-    found = replace(summarize(made_up.by_time(), made_up.claims), lines={"replicas-differ": (line,)})
+    found = replace(summarize(made_up.by_time(), made_up.claims), lines=(line,))
     assert "replicas" in make_figures(found)
 
 
@@ -181,7 +168,7 @@ def test_of_a_long_training_some_steps_are_drawn_and_all_metrics_listed() -> Non
         assert vl_convert.vegalite_to_svg({**framed(one.chart), "width": 600}).startswith("<svg")
 
 
-def test_every_chart_has_a_table_of_its_numbers(page_of: Callable[[RunSummary], str]) -> None:
+def test_every_chart_has_a_table_of_its_numbers() -> None:
     text = page_of(eventful())
     for id, one in make_figures(eventful()).items():
         section = text.partition(f'<section id="{id}">')[2].partition("</section>")[0]
@@ -189,9 +176,7 @@ def test_every_chart_has_a_table_of_its_numbers(page_of: Callable[[RunSummary], 
         assert all(html.escape(str(cell)) in section for row in one.rows for cell in row if cell is not None)
 
 
-def test_the_detection_of_torn_copies_is_a_sentence_below_the_figures(
-    page_of: Callable[[RunSummary], str],
-) -> None:
+def test_the_detection_of_torn_copies_is_a_sentence_below_the_figures() -> None:
     """As a number at the top of the page it pushed the first chart off the screen."""
     made_up = MadeUpRun()
     made_up.claim(1, 0.0)
@@ -203,7 +188,7 @@ def test_the_detection_of_torn_copies_is_a_sentence_below_the_figures(
     assert "Torn copies are detected by the kernel's record of written pages." in rest
 
 
-def test_text_of_a_history_is_escaped(page_of: Callable[[RunSummary], str]) -> None:
+def test_text_of_a_history_is_escaped() -> None:
     text = page_of(eventful())
     assert "alert(1)" in text
     assert "<script>alert" not in text
@@ -212,7 +197,7 @@ def test_text_of_a_history_is_escaped(page_of: Callable[[RunSummary], str]) -> N
     assert len(outline.all("script")) == 3
 
 
-def test_the_page_fetches_nothing(page_of: Callable[[RunSummary], str]) -> None:
+def test_the_page_fetches_nothing() -> None:
     outline = Outline()
     outline.feed(page_of(eventful()))
     assert not [one for _, one in outline.elements if {"src", "href", "srcset"} & set(one)]
@@ -221,7 +206,7 @@ def test_the_page_fetches_nothing(page_of: Callable[[RunSummary], str]) -> None:
     assert policy.startswith("default-src 'none'")
 
 
-def test_the_page_is_accessible_without_the_charts(page_of: Callable[[RunSummary], str]) -> None:
+def test_the_page_is_accessible_without_the_charts() -> None:
     outline = Outline()
     outline.feed(page_of(eventful()))
     charts = [one for one in outline.all("div") if one.get("class") == "chart"]
@@ -231,7 +216,7 @@ def test_the_page_is_accessible_without_the_charts(page_of: Callable[[RunSummary
     assert all(one["scope"] == "col" for one in outline.all("th"))
 
 
-def test_colours_follow_the_reader_s_setting(page_of: Callable[[RunSummary], str]) -> None:
+def test_colours_follow_the_reader_s_setting() -> None:
     """Charts use colours that the style sheet defines for light and dark mode."""
     text = page_of(eventful())
     style = text.partition("<style>")[2].partition("</style>")[0]
@@ -272,9 +257,7 @@ def test_shares_have_two_significant_digits(value: float | None, said: str) -> N
 
 
 @STORIES
-def test_a_browser_draws_every_chart_without_an_error(
-    make: Callable[[], RunSummary], page_of: Callable[[RunSummary], str], tmp_path: Path
-) -> None:
+def test_a_browser_draws_every_chart_without_an_error(make: Callable[[], RunSummary], tmp_path: Path) -> None:
     browser = find_browser()
     if browser is None:
         pytest.skip("no Chromium on this machine")

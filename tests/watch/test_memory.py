@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from pathlib import Path
@@ -18,6 +17,7 @@ from holdfast.errors import InvalidInput
 from holdfast.watch.memory import EVENT, GROWS, MemoryGrowth, MemorySamples, read_used_bytes
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.summary import read_summary
+from making import history_lines
 from stage.training import make_checkpointer, wait_until
 
 GB = 10**9
@@ -68,7 +68,7 @@ def test_a_new_rank_begins_the_samples_anew() -> None:
     samples = MemorySamples()
     for second in range(30):
         samples.add(float(second), {0: second * GB} if second < 20 else {0: second * GB, 1: GB})
-    assert len(samples.times) == 10
+    assert len(samples.newest) == 10
     assert samples.growth(GB, GB) is None
 
 
@@ -82,13 +82,6 @@ def test_the_memory_of_a_process_has_what_it_has_written_and_no_mapped_file(tmp_
     assert held.nbytes * 0.9 < grown < held.nbytes + (48 << 20)
 
 
-def lines(home: Path, event: str) -> list[dict[str, object]]:
-    found = [
-        json.loads(line) for log in (home / "history").iterdir() for line in log.read_text().splitlines()
-    ]
-    return [line for line in found if line["event"] == event]
-
-
 def test_a_leak_in_a_real_run_is_warned_of_and_drawn(tmp_path: Path) -> None:
     home, held = tmp_path / "run", list[torch.Tensor]()
     watch = holdfast.HostMemory(within="10h", period="100ms")
@@ -97,16 +90,16 @@ def test_a_leak_in_a_real_run_is_warned_of_and_drawn(tmp_path: Path) -> None:
 
         def leak() -> bool:
             held.append(torch.ones(1 << 19))
-            return len(held) >= 2000 or bool(lines(home, GROWS))
+            return len(held) >= 2000 or bool(history_lines(home, GROWS))
 
         wait_until(leak)
-        (line,) = lines(home, GROWS)
+        (line,) = history_lines(home, GROWS)
         keeper = ckpt._training.attempt.keeper
         wait_until(lambda: keeper is not None and keeper.problems)
         with pytest.warns(holdfast.WatchWarning, match="HOST MEMORY GROWS: rank 0 on"):
             ckpt.save(2)
     assert "grows by" in str(line["detail"])
-    assert lines(home, EVENT)
+    assert history_lines(home, EVENT)
     figure = make_figures(read_summary(open_store(home)))["host-memory"]
     assert figure.chart is not None
     assert figure.rows[0][1] == line["detail"]
@@ -117,8 +110,8 @@ def test_a_run_without_a_leak_is_left_alone(tmp_path: Path) -> None:
     watch = holdfast.HostMemory(within="10h", period="20ms")
     with make_checkpointer(home, {"w": torch.zeros(3)}, watches=[watch]) as ckpt:
         ckpt.save(1).wait_durable()
-        wait_until(lambda: len(lines(home, EVENT)) >= 5)
-    assert lines(home, GROWS) == []
+        wait_until(lambda: len(history_lines(home, EVENT)) >= 5)
+    assert history_lines(home, GROWS) == []
 
 
 @pytest.mark.parametrize("options", [{"action": "grow"}, {"within": "soon"}, {"period": -1}])

@@ -14,6 +14,7 @@ from typing_extensions import override
 import holdfast
 from holdfast.checkpoint.run.watching import choose_watches
 from holdfast.checkpoint.watch import WatchedRun
+from making import history_lines
 
 
 class Toy(holdfast.Watch):
@@ -66,13 +67,6 @@ def train(home: Path, *watches: holdfast.Watch, steps: int = 3) -> None:
     with holdfast.Checkpointer(home, state, every=1, watches=watches, quiet=True) as ckpt:
         for _ in ckpt.steps(steps):
             state["weights"].add_(1)
-
-
-def lines(home: Path, event: str) -> list[dict[str, Any]]:
-    found = [
-        json.loads(line) for log in (home / "history").iterdir() for line in log.read_text().splitlines()
-    ]
-    return [line for line in found if line["event"] == event]
 
 
 def odd(*, name: str = "odd", keeper: str | None = None) -> holdfast.Watch:
@@ -133,7 +127,7 @@ def test_an_error_in_a_watch_switches_only_that_watch_off(
     assert [name for name, *_ in toy.seen] == seen
     assert holdfast.open(home).step == 3
     if event != "end":
-        (line,) = lines(home, "watch-off")
+        (line,) = history_lines(home, "watch-off")
         assert "'toy'" in line["detail"]
 
 
@@ -161,7 +155,7 @@ def test_a_half_that_fails_in_the_keeper_fails_no_save(
     train(home, ToyWithKeeper(tmp_path / "seen", fails=True))
     assert holdfast.open(home).step == 3
     assert "'toy-with-keeper' has failed in the keeper of rank 0" in capfd.readouterr().err
-    assert "cannot start" in lines(home, "watch-off")[0]["detail"]
+    assert "cannot start" in history_lines(home, "watch-off")[0]["detail"]
 
 
 class Talking(holdfast.Watch):
@@ -179,7 +173,7 @@ def test_a_watch_can_warn_and_write_into_the_history(tmp_path: Path) -> None:
     home = tmp_path / "run"
     with pytest.warns(holdfast.WatchWarning, match="the run is watched"):
         train(home, Talking())
-    (line,) = lines(home, "spike")
+    (line,) = history_lines(home, "spike")
     assert line["detail"] == f"watched at {home}"
 
 

@@ -284,7 +284,7 @@ class Controller(ABC):
         return find_cause(outcomes, lines[begin:])
 
     def _newest_step(self) -> int | None:
-        return max(read_progress(self._folder.progress).values(), default=None)
+        return read_progress(self._folder.progress).newest_step
 
     def _has_advanced(self) -> bool | None:
         """Return True if the attempt made a newer checkpoint; None if the job never reported one."""

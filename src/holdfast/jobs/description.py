@@ -97,7 +97,7 @@ def recorded_checks(
 def recorded_homes(folder: JobFolder) -> dict[str, int]:
     """Return the newest reported step of each home, named as outside of the job."""
     links = read_links(folder)
-    return {outside_path(home, links): step for home, step in read_progress(folder.progress).items()}
+    return {outside_path(home, links): step for home, step in read_progress(folder.progress).steps.items()}
 
 
 def durations_of(

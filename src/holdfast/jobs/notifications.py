@@ -28,7 +28,7 @@ from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.subscription import Subscription, is_webhook, label
 from holdfast.system.backoff import doubled
-from holdfast.system.environment import NOTIFY, NOTIFY_ON, count_failed_saves, read_progress
+from holdfast.system.environment import NOTIFY, NOTIFY_ON, read_progress
 from holdfast.system.failpoint import failpoint
 from holdfast.system.linux import locks
 from holdfast.system.linux.program_runs import end_program, given_input
@@ -145,6 +145,7 @@ def _add_notification(folder: JobFolder, job_state: JobState) -> None:
     with journal.locked(folder.notifications) as fd:
         if any(one.id == identity for one in journal.read_values(folder.notifications, Notification)):
             return
+        progress = read_progress(folder.progress)
         added = Notification(
             id=identity,
             status=status,
@@ -152,10 +153,10 @@ def _add_notification(folder: JobFolder, job_state: JobState) -> None:
             recoveries=job_state.recoveries,
             reason=printable(redact(job_state.reason.partition("\n")[0]))[:_MAX_REASON],
             exit_status=exit_status(job_state) if status.is_final else None,
-            step=max(read_progress(folder.progress).values(), default=None),
+            step=progress.newest_step,
             unix_s=time.time(),
             is_wanted=status in plan.statuses,
-            failed_saves=count_failed_saves(folder.progress),
+            failed_saves=len(progress.failed_saves),
         )
         journal.append(fd, journal.encode(added))
 

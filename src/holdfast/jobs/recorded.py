@@ -225,8 +225,7 @@ class RecordedEngine(ABC):
         announce(folder, job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
-        progress = read_progress(job_folder(self._state, record.job.number).progress)
-        return max(progress.values(), default=None)
+        return read_progress(job_folder(self._state, record.job.number).progress).newest_step
 
 
 class NodeEngine(RecordedEngine):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object
@@ -29,7 +27,6 @@ NOTIFY_ON = "HOLDFAST_NOTIFY_ON"  # statuses of which they are notified, separat
 SANDBOX = "HOLDFAST_SANDBOX"
 """Folder that replaces every home and local folder during a dry run of a script; else unset."""
 
-_T = TypeVar("_T")
 _MAX_DIGITS = 18
 MAX_PLACE = 200  # characters of the place at which a training hangs, and of the reason why one has diverged
 
@@ -116,48 +113,45 @@ def _report(**fields: str | int) -> None:
             os.close(fd)
 
 
-def read_progress(path: Path) -> dict[str, int]:
-    """Return the greatest reported step of each home."""
-    steps: dict[str, int] = {}
-    for home, step in _reported(path, lambda one: (one.text("home"), one.integer("step"))):
-        steps[home] = max(steps.get(home, 0), step)
-    return steps
+@dataclass(slots=True)
+class ReportedProgress:
+    """Reports of the trainings of a job, from a position of their file on."""
+
+    steps: dict[str, int] = field(default_factory=dict[str, int])  # greatest step of each home
+    failed_saves: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """Attempts and steps of the saves that failed, on any rank."""
+    was_preempted: bool = False
+    is_preempted: bool = False  # a preemption is the newest report: the training was not started again
+    hang: str | None = None  # place of the first hang
+    divergence: str | None = None  # reason of the first training that ended after too many rollbacks
+
+    @property
+    def newest_step(self) -> int | None:
+        """Greatest step of all homes; None without one."""
+        return max(self.steps.values(), default=None)
+
+    def add(self, report: Fields) -> None:
+        """Add a report. Raises Corrupt for one of another kind."""
+        self.is_preempted = "preempted" in report
+        if "home" in report:
+            home, step = report.text("home"), report.integer("step")
+            self.steps[home] = max(self.steps.get(home, 0), step)
+        elif "failed_save" in report:
+            self.failed_saves.add((report.integer("attempt"), report.integer("failed_save")))
+        elif "preempted" in report:
+            self.was_preempted |= report.integer("preempted") >= 0
+        elif "place" in report and self.hang is None:
+            self.hang = report.text("place")[:MAX_PLACE]
+        elif "diverged" in report and self.divergence is None:
+            self.divergence = report.text("reason")[:MAX_PLACE]
 
 
-def count_failed_saves(path: Path) -> int:
-    """Return the number of reported saves that failed, on any rank."""
-    return len(set(_reported(path, lambda one: (one.integer("attempt"), one.integer("failed_save")))))
-
-
-def was_preempted(path: Path, *, after: int) -> bool:
-    """Return True if a training that was started at a size of the file has reported a preemption."""
-    return any(True for _ in _reported(path, lambda one: one.integer("preempted"), after))
-
-
-def ended_preempted(path: Path, *, after: int) -> bool:
-    """Return True if a preemption is the newest report in a file of progress."""
-    return any(collections.deque(_reported(path, lambda one: "preempted" in one, after), maxlen=1))
-
-
-def find_hang(path: Path, *, after: int) -> str | None:
-    """Return the place of a reported hang; None without one."""
-    return next(_reported(path, lambda one: one.text("place")[:MAX_PLACE], after), None)
-
-
-def find_divergence(path: Path, *, after: int) -> str | None:
-    """Return the reason of a training that ended after too many rollbacks; None without one."""
-    found = _reported(path, lambda one: (one.integer("diverged"), one.text("reason")), after)
-    return next((reason[:MAX_PLACE] for _, reason in found), None)
-
-
-def _reported(path: Path, read: Callable[[Fields], _T], after: int = 0) -> Iterator[_T]:
-    """Yield what `read` returns for the lines of a file of progress, from a position on."""
-    try:
-        with path.open("rb") as file:
-            file.seek(after)
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with contextlib.suppress(Corrupt):  # a line of another kind, or one that a kill has torn
-            yield read(decode_object(line, "a line of progress", any_text=True))
+def read_progress(path: Path, *, after: int = 0) -> ReportedProgress:
+    """Return the reports in a file of progress, from a position on; none if it cannot be read."""
+    found = ReportedProgress()
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(after)
+        for line in file.read().splitlines():
+            with contextlib.suppress(Corrupt):  # a line of another kind, or one that a kill has torn
+                found.add(decode_object(line, "a line of progress", any_text=True))
+    return found

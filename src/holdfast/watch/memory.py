@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -110,57 +110,54 @@ class MemoryGrowth:
     left_s: float  # time until the host has none left, at the growth of all ranks
 
 
-@dataclass(slots=True)
 class MemorySamples:
     """Newest samples of the memory of the ranks of one host."""
 
-    times: deque[float] = field(default_factory=lambda: deque[float](maxlen=_NUM_SAMPLES))
-    used: dict[int, deque[int]] = field(default_factory=dict[int, deque[int]])
+    def __init__(self) -> None:
+        self.newest: deque[tuple[float, Mapping[int, int]]] = deque(maxlen=_NUM_SAMPLES)
+        """Time and bytes by rank of each sample. All have the same ranks."""
 
     def add(self, now_s: float, used: Mapping[int, int]) -> None:
         """Add a sample. A rank that is new, or gone, begins all of them anew."""
-        if used.keys() != self.used.keys():
-            self.times.clear()
-            self.used = {rank: deque[int](maxlen=_NUM_SAMPLES) for rank in used}
-        self.times.append(now_s)
-        for rank, num_bytes in used.items():
-            self.used[rank].append(num_bytes)
+        if self.newest and used.keys() != self.newest[-1][1].keys():
+            self.newest.clear()
+        self.newest.append((now_s, used))
 
     def growth(self, available: int, total: int) -> MemoryGrowth | None:
         """Return the steady growth of this host's ranks; None without one."""
-        if len(self.times) < _MIN_SAMPLES:
+        if len(self.newest) < _MIN_SAMPLES:
             return None
-        slopes = {rank: self._slope(list(used)) for rank, used in self.used.items()}
+        took_s = self.newest[-1][0] - self.newest[0][0]
+        slopes = {rank: self._slope(rank) for rank in self.newest[-1][1]}
         growing = {
-            rank: slope
-            for rank, slope in slopes.items()
-            if slope > 0 and slope * (self.times[-1] - self.times[0]) > _MIN_SHARE * total
+            rank: slope for rank, slope in slopes.items() if slope > 0 and slope * took_s > _MIN_SHARE * total
         }
         if not growing:
             return None
-        rank = max(growing, key=lambda one: growing[one])
+        rank = max(growing, key=growing.__getitem__)
         return MemoryGrowth(rank, growing[rank], available / sum(growing.values()))
 
-    def _slope(self, used: list[int]) -> float:
+    def _slope(self, rank: int) -> float:
         """Return the bytes per second of a rank; 0 unless each third of the samples is above the one before.
 
         Source: the median of the slopes between all pairs of samples (Theil, 1950), which single peaks such
             as a save or an evaluation do not change.
         """
-        third = len(used) // 3
+        points = [(time_s, used[rank]) for time_s, used in self.newest]
+        third = len(points) // 3
         low, middle, high = (
-            statistics.median(part) for part in (used[:third], used[third:-third], used[-third:])
+            statistics.median(used for _, used in part)
+            for part in (points[:third], points[third:-third], points[-third:])
         )
         if not low < middle < high:
             return 0.0
-        times = list(self.times)
-        pairs = itertools.combinations(range(len(used)), 2)
-        return statistics.median((used[j] - used[i]) / (times[j] - times[i]) for i, j in pairs)
+        pairs = itertools.combinations(points, 2)
+        return statistics.median((later[1] - point[1]) / (later[0] - point[0]) for point, later in pairs)
 
 
-def read_used_bytes(pid: int, proc: Path = Path("/proc")) -> int:
+def read_used_bytes(pid: int) -> int:
     """Return the private and shared memory of a process, without files that are only mapped."""
-    lines = (proc / str(pid) / "status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(_USED))
 
 

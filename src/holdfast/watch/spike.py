@@ -69,46 +69,64 @@ class Spike(ActionWatch):
     @override
     def begin(self, run: WatchedRun) -> None:
         self._run = run
-        self._detectors = SpikeDetectors()
+        self._detectors: dict[str, SpikeDetector] = {}  # of losses and of norms of gradients, by their names
         self._reported: int | None = None  # first step of the present spike
 
     @override
     def restored(self, state: RestoredState) -> None:
         self._reported = None
         if state.is_rollback:  # values before it still count
-            self._detectors.go_back()
+            for detector in self._detectors.values():
+                detector.go_back()
             return
-        self._detectors = SpikeDetectors()
+        self._detectors.clear()
         if self._run.rank == 0:
             for step, values in state.values_before(WINDOW + NUM_RECENT).items():
-                self._detectors.observe(step, values)
+                self.recorded(step, values)
 
     @override
     def recorded(self, step: int, values: Mapping[str, float]) -> None:
-        self._detectors.observe(step, values)
+        for name, value in values.items():
+            detector = self._detectors.get(name)
+            if detector is None:
+                kind = kind_of(name)
+                if kind is None or len(self._detectors) >= _MAX_METRICS:
+                    continue
+                detector = self._detectors[name] = SpikeDetector(name, kind)
+            detector.add(step, value)
 
     @override
     def step(self, step: int) -> Vote | None:
-        first, trend = self._detectors.spike, self._detectors.trend()
-        if first is None or trend is None:
+        high = (one.first_high for one in self._detectors.values() if one.first_high is not None)
+        since = min((value.step for value in high), default=None)
+        trend = self._trend()
+        if since is None or trend is None:
             self._reported = None
             return None
         if self._reported is None:
-            self._reported = first.step
-            self._run.note("spike", step=first.step, detail=trend.detail)
+            self._reported = since
+            self._run.note("spike", step=since, detail=trend.detail)
             if self.action == "report":
                 _log.warning('SPIKE: %s. Nothing was done (Spike("report")).', trend.detail)
         if self.action != "rollback":
             return None
-        upto, most = first.step - 1 - self.back, self.max_rollbacks
-        return Vote(Act.GO_BACK, trend.detail, since=first.step, upto=upto, most=most, skip=self.skip)
+        upto, most = since - 1 - self.back, self.max_rollbacks
+        return Vote(Act.GO_BACK, trend.detail, since=since, upto=upto, most=most, skip=self.skip)
 
     @override
     def saving(self, save: CopiedSave) -> Section | None:
-        trend = self._detectors.trend()
+        trend = self._trend()
         if trend is not None:
             return Section(1, {"is_spiking": trend.is_spiking}, _MARKS[trend.is_spiking], (trend.detail,))
         return Section(1, {}, Mark.NONE, ("no loss was recorded",)) if self._run.rank == 0 else None
+
+    def _trend(self) -> Trend | None:
+        """Return the judgement of all metrics together; None if none is watched."""
+        trends = [detector.trend() for detector in self._detectors.values()]
+        for outcome in (True, False, None):
+            if found := [trend.detail for trend in trends if trend.is_spiking is outcome]:
+                return Trend(outcome, "; ".join(found))
+        return None
 
 
 WINDOW = 128  # values that a new one is compared with
@@ -238,40 +256,3 @@ def kind_of(name: str) -> str | None:
     if words[-1] in ("norm", "gradnorm") and any(word.startswith("grad") for word in words):
         return "norm"
     return None
-
-
-class SpikeDetectors:
-    """Detectors of the metrics whose names are those of losses and of norms of gradients."""
-
-    def __init__(self) -> None:
-        self._detectors: dict[str, SpikeDetector] = {}
-
-    def observe(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the values of a step. Steps ascend; metrics of other names are ignored."""
-        for name, value in values.items():
-            detector = self._detectors.get(name)
-            if detector is None:
-                kind = kind_of(name)
-                if kind is None or len(self._detectors) >= _MAX_METRICS:
-                    continue
-                detector = self._detectors[name] = SpikeDetector(name, kind)
-            detector.add(step, value)
-
-    def go_back(self) -> None:
-        """Continue after training went back behind the present spikes."""
-        for one in self._detectors.values():
-            one.go_back()
-
-    @property
-    def spike(self) -> RecordedValue | None:
-        """First value of a spike that has not ended; None without one."""
-        found = [one.first_high for one in self._detectors.values() if one.first_high is not None]
-        return min(found, key=lambda point: point.step, default=None)
-
-    def trend(self) -> Trend | None:
-        """Return the judgement of all metrics together; None if none is watched."""
-        trends = [one.trend() for one in self._detectors.values()]
-        for outcome in (True, False, None):
-            if found := [one.detail for one in trends if one.is_spiking is outcome]:
-                return Trend(outcome, "; ".join(found))
-        return None

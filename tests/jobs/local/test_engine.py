@@ -145,14 +145,14 @@ def test_only_the_topmost_processes_with_a_handler_are_signalled() -> None:
 
 
 def test_progress_is_the_greatest_step_of_each_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_progress(tmp_path / "progress") == {}
+    assert read_progress(tmp_path / "progress").steps == {}
     report_progress("a", 1)  # nobody asks
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "progress"))
     for home, step in (("a", 5), ("a", 10), ("b", 1), ("a", 7)):
         report_progress(home, step)
     with (tmp_path / "progress").open("a") as file:
         file.write('torn {"home"\n[]\n{"home": "a"}\n')
-    assert read_progress(tmp_path / "progress") == {"a": 10, "b": 1}
+    assert read_progress(tmp_path / "progress").steps == {"a": 10, "b": 1}
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "no" / "such" / "folder"))
     report_progress("a", 11)
 

@@ -31,7 +31,7 @@ from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
 from holdfast.jobs.outcome import Outcome, Phase, unstarted
 from holdfast.jobs.output import log_times
 from holdfast.jobs.output.log_times import LogSampler
-from holdfast.system.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
+from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.system.linux import locks
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
@@ -206,16 +206,17 @@ class _Agent:
         pid = os.fork()
         if pid == 0:
             self._become_shell(phase)
-        self._is_preempted = lambda: ended_preempted(progress, after=begin)
+        self._is_preempted = lambda: read_progress(progress, after=begin).is_preempted
         code = os.waitstatus_to_exitcode(self._wait_for(pid))
         outcome = Outcome(phase, code=code) if code >= 0 else Outcome(phase, killed_by=-code)
-        if outcome.is_failed_command and was_preempted(progress, after=begin):
+        reported = read_progress(progress, after=begin)
+        if outcome.is_failed_command and reported.was_preempted:
             outcome = Outcome(phase, code=PREEMPTED_STATUS)  # torchrun, for example, exits with 1
-        if outcome.is_success and ended_preempted(progress, after=begin):
+        if outcome.is_success and reported.is_preempted:
             outcome = Outcome(phase, code=PREEMPTED_STATUS)  # a pipe, for example, has the status of tee
-        if not outcome.is_success and (place := find_hang(progress, after=begin)) is not None:
+        if not outcome.is_success and (place := reported.hang) is not None:
             outcome = Outcome(phase, code=HUNG_STATUS, hung=place)
-        if not outcome.is_success and (reason := find_divergence(progress, after=begin)) is not None:
+        if not outcome.is_success and (reason := reported.divergence) is not None:
             outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
         if _may_still_save(outcome, notice):
             self._end_orphans()

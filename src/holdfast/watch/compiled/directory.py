@@ -123,14 +123,14 @@ def whole_files(directory: Directory) -> dict[str, int]:
         if changed_unix_s >= directory.since_unix_s and size <= MAX_FILE_BYTES and _can_be_named(path):
             found[path] = size
     if found and directory.headers is not None:
-        headers = sorted(_walk(directory.headers, HEADERS), key=lambda one: -one[2])[:MAX_HEADER_FILES]
+        headers = sorted(_walk(directory.headers, HEADERS), key=lambda header: -header[2])[:MAX_HEADER_FILES]
         found |= {path: size for path, size, _ in headers if size <= MAX_FILE_BYTES and _can_be_named(path)}
     return found
 
 
 def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int, float]]:
     try:
-        entries = sorted(os.scandir(folder), key=lambda one: one.name)
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except FileNotFoundError:
         return  # deleted meanwhile
     built = [entry.name for entry in entries if entry.name.endswith(_IS_BEING_BUILT)]

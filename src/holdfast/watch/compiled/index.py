@@ -6,6 +6,7 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint.format.catalog import columns
@@ -148,11 +149,9 @@ def check_path(path: str) -> str:
 
 
 def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
-    """Group indices by writer, the greatest number first. Writers of the newest attempt come first."""
-    writers: dict[tuple[str, int, int], list[IndexName]] = {}
-    for name in sorted(names, reverse=True):
-        writers.setdefault((name.key, name.attempt, name.rank), []).append(name)
-    return list(writers.values())
+    """Group the indices of a key by writer, the newest attempt first, and the greatest number of each."""
+    ordered = sorted(names, reverse=True)
+    return [list(group) for _, group in groupby(ordered, lambda name: (name.attempt, name.rank))]
 
 
 _LEVEL, _LARGE_LEVEL = 6, 1

@@ -68,8 +68,8 @@ def _first_good(
     store: Store, facts: BuildEnvironment, names: list[IndexName]
 ) -> tuple[CacheIndex | None, list[str]]:
     problems = []
-    for one in names:
-        name = index_name(one.key, one.attempt, one.rank, one.number)
+    for parts in names:
+        name = index_name(parts.key, parts.attempt, parts.rank, parts.number)
         try:
             index = parse(store.get(name), name)
         except NotFound:
@@ -197,7 +197,7 @@ class CacheUploader:
             indices, _ = read_indices(self.store, self.key, self.facts)
             self.known = {*self.known, *(set(_listed_paths(indices)) - set(self.lacking))}
             new = self._new(directory)
-        in_order = sorted(new.items(), key=lambda one: (one[1] > PACK_BYTES, one[0]))  # fast uploads first
+        in_order = sorted(new.items(), key=lambda item: (item[1] > PACK_BYTES, item[0]))  # fast uploads first
         for paths in divide(in_order, PACK_BYTES):
             if is_ended() or not self._upload_pack(directory, paths, result):
                 break
@@ -259,7 +259,7 @@ class CacheUploader:
 def _by_age(names: Iterable[str], attempt: int) -> list[list[str]]:
     """Return the objects of each older attempt, oldest first, indices before their packs."""
     older: dict[tuple[int, str], list[str]] = {}
-    for name in sorted(names, key=lambda one: (one.endswith(".pack"), one)):
+    for name in sorted(names, key=lambda name: (name.endswith(".pack"), name)):
         parsed = parse_name(name)
         if parsed is not None and parsed.attempt < attempt:
             older.setdefault((parsed.attempt, parsed.key), []).append(name)

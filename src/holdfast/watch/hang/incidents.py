@@ -41,24 +41,25 @@ def _place(process: ProcessStacks, thread: int) -> Place | None:
 def group_ranks(evidence: Iterable[RankEvidence]) -> list[PlaceGroup]:
     """Return the groups of ranks at the same place, the odd ones first."""
     groups: dict[tuple[str, Kind, int], list[int]] = {}
-    for one in sorted(evidence, key=lambda one: one.rank):
-        place = place_of(one)
-        kind = Kind.WORKS if place is None or one.process.state.startswith(_STOPPED) else place.kind
-        groups.setdefault((_describe(one, place), kind, one.step), []).append(one.rank)
+    for of_rank in sorted(evidence, key=lambda of_rank: of_rank.rank):
+        place = place_of(of_rank)
+        kind = Kind.WORKS if place is None or of_rank.process.state.startswith(_STOPPED) else place.kind
+        groups.setdefault((_describe(of_rank, place), kind, of_rank.step), []).append(of_rank.rank)
     found = [PlaceGroup(tuple(ranks), text, kind, step) for (text, kind, step), ranks in groups.items()]
     odd = _odd(found)
     marked = [replace(one, is_odd=one in odd) for one in found]
-    return sorted(marked, key=lambda one: (not one.is_odd, one.ranks))
+    return sorted(marked, key=lambda group: (not group.is_odd, group.ranks))
 
 
-def _describe(one: RankEvidence, place: Place | None) -> str:
-    text = one.process.state if place is None else f"in {place.describe()}"
-    if one.process.state.startswith(_STOPPED) and place is not None:
-        text = f"{one.process.state} {text}"
-    if one.phase:
-        text = f"{text}, in phase {one.phase!r}"
+def _describe(evidence: RankEvidence, place: Place | None) -> str:
+    state = evidence.process.state
+    text = state if place is None else f"in {place.describe()}"
+    if state.startswith(_STOPPED) and place is not None:
+        text = f"{state} {text}"
+    if evidence.phase:
+        text = f"{text}, in phase {evidence.phase!r}"
     if place is not None and place.operation.startswith("DataLoader"):
-        for worker in one.workers:
+        for worker in evidence.workers:
             at = _place(worker, 0)
             if at is not None and at.user is not None:
                 return f"{text}; its worker is in {at.describe()}"
@@ -105,8 +106,8 @@ def list_hangs(lines: Iterable[Mapping[str, Any]]) -> list[HangIncident]:
 
     def end(attempt: int, over_s: float | None) -> None:
         if attempt in records:
-            unix_s, evidence = records.pop(attempt)
-            found.append(HangIncident(attempt, unix_s, _newest_of_ranks(evidence), over_s))
+            unix_s, recorded = records.pop(attempt)
+            found.append(HangIncident(attempt, unix_s, _newest_of_ranks(recorded), over_s))
 
     for line in lines:
         attempt = line.get("attempt")
@@ -115,21 +116,21 @@ def list_hangs(lines: Iterable[Mapping[str, Any]]) -> list[HangIncident]:
         if line.get("event") == OVER:
             seconds = line.get("seconds")
             end(attempt, float(seconds) if isinstance(seconds, (int, float)) else None)
-        elif (one := decode(line)) is not None:
-            if attempt in records and line["t"] - records[attempt][0] > _TOGETHER_S + one.stalled_s:
+        elif (evidence := decode(line)) is not None:
+            if attempt in records and line["t"] - records[attempt][0] > _TOGETHER_S + evidence.stalled_s:
                 end(attempt, None)
-            records.setdefault(attempt, (line["t"], []))[1].append(one)
+            records.setdefault(attempt, (line["t"], []))[1].append(evidence)
     for attempt in sorted(records):
         end(attempt, None)
-    return sorted(found, key=lambda one: one.unix_s)
+    return sorted(found, key=lambda hang: hang.unix_s)
 
 
 def _newest_of_ranks(evidence: Iterable[RankEvidence]) -> tuple[RankEvidence, ...]:
     """Return the newest evidence of each rank; if some of it is late, the newest of that."""
     by_rank: dict[int, RankEvidence] = {}
-    for one in evidence:
-        if one.is_late or one.rank not in by_rank or not by_rank[one.rank].is_late:
-            by_rank[one.rank] = one
+    for newer in evidence:
+        if newer.is_late or newer.rank not in by_rank or not by_rank[newer.rank].is_late:
+            by_rank[newer.rank] = newer
     return tuple(by_rank[rank] for rank in sorted(by_rank))
 
 
@@ -138,7 +139,7 @@ def _newest_of_ranks(evidence: Iterable[RankEvidence]) -> tuple[RankEvidence, ..
 
 def describe_hang(evidence: Sequence[RankEvidence], *, world_size: int, action: str, home: str) -> str:
     """Return the block that a training prints about its hang."""
-    late = max((one for one in evidence if one.is_late), key=lambda one: one.stalled_s)
+    late = max((one for one in evidence if one.is_late), key=lambda late: late.stalled_s)
     doing = f"its phase {late.phase!r}" if late.phase else f"the step after {late.step}"
     lines = [
         f"THE TRAINING HANGS: rank {late.rank} has made no progress for {format_duration(late.stalled_s)} in "
@@ -175,7 +176,7 @@ def format_stacks(evidence: RankEvidence) -> list[str]:
     ]
     for name, process in [("trainer", evidence.process), *(("worker", one) for one in evidence.workers)]:
         lines.append(f"  {name}, process {process.pid}, {process.state}")
-        for thread in sorted(process.threads, key=lambda one: one.ident != evidence.thread):
+        for thread in sorted(process.threads, key=lambda thread: thread.ident != evidence.thread):
             trains = ", which trains" if thread.ident == evidence.thread else ""
             lines.append(f"    thread {thread.ident:#x}{trains}")
             lines += [f"      {one.file}:{one.line} {one.function}" for one in thread.frames]

@@ -115,13 +115,13 @@ class HangKeeper(KeeperWatch):
 
     # -- results ---------------------------------------------------------------------------------------------
 
-    def _record(self, one: RankEvidence) -> None:
+    def _record(self, evidence: RankEvidence) -> None:
         self._history.record(
             evidences.EVENT,
-            step=one.step,
-            seconds=one.stalled_s,
-            detail=describe_odd([one]),
-            members={"evidence": evidences.encode(one)},
+            step=evidence.step,
+            seconds=evidence.stalled_s,
+            detail=describe_odd([evidence]),
+            members={"evidence": evidences.encode(evidence)},
         )
         with contextlib.suppress(HoldfastError):
             self._history.store.flush()
@@ -135,9 +135,9 @@ class HangKeeper(KeeperWatch):
         if 0 in found and own.rank != 0 and found[0].is_late:
             return list(found.values())  # rank 0's keeper reports
         found = dict(found)
-        for one in peers:
-            if one.phase or one.stalled_s < own.stalled_s / 2:  # its own keeper does not
-                self._run.in_background(lambda one=one: self._record(one))
+        for peer in peers:
+            if peer.phase or peer.stalled_s < own.stalled_s / 2:  # its own keeper does not
+                self._run.in_background(lambda peer=peer: self._record(peer))
         ranks = [found[rank] for rank in sorted(found)]
         action = 'Nothing was done (Hang("report")).'
         if self._restarts:
@@ -155,9 +155,9 @@ class HangKeeper(KeeperWatch):
         while time.monotonic() < deadline_s and len(found) < self._config.world_size:
             with contextlib.suppress(HoldfastError):
                 for line in read_lines(self._history.store, self._config.attempt)[0]:
-                    one = evidences.decode(line) if line["t"] >= since_unix_s else None
-                    if one is not None and not (one.rank in found and found[one.rank].is_late):
-                        found[one.rank] = one
+                    other = evidences.decode(line) if line["t"] >= since_unix_s else None
+                    if other is not None and not (other.rank in found and found[other.rank].is_late):
+                        found[other.rank] = other
             time.sleep(_PERIOD_S)
 
     # -- restart ---------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Kind(str, Enum):
 
     WAITS = "waits"  # for other ranks
     SYNCS = "syncs"  # the exchange that follows each step
+    LOADS = "loads"  # data
     WORKS = "works"  # anything else
     COMPILES = "compiles"
     EVALUATES = "evaluates"
@@ -88,11 +89,6 @@ def frame_kind(frame: Frame) -> Kind | None:
     return None if _is_library(frame) else Kind.WORKS
 
 
-def loads_data(frame: Frame) -> bool:
-    """Return True for a frame of PyTorch's data loaders."""
-    return _operation(frame) == _LOADS
-
-
 def _is_library(frame: Frame) -> bool:
     file = frame.file
     return bool(_LIBRARY.search(file)) or file.startswith(_STDLIB) or bool(_HOLDFAST.search(file))
@@ -100,9 +96,6 @@ def _is_library(frame: Frame) -> bool:
 
 def _evaluates(frame: Frame) -> bool:
     return bool(_EVALUATES.search(frame.function)) and "train" not in frame.function
-
-
-_LOADS = Kind.WORKS, "DataLoader.__next__"
 
 
 def _operation(frame: Frame) -> tuple[Kind, str] | None:
@@ -115,7 +108,7 @@ def _operation(frame: Frame) -> tuple[Kind, str] | None:
         return Kind.WAITS, frame.function
     if file == "autograd/graph.py" and frame.function == "_engine_run_backward":
         return Kind.WAITS, "backward"  # DistributedDataParallel waits for the gradients of other ranks in it
-    return _LOADS if file.startswith("utils/data/") else None
+    return (Kind.LOADS, "DataLoader.__next__") if file.startswith("utils/data/") else None
 
 
 def _name_of(frames: tuple[Frame, ...]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from holdfast.errors import HUNG_STATUS, Corrupt
 from holdfast.system.documents import decode
 from holdfast.system.linux.locks import try_flock
-from holdfast.system.linux.processes import handles_signal, start_time, threads_blocking
+from holdfast.system.linux.processes import handles_signal, read_stat, start_time, threads_blocking
 from holdfast.system.linux.program_runs import run_program
 
 NAME = "hang"
@@ -64,7 +64,7 @@ def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
     """Return the thread that trains; None if its stack was not written."""
     if ident == 0:  # the oldest thread, which is written last
         return threads[-1] if threads else None
-    return next((one for one in threads if one.ident == ident), None)
+    return next((thread for thread in threads if thread.ident == ident), None)
 
 
 # -- handlers of a trainer, which need no GIL ----------------------------------------------------------------
@@ -148,8 +148,8 @@ def parse_json(text: bytes) -> tuple[Thread, ...]:
     if not isinstance(body, list) or not all(isinstance(one, dict) for one in body):
         raise Corrupt("The output of py-spy is not a list of threads.")
     threads: list[Thread] = []
-    for one in reversed(body):  # the oldest thread last, as faulthandler writes them
-        frames, ident = one.get("frames"), one.get("thread_id")
+    for thread in reversed(body):  # the oldest thread last, as faulthandler writes them
+        frames, ident = thread.get("frames"), thread.get("thread_id")
         if not isinstance(frames, list):
             raise Corrupt("The output of py-spy has a thread without frames.")
         threads.append(
@@ -158,10 +158,10 @@ def parse_json(text: bytes) -> tuple[Thread, ...]:
     return tuple(threads[-MAX_THREADS:])
 
 
-def _frame(one: Any) -> Frame:
-    if not isinstance(one, dict):
+def _frame(frame: Any) -> Frame:
+    if not isinstance(frame, dict):
         raise Corrupt("The output of py-spy has a frame that is not an object.")
-    line, file, name = one.get("line"), str(one.get("filename")), str(one.get("name"))
+    line, file, name = frame.get("line"), str(frame.get("filename")), str(frame.get("name"))
     return Frame(file[-_MAX_TEXT:], line if isinstance(line, int) else 0, name[:_MAX_TEXT])
 
 
@@ -220,11 +220,8 @@ def _locked_in_time(file: int) -> bool:
 
 def read_state(pid: int) -> str:
     """Return the state of a process as a word."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return "gone"
-    return _STATES.get(text.rpartition(")")[2].split()[0], "gone")
+    found = read_stat(pid)
+    return "gone" if found is None else _STATES.get(found.state, "gone")
 
 
 def _dump(pid: int, file: int) -> tuple[Thread, ...]:
@@ -276,10 +273,10 @@ def end_process(pid: int, number: int, *, limit_s: float) -> None:
     Blocks: until it has exited, at most `limit_s` and as long again.
     """
     born = start_time(pid)
-    for one in (number, signal.SIGKILL):
-        if one == signal.SIGKILL or handles_signal(pid, one):
+    for ending in (number, signal.SIGKILL):
+        if ending == signal.SIGKILL or handles_signal(pid, ending):
             try:
-                os.kill(pid, one)
+                os.kill(pid, ending)
                 os.kill(pid, signal.SIGCONT)  # a stopped process handles no signal
             except OSError:
                 return

@@ -20,7 +20,6 @@ _END_SHARE = 0.5
 _RISE = 1.5  # rise over its own earlier factor that names a rank where the work of many ranks differs
 _LEAST_EARLIER, _MAX_EARLIER = 16, 240  # earlier windows that a rank is compared with
 _LEAST_PRESENT = 0.9  # share of the ranks whose own times are needed
-_MAX_BEGINS = 1000  # windows whose times are remembered, for the begin of a period
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class SlowRank:
     """Rank that the others wait for."""
 
     rank: int
-    since: int  # number of the window in which it became slow, from 0
+    since: int  # number of the window in which it became slow
     factor: float  # its own time, as a multiple of that of a usual rank
 
 
@@ -71,32 +70,34 @@ class PaceJudge:
     def __init__(self, factor: float = FACTOR) -> None:
         self._factor = factor  # own time from which a rank is slow, as a multiple of that of a usual rank
         self._past: dict[int, _RankPast] = {}
-        self._windows: list[dict[int, float]] = []  # recent windows: own times as shares of the step, by rank
-        self._number = 0
+        self._windows: dict[int, dict[int, float]] = {}
+        """Recent windows by their number: own times as shares of the step, by rank."""
 
     def add(
-        self, own_s: Mapping[int, float], *, world_size: int, whole_s: float | None = None
+        self, number: int, own_s: Mapping[int, float], *, world_size: int, whole_s: float | None = None
     ) -> PaceVerdict:
         """Add a window, and return the verdict about the last ones.
 
         Args:
+            number: of the window, greater than those before.
             own_s: own time of each rank, in seconds per step or as a share of the window.
             world_size: number of ranks. A window without nearly all of them is ignored.
             whole_s: duration of a step in the unit of `own_s`; by default the own time of the slowest rank.
         """
-        own = {rank: one for rank, one in own_s.items() if math.isfinite(one) and one >= 0}
+        own = {rank: time for rank, time in own_s.items() if math.isfinite(time) and time >= 0}
         if world_size < 2 or len(own) < max(2, _LEAST_PRESENT * world_size):
             return PaceVerdict()
         # The lower one: of two ranks, or of two equal halves, the quicker one is the usual one.
         usual = statistics.median_low(own.values())
         if usual <= 0:
             return PaceVerdict()
-        self._number += 1
         whole = max(own.values()) if whole_s is None else whole_s
-        self._windows = [*self._windows, {rank: one / whole for rank, one in own.items()}][-_WINDOWS:]
-        for rank, one in own.items():
+        self._windows[number] = {rank: own_time / whole for rank, own_time in own.items()}
+        while len(self._windows) > _WINDOWS:
+            del self._windows[min(self._windows)]
+        for rank, own_time in own.items():
             past = self._past.setdefault(rank, _RankPast())
-            past.factors = [*past.factors, one / usual][-_MAX_EARLIER:]
+            past.factors = [*past.factors, own_time / usual][-_MAX_EARLIER:]
         if len(self._windows) < _LEAST_WINDOWS:
             return PaceVerdict()
         self._update(world_size)
@@ -106,7 +107,7 @@ class PaceJudge:
             if past.since is not None
         ]
         cost = round(self._cost({one.rank for one in slow}), 4)
-        return PaceVerdict(tuple(sorted(slow, key=lambda one: (-one.factor, one.rank))), cost)
+        return PaceVerdict(tuple(sorted(slow, key=lambda found: (-found.factor, found.rank))), cost)
 
     def _update(self, world_size: int) -> None:
         """Find the ranks that have become slow, and those that no longer are."""
@@ -120,9 +121,10 @@ class PaceJudge:
             if rank not in slow:
                 past.since = None
             elif past.since is None:
-                recent = past.factors[-_WINDOWS:]
-                first = next((number for number, one in enumerate(recent) if one >= self._factor), 0)
-                past.since = self._number - len(recent) + first
+                recent = past.factors[-_WINDOWS:]  # the newest is that of the newest window
+                numbers = list(self._windows)[-len(recent) :]
+                pairs = zip(numbers, recent, strict=True)
+                past.since = next((number for number, factor in pairs if factor >= self._factor), numbers[0])
 
     def _limit(self, past: _RankPast) -> float:
         return 1 + (self._factor - 1) * (1.0 if past.since is None else _END_SHARE)
@@ -130,7 +132,7 @@ class PaceJudge:
     def _cost(self, slow: set[int]) -> float:
         """Return the share of the time that all wait for the slow ranks."""
         costs: list[float] = []
-        for own in self._windows:
+        for own in self._windows.values():
             slowest = max(own.values())
             others = max((one for rank, one in own.items() if rank not in slow), default=slowest)
             costs.append(max(0.0, slowest - others))
@@ -140,14 +142,6 @@ class PaceJudge:
 # -- periods -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PaceChange:
-    """Slow periods that have begun and ended with a window."""
-
-    begun: tuple[SlowPeriod, ...] = ()
-    ended: tuple[SlowPeriod, ...] = ()
-
-
 class SlowRankAnnouncer:
     """Announcer of the slow ranks of one attempt: each period when it is certain, and at its end."""
 
@@ -155,36 +149,29 @@ class SlowRankAnnouncer:
         self._world_size = world_size
         self._judge = PaceJudge(factor)
         self._recent: deque[PaceWindow] = deque(maxlen=_WINDOWS)
-        self._begins: deque[float] = deque(maxlen=_MAX_BEGINS)  # of the windows that were judged
-        self._num_judged = 0
         self._open: dict[int, SlowPeriod] = {}
 
-    def add(self, window: PaceWindow, *, window_s: float, hosts: Mapping[int, str]) -> PaceChange:
-        """Add a window with all ranks, its length, and the name of the host of each rank."""
+    def add(self, window: PaceWindow, *, window_s: float, hosts: Mapping[int, str]) -> list[SlowPeriod]:
+        """Add a window with all ranks, its length, and the name of the host of each rank.
+
+        Return the periods that have begun, and those that have ended, which have an end.
+        """
         shares = window.shares
         if not shares:
-            return PaceChange()
+            return []
         self._recent.append(window)
-        self._begins.append(window.number * window_s)
-        self._num_judged += 1
-        verdict = self._judge.add(shares, world_size=self._world_size, whole_s=1.0)
-        slow, now_s = {one.rank: one for one in verdict.slow}, (window.number + 1) * window_s
-        ended = [
-            replace(self._open.pop(rank), until_unix_s=now_s) for rank in sorted(set(self._open) - set(slow))
-        ]
-        begun = [rank for rank in slow if rank not in self._open]
-        for rank, one in slow.items():
+        verdict = self._judge.add(window.number, shares, world_size=self._world_size, whole_s=1.0)
+        slow, end_s = {found.rank: found for found in verdict.slow}, (window.number + 1) * window_s
+        gone, new = sorted(set(self._open) - set(slow)), [rank for rank in slow if rank not in self._open]
+        ended = [replace(self._open.pop(rank), until_unix_s=end_s) for rank in gone]
+        for rank, found in slow.items():
             self._open[rank] = SlowPeriod(
                 rank,
                 hosts.get(rank, "?"),
-                self._begin(one.since) if rank in begun else self._open[rank].since_unix_s,
-                one.factor,
+                found.since * window_s if rank in new else self._open[rank].since_unix_s,
+                found.factor,
                 verdict.cost_share,
                 round(window.step_s, 6),
                 find_cause(tuple(self._recent), rank),
             )
-        return PaceChange(tuple(self._open[rank] for rank in begun), tuple(ended))
-
-    def _begin(self, number: int) -> float:
-        """Return the begin of a judged window; that of the oldest remembered one if it is older."""
-        return self._begins[max(0, number - (self._num_judged - len(self._begins)))]
+        return [*(self._open[rank] for rank in new), *ended]

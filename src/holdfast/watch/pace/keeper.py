@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -14,7 +15,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
-from holdfast.watch.pace.judgement import PaceChange, SlowRankAnnouncer
+from holdfast.watch.pace.judgement import SlowRankAnnouncer
 from holdfast.watch.pace.sampler import NAME
 from holdfast.watch.pace.windows import (
     BEGUN,
@@ -87,8 +88,8 @@ class PaceKeeper(KeeperWatch):
         if self._config.rank == 0:
             if len(self._ranks) < self._config.world_size:
                 self._read_others()
-            for one in self._table.take():
-                self._announce(self._announcer.add(one, window_s=self._window_s, hosts=self._hosts))
+            for window in self._table.take():
+                self._announce(self._announcer.add(window, window_s=self._window_s, hosts=self._hosts))
 
     def _add(self, window: PaceWindow) -> None:
         self._num_windows += 1
@@ -119,20 +120,20 @@ class PaceKeeper(KeeperWatch):
                     self._hosts |= dict.fromkeys(window.ranks, host)
                     self._table.add(window)
 
-    def _announce(self, change: PaceChange) -> None:
-        for one in change.begun:
-            self._record(BEGUN, one, one.describe())
-        for one in change.ended:
-            self._record(OVER, one, block_of_end(one))
-            self._run.show(block_of_end(one))
-        if change.begun:
-            self._run.show(block_of_slow(change.begun, self._config.home))
-
-    def _record(self, event: str, one: SlowPeriod, text: str) -> None:
+    def _announce(self, changed: Sequence[SlowPeriod]) -> None:
+        """Record the periods that have begun and ended, and have the trainer print them."""
         own = self._ranks.get(self._config.rank)
         step = None if own is None or own.before is None else own.before.step
-        seconds = 0.0 if one.until_unix_s is None else one.until_unix_s - one.since_unix_s
-        self._history.record(event, step=step, seconds=seconds, detail=text, members=one.members())
+        begun = [period for period in changed if period.until_unix_s is None]
+        for period in begun:
+            self._history.record(BEGUN, step=step, detail=period.describe(), members=period.members())
+        for period in changed:
+            if period.until_unix_s is not None:
+                text, seconds = block_of_end(period), period.until_unix_s - period.since_unix_s
+                self._history.record(OVER, step=step, seconds=seconds, detail=text, members=period.members())
+                self._run.show(text)
+        if begun:
+            self._run.show(block_of_slow(begun, self._config.home))
 
 
 class _RankReader:

@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.system.process_exit import complete_at_exit
-from holdfast.watch.hang.places import Kind, frame_kind, loads_data
+from holdfast.watch.hang.places import Kind, frame_kind
 from holdfast.watch.hang.stacks import Frame
 
 NAME = "slow-ranks"  # name of the watch. Its words in the pulse count the samples of each activity
@@ -37,21 +37,20 @@ OWN = (Activity.RUNS, Activity.LOADS, Activity.SLEEPS)  # activities that are a 
 def activity_of(codes: Iterable[CodeType], state: str) -> Activity:
     """Return the activity of a thread in some functions, innermost first, and its state in the kernel."""
     kinds = [_kind_of(code) for code in codes]
-    if any(kind in _APART for kind, _ in kinds):
+    if any(kind in _APART for kind in kinds):
         return Activity.APART
-    if any(loads for _, loads in kinds):
+    if Kind.LOADS in kinds:
         return Activity.LOADS
-    inner = next((kind for kind, _ in kinds if kind is not None), None)
+    inner = next((kind for kind in kinds if kind is not None), None)
     if state == "S" and inner in (Kind.WAITS, Kind.SYNCS):
         return Activity.WAITS
     return Activity.SLEEPS if state in ("S", "D") else Activity.RUNS  # "D": it waits for a disk
 
 
 @lru_cache(maxsize=10_000)
-def _kind_of(code: CodeType) -> tuple[Kind | None, bool]:
-    """Return the kind of place that a function decides, and whether it loads data."""
-    frame = Frame(code.co_filename, 0, code.co_name)
-    return frame_kind(frame), loads_data(frame)
+def _kind_of(code: CodeType) -> Kind | None:
+    """Return the kind of place that a function decides."""
+    return frame_kind(Frame(code.co_filename, 0, code.co_name))
 
 
 SAMPLES_PER_WINDOW = 75  # samples in one window of time

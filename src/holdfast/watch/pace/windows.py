@@ -142,9 +142,13 @@ def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow
     for name, row in document.ranks.items():
         if not (name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS):
             return None
-        for window, one in zip(found, row, strict=False):
-            if one is not None and len(one) == len(OWN) + 1 and all(0 <= share <= 1 for share in one):
-                window[int(name)] = RankWindow(*one)
+        for window, shares in zip(found, row, strict=False):
+            if (
+                shares is not None
+                and len(shares) == len(OWN) + 1
+                and all(0 <= share <= 1 for share in shares)
+            ):
+                window[int(name)] = RankWindow(*shares)
     windows = [PaceWindow(*one) for one in zip(numbers, steps_s, found, strict=True)]
     return document.host[:_MAX_HOST], document.window_s, windows
 
@@ -157,9 +161,9 @@ def list_paces(lines: Iterable[Mapping[str, Any]]) -> list[PaceReading]:
         if decoded is None or type(attempt) is not int:
             continue
         _, window_s, windows = decoded
-        for one in windows:
-            shares = found.setdefault((attempt, one.number * window_s), {})
-            shares.update({rank: round(window.own, 3) for rank, window in one.ranks.items()})
+        for window in windows:
+            shares = found.setdefault((attempt, window.number * window_s), {})
+            shares.update({rank: round(of_rank.own, 3) for rank, of_rank in window.ranks.items()})
     ordered = sorted(found.items(), key=lambda item: item[0][1])
     return [PaceReading(attempt, begin_s, shares) for (attempt, begin_s), shares in ordered if shares]
 
@@ -176,8 +180,8 @@ QUEUE_CAUSE = "waiting for a processor that something else uses"
 
 def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
     """Return the largest part of a rank's excess as text, else ""."""
-    excess = {one: _excess(windows, rank, one.name.lower()) for one in CAUSES}
-    largest = max(excess, key=lambda one: excess[one])
+    excess = {activity: _excess(windows, rank, activity.name.lower()) for activity in CAUSES}
+    largest = max(excess, key=excess.__getitem__)
     if excess[largest] <= _LEAST_EXCESS:
         return ""
     queues = _excess(windows, rank, "queues")
@@ -188,8 +192,8 @@ def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
     """Return a rank's share of one kind beyond the mean of the others."""
     own, others = [], []
     for window in windows:
-        for number, one in window.ranks.items():
-            (own if number == rank else others).append(getattr(one, name))
+        for number, of_rank in window.ranks.items():
+            (own if number == rank else others).append(getattr(of_rank, name))
     return sum(own) / len(own) - sum(others) / len(others) if own and others else 0.0
 
 
@@ -255,7 +259,7 @@ def list_slow_periods(lines: Iterable[Mapping[str, Any]]) -> list[SlowAttempt]:
         attempt, period = line.get("attempt"), decode_period(line)
         if period is not None and type(attempt) is int:
             found[attempt, period.rank, period.since_unix_s] = SlowAttempt(attempt, period)
-    return sorted(found.values(), key=lambda one: one.period.since_unix_s)
+    return sorted(found.values(), key=lambda slow: slow.period.since_unix_s)
 
 
 def block_of_slow(periods: Iterable[SlowPeriod], home: str) -> str:

@@ -6,8 +6,7 @@ import sys
 import time
 import urllib.parse
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -15,18 +14,12 @@ from holdfast.errors import Corrupt
 from holdfast.system.documents import decode_object
 from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, parse_time
 
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
 _LINK_LOCAL, _GCP_BASE = "http://169.254.169.254", "http://metadata.google.internal"
 """Addresses of the metadata services of AWS and Azure, and of Google Cloud, on this machine's own link."""
 _MAX_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """Response of a metadata service."""
-
-    status: int
-    text: str
-    headers: Mapping[str, str]  # names in lower case
 
 
 def request(
@@ -37,8 +30,8 @@ def request(
     method: str = "GET",
     timeout_s: float = 2.0,
     expected: Collection[int] = (200,),
-) -> Response:
-    """Send a request and return the response. Ignores proxies and redirects, and reads at most 1 MiB.
+) -> tuple[HTTPResponse, str]:
+    """Send a request; return the response and its text. Ignores proxies and redirects; reads at most 1 MiB.
 
     Args:
         base: `http://host[:port]`.
@@ -60,7 +53,7 @@ def request(
         connection.close()
     if response.status not in expected:
         raise Unreachable(f"{base}{path}: status {response.status}")
-    return Response(response.status, text, {name.lower(): value for name, value in response.getheaders()})
+    return response, text
 
 
 _TOKEN_S = 3600
@@ -93,16 +86,16 @@ class Aws(Cloud):
 
     def _get(self, path: str) -> str | None:
         """Return the document at `path`, or None if it does not exist (404)."""
-        response = self._authorized(path, (200, 401, 404))
+        response, text = self._authorized(path, (200, 401, 404))
         if response.status == 401:  # the token has expired, or another one was made for the machine
             self._token = None
-            response = self._authorized(path, (200, 404))
-        return None if response.status == 404 else response.text
+            response, text = self._authorized(path, (200, 404))
+        return None if response.status == 404 else text
 
-    def _authorized(self, path: str, expected: Collection[int]) -> Response:
+    def _authorized(self, path: str, expected: Collection[int]) -> tuple[HTTPResponse, str]:
         if self._token is None or time.monotonic() > self._token_until_s:
             headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S), "Content-Length": "0"}
-            self._token = request(self._base, "/latest/api/token", headers, method="PUT").text.strip()
+            self._token = request(self._base, "/latest/api/token", headers, method="PUT")[1].strip()
             self._token_until_s = time.monotonic() + _TOKEN_S * 0.9
         return request(self._base, path, {"X-aws-ec2-metadata-token": self._token}, expected=expected)
 
@@ -135,12 +128,12 @@ class Gcp(Cloud):
         if self._etag is not None:  # waiting at once would miss a value that has already changed
             path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
             timeout_s += self._wait_s
-        response = request(self._base, path, {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
-        if response.headers.get("metadata-flavor") != "Google":
+        response, text = request(self._base, path, {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
+        if response.headers.get("Metadata-Flavor") != "Google":
             raise Unreachable(f"{self._base}{path}: status {response.status}")
         # An etag of 0 matches no value: without a real one, the next request returns at once.
-        self._etag = response.headers.get("etag", "0")
-        return self.parse(response.text.strip())
+        self._etag = response.headers.get("ETag", "0")
+        return self.parse(text.strip())
 
     def parse(self, text: str) -> Notice | None:
         """Return the notice that a value announces, or None."""
@@ -191,7 +184,7 @@ class Azure(Cloud):
         return next((notice for notice in notices if notice is not None), None)
 
     def _get(self, path: str, timeout_s: float) -> str:
-        return request(self._base, path, {"Metadata": "true"}, timeout_s=timeout_s).text
+        return request(self._base, path, {"Metadata": "true"}, timeout_s=timeout_s)[1]
 
 
 def _parse_event(event: Mapping[str, Any], machine: str) -> Notice | None:

@@ -44,9 +44,9 @@ def protect_workers() -> None:
         if kind is not None and kind not in _protected:
             _protected.add(kind)
             _protect(kind)
-            for one in gc.get_referrers(kind) if multiprocessing.active_children() else ():
-                if type(one) is kind:
-                    _protect_running(one)
+            for referrer in gc.get_referrers(kind) if multiprocessing.active_children() else ():
+                if type(referrer) is kind:
+                    _protect_running(referrer)
 
 
 class _Protection:

@@ -81,8 +81,8 @@ class _Handler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         watchers = _live() if self.is_of_this_process else []
-        for one in watchers:
-            one.received = one.received or signal.Signals(number).name
+        for watcher in watchers:
+            watcher.received = watcher.received or signal.Signals(number).name
         if not watchers:
             self._pass_on(number, frame)
             return
@@ -146,7 +146,7 @@ _watchers: list[weakref.ref[SignalRecorder]] = []
 
 
 def _live() -> list[SignalRecorder]:
-    return [one for ref in _watchers if (one := ref()) is not None]
+    return [watcher for ref in _watchers if (watcher := ref()) is not None]
 
 
 def _is_python_handler(handler: Any) -> bool:

@@ -164,7 +164,7 @@ class ReplicaWatch:
     def _differences(self, found: Mapping[_Key, tuple[int, _Split]]) -> tuple[ReplicaDifference, ...]:
         """Return the differences of some regions, those of the same ranks together."""
         together: dict[tuple[int, _Split, int | None], list[str]] = {}
-        for key, (step, split) in sorted(found.items(), key=lambda one: one[0]):
+        for key, (step, split) in sorted(found.items(), key=lambda item: item[0]):
             equal_at = self._seen[key].equal_at
             before = equal_at if equal_at is not None and equal_at < step else None
             together.setdefault((step, split, before), []).append(key[0])

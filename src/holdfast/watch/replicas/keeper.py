@@ -61,10 +61,9 @@ class ReplicasKeeper(KeeperWatch):
     @override
     def committed(self, step: int, section: Section | None) -> None:
         found = self._watch.take_new()
-        for one in found:
-            self._run.history.record(
-                "replicas-differ", step=step, detail=one.text, members={"difference": one.members()}
-            )
+        for difference in found:
+            members = {"difference": difference.members()}
+            self._run.history.record("replicas-differ", step=step, detail=difference.text, members=members)
         if found:
             texts = "\n".join(f"  {one.text}" for one in found)
             self._run.warn(_DIFFERENCE.format(step, texts, self._run.config.home))

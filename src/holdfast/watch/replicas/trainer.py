@@ -32,8 +32,8 @@ def turns_of(tensors: Sequence[SharedTensor], *, within: int | None) -> Copies:
     Ranks: not collective; ranks that hold the same tensors compute the same turns for them.
     """
     by_object: dict[int, list[SharedTensor]] = {}
-    for one in tensors:
-        by_object.setdefault(id(one.holders), []).append(one)
+    for tensor in tensors:
+        by_object.setdefault(id(tensor.holders), []).append(tensor)
     by_holders: dict[tuple[tuple[int, ...], ...], list[SharedTensor]] = {}
     for members in by_object.values():  # few: hashing a thousand ranks for each tensor would take long
         by_holders.setdefault(members[0].holders, []).extend(members)
@@ -49,10 +49,10 @@ def _turns(members: Sequence[SharedTensor], num_turns: int) -> tuple[tuple[str, 
     """Distribute tensors, the largest first, each to the turn with the fewest bytes so far."""
     loads = [(0, turn) for turn in range(num_turns)]
     turns: list[list[str]] = [[] for _ in range(num_turns)]
-    for one in sorted(members, key=lambda member: (-member.num_bytes, member.name)):
+    for tensor in sorted(members, key=lambda tensor: (-tensor.num_bytes, tensor.name)):
         load, turn = loads[0]
-        turns[turn].append(one.name)
-        heapq.heapreplace(loads, (load + one.num_bytes, turn))
+        turns[turn].append(tensor.name)
+        heapq.heapreplace(loads, (load + tensor.num_bytes, turn))
     return tuple(map(tuple, turns))
 
 

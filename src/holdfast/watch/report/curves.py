@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.watch.report.events import METRICS, HistoryEvent
-from holdfast.watch.report.saves import checkpoint_of
-
-_NUMBER = re.compile(r"[0-9]{1,19}")
+from holdfast.watch.report.saves import checkpoint_of, named_attempt
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +51,9 @@ def collect_curves(events: Iterable[HistoryEvent], saves: Iterable[CheckpointId]
     upto: float = math.inf
     at = len(stretches) - 1 if stretches else None
     while at is not None:
-        one = stretches[at]
-        one.counts_upto = upto
-        upto, at = min(upto, one.base), one.source  # a source is always earlier
+        stretch = stretches[at]
+        stretch.counts_upto = upto
+        upto, at = min(upto, stretch.base), stretch.source  # a source is always earlier
     names = dict.fromkeys(name for one in stretches for name in one.numbers)
     return [_curve(name, stretches) for name in names]
 
@@ -78,17 +75,17 @@ def _stretches(events: Iterable[HistoryEvent], saves: Sequence[CheckpointId]) ->
     ordered = [one for number in sorted(found) for one in found[number]]
     for stretch, event in restores:
         owner = _owner(event, saves)
-        for i, one in enumerate(ordered[: next(i for i, one in enumerate(ordered) if one is stretch)]):
-            if one.base <= stretch.base and owner in (None, one.attempt):
+        own = next(i for i, other in enumerate(ordered) if other is stretch)
+        for i, earlier in enumerate(ordered[:own]):
+            if earlier.base <= stretch.base and owner in (None, earlier.attempt):
                 stretch.source = i
     return ordered
 
 
 def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
     """Return the attempt of the restored checkpoint, or None."""
-    first = event.detail.partition(";")[0].split()
-    if len(first) == 2 and first[0] == "attempt" and _NUMBER.fullmatch(first[1]):
-        return int(first[1])
+    if (attempt := named_attempt(event)) is not None:
+        return attempt
     known = checkpoint_of(event, saves)
     return known.attempt if known else None
 
@@ -96,12 +93,11 @@ def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
 def _curve(name: str, stretches: Sequence[_Stretch]) -> Curve:
     counted: list[Point] = []
     lost: list[tuple[Point, ...]] = []
-    for one in stretches:
-        points = [
-            Point(step, one.attempt, value) for step, value in sorted(one.numbers.get(name, {}).items())
-        ]
-        counted += [point for point in points if one.base < point.step <= one.counts_upto]
-        thrown = tuple(point for point in points if point.step > one.counts_upto)
+    for stretch in stretches:
+        numbers = sorted(stretch.numbers.get(name, {}).items())
+        points = [Point(step, stretch.attempt, value) for step, value in numbers]
+        counted += [point for point in points if stretch.base < point.step <= stretch.counts_upto]
+        thrown = tuple(point for point in points if point.step > stretch.counts_upto)
         if thrown:
             lost.append(thrown)
     return Curve(name, tuple(sorted(counted, key=lambda point: point.step)), tuple(lost))

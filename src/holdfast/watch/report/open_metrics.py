@@ -60,12 +60,6 @@ def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
     return found
 
 
-def goodput(summary: RunSummary) -> float | None:
-    """Return the share of the time that was training which counts; None before the first event."""
-    whole_s = summary.times.total_s - summary.times.idle_s
-    return summary.times.kept_s / whole_s if whole_s > 0 else None
-
-
 def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
     """Yield name, help and values of each family. The end of a name is a unit, or "total" for a counter."""
     newest, held, advice = summary.attempts[-1:], summary.home_contents, summary.advice
@@ -102,7 +96,7 @@ def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
     parts = [({"part": part}, seconds) for part, seconds in times.items() if part != "total"]
     yield "time_seconds", "Time since the first start, by what it was.", parts
     share = "Training that counts, as a share of the time that was meant for training."
-    yield "goodput_ratio", share, goodput(summary)
+    yield "goodput_ratio", share, summary.times.goodput
     yield "save_blocked_seconds", "Mean time for which a save blocked the training.", advice.cost_s
     yield "mean_time_between_failures_seconds", "Training time per failure.", advice.mtbf_s
 

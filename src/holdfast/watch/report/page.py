@@ -51,7 +51,6 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
     """Return the most important numbers, in reading order."""
     times, advice = summary.times, summary.advice
     durable = [save for save in summary.saves if save.durable]
-    whole_s = times.total_s - times.idle_s
     lost_steps = sum(one.steps_lost for one in summary.interruptions)
     num_failed = len(summary.saves) - len(durable)
     newest = max(durable, key=lambda save: save.checkpoint_id, default=None)
@@ -60,8 +59,8 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
         HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", _held(summary)),
         HeadlineNumber(
             "Training that counts",
-            format_share(times.kept_s / whole_s) if whole_s > 0 else "-",
-            f"of {format_seconds(whole_s)} since the first start",
+            format_share(times.goodput),
+            f"of {format_seconds(times.wanted_s)} since the first start",
         ),
         HeadlineNumber(
             "Saving overhead",
@@ -148,31 +147,31 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     )
 
 
-def _number(one: HeadlineNumber) -> str:
-    remark = f'<dd class="remark">{html.escape(one.remark)}</dd>' if one.remark else ""
-    return f"<div><dt>{html.escape(one.name)}</dt><dd>{html.escape(one.value)}</dd>{remark}</div>"
+def _number(number: HeadlineNumber) -> str:
+    remark = f'<dd class="remark">{html.escape(number.remark)}</dd>' if number.remark else ""
+    return f"<div><dt>{html.escape(number.name)}</dt><dd>{html.escape(number.value)}</dd>{remark}</div>"
 
 
-def _section(id: str, one: WatchFigure) -> str:
-    title = html.escape(one.title)
-    text = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in one.text.split("\n\n"))
+def _section(id: str, figure: WatchFigure) -> str:
+    title = html.escape(figure.title)
+    text = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in figure.text.split("\n\n"))
     drawing = ""
-    if one.chart is not None:
-        label = html.escape(f"{one.title}. The numbers are in the table below.", quote=True)
+    if figure.chart is not None:
+        label = html.escape(f"{figure.title}. The numbers are in the table below.", quote=True)
         drawing = f'<div class="chart" id="chart-{id}" role="img" aria-label="{label}"></div>'
     return (
         f'<section id="{id}"><h2>{title}</h2>{drawing}{text}'
-        f"<details><summary>{title}: the numbers</summary>{_table(one)}</details></section>"
+        f"<details><summary>{title}: the numbers</summary>{_table(figure)}</details></section>"
     )
 
 
-def _table(one: WatchFigure) -> str:
-    rows = one.rows[-MAX_ROWS:]
-    num_left_out = one.num_rows_left_out + len(one.rows) - len(rows)
-    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in one.columns)
+def _table(figure: WatchFigure) -> str:
+    rows = figure.rows[-MAX_ROWS:]
+    num_left_out = figure.num_rows_left_out + len(figure.rows) - len(rows)
+    head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in figure.columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     left_out = f"<p>The {num_left_out} rows before these are left out; `holdfast history` has them.</p>"
-    label = html.escape(one.title, quote=True)
+    label = html.escape(figure.title, quote=True)
     return (
         (left_out if num_left_out else "")
         + f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
@@ -185,17 +184,11 @@ def _cell(value: str | int | None) -> str:
     return f'<td class="long">{text}</td>' if len(text) > _LONG else f"<td>{text}</td>"
 
 
+@cache
 def chart_library() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
     try:
-        import vl_convert  # noqa: F401 - needed for pages only
+        import vl_convert  # needed for pages only
     except ImportError as error:
         raise Unsupported(_NOT_THERE) from error
-    return _bundled()
-
-
-@cache
-def _bundled() -> str:
-    import vl_convert
-
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")  # takes a second

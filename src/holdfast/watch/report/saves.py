@@ -64,11 +64,11 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
     for event in events:
         if event.step is None:
             continue
-        if event.kind == "drained" or (event.kind == "committed" and _OF_ATTEMPT.match(event.detail)):
+        if event.kind == "drained" or (event.kind == "committed" and named_attempt(event) is not None):
             by_others.append(event)
         elif event.kind in (*_OWN, *_ENDED):
-            one = CheckpointId(attempt=event.attempt, step=event.step)
-            grouped.setdefault(one, []).append(event)
+            own = CheckpointId(attempt=event.attempt, step=event.step)
+            grouped.setdefault(own, []).append(event)
     for event in by_others:
         owner = checkpoint_of(event, grouped)
         if owner is not None:
@@ -82,12 +82,17 @@ def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> Check
     An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
     attempt; otherwise the newest checkpoint of that step counts.
     """
-    named = _OF_ATTEMPT.match(event.detail)
-    if named:
-        one = CheckpointId(attempt=int(named[1]), step=event.step or 0)
-        return one if one in known else None
+    if (attempt := named_attempt(event)) is not None:
+        checkpoint = CheckpointId(attempt=attempt, step=event.step or 0)
+        return checkpoint if checkpoint in known else None
     last = event.attempt - 1 if event.kind == "restored" else event.attempt
     return max((one for one in known if one.step == event.step and one.attempt <= last), default=None)
+
+
+def named_attempt(event: HistoryEvent) -> int | None:
+    """Return the attempt of the checkpoint that an event is about, if its detail begins with it."""
+    found = _OF_ATTEMPT.match(event.detail)
+    return int(found[1]) if found else None
 
 
 def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecord:
@@ -182,10 +187,10 @@ def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> 
         # A restored checkpoint was complete, even if the commit was made by a later attempt without an event.
         is_there = event.kind == "restored" and event.tier != MEMORY
         if event.kind in ("committed", "drained") or is_there:
-            if (one := checkpoint_of(event, sizes)) is not None:
-                tier[one] = sizes[one]
-        elif event.kind == "retained" and (one := checkpoint_of(event, tier)) is not None:
-            del tier[one]
+            if (checkpoint := checkpoint_of(event, sizes)) is not None:
+                tier[checkpoint] = sizes[checkpoint]
+        elif event.kind == "retained" and (checkpoint := checkpoint_of(event, tier)) is not None:
+            del tier[checkpoint]
         if len(tier) != before:
             levels.append(TierLevel(event.unix_s, event.tier, sum(tier.values()), len(tier)))
     return levels

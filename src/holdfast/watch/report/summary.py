@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.checkpoint.format import names, run
@@ -74,6 +74,16 @@ class TimeBreakdown:
         """Cost of all interruptions."""
         return self.redo_s + self.down_s + self.restore_s
 
+    @property
+    def wanted_s(self) -> float:
+        """Time that was meant for training."""
+        return self.total_s - self.idle_s
+
+    @property
+    def goodput(self) -> float | None:
+        """Training that counts, as a share of the time that was meant for training; None without any."""
+        return self.kept_s / self.wanted_s if self.wanted_s > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class IntervalAdvice:
@@ -133,8 +143,7 @@ class RunSummary:
     unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
     differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
     node_checks: tuple[CheckedNode, ...] = ()  # of the jobs of this user that have trained the run
-    lines: Mapping[str, tuple[Line, ...]] = field(default_factory=dict[str, tuple[Line, ...]])
-    """Lines of the history by the kind of their event, each kind by time."""
+    lines: tuple[Line, ...] = ()  # of the history, by time
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -144,10 +153,6 @@ class RunSummary:
     def cost_after(self, attempt: int) -> float | None:
         """Return the time that the gap after an attempt cost, or None without one."""
         return next((one.cost_s for one in self.losses.gaps if one.before == attempt), None)
-
-    def lines_of(self, kinds: Iterable[str]) -> list[Line]:
-        """Return the lines of some kinds of events, by time."""
-        return sorted((line for kind in kinds for line in self.lines.get(kind, ())), key=_time_of)
 
     @property
     def end_unix_s(self) -> float | None:
@@ -191,9 +196,6 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
             claims[number] = claim
     whole = [saved for saved in home.saved.values() if saved.is_committed]
     newest = candidates(home)
-    grouped: dict[str, list[Line]] = {}
-    for line in lines:
-        grouped.setdefault(line["event"], []).append(line)
     found = summarize(
         parse_events(lines),
         claims,
@@ -205,17 +207,13 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
     )
     return replace(
         found,
-        lines={kind: tuple(of_kind) for kind, of_kind in grouped.items()},
+        lines=tuple(lines),
         hangs=tuple(list_hangs(lines)),
         rollbacks=read_rollbacks([store], None).found,
         slow_periods=tuple(list_slow_periods(lines)),
         paces=tuple(list_paces(lines)),
         node_checks=tuple(node_checks),
     )
-
-
-def _time_of(line: Line) -> float:
-    return float(line["t"])
 
 
 def _read(store: Store, cls: type[Any], name: str) -> Any:
@@ -332,7 +330,7 @@ def _advise(
         mtbf_bounds_s=(least, most if math.isfinite(most) else None),
         own=None if mtbf_s is None or cost_s is None else best_interval(cost_s, mtbf_s),
         assumed=tuple(
-            one for mtbf in ASSUMED_MTBF_S if cost_s is not None and (one := best_interval(cost_s, mtbf))
+            best for mtbf in ASSUMED_MTBF_S if cost_s is not None and (best := best_interval(cost_s, mtbf))
         ),
         lost_share=share,
     )

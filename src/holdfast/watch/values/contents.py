@@ -81,14 +81,13 @@ class _Tensor:
     is_moment: bool
     is_summed: bool
 
+    @property
+    def purpose(self) -> tuple[str, bool, bool]:
+        """Its dtype and what is computed of it."""
+        return self.dtype, self.is_moment, self.is_summed
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Neighbours in the file with one dtype and purpose, checked together."""
 
-    start: int
-    stop: int
-    tensors: tuple[_Tensor, ...]
+_Run = tuple[_Tensor, ...]  # neighbours in the file with one dtype and purpose, checked together
 
 
 class ContentCheck:
@@ -101,35 +100,31 @@ class ContentCheck:
 
     def __init__(self, image: memoryview) -> None:
         self._runs = _runs_of(bytes(image[: header_bytes(image)]))
-        self._starts = [run.start for run in self._runs]
+        self._starts = [run[0].start for run in self._runs]
         self._sums = [0.0, 0.0]  # of parameters, of moments
         self._has_nan: dict[_Tensor, bool] = {}  # tensors with an element that is not finite
         self._image = image
-        self._moments = [one.name for run in self._runs for one in run.tensors if one.is_moment]
+        self._moments = [one.name for run in self._runs for one in run if one.is_moment]
 
     def add(self, start: int, stop: int) -> None:
         """Check the elements in a range of the file that does not cut an element."""
-        for index in range(max(0, bisect_right(self._starts, start) - 1), len(self._runs)):
-            run = self._runs[index]
-            if run.start >= stop:
+        for run in self._runs[max(0, bisect_right(self._starts, start) - 1) :]:
+            if run[0].start >= stop:
                 return
-            for at in range(max(start, run.start), min(stop, run.stop), _BLOCK_BYTES):
-                self._add_block(run, at, min(at + _BLOCK_BYTES, stop, run.stop))
+            for at in range(max(start, run[0].start), min(stop, run[-1].stop), _BLOCK_BYTES):
+                self._add_block(run, at, min(at + _BLOCK_BYTES, stop, run[-1].stop))
 
     def _add_block(self, run: _Run, start: int, stop: int) -> None:
-        first = run.tensors[0]
-        square = _square(self._image[start:stop], first.dtype)
+        square = _square(self._image[start:stop], run[0].dtype)
         if square is None:
             square = self._look_closely(run, start, stop)
-        if first.is_summed:
-            self._sums[first.is_moment] += square
+        if run[0].is_summed:
+            self._sums[run[0].is_moment] += square
 
     def _look_closely(self, run: _Run, start: int, stop: int) -> float:
         """Find the tensors of a block that are not finite. Return the sum of squares of finite elements."""
         total = 0.0
-        starts = [tensor.start for tensor in run.tensors]
-        for index in range(bisect_right(starts, start) - 1, len(starts)):
-            tensor = run.tensors[index]
+        for tensor in run[bisect_right(run, start, key=lambda tensor: tensor.start) - 1 :]:
             if tensor.start >= stop:
                 break
             values = _as_doubles(self._image[max(start, tensor.start) : min(stop, tensor.stop)], tensor.dtype)
@@ -142,7 +137,7 @@ class ContentCheck:
     def result(self) -> TensorHealth:
         """Return the health of the tensors, after all bytes were added."""
         bad = [one.name for one, has_nan in self._has_nan.items() if has_nan or not self._is_mask(one)]
-        summed = {run.tensors[0].is_moment for run in self._runs if run.tensors[0].is_summed}
+        summed = {run[0].is_moment for run in self._runs if run[0].is_summed}
         parameters, moments = (
             total if is_moment in summed and math.isfinite(total) else None
             for is_moment, total in enumerate(self._sums)
@@ -151,10 +146,11 @@ class ContentCheck:
 
     def _is_mask(self, tensor: _Tensor) -> bool:
         """Return True if only infinities differ from 0, in a tensor that is not trained."""
-        if _TRAINED.search(tensor.name) or any(f".{tensor.name}." in name for name in self._moments):
+        is_trained = _TRAINED.search(tensor.name) or any(f".{tensor.name}." in name for name in self._moments)
+        if tensor.is_moment or is_trained:
             return False
         blocks = range(tensor.start, tensor.stop, _BLOCK_BYTES)
-        return not tensor.is_moment and all(
+        return all(
             _count(_as_doubles(self._image[at : min(at + _BLOCK_BYTES, tensor.stop)], tensor.dtype))[2] == 0.0
             for at in blocks
         )
@@ -171,23 +167,16 @@ def _runs_of(header: bytes) -> tuple[_Run, ...]:
             is_moment = bool(_MOMENT.search(name))
             is_summed = entry["dtype"] in _MEASURED and not (is_moment and _STEP.search(name))
             found.append(_Tensor(name, data_at + start, data_at + stop, entry["dtype"], is_moment, is_summed))
-    found = sorted((one for one in found if one.start < one.stop), key=lambda one: one.start)
-    return tuple(_join(found))
-
-
-def _join(tensors: list[_Tensor]) -> Iterator[_Run]:
-    group: list[_Tensor] = []
-    for tensor in tensors:
-        if group and (
-            group[-1].stop != tensor.start
-            or (group[-1].dtype, group[-1].is_moment, group[-1].is_summed)
-            != (tensor.dtype, tensor.is_moment, tensor.is_summed)
-        ):
-            yield _Run(group[0].start, group[-1].stop, tuple(group))
-            group = []
-        group.append(tensor)
-    if group:
-        yield _Run(group[0].start, group[-1].stop, tuple(group))
+    runs: list[list[_Tensor]] = []
+    for tensor in sorted(found, key=lambda tensor: tensor.start):
+        if tensor.start == tensor.stop:
+            continue
+        last = runs[-1][-1] if runs else None
+        if last is not None and (last.stop, last.purpose) == (tensor.start, tensor.purpose):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return tuple(map(tuple, runs))
 
 
 @cache

@@ -367,7 +367,7 @@ def _plan_checks(
     plan: NodeSpec, job: JobFolder, is_contained: bool
 ) -> dict[str, Callable[[], Iterator[Check]]]:
     links = read_links(job)
-    outside = [outside_path(home, links) for home in read_progress(job.progress)]
+    outside = [outside_path(home, links) for home in read_progress(job.progress).steps]
     # Mounts are not there yet, and a folder below a mount point would be another one.
     local = [Path(home) for home in outside if "://" not in home]
     homes = [str(one) for one in local if not one.is_relative_to(job.copies) and one.is_dir()]

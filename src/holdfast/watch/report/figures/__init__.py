@@ -17,7 +17,7 @@ def make_figures(summary: RunSummary) -> dict[str, WatchFigure]:
     found = {"timeline": timeline(summary), **curves(summary)}
     found.update({make.__name__: make(summary) for make in (*makers, intervals)})
     for watch in holdfast.default_watches():
-        lines = summary.lines_of(watch.events)
+        lines = [line for line in summary.lines if line["event"] in watch.events]
         if lines and (figure := watch.figure(lines)) is not None:  # a watch may be named like a figure above
             found[watch.name] = figure
     return {name: figure for name, figure in found.items() if figure is not None}

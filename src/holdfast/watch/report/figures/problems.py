@@ -26,11 +26,12 @@ def rollbacks(found: RunSummary) -> WatchFigure | None:
     return style.make_figure("rollbacks", [_rollback_row(found, one) for one in found.rollbacks], lead=count)
 
 
-def _rollback_row(found: RunSummary, one: Rollback) -> Row:
-    left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
-    left_out += [f"{key} stayed at its position" for key in one.kept]
-    steps, cost_s = (one.first_step, one.last_step, one.base_step), found.cost_after(one.attempt)
-    return (one.noted_unix_s, one.attempt, *steps, one.in_a_row, cost_s, "; ".join(left_out), one.reason)
+def _rollback_row(found: RunSummary, rollback: Rollback) -> Row:
+    left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in rollback.skipped.items()]
+    left_out += [f"{key} stayed at its position" for key in rollback.kept]
+    steps = rollback.first_step, rollback.last_step, rollback.base_step
+    facts = rollback.in_a_row, found.cost_after(rollback.attempt), "; ".join(left_out), rollback.reason
+    return (rollback.noted_unix_s, rollback.attempt, *steps, *facts)
 
 
 def hangs(found: RunSummary) -> WatchFigure | None:
@@ -46,13 +47,13 @@ def hangs(found: RunSummary) -> WatchFigure | None:
     )
 
 
-def _hang_row(found: RunSummary, one: HangIncident) -> Row:
-    step, stalled_s = min(rank.step for rank in one.ranks), max(rank.stalled_s for rank in one.ranks)
-    end, cost_s = "progress", one.over_s
-    if one.over_s is None:
-        end, cost_s = "the end of the attempt", found.cost_after(one.attempt)
-    place = describe_odd(one.ranks)
-    return (one.unix_s, one.attempt, step, len(one.ranks), stalled_s, end, cost_s, place)
+def _hang_row(found: RunSummary, hang: HangIncident) -> Row:
+    step, stalled_s = min(rank.step for rank in hang.ranks), max(rank.stalled_s for rank in hang.ranks)
+    end, cost_s = "progress", hang.over_s
+    if hang.over_s is None:
+        end, cost_s = "the end of the attempt", found.cost_after(hang.attempt)
+    place = describe_odd(hang.ranks)
+    return (hang.unix_s, hang.attempt, step, len(hang.ranks), stalled_s, end, cost_s, place)
 
 
 _SAVE_KINDS = ("failed", "dropped", "skipped", "fenced", "unhealthy")
@@ -65,7 +66,7 @@ def problems(found: RunSummary) -> WatchFigure | None:
         return None
     rows = [
         _row(found, list(some))
-        for _, some in groupby(found.problems, lambda one: (one.attempt, one.kind, one.rank))
+        for _, some in groupby(found.problems, lambda event: (event.attempt, event.kind, event.rank))
     ]
     return style.make_figure("problems", rows, lead=f"{plural(len(found.problems), 'problem')}. ")
 
@@ -124,17 +125,18 @@ def nodes(found: RunSummary) -> WatchFigure | None:
     failed = f"{plural(num_failed, 'node')} failed" if num_failed else "All passed"
     refused = f", {num_refused} refused" if num_refused else ""
     longest = dict[tuple[int, int], float]()  # wait of each attempt, whose nodes are checked at the same time
-    for one in checks:
-        longest[one.job, one.attempt] = max(longest.get((one.job, one.attempt), 0.0), one.cost_s)
+    for check in checks:
+        attempt = check.job, check.attempt
+        longest[attempt] = max(longest.get(attempt, 0.0), check.cost_s)
     waited = style.format_seconds(sum(longest.values()))
     lead = f"{failed}{refused}; the job waited {waited}. "
     return style.make_figure("nodes", [_node_row(one) for one in checks], lead=lead)
 
 
-def _node_row(one: CheckedNode) -> Row:
-    result = "refused" if one.was_refused else "failed" if one.failures else f"{one.num_checks} passed"
-    node = one.unix_s, one.job, one.attempt, one.node, one.machine
-    return (*node, result, one.cost_s, one.failures or None)
+def _node_row(check: CheckedNode) -> Row:
+    result = "refused" if check.was_refused else "failed" if check.failures else f"{check.num_checks} passed"
+    node = check.unix_s, check.job, check.attempt, check.node, check.machine
+    return (*node, result, check.cost_s, check.failures or None)
 
 
 def pace(summary: RunSummary) -> WatchFigure | None:

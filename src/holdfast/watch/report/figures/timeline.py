@@ -98,10 +98,10 @@ def _rows(summary: RunSummary) -> list[Row]:
         detail = attempt.remark or (f"on {attempt.host}" if attempt.host else None)
         start = attempt.started_unix_s, attempt.number
         rows.append((*start, what, attempt.restored_step, attempt.restore_s or None, detail))
-    for one in summary.losses.gaps:
-        detail = one.end or f"{style.format_seconds(one.cost_s)} lost"
-        end = one.last_seen_unix_s, one.before
-        rows.append((*end, f"last event ({one.kind})", one.last_step, None, detail))
+    for gap in summary.losses.gaps:
+        detail = gap.end or f"{style.format_seconds(gap.cost_s)} lost"
+        end = gap.last_seen_unix_s, gap.before
+        rows.append((*end, f"last event ({gap.kind})", gap.last_step, None, detail))
     for event in (*summary.problems, *summary.drains):
         took_s = event.seconds or None
         rows.append((event.unix_s, event.attempt, event.kind, event.step, took_s, event.detail))
@@ -153,7 +153,7 @@ def progress(summary: RunSummary) -> WatchFigure | None:
 def shares(summary: RunSummary) -> WatchFigure | None:
     """Return the figure of the time by kind; None if no time has passed."""
     times = summary.times
-    whole_s = times.total_s - times.idle_s
+    whole_s = times.wanted_s
     if whole_s <= 0:
         return None
     kinds = {
@@ -183,8 +183,8 @@ def costs(summary: RunSummary) -> WatchFigure | None:
     found = summary.interruptions
     if not found:
         return None
-    drawn = sorted(found, key=lambda one: one.cost_s)[-_MAX_BARS:]
-    drawn.sort(key=lambda one: one.after)
+    drawn = sorted(found, key=lambda gap: gap.cost_s)[-_MAX_BARS:]
+    drawn.sort(key=lambda gap: gap.after)
     note = ""
     if len(drawn) < len(found):
         note = f" Of {len(found)} interruptions, the {_MAX_BARS} most expensive are drawn."
@@ -200,26 +200,26 @@ def costs(summary: RunSummary) -> WatchFigure | None:
     return style.make_figure("costs", list(map(_cost_row, found)), note=note, chart=chart)
 
 
-def _which(one: Interruption) -> str:
-    return f"{one.before} to {one.after}"
+def _which(gap: Interruption) -> str:
+    return f"{gap.before} to {gap.after}"
 
 
-def _part(one: Interruption, s: float, **more: object) -> Spec:
-    return {"which": _which(one), "s": s, "took": style.format_seconds(s), **more}
+def _part(gap: Interruption, s: float, **more: object) -> Spec:
+    return {"which": _which(gap), "s": s, "took": style.format_seconds(s), **more}
 
 
-def _parts(one: Interruption) -> list[Spec]:
-    parts = {"repeated": one.redo_s, "down": one.down_s, "restoring": one.restore_s}
-    return [_part(one, s, part=part, order=order) for order, (part, s) in enumerate(parts.items())]
+def _parts(gap: Interruption) -> list[Spec]:
+    parts = {"repeated": gap.redo_s, "down": gap.down_s, "restoring": gap.restore_s}
+    return [_part(gap, s, part=part, order=order) for order, (part, s) in enumerate(parts.items())]
 
 
-def _cost_row(one: Interruption) -> Row:
-    most, lost = one.max_steps_lost, str(one.steps_lost)
-    if most != one.steps_lost:
+def _cost_row(gap: Interruption) -> Row:
+    most, lost = gap.max_steps_lost, str(gap.steps_lost)
+    if most != gap.steps_lost:
         lost += f" to {most}" if most else " or more"
-    remarks = [one.end or "", one.remark]
-    if one.num_failed_starts:
-        remarks.append(f"{plural(one.num_failed_starts, 'start')} in between without further events")
-    steps, times = (one.last_step, one.restored_step, lost), (one.redo_s, one.down_s, one.restore_s)
+    remarks = [gap.end or "", gap.remark]
+    if gap.num_failed_starts:
+        remarks.append(f"{plural(gap.num_failed_starts, 'start')} in between without further events")
+    steps, times = (gap.last_step, gap.restored_step, lost), (gap.redo_s, gap.down_s, gap.restore_s)
     remark = "; ".join(filter(None, remarks)) or None
-    return (one.last_seen_unix_s, _which(one), one.kind, *steps, *times, one.cost_s, remark)
+    return (gap.last_seen_unix_s, _which(gap), gap.kind, *steps, *times, gap.cost_s, remark)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from holdfast.jobs.writeback import Mount, mount
+from holdfast.jobs.writeback.status import has_uploader
 
 if TYPE_CHECKING:
     from cli.conftest import Command
@@ -41,20 +43,15 @@ def test_remaining_files_are_listed(holdfast: Command, mounted: Mount):
 
 
 def test_a_dead_uploader_is_reported(holdfast: Command, mounted: Mount):
-    import os
-
-    from holdfast.jobs.writeback.status import has_uploader
-
     pid = mounted.status().pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     while has_uploader(mounted.directory):
         pass
     (mounted.directory / "file").write_text("x")
-    result = holdfast("drain", str(mounted.directory))
-    assert result.status == 1
-    assert "just changed" in result.out
-    assert "the uploader is dead" in result.err
+    holdfast("drain", mounted.directory).printed("just changed", status=1).refused(
+        "the uploader is dead", status=1
+    )
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -143,9 +143,7 @@ def test_the_table_fits_80_columns(
     out = holdfast("queue").out
     assert all(len(line) <= 80 for line in out.splitlines())
     heading, row, why = out.splitlines()
-    assert heading.split() == [
-        *("ID", "NAME", "STATUS", "TOTAL", "RUNNING", "DOWN", "REC", "STEP", "NODES", "ON"),
-    ]
+    assert " ".join(heading.split()) == "ID NAME STATUS TOTAL RUNNING DOWN REC STEP NODES ON"
     assert "FAILED" in row
     assert "node 0 failed in run with status 3" in why
 
@@ -160,8 +158,7 @@ def test_durations_are_apart(jobs: JobHarness, holdfast: Command) -> None:
     (jobs.files(job).workdir(0) / "go").touch()
     jobs.wait(job)
     (row,) = holdfast("queue", "--json").json
-    assert row["running_s"] > 0
-    assert row["down_s"] > 0
+    assert min(row["running_s"], row["down_s"]) > 0
     assert row["running_s"] + row["down_s"] <= row["total_s"]
     assert row["recoveries"] == 1
 
@@ -197,24 +194,18 @@ def test_a_description_has_attempts_cost_checkpoints_lines_and_paths(
     assert found["checkpoints"] == {"/runs/a": 20}
     assert found["last_lines"]["0"][-1] == "the last words"
     assert found["logs"] == [str(jobs.files(job).log(0))]
-    out = holdfast("describe", job.id).out
-    for words in ("status        FAILED", "exit status   4", "1 recovery: ", "/runs/a", "the last words"):
-        assert words in out, out
-    assert str(jobs.files(job).workdir(0)) in out
+    shown = ("status        FAILED", "exit status   4", "1 recovery: ", "/runs/a", "the last words")
+    out = holdfast("describe", job.id).printed(*shown, str(jobs.files(job).workdir(0))).out
     assert re.search(r"^1  .* 10  75 ", out, re.MULTILINE), out
 
 
 def test_a_job_without_an_attempt_can_be_described(jobs: JobHarness, holdfast: Command) -> None:
     job = jobs.submit(WAITS)
-    out = holdfast("describe", job.id).out
-    assert f"job           {job.id} (task)" in out
+    holdfast("describe", job.id).printed(f"job           {job.id} (task)")
     holdfast("cancel", job.id)
     jobs.wait(job)
-    result = holdfast("describe", "nothing")
-    assert (result.status, result.err) == (
-        2,
-        "holdfast: There is no job named 'nothing'. See `holdfast queue`.\n",
-    )
+    missing = holdfast("describe", "nothing").refused()
+    assert missing.err == "holdfast: There is no job named 'nothing'. See `holdfast queue`.\n"
 
 
 # -- wait and cancel -------------------------------------------------------------------------------------
@@ -252,6 +243,5 @@ def test_several_jobs_are_cancelled_by_number_by_name_and_all(jobs: JobHarness, 
     assert [row["id"] for row in holdfast("cancel", "--all", "--json").json] == ids[3:]
     jobs.wait(running[3])
     assert holdfast("cancel", "--all").out == "no jobs\n"
-    assert holdfast("cancel").status == 2
-    assert holdfast("cancel", "--all", old.id).status == 2
+    assert [holdfast("cancel", *words).status for words in ((), ("--all", old.id))] == [2, 2]
     assert "named 'sweep' that has not ended" in holdfast("cancel", "sweep").err

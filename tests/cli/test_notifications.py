@@ -13,10 +13,17 @@ if TYPE_CHECKING:
     from cli.conftest import Command
 
 
-def test_notifications_of_a_launch_are_described(holdfast: Command, jobs: JobHarness, tmp_path: Path) -> None:
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    path = tmp_path / "task.yaml"
+    path.write_text("run: 'true'\n")
+    return path
+
+
+def test_notifications_of_a_launch_are_described(
+    holdfast: Command, jobs: JobHarness, task: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "received"
-    task = tmp_path / "task.yaml"
-    task.write_text("run: 'true'\n")
     words = ("--notify", f'echo "$HOLDFAST_JOB_STATUS" >> {out}', "--notify", "exit 9")
     launched = holdfast("launch", task, *words, "--notify-on", "running,ended", "--json")
     job = jobs.engine.job(launched.json["id"])
@@ -26,16 +33,16 @@ def test_notifications_of_a_launch_are_described(holdfast: Command, jobs: JobHar
     assert "2 sent; RUNNING not sent to command 2 (exit status 9); SUCCEEDED not sent to command 2" in shown
     found = holdfast("describe", job.id, "--json").json["notifications"]
     assert [(one["status"], one["target"], one["error"]) for one in found] == [
-        ("RUNNING", "command 1", ""),
-        ("RUNNING", "command 2", "exit status 9"),
-        ("SUCCEEDED", "command 1", ""),
-        ("SUCCEEDED", "command 2", "exit status 9"),
+        (status, *sent)
+        for status in ("RUNNING", "SUCCEEDED")
+        for sent in (("command 1", ""), ("command 2", "exit status 9"))
     ]
 
 
-def test_each_job_of_a_pipeline_notifies(holdfast: Command, jobs: JobHarness, tmp_path: Path) -> None:
+def test_each_job_of_a_pipeline_notifies(
+    holdfast: Command, jobs: JobHarness, task: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "received"
-    task = tmp_path / "task.yaml"
     task.write_text("name: p\n---\nname: a\nrun: 'true'\n---\nname: b\nrun: exit 3\n---\nname: c\nrun: x\n")
     words = ("--notify", f'echo "$HOLDFAST_JOB_NAME $HOLDFAST_JOB_STATUS" >> {out}')
     for one in holdfast("launch", task, *words, "--json").json:
@@ -44,9 +51,7 @@ def test_each_job_of_a_pipeline_notifies(holdfast: Command, jobs: JobHarness, tm
     assert sorted(out.read_text().splitlines()) == ["a SUCCEEDED", "b FAILED", "c CANCELLED"]
 
 
-def test_a_dry_run_shows_the_statuses_and_no_target(holdfast: Command, tmp_path: Path) -> None:
-    task = tmp_path / "task.yaml"
-    task.write_text("run: 'true'\n")
+def test_a_dry_run_shows_the_statuses_and_no_target(holdfast: Command, task: Path) -> None:
     shown = holdfast(
         "launch", task, "--dry-run", "--notify", "https://h.example/SECRET", "--notify-on", "failed"
     ).printed("1 target, of FAILED, FAILED_CONTROLLER, FAILED_SETUP")
@@ -63,20 +68,16 @@ def test_a_dry_run_shows_the_statuses_and_no_target(holdfast: Command, tmp_path:
     ],
 )
 def test_what_cannot_be_sent_is_refused_before_anything_starts(
-    holdfast: Command, jobs: JobHarness, tmp_path: Path, words: tuple[str, ...], expected: str
+    holdfast: Command, jobs: JobHarness, task: Path, words: tuple[str, ...], expected: str
 ) -> None:
-    task = tmp_path / "task.yaml"
-    task.write_text("run: 'true'\n")
     result = holdfast("launch", task, *words).refused(expected)
     assert "SECRET" not in result.err
     assert jobs.engine.jobs() == []
 
 
 def test_the_variable_is_ignored_with_a_message_where_nothing_can_be_sent(
-    holdfast: Command, jobs: JobHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    holdfast: Command, jobs: JobHarness, task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOLDFAST_NOTIFY", "true")
-    task = tmp_path / "task.yaml"
-    task.write_text("run: 'true'\n")
     result = holdfast("launch", task, "--on", "sky", "--dry-run").printed()
     assert "HOLDFAST_NOTIFY is ignored" in result.err

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cli.conftest import flip
 from forked import forking
 from holdfast.cli.experiment import DifferenceRow
 from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, first_difference, judge
@@ -18,6 +19,7 @@ from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 600.0
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 SCRIPT = """
 import os, struct, sys
@@ -100,9 +102,7 @@ def test_a_damaged_first_checkpoint_is_an_error_that_names_the_file(tmp_path: Pa
     run = tmp_path / "run"
     train(run)
     (data,) = (run / "home" / "step-00000008").glob("*.safetensors")
-    damaged = bytearray(data.read_bytes())
-    damaged[-9] ^= 1
-    data.write_bytes(damaged)
+    flip(data, at=-9)
     status, _, result = replay(run, "--step", "8")
     assert status == 2
     assert "step-00000008/rank-00000-a0001.safetensors" in result
@@ -134,8 +134,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_are_replayed(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, str(ROOT / "examples" / "02_ddp.py")]
+    command = [*TORCHRUN, str(ROOT / "examples" / "02_ddp.py")]
     done = shared().run(["-c", f"import subprocess; subprocess.run({command!r}, check=True)"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     words = ["-m", "holdfast.cli", "replay", "runs/ddp", "--json", "--", *command]
@@ -182,10 +181,6 @@ def test_the_verdict_follows_from_three_comparisons(
 def test_the_first_metric_that_differs_is_found_and_nan_equals_nan() -> None:
     recorded = {5: {"loss": 1.0, "norm": math.nan}, 6: {"loss": 2.0}, 7: {"loss": 3.0}}
     replayed = {5: {"loss": 1.0, "norm": math.nan}, 6: {"loss": 2.5}, 8: {"loss": 9.0}}
-    assert first_difference(recorded, replayed) == {
-        "step": 6,
-        "name": "loss",
-        "recorded": 2.0,
-        "replayed": 2.5,
-    }
+    found = first_difference(recorded, replayed)
+    assert found == {"step": 6, "name": "loss", "recorded": 2.0, "replayed": 2.5}
     assert first_difference(recorded, {5: recorded[5]}) is None

@@ -61,11 +61,6 @@ def test_the_newest_is_kept_and_nothing_else_is_touched(holdfast: Command, home:
     assert files(home) == before
 
 
-def test_force_deletes_the_newest(holdfast: Command, home: Path) -> None:
-    assert holdfast("rm", home, "--step", 300, "--force", "--yes").status == 0
-    assert remaining(home) == {"step-00000100", "step-00000200", "step-00000250", "step-00000400"}
-
-
 def test_the_newest_good_one_is_kept_if_a_newer_one_is_damaged(holdfast: Command, home: Path) -> None:
     """A damaged newest checkpoint may be deleted, but not the one that a restore would take."""
     flip(home / names.manifest(300, 2))
@@ -74,9 +69,16 @@ def test_the_newest_good_one_is_kept_if_a_newer_one_is_damaged(holdfast: Command
     assert holdfast("rm", home, "--step", 250, "--yes").status == 2
 
 
-def test_before_takes_older_steps_only(holdfast: Command, home: Path) -> None:
-    assert holdfast("rm", home, "--before", 250, "--yes").status == 0
-    assert remaining(home) == {"step-00000250", "step-00000300", "step-00000400"}
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [(["--step", 300, "--force"], (100, 200, 250, 400)), (["--before", 250], (250, 300, 400))],
+    ids=["the newest by force", "older steps"],
+)
+def test_only_the_chosen_steps_are_deleted(
+    holdfast: Command, home: Path, words: list[object], steps: tuple[int, ...]
+) -> None:
+    assert holdfast("rm", home, *words, "--yes").status == 0
+    assert remaining(home) == {f"step-00000{step}" for step in steps}
 
 
 def test_superseded(holdfast: Command, home: Path) -> None:
@@ -152,14 +154,13 @@ def test_the_user_is_asked_on_a_terminal(
     assert (home / "step-00000100").exists() is not is_deleted
 
 
-def test_yes_does_not_ask(holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yes_does_not_ask_and_a_choice_is_required(
+    holdfast: Command, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast("rm", home, "--yes").refused("Choose what to delete")
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     assert "[y/N]" not in holdfast("rm", home, "--step", 100, "--yes").out
     assert not (home / "step-00000100").exists()
-
-
-def test_a_choice_is_required(holdfast: Command, home: Path) -> None:
-    holdfast("rm", home, "--yes").refused("Choose what to delete")
 
 
 def test_the_manifest_is_deleted_first(home: Path) -> None:
@@ -220,16 +221,15 @@ def test_a_loss_after_the_deletion_is_an_error(holdfast: Command, finished: Path
         assert "attempt 1" not in str(caught.value)
 
 
-def test_a_damaged_record_of_the_deletion_excuses_no_loss(holdfast: Command, finished: Path) -> None:
-    assert holdfast("rm", finished, "--before", 100, "--force", "--yes").status == 0
-    record = finished / names.emptied(1)
-    record.write_bytes(record.read_bytes()[:-9])
-    with api.Checkpointer(finished, {"x": torch.zeros(4)}, quiet=True) as ckpt, pytest.raises(Corrupt):
-        ckpt.restore()
-
-
-def test_deleting_some_checkpoints_does_not_hide_a_loss(holdfast: Command, finished: Path) -> None:
-    assert holdfast("rm", finished, "--step", 2, "--yes").status == 0
+@pytest.mark.parametrize("is_record_damaged", [False, True])
+def test_neither_a_damaged_record_nor_other_deletions_excuse_a_loss(
+    holdfast: Command, finished: Path, is_record_damaged: bool
+) -> None:
+    words = ["--before", 100, "--force"] if is_record_damaged else ["--step", 2]
+    assert holdfast("rm", finished, *words, "--yes").status == 0
+    if is_record_damaged:
+        record = finished / names.emptied(1)
+        record.write_bytes(record.read_bytes()[:-9])
     for path in list(finished.glob("step-*/*")):
         path.unlink()
     with api.Checkpointer(finished, {"x": torch.zeros(4)}, quiet=True) as ckpt, pytest.raises(Corrupt):

@@ -61,17 +61,10 @@ def test_without_the_permission_to_linger_the_remedy_is_shown(
     holdfast: Command, programs: FakePrograms
 ) -> None:
     programs.add_systemd(allows_linger=False)
-    assert "sudo loginctl enable-linger" in holdfast("service", "install").printed().err
-    assert "sudo loginctl enable-linger" in holdfast("service", "status").err
+    for action in ("install", "status"):
+        holdfast("service", action).refused("sudo loginctl enable-linger", status=0)
     programs.set("loginctl.lingers")
     assert holdfast("service", "status").err == ""
-
-
-def test_a_unit_that_systemd_refuses_leaves_nothing(holdfast: Command, programs: FakePrograms) -> None:
-    programs.add_systemd()
-    programs.set("systemctl.refuses")
-    holdfast("service", "install").refused("Unit file does not exist.", "crontab -e")
-    assert programs.units() == []
 
 
 def test_a_machine_without_systemd_shows_the_line_for_cron(holdfast: Command, programs: FakePrograms) -> None:
@@ -112,12 +105,16 @@ def test_each_state_folder_has_its_own_unit(
     assert set(units) == {f"{service_name(tmp_path / names[0])}.service"}
 
 
-def test_a_line_break_in_the_folder_is_refused(
+def test_a_line_break_in_the_folder_and_a_refusal_of_systemd_leave_nothing(
     holdfast: Command, programs: FakePrograms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs.add_systemd()
-    monkeypatch.setenv("HOLDFAST_STATE", f"{tmp_path}/a\nb")
-    assert holdfast("service", "install").status == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("HOLDFAST_STATE", f"{tmp_path}/a\nb")
+        holdfast("service", "install").refused()
+    assert programs.units() == []
+    programs.set("systemctl.refuses")
+    holdfast("service", "install").refused("Unit file does not exist.", "crontab -e")
     assert programs.units() == []
 
 

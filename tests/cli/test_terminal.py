@@ -12,11 +12,7 @@ def test_names_cannot_send_control_sequences_to_a_terminal(tmp_path: Path, holdf
     name = "w\x1b[2J\x1b]0;owned\x07"
     with Checkpointer(tmp_path / "home", {name: 1, "t": {"x\x9b31m": "v\x1b[5m"}}, quiet=True) as ckpt:
         ckpt.save(1).wait_durable()
-    for words in (
-        ("show", tmp_path / "home"),
-        ("verify", tmp_path / "home"),
-        ("ls", tmp_path / "home"),
-    ):
-        result = holdfast(*words)
+    for command in ("show", "verify", "ls"):
+        result = holdfast(command, tmp_path / "home")
         assert "\x1b" not in result.out + result.err
         assert "\x9b" not in result.out + result.err

@@ -43,9 +43,6 @@ def test_the_text_has_the_line_and_the_suggestion(tmp_path: Path, holdfast: Comm
     assert "step % 50" in done.out
 
 
-def test_an_unknown_question_is_rejected(tmp_path: Path, holdfast: Command) -> None:
-    holdfast("tune", "--only", "luck", tmp_path / "train.py").refused("'luck'")
-
-
-def test_a_missing_script_is_rejected(holdfast: Command) -> None:
+def test_an_unknown_question_and_a_missing_script_are_rejected(holdfast: Command) -> None:
+    holdfast("tune", "--only", "luck", "train.py").refused("'luck'")
     holdfast("tune", "nowhere.py").refused("does not exist")

@@ -10,13 +10,10 @@ from cli.conftest import Command, flip
 from holdfast.checkpoint.format import names
 
 
-def test_a_good_checkpoint_passes(holdfast: Command, home: Path) -> None:
+def test_good_checkpoints_pass_and_all_is_every_one_with_a_manifest(holdfast: Command, home: Path) -> None:
     result = holdfast("verify", home)
     assert result.status == 0
     assert result.out.startswith("step 300, attempt 2: good (5 files, ")
-
-
-def test_all_verifies_every_checkpoint_with_a_manifest(holdfast: Command, home: Path) -> None:
     found = holdfast("verify", home, "--all", "--json")
     assert found.status == 0
     rows = found.json["checkpoints"]
@@ -54,11 +51,8 @@ def test_damage_of_other_steps_is_ignored(holdfast: Command, home: Path) -> None
     holdfast("verify", home, "--all").printed("5 checkpoints verified, 1 damaged", status=1)
 
 
-def test_extra_files_are_reported_and_harmless(holdfast: Command, home: Path) -> None:
+def test_extra_files_are_harmless_and_nothing_to_verify_is_an_error(holdfast: Command, home: Path) -> None:
     (home / "step-00000300" / "rank-00007-a0002.safetensors").write_bytes(b"left behind")
     holdfast("verify", home).printed("harmless: step-00000300/rank-00007-a0002.safetensors")
-
-
-def test_nothing_to_verify_is_an_error(holdfast: Command, home: Path) -> None:
     for words in (("--step", 400), ("--step", 7), ("--attempt", 9)):
         holdfast("verify", home, *words).refused("300 (attempt 2)")

@@ -19,13 +19,8 @@ from holdfast.cli import make_parser
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [
-    path
-    for path in sorted(
-        {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")}
-    )
-    if "design" not in path.parts  # notes tell what was decided at their time
-]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+DOCUMENTS = [path for path in PAGES if "design" not in path.parts]  # notes tell of their time
 BLOCK = re.compile(
     r"^(<!-- run(?:, torch (?P<torch>[\d.]+))? -->\n+)?```(?P<language>\w+)\n(?P<code>.*?)^```", re.M | re.S
 )
@@ -46,9 +41,8 @@ def blocks(*languages: str, run: bool | None = None) -> list[object]:
 
 
 def _needs_torch(version: str) -> pytest.MarkDecorator:
-    wanted, found = (
-        [int(n) for n in text.split("+")[0].split(".")[:2]] for text in (version, torch.__version__)
-    )
+    versions = (text.partition("+")[0].split(".")[:2] for text in (version, torch.__version__))
+    wanted, found = ([int(number) for number in numbers] for numbers in versions)
     return pytest.mark.skipif(found < wanted, reason=f"the block needs torch {version}")
 
 
@@ -66,11 +60,7 @@ def commands() -> list[object]:
 @pytest.mark.parametrize("code", blocks("python", "py"))
 def test_python_compiles_and_uses_existing_names(code: str) -> None:
     for node in ast.walk(ast.parse(code)):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "holdfast"
-        ):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "holdfast":
             assert hasattr(holdfast, node.attr), f"line {node.lineno}: there is no holdfast.{node.attr}"
 
 

@@ -145,9 +145,7 @@ def test_examples_of_the_page_are_split_as_in_the_code() -> None:
     assert len(rows) >= 6
     for shape_text, splits, ranks, found in rows:
         shape = tuple(json.loads(shape_text))
-        partitioning = EvenPartitioning(
-            tuple((dim, parts) for dim, parts in json.loads(splits)), tuple(json.loads(ranks))
-        )
+        partitioning = EvenPartitioning(tuple(map(tuple, json.loads(splits))), tuple(json.loads(ranks)))
         regions = []
         for rank, region in partitioning.regions(shape):
             sides = ", ".join(f"{at}:{at + length}" for at, length in zip(*region, strict=True))

@@ -58,35 +58,22 @@ def train(home: Path, *options: str) -> dict[str, float]:
 
 def squad_file(path: Path, texts: dict[str, list[tuple[str, str, str]]]) -> None:
     """A file of SQuAD's form: for each text id, question and answer."""
-    paragraphs = [
-        {
-            "context": context,
-            "qas": [
-                {
-                    "id": id,
-                    "question": question,
-                    "answers": [{"text": text, "answer_start": context.index(text)}],
-                }
-                for id, question, text in asked
-            ],
-        }
-        for context, asked in texts.items()
-    ]
+    paragraphs = []
+    for context, asked in texts.items():
+        qas = [
+            {"id": id, "question": text, "answers": [{"text": found, "answer_start": context.index(found)}]}
+            for id, text, found in asked
+        ]
+        paragraphs.append({"context": context, "qas": qas})
     path.write_text(json.dumps({"version": "1.1", "data": [{"title": "kelp", "paragraphs": paragraphs}]}))
 
 
 @pytest.mark.usefixtures("env")
 def test_it_trains_on_files_of_squad_s_form_with_texts_longer_than_a_window(tmp_path: Path) -> None:
-    long = (
-        "Kelp grows in cold water. " * 30
-        + "Its holdfast grips the rock. "
-        + "It may be sixty metres long. " * 9
-    )
+    grows, grips, is_long = "Kelp grows in cold water. ", "Its holdfast grips the rock. ", "It may be long. "
+    asked = [("a", "What grips the rock?", "Its holdfast"), ("b", "Where does kelp grow?", "in cold water")]
     texts = {
-        long: [
-            ("a", "What grips the rock?", "Its holdfast"),
-            ("b", "Where does kelp grow?", "in cold water"),
-        ],
+        grows * 30 + grips + is_long * 16: asked,
         "An otter eats urchins.": [("c", "What does an otter eat?", "urchins")],
     }
     folder = tmp_path / "squad"
@@ -120,9 +107,8 @@ def test_a_job_that_is_preempted_twice_has_the_curve_of_one_that_was_not(
         for attempt, step in ((1, 20), (2, 50)):
             wait_for_step(desk, job, home, step)
             assert main(["preempt", str(job.id)]) == 0
-            desk.wait_for(
-                job, lambda then=attempt: desk.engine.job(job.id).attempt > then, "the next attempt"
-            )
+            has_ended = lambda then=attempt: desk.engine.job(job.id).attempt > then  # noqa: E731
+            desk.wait_for(job, has_ended, "the next attempt")
         ended = desk.wait(job)
         assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 2), desk.describe(job)
     finally:

@@ -7,14 +7,13 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import holdfast
+from cli.conftest import flip
 from examples.running import EXAMPLES, LIMIT_S, environment
 from nursery import shared
 from servers import reserve_port
@@ -43,23 +42,13 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return home, last_line(run_example("01_three_lines.py", home))
 
 
-def check_killed_run_ends_with(straight: str, name: str, home: Path, *, restored: int) -> None:
-    """Kill an example in its third save, start it again, and compare its result."""
-    assert re.search(r"sha256 .*[0-9a-f]{64}", straight)
-    killed = run_example(name, home, HOLDFAST_KILL_AT="trainer.handed:3")
+def check_killed(name: str, folder: Path, resumed: str, straight: str | None = None, **env: str) -> None:
+    """Kill an example in its third save, start it again, and compare its result with that of a whole run."""
+    straight = straight or last_line(run_example(name, folder / "straight", **env))
+    assert re.search(r"[0-9a-f]{64}", straight)
+    killed = run_example(name, folder / "home", HOLDFAST_KILL_AT="trainer.handed:3", **env)
     assert killed.returncode == -signal.SIGKILL
-    again = run_example(name, home)
-    assert f"restored step {restored} from" in again.stderr
-    assert last_line(again) == straight
-
-
-def check_killed_trainer(name: str, folder: Path, resumed: str, env: Mapping[str, str] | None = None) -> None:
-    """Kill an example of a trainer in its third save, start it again, and compare its result."""
-    given: dict[str, Any] = dict(env or {})
-    straight = last_line(run_example(name, folder / "straight", **given))
-    killed = run_example(name, folder / "out", **{**given, "HOLDFAST_KILL_AT": "trainer.handed:3"})
-    assert killed.returncode == -signal.SIGKILL
-    again = run_example(name, folder / "out", **given)
+    again = run_example(name, folder / "home", **env)
     assert resumed in again.stderr
     assert last_line(again) == straight
 
@@ -68,44 +57,35 @@ def check_killed_trainer(name: str, folder: Path, resumed: str, env: Mapping[str
 def test_three_lines_killed_and_resumed_end_like_an_uninterrupted_run(
     first: tuple[Path, str], tmp_path: Path
 ) -> None:
-    check_killed_run_ends_with(first[1], "01_three_lines.py", tmp_path / "home", restored=300)
-
-
-@pytest.mark.slow
-def test_a_data_loader_killed_in_mid_epoch_continues_with_the_next_batch(tmp_path: Path) -> None:
-    straight = last_line(run_example("03_resume_dataloader.py", tmp_path / "straight"))
-    check_killed_run_ends_with(straight, "03_resume_dataloader.py", tmp_path / "home", restored=75)
+    check_killed("01_three_lines.py", tmp_path, "restored step 300 from", straight=first[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "resumed"),
-    [("07_trainer.py", "resuming from step 60 of"), ("08_accelerate.py", "loaded step 2 of")],
+    [
+        ("03_resume_dataloader.py", "restored step 75 from"),
+        ("07_trainer.py", "resuming from step 60 of"),
+        ("08_accelerate.py", "loaded step 2 of"),
+        ("09_deepspeed.py", "resuming from global_step60: step 60 of"),
+    ],
 )
-def test_a_trainer_killed_and_resumed_ends_like_an_uninterrupted_run(
+def test_an_example_killed_and_resumed_ends_like_an_uninterrupted_run(
     tmp_path: Path, name: str, resumed: str
 ) -> None:
-    check_killed_trainer(name, tmp_path, resumed)
-
-
-@pytest.mark.slow
-def test_an_engine_killed_and_resumed_ends_like_an_uninterrupted_run(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
-    env = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
-    check_killed_trainer("09_deepspeed.py", tmp_path, "resuming from global_step60: step 60 of", env)
+    env: dict[str, str] = {}
+    if name == "09_deepspeed.py":
+        pytest.importorskip("deepspeed", reason="needs torch-holdfast[deepspeed]")
+        env = {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(reserve_port())}
+    check_killed(name, tmp_path, resumed, **env)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_ranks_killed_and_resumed_and_then_one(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    killed = run_example(
-        "02_ddp.py",
-        home,
-        launcher=TORCHRUN,
-        HOLDFAST_KILL_AT="trainer.handed:3",
-        HOLDFAST_KILL_MARK=str(tmp_path / "mark"),
-    )
+    kill = {"HOLDFAST_KILL_AT": "trainer.handed:3", "HOLDFAST_KILL_MARK": str(tmp_path / "mark")}
+    killed = run_example("02_ddp.py", home, launcher=TORCHRUN, **kill)
     assert killed.returncode != 0
     assert (tmp_path / "mark").exists()
     assert "done" not in killed.stdout
@@ -113,10 +93,8 @@ def test_two_ranks_killed_and_resumed_and_then_one(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     found = re.search(r"restored step (\d+) from", again.stderr)
     assert found
-    assert int(found[1]) in (
-        100,
-        150,
-    )  # whether the third save was complete depends on when the other rank fell
+    # Whether the third save was complete depends on when the other rank fell.
+    assert int(found[1]) in (100, 150)
     assert "step 300 on 2 ranks" in again.stdout
     assert "done" in again.stdout
     alone = run_example("02_ddp.py", home, 350)
@@ -140,9 +118,7 @@ def test_looking_inside_needs_no_model(first: tuple[Path, str], tmp_path: Path) 
 def test_looking_inside_reports_damage(first: tuple[Path, str], tmp_path: Path) -> None:
     home = shutil.copytree(first[0], tmp_path / "home")
     (file,) = (home / "step-00001000").glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file)
     looked = run_example("04_look_inside.py", home)
     assert "damaged: " in looked.stdout
     assert "NOT good" in looked.stdout

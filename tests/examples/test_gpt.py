@@ -41,24 +41,15 @@ LINES = st.sampled_from(
 @given(st.lists(LINES).map(b"".join), st.integers(2, 40))
 def test_sequences_have_every_byte_once_and_are_not_too_long(text: bytes, max_tokens: int) -> None:
     found = source.split_source(text, max_tokens)
-    assert b"".join(bytes(one[1:].tolist()) for one in found) == text
-    for one in found:
-        assert 2 <= len(one) <= max_tokens
-        assert one[0] == source.BEGIN
+    assert b"".join(bytes(tokens[1:].tolist()) for tokens in found) == text
+    assert all(2 <= len(tokens) <= max_tokens and tokens[0] == source.BEGIN for tokens in found)
 
 
 def test_each_function_and_class_begins_a_sequence() -> None:
-    text = (
-        b"import os\n\nclass C:\n    @wraps\n    def f(self):\n        pass\n\n\nasync def g():\n    pass\n"
-    )
-    found = [bytes(one[1:].tolist()) for one in source.split_source(text, 100)]
-    assert [one.split(b"\n")[0] for one in found] == [
-        b"import os",
-        b"class C:",
-        b"    @wraps",
-        b"    def f(self):",
-        b"async def g():",
-    ]
+    starts = [b"import os\n\n", b"class C:\n", b"    @wraps\n", b"    def f(self):\n        pass\n\n\n"]
+    starts.append(b"async def g():\n    pass\n")
+    found = source.split_source(b"".join(starts), 100)
+    assert [bytes(tokens[1:].tolist()) for tokens in found] == starts
 
 
 def test_the_library_is_read_up_to_a_size(tmp_path: Path) -> None:

@@ -14,11 +14,15 @@ from holdfast.errors import Corrupt, HoldfastError
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
 """Exit statuses other than 0: damage or a difference was found; an error; Ctrl-C; the output was closed."""
-
 _RAW = ("demo", "launch", "logs")
 """Commands whose output is not escaped: the output of a job, and a moving screen."""
 _WITH_COMMAND_LINE = ("launch",)
 """Commands that run another command line, after `--`."""
+
+
+def print_note(text: object) -> None:
+    """Print a line on stderr, after the name of the program."""
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
@@ -61,17 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = args.run(args)
             sys.stdout.flush()
     except HoldfastError as error:
-        print(f"holdfast: {error}", file=sys.stderr)
+        print_note(error)
         return FOUND if isinstance(error, Corrupt) else TROUBLE
     except KeyboardInterrupt:
-        print("holdfast: interrupted", file=sys.stderr)
+        print_note("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         # `holdfast show | head`: discard the buffered output, so that Python does not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     except OSError as error:
-        print(f"holdfast: the system refused a file operation: {error}", file=sys.stderr)
+        print_note(f"the system refused a file operation: {error}")
         _discard_output_that_cannot_be_written()
         return TROUBLE
     return status
@@ -109,9 +113,5 @@ def _limited(args: argparse.Namespace) -> Iterator[None]:
         return
     from holdfast.checkpoint.store.command_limit import command_limit
 
-    with command_limit.limited(args.patience, _show):
+    with command_limit.limited(args.patience, print_note):
         yield
-
-
-def _show(line: str) -> None:
-    print(f"holdfast: {line}", file=sys.stderr, flush=True)

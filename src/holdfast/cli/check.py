@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.cli import experiment
 from holdfast.cli.commands import argument, command, count, script_arguments
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_result
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration, plural
 
@@ -76,15 +76,12 @@ def run(args: argparse.Namespace) -> int:
     words = experiment.script_words(args.script, args.args)
     with experiment.trial_folder("check", args.keep) as folder:
         report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
-    if args.json:
-        print_json(report)
-    else:
-        _print(report)
+    print_result(args, report, lambda: _print(report))
     return int(not report["exact"])
 
 
 def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = experiment.Trials(words, folder, timeout_s=timeout_s)
+    trials = experiment.Trials(words, folder, timeout_s)
     save_at, whole = _run_whole(trials, steps)
     end_at = min(experiment.newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)
@@ -148,10 +145,9 @@ def _differences(a: Path, b: Path, step: int) -> tuple[list[experiment.Differenc
         if home not in experiment.newest_steps(b):
             rows.append(experiment.DifferenceRow("(all)", "missing in the other run"))
             continue
-        one, other = (experiment.open_side(os.fspath(folder / home), step) for folder in (a, b))
-        found, number = experiment.compare_sides(
-            one, other, of_a="the uninterrupted run", of_b="the resumed run"
-        )
+        whole = experiment.open_side("the uninterrupted run", os.fspath(a / home), step)
+        resumed = experiment.open_side("the resumed run", os.fspath(b / home), step)
+        found, number = experiment.compare_sides(whole, resumed)
         num_compared += number
         rows += found
     return rows, num_compared

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-import sys
 import textwrap
 from collections.abc import Callable
 from types import ModuleType
@@ -194,16 +193,3 @@ def script_arguments(text: str) -> tuple[Argument, Argument]:
     """Declare SCRIPT, and the arguments that it gets."""
     arguments = argument("args ARGS", "arguments of the script", nargs=argparse.REMAINDER)
     return argument("script SCRIPT", text), arguments
-
-
-def check_can_agree(args: argparse.Namespace, what_was_done: str) -> None:
-    """Check that `--yes` was given or that the command can ask on the terminal."""
-    if not args.yes and (args.json or not sys.stdin.isatty()):
-        why = "--json does not ask" if args.json else "standard input is not a terminal"
-        raise InvalidInput(f"Add --yes: {why}. {what_was_done}")
-
-
-def agrees(question: str) -> bool:
-    """Ask on the terminal, and return True if the answer is yes."""
-    print(f"{question} [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -9,7 +9,7 @@ import sys
 
 from holdfast.checkpoint.store.factory import absolute_place, open_store
 from holdfast.cli.commands import PATIENCE, argument, command, step_number
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_result
 
 
 @command(
@@ -44,10 +44,7 @@ def run(args: argparse.Namespace) -> int:
     server, port = listen(Application(keys, homes), args.port)
     url = keys.url(port)
     try:
-        if args.json:
-            print_json({"url": url, "port": port})
-        else:
-            print(url)
+        print_result(args, {"url": url, "port": port}, url)
         sys.stdout.flush()
         note = "Ctrl-C ends it. The URL is a key to your jobs: do not pass it on."
         print(note, file=sys.stderr, flush=True)

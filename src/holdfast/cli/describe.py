@@ -6,7 +6,7 @@ import argparse
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from holdfast.cli.commands import command
 from holdfast.cli.jobs import JOB, format_span, job_row
@@ -14,7 +14,7 @@ from holdfast.cli.tables import (
     Column,
     format_time,
     print_fields,
-    print_json,
+    print_result,
     print_table,
     printable,
     terminal_width,
@@ -57,9 +57,11 @@ def print_checks(found: JobDescription) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the job."""
     found = describe(args.job)
-    if args.json:
-        print_json({**asdict(found), "job": job_row(found.job)})
-        return 0
+    print_result(args, {**asdict(found), "job": job_row(found.job)}, lambda: _print(found))
+    return 0
+
+
+def _print(found: JobDescription) -> None:
     print_fields(_fields(found), width=14)
     _print_attempts(found)
     print_checks(found)
@@ -71,7 +73,6 @@ def run(args: argparse.Namespace) -> int:
         print("\nlast lines:" if found.job.num_nodes == 1 else f"\nlast lines of node {rank}:")
         for line in lines:
             print(f"    {line}")
-    return 0
 
 
 def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
@@ -117,25 +118,25 @@ def _print_attempts(found: JobDescription) -> None:
     if not found.attempts:
         return
 
-    def took(one: JobAttempt) -> str | None:
-        return None if one.ended_unix_s is None else format_span(one.ended_unix_s - one.started_unix_s)
+    def took(of: JobAttempt) -> str | None:
+        return None if of.ended_unix_s is None else format_span(of.ended_unix_s - of.started_unix_s)
 
     print("\nattempts:")
     columns = [
-        Column("#", lambda one: one.number, "right"),
-        Column("STARTED", lambda one: format_time(one.started_unix_s)),
+        Column("#", attrgetter("number"), "right"),
+        Column("STARTED", lambda of: format_time(of.started_unix_s)),
         Column("TOOK", took, "right"),
-        Column("LOST", lambda one: format_span(one.lost_s) if one.lost_s else None, "right"),
-        Column("STEP", lambda one: one.step, "right"),
-        Column("EXIT", lambda one: _exits(one, found.job.num_nodes)),
-        Column("WHY", lambda one: one.reason.partition("\n")[0] or one.status.value, "text"),
+        Column("LOST", lambda of: format_span(of.lost_s) if of.lost_s else None, "right"),
+        Column("STEP", attrgetter("step"), "right"),
+        Column("EXIT", lambda of: _exits(of, found.job.num_nodes)),
+        Column("WHY", lambda of: of.reason.partition("\n")[0] or of.status.value, "text"),
     ]
     if any(one.machines for one in found.attempts):
-        columns.insert(-1, Column("MACHINES", lambda one: " ".join(one.machines) or None, "name"))
+        columns.insert(-1, Column("MACHINES", lambda of: " ".join(of.machines) or None, "name"))
     print_table(columns, found.attempts)
 
 
-def _exits(one: JobAttempt, num_nodes: int) -> str:
-    if one.ended_unix_s is None and not one.outcomes:
+def _exits(of: JobAttempt, num_nodes: int) -> str:
+    if of.ended_unix_s is None and not of.outcomes:
         return "-"
-    return " ".join(one.exit_of(rank) or "-" for rank in range(num_nodes))
+    return " ".join(of.exit_of(rank) or "-" for rank in range(num_nodes))

@@ -7,7 +7,6 @@ import contextlib
 import fnmatch
 import math
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -19,10 +18,10 @@ from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import Store
-from holdfast.cli import TROUBLE, values
+from holdfast.cli import TROUBLE, print_note, values
 from holdfast.cli.commands import FILTER, PATIENCE, argument, command
 from holdfast.cli.homes import open_home
-from holdfast.cli.tables import Column, print_json, print_table
+from holdfast.cli.tables import Column, print_result, print_table
 from holdfast.errors import Corrupt
 from holdfast.system.units import plural
 
@@ -38,6 +37,7 @@ _SIDE = re.compile(r"(.+)@(\d+)")
 class Side:
     """One of the two checkpoints."""
 
+    name: str
     store: Store
     checkpoint: Checkpoint
 
@@ -92,7 +92,7 @@ class Difference:
 def run(args: argparse.Namespace) -> int:
     """Compare the checkpoints. Damage is an error (2) here, because 1 means that they differ."""
     try:
-        a, b = (_open(place) for place in (args.a, args.b))
+        a, b = _open("A", args.a), _open("B", args.b)
         if not args.json:
             _print_sides(a, b)
         with contextlib.ExitStack() as stack:
@@ -100,19 +100,16 @@ def run(args: argparse.Namespace) -> int:
                 stack.enter_context(deletion_named(side.store, side.checkpoint.manifest.checkpoint_id))
             difference = compare(a, b, pattern=args.filter or "*", within=args.within)
     except Corrupt as error:
-        print(f"holdfast: {error}", file=sys.stderr)
+        print_note(error)
         return TROUBLE
-    if args.json:
-        print_json(_as_json(a, b, difference))
-    else:
-        _print(difference)
+    print_result(args, _as_json(a, b, difference), lambda: _print(difference))
     return int(bool(difference))
 
 
-def _open(place: str) -> Side:
+def _open(name: str, place: str) -> Side:
     found = _SIDE.fullmatch(place)
     store, _ = open_home(found[1] if found else place)
-    return Side(store, open_checkpoint(store, int(found[2]) if found else None))
+    return Side(name, store, open_checkpoint(store, int(found[2]) if found else None))
 
 
 def _facts(side: Side) -> dict[str, Any]:
@@ -139,21 +136,19 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
         pattern: glob of the names of tensors and values to compare.
         within: absolute difference up to which numbers of tensors count as equal.
     """
-    keys_a, keys_b = (
-        [key for key in side.checkpoint if fnmatch.fnmatchcase(key, pattern)] for side in (a, b)
-    )
+    keys_a, keys_b = (fnmatch.filter(side.checkpoint.keys(), pattern) for side in (a, b))
     shared = set(keys_a) & set(keys_b)
     infos = {key: (a.checkpoint.info(key), b.checkpoint.info(key)) for key in keys_a if key in shared}
     # Tensors that are tied on both sides are compared once.
     both = [
         key
-        for key, (one, other) in infos.items()
-        if one.tied_to not in shared or one.tied_to != other.tied_to
+        for key, (in_a, in_b) in infos.items()
+        if in_a.tied_to not in shared or in_a.tied_to != in_b.tied_to
     ]
-    ranks = range(a.checkpoint.world_size) if a.checkpoint.world_size == b.checkpoint.world_size else range(1)
+    num_ranks = a.checkpoint.world_size
     changed: list[TensorChange] = []
     changed_values: list[tuple[str, str | None, str | None]] = []
-    for rank in ranks:
+    for rank in range(num_ranks if num_ranks == b.checkpoint.world_size else 1):
         suffix = f"@r{rank}" if rank else ""
         names = [key for key in both if not rank or EACH in (infos[key][0].owner, infos[key][1].owner)]
         changed += _changes(a, b, names, rank, within, suffix)
@@ -171,14 +166,13 @@ def _changes(
     a: Side, b: Side, names: list[str], rank: int, within: float, suffix: str
 ) -> Iterator[TensorChange]:
     for batch in _batches(a.checkpoint, names):
-        left, right = _read(a, batch, rank), _read(b, batch, rank)
+        read = {side.name: _read(side, batch, rank) for side in (a, b)}
         for name in batch:
-            one, other = left.get(name), right.get(name)
-            if one is None or other is None:
-                if one is not other:
-                    yield TensorChange(name + suffix, "only in A" if other is None else "only in B")
-            elif found := _change(name + suffix, one, other, within):
-                yield found
+            found = {side: tensors[name] for side, tensors in read.items() if name in tensors}
+            if len(found) == 1:
+                yield TensorChange(name + suffix, f"only in {next(iter(found))}")
+            elif found and (change := _change(name + suffix, found, within)):
+                yield change
 
 
 def _batches(checkpoint: Checkpoint, names: list[str]) -> Iterator[list[str]]:
@@ -215,18 +209,19 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _change(name: str, a: torch.Tensor, b: torch.Tensor, within: float) -> TensorChange | None:
+def _change(name: str, sides: dict[str, torch.Tensor], within: float) -> TensorChange | None:
     import torch
 
+    a, b = sides.values()
     if a.dtype != b.dtype or a.shape != b.shape:
-        return TensorChange(name, f"{_kind(a)} in A, {_kind(b)} in B")
+        return TensorChange(name, ", ".join(f"{_kind(x)} in {side}" for side, x in sides.items()))
     num_changed, max_abs, sum_abs = 0, 0.0, 0.0
     left, right = a.reshape(-1), b.reshape(-1)
     for start in range(0, a.numel(), _SLICE_ITEMS):
-        one, other = left[start : start + _SLICE_ITEMS], right[start : start + _SLICE_ITEMS]
-        bits = (one.view(torch.uint8) != other.view(torch.uint8)).reshape(-1, a.element_size()).any(1)
+        x, y = left[start : start + _SLICE_ITEMS], right[start : start + _SLICE_ITEMS]
+        bits = (x.view(torch.uint8) != y.view(torch.uint8)).reshape(-1, a.element_size()).any(1)
         if bits.any():
-            apart = _differences(one, other)
+            apart = _differences(x, y)
             # Bits may differ where numbers do not: -0.0, payloads of NaN, integers beyond 2^53.
             num_changed += int((apart.isnan() | (apart > within) | (bits & (within == 0))).sum())
             max_abs = max(max_abs, float(apart.max()), key=lambda x: (x != x, x))  # NaN is the largest
@@ -254,14 +249,14 @@ def _value_changes(
 ) -> Iterator[tuple[str, str | None, str | None]]:
     for path in dict.fromkeys([*a, *b]):
         if fnmatch.fnmatchcase(path, pattern) and (path in a, a.get(path)) != (path in b, b.get(path)):
-            one, other = (values.format_value(side[path]) if path in side else None for side in (a, b))
-            yield path + suffix, one, other
+            text_a, text_b = (values.format_value(side[path]) if path in side else None for side in (a, b))
+            yield path + suffix, text_a, text_b
 
 
 def _print_sides(a: Side, b: Side) -> None:
-    for label, side in (("A", a), ("B", b)):
-        facts = _facts(side)
-        print(f"{label}: {facts['home']}, step {facts['step']}, attempt {facts['attempt']}")
+    for side in (a, b):
+        found = side.checkpoint
+        print(f"{side.name}: {side.store.url}, step {found.step}, attempt {found.attempt}")
     if a.checkpoint.world_size != b.checkpoint.world_size:
         print("The numbers of ranks differ, so per-rank state is compared for rank 0 only.")
 
@@ -275,7 +270,7 @@ def _print(difference: Difference) -> None:
     if difference.values:
         headings = ("VALUE", "A", "B")
         columns = [Column(heading, itemgetter(i), "name") for i, heading in enumerate(headings)]
-        print_table(columns, [(path, one or "-", other or "-") for path, one, other in difference.values])
+        print_table(columns, [(path, a or "-", b or "-") for path, a, b in difference.values])
     tensors = f"{plural(difference.num_compared, 'tensor')} compared"
     print(f"{tensors}, {len(difference.changed)} differ" if difference else f"{tensors}, no difference")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
+from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command, either
-from holdfast.cli.tables import Column, print_json, print_table
+from holdfast.cli.tables import Column, print_result, print_table
 from holdfast.errors import RetryLater
 from holdfast.system.units import format_bytes, parse_duration
 
@@ -45,10 +45,7 @@ def run(args: argparse.Namespace) -> int:
             if limit_s is None:
                 raise
             status = status_of(args.directory)  # the time is over: list the rest
-    if args.json:
-        print_json(status.as_json())
-    else:
-        _print(status)
+    print_result(args, status.as_json(), lambda: _print(status))
     return 0 if status.is_drained else NOT_DRAINED
 
 
@@ -75,10 +72,9 @@ def _print(status: DirectoryStatus) -> None:
         print(f"... {len(rows)} in all")
     print(status.summary())
     if status.trouble:
-        print(f"holdfast: {status.trouble}", file=sys.stderr)
+        print_note(status.trouble)
     if not status.is_running and status.num_unsent:
-        print(
-            f"holdfast: the uploader is {status.uploader}. The remaining files are uploaded after the "
-            "directory has been mounted again.",
-            file=sys.stderr,
+        print_note(
+            f"the uploader is {status.uploader}. The remaining files are uploaded after the directory has "
+            "been mounted again."
         )

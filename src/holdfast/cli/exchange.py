@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from holdfast.checkpoint.exchange.exporter import KINDS, check_step, choose_kind
 from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
+from holdfast.cli import print_note
 from holdfast.cli.commands import HOME, PREFIXES, argument, command, step_number, step_options
 from holdfast.cli.homes import nearest_hint, open_home
-from holdfast.cli.tables import byte_bar, format_rate, print_json
+from holdfast.cli.tables import byte_bar, format_rate, print_result
 from holdfast.errors import NotFound
 from holdfast.system.units import format_bytes, parse_bytes, plural
 
@@ -69,12 +69,10 @@ def import_(args: argparse.Namespace) -> int:
             on_total=bar.on_total,
             on_bytes=bar.on_bytes,
         )
-    if args.json:
-        print_json(asdict(done))
-        return 0
     tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     took = format_rate(done.num_bytes, done.seconds)
-    print(f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind}), {took}")
+    text = f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind}), {took}"
+    print_result(args, asdict(done), text)
     return 0
 
 
@@ -118,7 +116,7 @@ def export(args: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(store, args.step, args.attempt)
     check_step(target, checkpoint.step)
     if args.step is None:
-        print(f"holdfast: exporting step {checkpoint.step}, the newest", file=sys.stderr)
+        print_note(f"exporting step {checkpoint.step}, the newest")
     from holdfast.checkpoint.exchange.exporter import export_checkpoint  # slow, and needed only here
 
     with deletion_named(store, checkpoint.manifest.checkpoint_id), byte_bar("export") as bar:
@@ -134,10 +132,8 @@ def export(args: argparse.Namespace) -> int:
             on_total=bar.on_total,
             on_bytes=bar.on_bytes,
         )
-    if args.json:
-        print_json({"home": store.url, **asdict(done)})
-        return 0
     tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     took = format_rate(done.num_bytes, done.seconds)
-    print(f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}")
+    text = f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}"
+    print_result(args, {"home": store.url, **asdict(done)}, text)
     return 0

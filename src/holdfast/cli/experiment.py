@@ -20,6 +20,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store import Store, open_store
+from holdfast.cli import print_note
 from holdfast.cli.diff import Side, compare
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import Column, print_table
@@ -42,20 +43,20 @@ class DifferenceRow:
     is_tensor: bool = True  # False: a plain value
 
 
-def open_side(home: str, step: int, attempt: int | None = None) -> Side:
+def open_side(name: str, home: str, step: int, attempt: int | None = None) -> Side:
     """Open a checkpoint for a comparison."""
     store = open_store(home)
-    return Side(store, open_checkpoint(store, step, attempt=attempt))
+    return Side(name, store, open_checkpoint(store, step, attempt=attempt))
 
 
-def compare_sides(a: Side, b: Side, *, of_a: str, of_b: str) -> tuple[list[DifferenceRow], int]:
+def compare_sides(a: Side, b: Side) -> tuple[list[DifferenceRow], int]:
     """Return the differences of the checkpoints of two runs, and the number of values compared."""
     found = compare(a, b)
-    rows = [DifferenceRow(key, f"only in {of_a}") for key in found.only_a]
-    rows += [DifferenceRow(key, f"only in {of_b}") for key in found.only_b]
-    for one in found.changed:
-        apart = "" if one.max_abs is None else f", up to {one.max_abs:.2g} apart"
-        rows.append(DifferenceRow(one.name, f"{one.num_changed} of {one.num_items} numbers{apart}"))
+    rows = [DifferenceRow(key, f"only in {a.name}") for key in found.only_a]
+    rows += [DifferenceRow(key, f"only in {b.name}") for key in found.only_b]
+    for change in found.changed:
+        apart = "" if change.max_abs is None else f", up to {change.max_abs:.2g} apart"
+        rows.append(DifferenceRow(change.name, f"{change.num_changed} of {change.num_items} numbers{apart}"))
     values = ((key, f"{a or 'nothing'} and {b or 'nothing'}") for key, a, b in found.values)
     rows += [DifferenceRow(key, how, is_tensor=False) for key, how in values]
     return rows, found.num_compared + len(a.checkpoint.values())
@@ -111,11 +112,11 @@ def recorded_values(store: Store) -> dict[int, dict[str, float]]:
 
 def recorded_texts(homes: Path) -> dict[str, dict[int, dict[str, str]]]:
     """Return the metrics of the runs in a folder as text, by home, step and name."""
-    stores = {home: open_store(os.fspath(homes / home)) for home in newest_steps(homes)}
-    return {
-        home: {step: {name: repr(one) for name, one in values.items()} for step, values in found.items()}
-        for home, found in ((home, recorded_values(store)) for home, store in stores.items())
-    }
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    for home in newest_steps(homes):
+        steps = recorded_values(open_store(os.fspath(homes / home))).items()
+        found[home] = {step: {name: repr(x) for name, x in values.items()} for step, values in steps}
+    return found
 
 
 def first_step(
@@ -140,61 +141,58 @@ def first_batch(whole: Trace, other: Trace, after: int) -> int | None:
     """Return the first step with different batches in two traces, later than `after`."""
     found = []
     for rank, batches in whole.batches.items():
-        one = [pair for pair in batches if pair[0] >= after]
-        two = [pair for pair in other.batches.get(rank, []) if pair[0] >= after]
-        found += [step + 1 for (step, digest), pair in zip(one, two, strict=False) if digest != pair[1]]
+        later = ([pair for pair in pairs if pair[0] >= after] for pairs in (batches, other.batches[rank]))
+        found += [step + 1 for (step, digest), (_, its) in zip(*later, strict=False) if digest != its]
     return min(found, default=None)
 
 
-def unseeded(one: Trace, other: Trace) -> set[str]:
+def unseeded(whole: Trace, other: Trace) -> set[str]:
     """Return the names of the generators that differ between two uninterrupted runs."""
     return {
         name
-        for rank, steps in one.generators.items()
+        for rank, steps in whole.generators.items()
         for step, states in steps.items()
         for name, state in states.items()
         if other.generators.get(rank, {}).get(step, states).get(name) != state
     }
 
 
+@dataclass(slots=True)
 class Trials:
     """Runs a command several times, one after the other."""
 
-    def __init__(self, command: Sequence[str], folder: Path, *, timeout_s: float) -> None:
-        self._command, self._folder, self._timeout_s = list(command), folder, timeout_s
-        self._num_trials = 0
+    command: list[str]
+    folder: Path
+    timeout_s: float  # of each trial
+    num_trials: int = 0
 
     def homes(self, name: str) -> Path:
         """Return the folder with the homes of the trials called `name`."""
-        return self._folder / f"homes-{name}"
+        return self.folder / f"homes-{name}"
 
     def run(self, homes: str, what: str, plan: dict[str, object], *, is_killed: bool = False) -> Trace:
-        """Run one trial and return its trace.
+        """Run one trial to its end, and return its trace.
 
-        Args:
-            homes: name of its homes, which an earlier trial may have used.
-            plan: fields of `holdfast.watch.trial.TrialPlan`, without the folder.
-            is_killed: whether the plan kills the script.
-
-        Blocks: until the trial has ended.
+        An earlier trial may have used its homes. The plan has the fields of `holdfast.watch.trial.TrialPlan`,
+        without the folder.
         """
-        self._num_trials += 1
-        own = self._folder / f"trial-{self._num_trials}"
+        self.num_trials += 1
+        own = self.folder / f"trial-{self.num_trials}"
         own.mkdir()
         plan_file, log = own / "plan.json", own / "log.txt"
         plan_file.write_text(json.dumps({"folder": str(own), **plan}))
         trial = {WATCH: "holdfast.watch.trial:Trial", TRIAL: str(plan_file)}
         env = sandbox_environment(self.homes(homes)) | trial
         began_s = time.monotonic()
-        with process_group(self._command, env, log) as process:
+        with process_group(self.command, env, log) as process:
             try:
-                status = process.wait(self._timeout_s)
+                status = process.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
                 status = None
         trace = Trace(own)
-        show_progress(f"trial {self._num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
+        print_note(f"trial {self.num_trials}: {what}: {time.monotonic() - began_s:.1f} s")
         if status is None:
-            problem = f"ran for more than {self._timeout_s:.0f} s"
+            problem = f"ran for more than {self.timeout_s:.0f} s"
         elif not trace.has_files:
             problem = f"ended with status {status} and created no Checkpointer"
         elif status and not is_killed:
@@ -228,11 +226,6 @@ def trial_folder(command: str, keep: str | None) -> Iterator[Path]:
         finally:
             if keep:
                 shutil.copytree(folder, keep, dirs_exist_ok=True)
-
-
-def show_progress(text: str) -> None:
-    """Print a line on stderr."""
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def newest_steps(homes: Path) -> dict[str, int]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS, read_lines
+from holdfast.cli import print_note
 from holdfast.cli.commands import HOME, argument, command, count, either, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.tables import Column, format_time, print_csv, print_json, print_table
+from holdfast.cli.tables import Column, format_time, print_csv, print_result, print_table
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.watch.defaults import default_watches
@@ -65,46 +66,38 @@ def run(args: argparse.Namespace) -> int:
     store, _ = open_home(args.home)
     events, num_torn = read_lines(store)
     if num_torn:
-        print(f"holdfast: ignored {plural(num_torn, 'line')} cut off by a crash", file=sys.stderr)
-    if args.metrics:
-        what, names, columns, rows = "metrics", METRIC_COLUMNS, _METRIC_TABLE, _metrics(events, args.lost)
-    elif args.checkpoints:
-        what, names, columns, rows = "checkpoints", SAVE_COLUMNS, _SAVE_TABLE, _checkpoints(events)
-    else:
-        what, names, columns, rows = "events", COLUMNS, _EVENT_TABLE, _events(events, args.event or ())
-    rows = [row for row in rows if args.step in (None, row.get("step"))]
+        print_note(f"ignored {plural(num_torn, 'line')} cut off by a crash")
+    what = "metrics" if args.metrics else "checkpoints" if args.checkpoints else "events"
+    rows_of, names, columns = _VIEWS[what]
+    rows = [row for row in rows_of(events, args) if args.step in (None, row.get("step"))]
     rows = [row for row in rows if args.tier in (None, row.get("tier"))]
     rows = rows[-args.tail :] if args.tail else rows
-    if args.json:
-        print_json(rows)
-    elif args.csv:
+    if args.csv and not args.json:
         print_csv(names, ([row.get(name) for name in names] for row in rows))
-    elif rows:
-        print_table(columns, rows)
     else:
-        print(f"no {what}")
+        print_result(args, rows, partial(print_table, columns, rows) if rows else f"no {what}")
     return 0
 
 
-def _events(lines: list[Event], asked: Collection[str]) -> list[Event]:
-    _check_events(asked, {line["event"] for line in lines})
-    shown = asked or {line["event"] for line in lines}.difference(_HIDDEN)
-    return [_with_speed(line) for line in lines if line["event"] in shown]
-
-
-def _check_events(asked: Iterable[str], found: set[str]) -> None:
-    """Check the names of events."""
+def _events(lines: list[Event], args: argparse.Namespace) -> list[Event]:
+    found, asked = {line["event"] for line in lines}, args.event or ()
     known = sorted({*EVENTS, *(event for watch in default_watches() for event in watch.events), *found})
     for name in asked:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             raise InvalidInput(f"The event {name!r} does not exist.{hint} Events are: {', '.join(known)}.")
+    shown = asked or found.difference(_HIDDEN)
+    return [_with_speed(line) for line in lines if line["event"] in shown]
+
+
+def _number(row: Event, name: str) -> float:
+    value = row.get(name)
+    return value if isinstance(value, (int, float)) else 0
 
 
 def _size(row: Event) -> str | None:
-    num_bytes = _number(row, "bytes")
-    return format_bytes(num_bytes) if num_bytes else None
+    return format_bytes(num_bytes) if (num_bytes := _number(row, "bytes")) else None
 
 
 def _span(name: str) -> Callable[[Event], str | None]:
@@ -126,14 +119,8 @@ def _with_speed(event: Event) -> Event:
     return {**event, "tier": tier_of(event), "bytes_per_s": speed}
 
 
-def _number(event: Event, name: str) -> float:
-    value = event.get(name)
-    return value if isinstance(value, (int, float)) else 0
-
-
 def _seconds(event: Event) -> str | None:
-    seconds = _number(event, "seconds")
-    return format_duration(seconds) if seconds else None
+    return format_duration(seconds) if (seconds := _number(event, "seconds")) else None
 
 
 _EVENT_TABLE = (
@@ -153,7 +140,7 @@ _EVENT_TABLE = (
 # -- checkpoints -----------------------------------------------------------------------------------------
 
 
-def _checkpoints(lines: list[Event]) -> list[Event]:
+def _checkpoints(lines: list[Event], _args: argparse.Namespace) -> list[Event]:
     saves = collect_saves(parse_events(lines))
     return [_row(save, copy) for save in saves for copy in save.copies or (None,)]
 
@@ -199,13 +186,13 @@ _SAVE_TABLE = (
 # -- metrics ---------------------------------------------------------------------------------------------
 
 
-def _metrics(lines: list[Event], with_lost: bool) -> list[Event]:
+def _metrics(lines: list[Event], args: argparse.Namespace) -> list[Event]:
     events = parse_events(lines)
     rows: list[Event] = []
     for curve in collect_curves(events, [save.checkpoint_id for save in collect_saves(events)]):
         rows += [_number_row(curve.name, point, counts=True) for point in curve.counted]
         lost = (point for stretch in curve.lost for point in stretch)
-        rows += [_number_row(curve.name, point, counts=False) for point in lost if with_lost]
+        rows += [_number_row(curve.name, point, counts=False) for point in lost if args.lost]
     return sorted(rows, key=lambda row: (row["step"], row["attempt"]))
 
 
@@ -222,3 +209,9 @@ _METRIC_TABLE = (
     Column("VALUE", lambda row: f"{float(row['value']):.6g}", "right"),
     Column("", lambda row: "" if row["counts"] else "lost"),
 )
+_VIEWS = {
+    "events": (_events, COLUMNS, _EVENT_TABLE),
+    "checkpoints": (_checkpoints, SAVE_COLUMNS, _SAVE_TABLE),
+    "metrics": (_metrics, METRIC_COLUMNS, _METRIC_TABLE),
+}
+"""For each kind of rows: their function, the columns of the CSV, and those of the table."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
 from pathlib import Path
 
 from holdfast.checkpoint.format import names
@@ -12,6 +11,7 @@ from holdfast.checkpoint.home.claim import read_run, read_run_document
 from holdfast.checkpoint.home.listing import Listing, list_home
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.tiered import TieredStore
+from holdfast.cli import print_note
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
 
 
@@ -46,11 +46,11 @@ def read_run_id(store: Store) -> str | None:
     try:
         read_run_document(store)
     except Corrupt as error:
-        print(f"holdfast: {error} Continuing with the rest of the home.", file=sys.stderr)
+        print_note(f"{error} Continuing with the rest of the home.")
     try:
         found = read_run(store)
     except (Corrupt, Unsupported) as error:
-        print(f"holdfast: {error} Continuing without it.", file=sys.stderr)
+        print_note(f"{error} Continuing without it.")
         return None
     return found.id if found else None
 

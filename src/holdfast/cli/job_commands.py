@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import asdict
 from operator import attrgetter
 
-from holdfast.cli.commands import agrees, argument, check_can_agree, command, either, step_number
+from holdfast.cli import print_note
+from holdfast.cli.commands import argument, command, either, step_number
 from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors, print_jobs
-from holdfast.cli.tables import Column, format_age, format_time, print_fields, print_json, print_table
+from holdfast.cli.tables import (
+    Column,
+    format_age,
+    format_time,
+    may_remove,
+    print_fields,
+    print_json,
+    print_result,
+    print_table,
+)
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs import service as job_service
 from holdfast.jobs.description import durations_of
@@ -67,7 +76,7 @@ def list_jobs(args: argparse.Namespace) -> int:
         print_table(_JOB_COLUMNS, [(job, durations_of(job)) for job in shown])
         # The row has the first line only: this is the same for all jobs of an engine that does not answer.
         for reason in dict.fromkeys(job.reason for job in active if "\n" in job.reason):
-            print(f"holdfast: {' '.join(reason.replace(chr(10), ': ', 1).split())}", file=sys.stderr)
+            print_note(f"{' '.join(reason.replace(chr(10), ': ', 1).split())}")
         if left := len(jobs) - len(shown):
             print(f"{plural(left, 'older job')} not shown; use --all or --tail K to show more")
     return 0
@@ -75,7 +84,7 @@ def list_jobs(args: argparse.Namespace) -> int:
 
 def _print_unreadable() -> None:
     for message in Records(state_dir()).unreadable():
-        print(f"holdfast: {message}", file=sys.stderr)
+        print_note(message)
 
 
 _JOB_COLUMNS = (  # of a job and its durations
@@ -111,15 +120,15 @@ def wait(args: argparse.Namespace) -> int:
     """Wait, and report how the jobs have ended."""
     jobs: list[Job] = []
     status = 0
-    for one in wait_each(*args.jobs, timeout=args.timeout):
-        if isinstance(one, HoldfastError):
-            status = print_errors([one])
+    for ended in wait_each(*args.jobs, timeout=args.timeout):
+        if isinstance(ended, HoldfastError):
+            status = print_errors([ended])
             continue
-        jobs.append(one)
+        jobs.append(ended)
         if not args.json:
-            reason = one.reason.partition("\n")[0]
+            reason = ended.reason.partition("\n")[0]
             why = f": {reason}" if reason else ""
-            print(f"job {one.id} ({one.name}) is {one.status.value}{why}", flush=True)
+            print(f"job {ended.id} ({ended.name}) is {ended.status.value}{why}", flush=True)
     jobs.sort(key=lambda job: job.id)
     if args.json:
         print_json([job_row(job) for job in jobs])
@@ -145,11 +154,8 @@ def cancel(args: argparse.Namespace) -> int:
     if bool(args.jobs) == args.all:
         raise InvalidInput("Choose jobs by number or name, or all with --all. Nothing was cancelled.")
     found, errors = sorted_out(cancel_each(*args.jobs, every=args.all))
-
-    def shown(job: Job) -> str:
-        return f"{'was' if job.status.is_final else 'is being'} cancelled"
-
-    print_jobs(found, shown, is_json=args.json, nothing="" if errors else "no jobs")
+    cancelled = lambda job: f"{'was' if job.status.is_final else 'is being'} cancelled"  # noqa: E731
+    print_jobs(args, found, cancelled, nothing="" if errors else "no jobs")
     return print_errors(errors)
 
 
@@ -174,11 +180,8 @@ def preempt(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--lead must be a duration such as 30s, or 0, got {args.lead!r}.")
     found = job(args.job)
     preempted = get_engine(found.engine).preempt(found.id, lead_s=lead_s)
-    if args.json:
-        print_json(job_row(preempted))
-    else:
-        when = format_duration(lead_s)
-        print(f"job {found.id} ({found.name}) is preempted; its processes are killed in {when}")
+    when = f"its processes are killed in {format_duration(lead_s)}"
+    print_result(args, job_row(preempted), f"job {found.id} ({found.name}) is preempted; {when}")
     return 0
 
 
@@ -206,21 +209,15 @@ def forget(args: argparse.Namespace) -> int:
     if not args.jobs and args.ended_before is None and not args.all_ended:
         raise InvalidInput("Choose jobs: JOB, --ended-before T or --all-ended. Nothing was removed.")
     jobs, errors = _chosen_to_forget(args)
-    if jobs and not args.dry_run:
-        check_can_agree(args, "Nothing was removed.")
-    if not args.json and jobs:
-        print_table(_FORGOTTEN_COLUMNS, jobs)
-    elif not args.json:
-        print("no jobs")
     forgotten: list[int] = []
     kept: dict[int, HoldfastError] = {}
-    if jobs and not args.dry_run and (args.yes or agrees("remove these jobs?")):
-        for one in jobs:
-            try:
-                get_engine(one.engine).forget(one.id, force=args.force)
-                forgotten.append(one.id)
-            except HoldfastError as error:
-                kept[one.id] = error
+    texts = {"nothing": "no jobs", "question": "remove these jobs?", "refusal": "Nothing was removed."}
+    for ended in jobs if may_remove(args, _FORGOTTEN_COLUMNS, jobs, **texts) else ():
+        try:
+            get_engine(ended.engine).forget(ended.id, force=args.force)
+            forgotten.append(ended.id)
+        except HoldfastError as error:
+            kept[ended.id] = error
     if args.json:
         reasons = [{"id": number, "why": str(why)} for number, why in kept.items()]
         print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": reasons})
@@ -246,9 +243,9 @@ def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[Holdfas
     before_s = time.time()
     if args.ended_before is not None:
         before_s -= parse_duration(args.ended_before, "--ended-before")
-    for one in get_engine(args.on).jobs() if args.on else all_jobs():
-        if one.status.is_final and (one.ended_unix_s is None or one.ended_unix_s <= before_s):
-            found[one.id] = one
+    for known in get_engine(args.on).jobs() if args.on else all_jobs():
+        if known.status.is_final and (known.ended_unix_s is None or known.ended_unix_s <= before_s):
+            found[known.id] = known
     return sorted(found.values(), key=lambda job: job.id), errors
 
 
@@ -288,23 +285,21 @@ def nodes(args: argparse.Namespace) -> int:
     return print_errors(one for one in results if one is not None)
 
 
-def _chance(one: NodeStanding) -> str | None:
-    if not one.lost:
+def _chance(node: NodeStanding) -> str | None:
+    if not node.lost:
         return None
-    return f"{one.chance:.3f}" if one.chance >= 0.001 else "<0.001"
+    return f"{node.chance:.3f}" if node.chance >= 0.001 else "<0.001"
 
 
 _NODE_COLUMNS = (
     Column("NODE", attrgetter("name"), "name"),
     Column("ATTEMPTS", attrgetter("attempts"), "right"),
     Column("LOST", attrgetter("lost"), "right"),
-    Column("CHECKS", lambda one: sum(one.failed_checks.values()), "right"),
+    Column("CHECKS", lambda node: sum(node.failed_checks.values()), "right"),
     Column("CHANCE", _chance, "right", spare=2),
-    Column("STANDS OUT", lambda one: "yes" if one.stands_out else "no"),
-    Column(
-        "LAST TROUBLE", lambda one: None if one.lost_unix_s is None else format_time(one.lost_unix_s), spare=1
-    ),
-    Column("WHY", lambda one: "; ".join(one.reasons), "text"),
+    Column("STANDS OUT", lambda node: "yes" if node.stands_out else "no"),
+    Column("LAST TROUBLE", lambda node: node.lost_unix_s and format_time(node.lost_unix_s), spare=1),
+    Column("WHY", lambda node: "; ".join(node.reasons), "text"),
 )
 
 _ACTIONS = ("install", "uninstall", "status", "start")
@@ -332,38 +327,30 @@ _NOT_INSTALLED = 1  # exit status of `status` without a service
 def service(args: argparse.Namespace) -> int:
     """Run an action."""
     if args.action == "start":
-        return _start(args)
+        jobs = job_service.start()
+        _print_unreadable()
+        print_jobs(args, jobs, lambda job: f"is {job.status.value}", nothing="no jobs to continue")
+        return 0
     if args.action == "uninstall":
         existed = job_service.uninstall()
-        if args.json:
-            print_json({"removed": existed})
-        else:
-            print("removed; the jobs continue" if existed else "it was not installed, so nothing was removed")
+        text = "removed; the jobs continue" if existed else "it was not installed, so nothing was removed"
+        print_result(args, {"removed": existed}, text)
         return 0
     is_status = args.action == "status"
     found = job_service.status() if is_status else job_service.install()
-    if args.json:
-        print_json(asdict(found))
-    elif is_status:
-        print_fields(_service_fields(found), width=12)
-    else:
-        print(f"installed: systemd continues the jobs in {found.state} when this machine starts")
-        print(f"to see it: holdfast service status ({found.unit})")
+    text = (
+        f"installed: systemd continues the jobs in {found.state} when this machine starts\n"
+        f"to see it: holdfast service status ({found.unit})"
+    )
+    print_result(args, asdict(found), (lambda: _print_service(found)) if is_status else text)
     for problem in found.problems if not args.json else ():
-        print(f"holdfast: {problem}", file=sys.stderr)
+        print_note(problem)
     return 0 if found.unit or not is_status else _NOT_INSTALLED
 
 
-def _start(args: argparse.Namespace) -> int:
-    jobs = job_service.start()
-    _print_unreadable()
-    print_jobs(jobs, lambda job: f"is {job.status.value}", is_json=args.json, nothing="no jobs to continue")
-    return 0
-
-
-def _service_fields(found: job_service.Service) -> list[tuple[str, str]]:
+def _print_service(found: job_service.Service) -> None:
     numbers = f": {', '.join(map(str, found.starts))}" if found.starts else ""
-    return [
+    fields = [
         ("service", found.name),
         ("installed", f"by systemd ({found.unit})" if found.unit else "no; see `holdfast service install`"),
         ("jobs in", found.state),
@@ -371,3 +358,4 @@ def _service_fields(found: job_service.Service) -> list[tuple[str, str]]:
         ("runs", found.command),
         ("for cron", found.cron_line or "too long for cron"),
     ]
+    print_fields(fields, width=12)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.cli import TROUBLE
+from holdfast.cli import TROUBLE, print_note
 from holdfast.cli.commands import Argument, argument
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_result
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
@@ -29,22 +29,18 @@ def job_row(job: Job) -> dict[str, Any]:
     return {**asdict(job), "status": job.status.value, **asdict(durations_of(job))}
 
 
-def print_jobs(jobs: list[Job], text: Callable[[Job], str], *, is_json: bool, nothing: str) -> None:
+def print_jobs(args: argparse.Namespace, jobs: list[Job], text: Callable[[Job], str], nothing: str) -> None:
     """Print a line for each job, with a text after its name, or all of them as JSON."""
-    if is_json:
-        print_json([job_row(job) for job in jobs])
-    elif nothing and not jobs:
-        print(nothing)
-    else:
-        for job in jobs:
-            print(f"job {job.id} ({job.name}) {text(job)}")
+    lines = [f"job {job.id} ({job.name}) {text(job)}" for job in jobs] or [nothing]
+    if args.json or any(lines):
+        print_result(args, [job_row(job) for job in jobs], "\n".join(lines))
 
 
 def print_errors(errors: Iterable[HoldfastError]) -> int:
     """Print the errors of single jobs after what was done. Return the exit status if there are any, or 0."""
     status = 0
     for error in errors:
-        print(f"holdfast: {error}", file=sys.stderr, flush=True)
+        print_note(error)
         status = TROUBLE
     return status
 

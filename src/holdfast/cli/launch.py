@@ -9,14 +9,15 @@ import shutil
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command, count
 from holdfast.cli.jobs import engine_option, job_row
 from holdfast.cli.logs import print_output
-from holdfast.cli.tables import Column, print_json, print_table, write_output
+from holdfast.cli.tables import Column, print_json, print_result, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Job
 from holdfast.jobs.output.log_reader import OutputSelection
@@ -64,12 +65,9 @@ def _print_plan(task: Task, engine: RecordedEngine) -> None:
     print_table((Column("WHAT", itemgetter(0)), Column("HOW", itemgetter(1), "text")), _rows(task, engine))
     if unsupported := engine.unsupported_keys(task):
         print(f"\nkeys with another meaning on {engine.name}:")
-        columns = (
-            Column("LINE", lambda one: one.line or None),
-            Column("KEY", lambda one: one.key, "name"),
-            Column("HERE", lambda one: one.what, "text"),
-        )
-        print_table(columns, unsupported)
+        line = Column("LINE", lambda row: row.line or None)
+        key, what = Column("KEY", attrgetter("key"), "name"), Column("HERE", attrgetter("what"), "text")
+        print_table((line, key, what), unsupported)
     for note in task.notes:
         print(f"note: {note}")
     for number, line in enumerate(engine.render(task)):
@@ -82,11 +80,11 @@ def write_rendered(file: TaskFile, engine: RecordedEngine, output: str) -> None:
     lines = engine.render(task)[1:]  # without the command line
     if not lines:
         raise InvalidInput(f"-o: {engine.name} submits nothing to another system. Nothing was written.")
-    for one in engine.unsupported_keys(task):
-        line = f"line {one.line}: " if one.line else ""  # not in the file: an option of the command line
-        print(f"holdfast: {line}{one.key}: {one.what}", file=sys.stderr)
+    for row in engine.unsupported_keys(task):
+        line = f"line {row.line}: " if row.line else ""  # not in the file: an option of the command line
+        print_note(f"{line}{row.key}: {row.what}")
     for note in task.notes:
-        print(f"holdfast: {note}", file=sys.stderr)
+        print_note(note)
     text = "".join(f"{line}\n" for line in lines)
     if output == "-":
         sys.stdout.write(text)
@@ -212,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
             write_rendered(file, engine, args.output)
         return 0
     for note in (note for task in file.tasks for note in task.notes):
-        print(f"holdfast: {note}", file=sys.stderr)
+        print_note(note)
     jobs = engine.submit_file(file)
     if args.attach:
         # The jobs after one that has failed are cancelled.
@@ -222,20 +220,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_jobs(file: TaskFile, jobs: list[Job], args: argparse.Namespace) -> None:
-    job = jobs[0]
-    if args.json:
-        rows = [job_row(job) for job in jobs]
-        print_json(rows if file.is_pipeline else rows[0])
-        return
+    job, rows = jobs[0], [job_row(job) for job in jobs]
     which, how = f"job {job.id} ({job.name})", "runs in the background"
     if file.is_pipeline:
         names = ", ".join(f"{job.id} ({job.name})" for job in jobs)
         which, how = f"pipeline {file.name}", f"{how}, one job after the other: {names}"
     elif job.status is JobStatus.PENDING and job.reason:
         how = f"starts in the background: it {job.reason}"
-    print(f"{which} was submitted and {how}")
     whose = "the output of the first" if file.is_pipeline else "its output"
-    print(f"to see {whose}: holdfast logs {job.id} -f")
+    text = f"{which} was submitted and {how}\nto see {whose}: holdfast logs {job.id} -f"
+    print_result(args, rows if file.is_pipeline else rows[0], text)
 
 
 def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
@@ -255,7 +249,7 @@ def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
         print_json(job_row(ended))
     else:
         reason = f": {ended.reason}" if ended.reason else ""
-        print(f"holdfast: job {job.id} is {ended.status.value}{reason}", file=sys.stderr)
+        print_note(f"job {job.id} is {ended.status.value}{reason}")
     return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
 
 

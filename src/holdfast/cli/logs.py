@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 
+from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command, step_number
 from holdfast.cli.jobs import JOB
 from holdfast.jobs.engine import Job
@@ -38,7 +39,7 @@ class _OutputPrinter:
         elif block.node is None:
             sys.stdout.flush()
             for text in texts(block):
-                print(f"holdfast: {text}", file=sys.stderr, flush=True)
+                print_note(text)
         elif block.is_progress:
             # The present text of a line replaces the one before, and is cut to the terminal.
             text = (self._prefix(block) + block.data).decode("utf-8", "replace")

@@ -13,7 +13,7 @@ from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.store import Store
 from holdfast.cli.commands import HOME, argument, command, either, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.tables import print_json, write_output
+from holdfast.cli.tables import print_json, print_result, write_output
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.open_metrics import CONTENT_TYPE, format_metrics, metric_families
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         check_parent(Path(args.output))
     store, _ = open_home(args.home)
     if args.serve is not None:
-        return _serve(store, args.serve, is_json=args.json)
+        return _serve(store, args)
     if args.output is not None:
         write_output(args.output, _text(store), "the numbers to ")
     elif args.json:
@@ -64,16 +64,17 @@ def _text(store: Store) -> str:
 
 def _rows(store: Store) -> list[dict[str, object]]:
     return [
-        {"name": one.name, "labels": dict(labels), "value": float(value)}
-        for one in metric_families(read_summary(store), store.url)
-        for labels, value in one.samples
+        {"name": family.name, "labels": dict(labels), "value": float(value)}
+        for family in metric_families(read_summary(store), store.url)
+        for labels, value in family.samples
     ]
 
 
 # -- serving -------------------------------------------------------------------------------------------------
 
 
-def _serve(store: Store, port: int, *, is_json: bool) -> int:
+def _serve(store: Store, args: argparse.Namespace) -> int:
+    port: int = args.serve
     if port > _MAX_PORT:
         raise InvalidInput(f"A port is at most {_MAX_PORT}, got {port}.")
     try:
@@ -81,10 +82,7 @@ def _serve(store: Store, port: int, *, is_json: bool) -> int:
     except OSError as error:
         raise InvalidInput(f"Cannot listen on 127.0.0.1:{port}: {error.strerror}.") from error
     url = f"http://127.0.0.1:{server.server_port}/metrics"
-    if is_json:
-        print_json({"url": url, "port": server.server_port})
-    else:
-        print(url)
+    print_result(args, {"url": url, "port": server.server_port}, url)
     sys.stdout.flush()
     try:
         server.serve_forever()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
@@ -19,10 +18,10 @@ from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.cli import TROUBLE, experiment
+from holdfast.cli import TROUBLE, experiment, print_note
 from holdfast.cli.commands import HOME, argument, command, script_arguments, step_number
 from holdfast.cli.homes import open_home
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_result
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.environment import place_in_sandbox
 from holdfast.system.units import parse_duration, plural
@@ -69,9 +68,9 @@ def first_difference(recorded: Metrics, replayed: Metrics) -> dict[str, Any] | N
     """Return the first recorded metric that differs, as JSON; None if all that both have are equal."""
     for step in sorted(recorded.keys() & replayed.keys()):
         for name in sorted(recorded[step].keys() & replayed[step].keys()):
-            one, other = recorded[step][name], replayed[step][name]
-            if one != other and not (math.isnan(one) and math.isnan(other)):
-                return {"step": step, "name": name, "recorded": one, "replayed": other}
+            old, new = recorded[step][name], replayed[step][name]
+            if old != new and not (math.isnan(old) and math.isnan(new)):
+                return {"step": step, "name": name, "recorded": old, "replayed": new}
     return None
 
 
@@ -103,11 +102,11 @@ def find_span(store: Store, step: int | None, to_step: int | None) -> tuple[Mani
 
 
 def _choose(steps: list[int], step: int | None, to_step: int | None, url: str) -> tuple[int, int]:
-    for one in (step, to_step):
-        if one is not None and one not in steps:
+    for wanted in (step, to_step):
+        if wanted is not None and wanted not in steps:
             shown = ", ".join(map(str, steps[-_MAX_SHOWN:]))
             raise NotFound(
-                f"{url} does not hold a complete checkpoint of step {one} on the way to the newest one. "
+                f"{url} does not hold a complete checkpoint of step {wanted} on the way to the newest one. "
                 f"It holds those of steps {shown}."
             )
     if step is not None:
@@ -160,15 +159,12 @@ def run(args: argparse.Namespace) -> int:
     start, end = find_span(store, args.step, args.to)
     try:
         with experiment.trial_folder("replay", args.keep) as folder:
-            trials = experiment.Trials(words, folder, timeout_s=timeout_s)
+            trials = experiment.Trials(words, folder, timeout_s)
             report = _replay(store, absolute_place(args.home), start, end, trials)
     except Corrupt as error:  # 1 would mean that the replay differs
-        print(f"holdfast: {error}", file=sys.stderr)
+        print_note(error)
         return TROUBLE
-    if args.json:
-        print_json(report)
-    else:
-        _print(report)
+    print_result(args, report, lambda: _print(report))
     return _STATUS[report["verdict"]]
 
 
@@ -176,19 +172,39 @@ def _replay(
     store: Store, place: str, start: Manifest, end: Manifest, trials: experiment.Trials
 ) -> dict[str, Any]:
     """Run the steps, and again if the result differs from the record. Return everything that was found."""
-    recorded = experiment.open_side(store.url, end.step, end.attempt)
-    first = _run(store, place, start, end, trials, "first")
-    record, num_compared = experiment.compare_sides(recorded, first, of_a="the record", of_b="the replay")
+
+    def run_again(which: str, name: str) -> experiment.Side:
+        """Run the steps from a copy of the first checkpoint. Return the last checkpoint."""
+        home = place_in_sandbox(trials.homes(which), place)
+        home.mkdir(parents=True)
+        copy_checkpoint(store, open_store(os.fspath(home)), start)
+        what = f"{which} replay of steps {start.step} to {end.step}"
+        print_note(what)
+        trace = trials.run(which, what, {"save_at": [end.step], "end_at": end.step})
+        if trace.restored != start.step:
+            raise InvalidInput(
+                f"The script did not restore step {start.step}, but {trace.restored or 'nothing'}. It must "
+                f"use the home {place}, restore, and train to step {end.step}. Give it the arguments that "
+                "the run had."
+            )
+        replayed = experiment.open_side(name, os.fspath(home), end.step)
+        if (num_ranks := replayed.checkpoint.world_size) != end.world_size:
+            raise InvalidInput(
+                f"The replay ran on {plural(num_ranks, 'rank')}, and the recorded steps on {end.world_size}. "
+                "Results depend on the number of ranks: start as many."
+            )
+        return replayed
+
+    recorded = experiment.open_side("the record", store.url, end.step, end.attempt)
+    first = run_again("first", "the replay")
+    record, num_compared = experiment.compare_sides(recorded, first)
     again, between = [], []
     if record:
-        second = _run(store, place, start, end, trials, "second")
-        again, _ = experiment.compare_sides(recorded, second, of_a="the record", of_b="the replay")
-        between, _ = experiment.compare_sides(
-            first, second, of_a="the first replay", of_b="the second replay"
-        )
+        second = run_again("second", "the second replay")
+        again, _ = experiment.compare_sides(recorded, second)
+        between, _ = experiment.compare_sides(replace(first, name="the first replay"), second)
     verdict = judge(record, again, between)
-    home = place_in_sandbox(trials.homes("first"), place)
-    replayed = _recorded_metrics(open_store(os.fspath(home)), start, end)
+    replayed = _recorded_metrics(first.store, start, end)
     metric = first_difference(_recorded_metrics(store, start, end), replayed)
     return {
         "home": store.url,
@@ -203,31 +219,6 @@ def _replay(
         "differences": [asdict(row) for row in verdict.differences],
         "metric": None if verdict.name == SOUND else metric,
     }
-
-
-def _run(
-    store: Store, place: str, start: Manifest, end: Manifest, trials: experiment.Trials, name: str
-) -> experiment.Side:
-    """Run the steps once, from a copy of the first checkpoint. Return the last checkpoint."""
-    home = place_in_sandbox(trials.homes(name), place)
-    home.mkdir(parents=True)
-    copy_checkpoint(store, open_store(os.fspath(home)), start)
-    what = f"{name} replay of steps {start.step} to {end.step}"
-    experiment.show_progress(what)
-    trace = trials.run(name, what, {"save_at": [end.step], "end_at": end.step})
-    if trace.restored != start.step:
-        raise InvalidInput(
-            f"The script did not restore step {start.step}, but {trace.restored or 'nothing'}. It must "
-            f"use the home {place}, restore, and train to step {end.step}. Give it the arguments that the "
-            "run had."
-        )
-    replayed = experiment.open_side(os.fspath(home), end.step)
-    if (num_ranks := replayed.checkpoint.world_size) != end.world_size:
-        raise InvalidInput(
-            f"The replay ran on {plural(num_ranks, 'rank')}, and the recorded steps on {end.world_size}. "
-            "Results depend on the number of ranks: start as many."
-        )
-    return replayed
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 def _print_short(summary: RunSummary) -> None:
     print_text(headline(summary))
     print_fields(
-        (f"{one.name}:", f"{one.value} ({one.remark})" if one.remark else one.value)
-        for one in headline_numbers(summary)
+        (f"{number.name}:", f"{number.value} ({number.remark})" if number.remark else number.value)
+        for number in headline_numbers(summary)
     )
     if method := tear_check(summary):
         print_text(method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from operator import attrgetter
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.claim import newest_number, note_emptied
@@ -21,17 +21,10 @@ from holdfast.checkpoint.home.inventory import (
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.home.retain import delete_files
 from holdfast.checkpoint.store import Store
-from holdfast.cli.commands import (
-    HOME,
-    agrees,
-    argument,
-    attempt_option,
-    check_can_agree,
-    command,
-    step_number,
-)
+from holdfast.cli import print_note
+from holdfast.cli.commands import HOME, argument, attempt_option, command, step_number
 from holdfast.cli.homes import open_home, read_run_id
-from holdfast.cli.tables import Column, format_age, print_json, print_table
+from holdfast.cli.tables import Column, format_age, may_remove, print_json
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.system.units import format_bytes, plural
 
@@ -69,21 +62,18 @@ def run(args: argparse.Namespace) -> int:
             f"{store.url} has no step {args.step} to delete. `holdfast ls --all` lists all steps.",
             step=args.step,
         )
-    if rows and not args.dry_run:
-        check_can_agree(args, "Nothing was deleted.")
-    if not args.json:
-        _print_plan(rows)
-    if rows and not args.dry_run:
-        if not args.yes and not agrees("delete these checkpoints?"):
-            print("nothing was deleted")
-            return 0
+    texts = {"nothing": "nothing to delete", "question": "delete these checkpoints?"}
+    is_agreed = may_remove(args, _COLUMNS, rows, **texts, refusal="Nothing was deleted.")
+    if is_agreed:
         _delete_all(store, inventory, rows, is_done=is_done)
     if args.json:
-        deleted = [] if args.dry_run else [row.as_json() for row in rows]
-        print_json({"home": store.url, "chosen": [row.as_json() for row in rows], "deleted": deleted})
-    elif rows and not args.dry_run:
+        chosen = [row.as_json() for row in rows]
+        print_json({"home": store.url, "chosen": chosen, "deleted": chosen if is_agreed else []})
+    elif is_agreed:
         num_bytes = sum(row.num_bytes for row in rows)
         print(f"deleted {plural(len(rows), 'checkpoint')}, {format_bytes(num_bytes)}")
+    elif rows and not args.dry_run:
+        print("nothing was deleted")
     return 0
 
 
@@ -101,10 +91,9 @@ def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) ->
             )
         kept = [] if is_done else [row for row in rows if _may_be_written(inventory, row)]
         for row in kept:
-            print(
-                f"holdfast: kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may "
-                "still be writing it. If it has ended, add --force.",
-                file=sys.stderr,
+            print_note(
+                f"kept step {row.step} of attempt {row.attempt}: the attempt is the newest and may still be "
+                "writing it. If it has ended, add --force."
             )
         rows = [row for row in rows if row not in kept]
     return rows[::-1]
@@ -136,44 +125,31 @@ def _delete_all(store: Store, inventory: Inventory, rows: list[Row], *, is_done:
         delete(store, inventory, row, must_refuse=not is_done and _may_be_written(inventory, row))
 
 
-def _print_plan(rows: list[Row]) -> None:
-    if not rows:
-        print("nothing to delete")
-        return
-    columns = (
-        Column("STEP", lambda row: row.step, "right"),
-        Column("ATTEMPT", lambda row: row.attempt, "right"),
-        Column("SIZE", lambda row: format_bytes(row.num_bytes), "right"),
-        Column("AGE", lambda row: format_age(row.created_unix_s)),
-        Column("STATE", lambda row: row.state),
-    )
-    print_table(columns, rows)
+_COLUMNS = (
+    Column("STEP", attrgetter("step"), "right"),
+    Column("ATTEMPT", attrgetter("attempt"), "right"),
+    Column("SIZE", lambda row: format_bytes(row.num_bytes), "right"),
+    Column("AGE", lambda row: format_age(row.created_unix_s)),
+    Column("STATE", attrgetter("state")),
+)
 
 
 def delete(store: Store, inventory: Inventory, row: Row, *, must_refuse: bool = False) -> None:
-    """Delete one checkpoint, and the unfinished files in its folder.
+    """Delete one checkpoint, and the unfinished files in its folder. Blocks until that is durable.
 
-    Args:
-        must_refuse: leave a refusal. A rank of a running attempt that is still waiting for the commit would
-            otherwise take the save for a checkpoint that was deleted.
-
-    Blocks: until the removal is durable.
+    `must_refuse` leaves a refusal: a rank of a running attempt that is still waiting for the commit would
+    otherwise take the save for a checkpoint that was deleted.
     """
     found = {
         *inventory.home.saved[row.checkpoint_id].names,
         *(of(row.step, row.attempt) for of in (names.refusal, names.metrics, names.skipped)),
     }
+    refusal = names.refusal(row.step, row.attempt)
     if must_refuse:
-        found.discard(names.refusal(row.step, row.attempt))
-        _refuse(store, inventory, row)
+        found.discard(refusal)
+        if store.size(refusal) is None:  # no rank has written one
+            reason = f"Step {row.step} was not complete when `holdfast rm --force` deleted its files."
+            writer = WriterId(inventory.run_id or "", row.attempt, 0, 1)
+            refuse(store, writer, row.step, InvalidInput(reason, step=row.step))
     delete_files(store, found)
     store.sweep(f"{names.step_dir(row.step)}/")  # unfinished files of killed writers are not in the listing
-
-
-def _refuse(store: Store, inventory: Inventory, row: Row) -> None:
-    """Write a refusal of an incomplete save, unless a rank has written one."""
-    if store.size(names.refusal(row.step, row.attempt)) is not None:
-        return
-    reason = f"Step {row.step} was not complete when `holdfast rm --force` deleted its files."
-    writer = WriterId(inventory.run_id or "", row.attempt, 0, 1)
-    refuse(store, writer, row.step, InvalidInput(reason, step=row.step))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import sys
 from operator import itemgetter
 from typing import Any
 
 from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
-from holdfast.cli import values
+from holdfast.cli import print_note, values
 from holdfast.cli.commands import FILTER, HOME, argument, command, step_number, step_options
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_age, format_time, print_json, print_table, print_text
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt)
     for skipped in checkpoint.skipped:
-        print(f"holdfast: skipped step {skipped.step}: {skipped.reason}", file=sys.stderr)
+        print_note(f"skipped step {skipped.step}: {skipped.reason}")
     if args.rank >= checkpoint.world_size:
         raise InvalidInput(
             f"Step {checkpoint.step} was saved by {plural(checkpoint.world_size, 'rank')}, so rank "

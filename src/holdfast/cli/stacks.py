@@ -10,7 +10,7 @@ from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli.commands import HOME, argument, command
 from holdfast.cli.homes import open_home
-from holdfast.cli.tables import format_time, print_json
+from holdfast.cli.tables import format_time, print_result
 from holdfast.errors import NotFound
 from holdfast.system.units import format_duration, plural
 from holdfast.watch.hang.evidence import RankEvidence, capture_host
@@ -51,14 +51,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -> None:
-    if args.json:
-        groups = [{**asdict(one), "kind": one.kind.value} for one in group_ranks(ranks)]
-        print_json({"groups": groups, "ranks": [asdict(one) for one in ranks]})
-        return
-    print(f"{title}:")
-    for line in describe_groups(group_ranks(ranks)):
-        print(f"  {line}")
-    if args.full:
-        for one in ranks:
-            print()
-            print("\n".join(format_stacks(one)))
+    groups = group_ranks(ranks)
+    lines = [f"{title}:", *(f"  {line}" for line in describe_groups(groups))]
+    for rank in ranks if args.full else ():
+        lines += ["", *format_stacks(rank)]
+    rows = [{**asdict(group), "kind": group.kind.value} for group in groups]
+    print_result(args, {"groups": rows, "ranks": [asdict(rank) for rank in ranks]}, "\n".join(lines))

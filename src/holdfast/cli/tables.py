@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import itertools
@@ -11,7 +12,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -58,19 +59,16 @@ def printable(text: str) -> str:
 
 def print_text(text: str, *, indent: str = "") -> None:
     """Print sentences, wrapped at the width of the terminal and indented."""
-    room = terminal_width()
-    wrapped = [text] if room is None else textwrap.wrap(text, max(20, room - len(indent)))
-    for line in wrapped or [""]:
-        print(indent + line)
+    print_fields([(indent, text)], width=len(indent))
 
 
 def print_fields(fields: Iterable[tuple[str, str]], *, width: int = 24) -> None:
     """Print a list of names and values, each value wrapped beside its name."""
     room = terminal_width()
     for name, value in fields:
-        wrapped = [value] if room is None else textwrap.wrap(value, max(20, room - width)) or [""]
-        print(f"{name:{width}}{wrapped[0]}".rstrip())
-        for line in wrapped[1:]:
+        first, *others = [value] if room is None else textwrap.wrap(value, max(20, room - width)) or [""]
+        print(f"{name:{width}}{first}".rstrip())
+        for line in others:
             print(" " * width + line)
 
 
@@ -119,6 +117,43 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def print_result(args: argparse.Namespace, value: Any, text: str | Callable[[], object]) -> None:
+    """Print a result: its value with `--json`, otherwise its text, or what a function prints."""
+    if args.json:
+        print_json(value)
+    elif isinstance(text, str):
+        print(text)
+    else:
+        text()
+
+
+def may_remove(
+    args: argparse.Namespace,
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    *,
+    nothing: str,
+    question: str,
+    refusal: str,
+) -> bool:
+    """Print what was chosen, and return True if it is to be removed: with `--yes`, or after asking.
+
+    `refusal` ends the error where the command cannot ask.
+    """
+    is_real = bool(rows) and not args.dry_run
+    if is_real and not args.yes and (args.json or not sys.stdin.isatty()):
+        why = "--json does not ask" if args.json else "standard input is not a terminal"
+        raise errors.InvalidInput(f"Add --yes: {why}. {refusal}")
+    if not args.json and rows:
+        print_table(columns, rows)
+    elif not args.json:
+        print(nothing)
+    if is_real and not args.yes:
+        print(f"{question} [y/N] ", end="", flush=True)
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return is_real
+
+
 def print_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print rows as CSV (RFC 4180) with a heading."""
     import csv  # few commands need it
@@ -155,22 +190,31 @@ _INDENT = "    "
 
 def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     """Return the lines of a table, the heading first."""
-    left_out: list[int] = []
+    headings = [column.heading for column in columns]
+    natural = [max(map(_length, cells)) for cells in zip(headings, *rows, strict=True)]
+    kept = list(range(len(columns)))
+    texts = [i for i in kept if columns[i].kind == "text"]
+    widths = dict(enumerate(natural))
     if width is not None:
-        texts = [i for i, column in enumerate(columns) if column.kind == "text"]
-        spare = sorted((column.spare, i) for i, column in enumerate(columns) if column.spare)
-        for i in [*texts, *(i for _, i in spare)]:
-            if _least(columns, rows, left_out) > width:
-                left_out.append(i)
-    kept = [i for i in range(len(columns)) if i not in left_out]
-    visible = [columns[i] for i in kept]
-    shown = [[row[i] for i in kept] for row in rows]
-    widths = _widths(visible, shown, width)
-    lines = _lines(visible, widths, [column.heading for column in visible])
-    for row, cells in zip(rows, shown, strict=True):
-        lines += _lines(visible, widths, cells)
-        for i in left_out:
-            if columns[i].kind == "text" and row[i] not in ("", "-"):
+        # The smallest readable width of each column.
+        least = [
+            min(most, max(_length(column.heading), _LEAST.get(column.kind, most)))
+            for column, most in zip(columns, natural, strict=True)
+        ]
+        for i in [*texts, *sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare)]:
+            if sum(least[j] for j in kept) + len(GAP) * (len(kept) - 1) > width:
+                kept.remove(i)
+        # Names and sentences share the rest of the width evenly.
+        giving = sorted((i for i in kept if columns[i].kind in _LEAST), key=natural.__getitem__)
+        room = width - len(GAP) * (len(kept) - 1) - sum(natural[i] for i in kept if i not in giving)
+        for left, i in enumerate(giving):
+            widths[i] = min(natural[i], max(4, room // (len(giving) - left)))
+            room -= widths[i]
+    lines = _lines([(columns[i], headings[i], widths[i]) for i in kept])
+    for row in rows:
+        lines += _lines([(columns[i], row[i], widths[i]) for i in kept])
+        for i in texts:
+            if i not in kept and row[i] not in ("", "-"):
                 lines += _wrapped(row[i], (width or 0) - len(_INDENT), indent=_INDENT)
     return lines
 
@@ -184,47 +228,18 @@ def cut(text: str, width: int) -> str:
     return _front(text, head) + _CUT + (_front(text[::-1], tail)[::-1] if tail else "")
 
 
-def _natural(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
-    texts = zip([column.heading for column in columns], *rows, strict=True)
-    return [max(map(_length, column)) for column in texts]
-
-
-def _least(columns: Sequence[Column], rows: Sequence[Sequence[str]], left_out: Collection[int]) -> int:
-    """Return the smallest readable width of a table without some columns."""
-    found = [
-        min(natural, max(_length(column.heading), _LEAST.get(column.kind, natural)))
-        for i, (column, natural) in enumerate(zip(columns, _natural(columns, rows), strict=True))
-        if i not in left_out
-    ]
-    return sum(found) + len(GAP) * (len(found) - 1)
-
-
-def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Return the width of each column. Names and sentences share the rest of the width evenly."""
-    widths = _natural(columns, rows)
-    if width is None:
-        return widths
-    giving = [i for i, column in enumerate(columns) if column.kind in _LEAST]
-    room = width - len(GAP) * (len(widths) - 1) - sum(w for i, w in enumerate(widths) if i not in giving)
-    for left, i in enumerate(sorted(giving, key=lambda i: widths[i])):
-        widths[i] = min(widths[i], max(4, room // (len(giving) - left)))
-        room -= widths[i]
-    return widths
-
-
-def _lines(columns: Sequence[Column], widths: Sequence[int], cells: Sequence[str]) -> list[str]:
-    """Return the lines of one row: several if its text is wrapped."""
+def _lines(cells: Sequence[tuple[Column, str, int]]) -> list[str]:
+    """Return the lines of one row, of texts and widths: several if its text is wrapped."""
     blocks = [
-        _wrapped(cell, width) if column.kind == "text" else [cut(cell, width)]
-        for column, cell, width in zip(columns, cells, widths, strict=True)
+        _wrapped(text, width) if column.kind == "text" else [cut(text, width)]
+        for column, text, width in cells
     ]
     lines = []
     for parts in itertools.zip_longest(*blocks, fillvalue=""):
-        blanks = [" " * (width - _length(part)) for part, width in zip(parts, widths, strict=True)]
-        padded = (
-            blank + part if column.kind == "right" else part + blank
-            for column, part, blank in zip(columns, parts, blanks, strict=True)
-        )
+        padded = []
+        for part, (column, _, width) in zip(parts, cells, strict=True):
+            blank = " " * (width - _length(part))
+            padded.append(blank + part if column.kind == "right" else part + blank)
         lines.append(GAP.join(padded).rstrip())
     return lines
 

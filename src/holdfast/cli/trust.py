@@ -7,7 +7,7 @@ from pathlib import Path
 
 from holdfast.cli.commands import argument, command, either
 from holdfast.cli.homes import nearest_hint
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import print_result
 from holdfast.errors import InvalidInput, NotFound
 
 
@@ -45,8 +45,5 @@ def run(args: argparse.Namespace) -> int:
         raise NotFound(
             f"{home} is not in {file_path()}. Nothing was removed. --list shows the trusted homes."
         )
-    if args.json:
-        print_json({"file": str(file_path()), "trusted": trusted()})
-    else:
-        print(text)
+    print_result(args, {"file": str(file_path()), "trusted": trusted()}, text)
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -14,7 +13,7 @@ from holdfast.checkpoint.home.listing import candidates
 from holdfast.checkpoint.home.newest import from_listing, was_deleted
 from holdfast.checkpoint.restore.verify import Problem, VerifyReport, verify
 from holdfast.checkpoint.store import Store
-from holdfast.cli import FOUND, TROUBLE
+from holdfast.cli import FOUND, TROUBLE, print_note
 from holdfast.cli.commands import HOME, argument, command, count, step_options
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.tables import byte_bar, format_rate, print_json, print_text
@@ -40,10 +39,11 @@ _Found = dict[CheckpointId, "Manifest | HoldfastError"]
 def run(args: argparse.Namespace) -> int:
     """Verify the chosen checkpoints."""
     store, reports = from_listing(lambda: _verify_chosen(args)) if args.step is None else _verify_chosen(args)
-    damaged = [one for one in reports if one.damage]
-    unread = [one for one in reports if one.problems and not one.damage]  # a store that does not answer
+    damaged = [report for report in reports if report.damage]
+    # A store that does not answer.
+    unread = [report for report in reports if report.problems and not report.damage]
     if args.json:
-        print_json({"home": store.url, "checkpoints": [_as_json(one) for one in reports]})
+        print_json({"home": store.url, "checkpoints": list(map(_as_json, reports))})
     elif len(reports) > 1:
         rest = f", {len(unread)} could not be read" if unread else ""
         verified = plural(len(reports) - len(unread), "checkpoint")
@@ -55,27 +55,24 @@ def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[VerifyReport]]
     """Verify the chosen checkpoints, newest first, without those that a run deletes meanwhile."""
     store, manifests = _choose(args)
     if args.step is None and not args.all:
-        print(f"holdfast: verifying step {next(iter(manifests)).step}, the newest", file=sys.stderr)
+        print_note(f"verifying step {next(iter(manifests)).step}, the newest")
     reports: list[VerifyReport] = []
     with byte_bar("verify") as bar:
         if bar.on_total is not None:
             bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
-        for one, found in manifests.items():
+        for key, found in manifests.items():
             if isinstance(found, Manifest):
                 report = verify(store, found, num_threads=args.threads, on_bytes=bar.on_bytes)
             else:
                 problem = Problem(Corrupt.kind, None, None, str(found))
-                report = VerifyReport(one.step, one.attempt, (problem,), (), 0, 0, 0.0)
-            if not report.is_good and was_deleted(store, one):
-                if not args.all:
-                    raise NotFound(
-                        f"Step {one.step} of attempt {one.attempt} was deleted while it was verified.",
-                        step=one.step,
-                    )
-                continue
-            reports.append(report)
-            if not args.json:
-                _print(report)
+                report = VerifyReport(key.step, key.attempt, (problem,), (), 0, 0, 0.0)
+            if report.is_good or not was_deleted(store, key):
+                reports.append(report)
+                if not args.json:
+                    _print(report)
+            elif not args.all:
+                what = f"Step {key.step} of attempt {key.attempt}"
+                raise NotFound(f"{what} was deleted while it was verified.", step=key.step)
     return store, reports
 
 
@@ -84,20 +81,20 @@ def _choose(args: argparse.Namespace) -> tuple[Store, _Found]:
     store, home = open_home(args.home)
     run_id = read_run_id(store)
     every = candidates(home)
-    chosen = [one for one in every if args.step in (None, one.step) and args.attempt in (None, one.attempt)]
+    chosen = [key for key in every if args.step in (None, key.step) and args.attempt in (None, key.attempt)]
     if not chosen:
-        known = ", ".join(f"{one.step} (attempt {one.attempt})" for one in every[:20]) or "none"
+        known = ", ".join(f"{key.step} (attempt {key.attempt})" for key in every[:20]) or "none"
         raise NotFound(
             f"{store.url} has no such complete checkpoint. Complete steps, newest first: {known}.",
             step=args.step,
         )
     found: _Found = {}
-    for one in chosen if args.all else chosen[:1]:
+    for key in chosen if args.all else chosen[:1]:
         try:
-            found[one] = read_manifest(store, one, run_id)
+            found[key] = read_manifest(store, key, run_id)
         except (Corrupt, NotFound, Unsupported) as error:
-            if not was_deleted(store, one):
-                found[one] = error
+            if not was_deleted(store, key):
+                found[key] = error
             elif not args.all:
                 raise
     return store, found

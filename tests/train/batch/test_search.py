@@ -78,12 +78,9 @@ def test_an_estimate_that_is_too_high_is_corrected(truth: int, max_attempts: int
     assert len(tried) <= max_attempts
 
 
-def test_if_the_smallest_size_does_not_fit_the_search_ends_without_a_result() -> None:
+def test_no_size_below_the_minimum_or_above_the_maximum_is_tried() -> None:
     search, tried = largest_found(lambda size: 100 * size, 150, min_size=2, start=2)
     assert (search.largest, tried) == (0, [2])
-
-
-def test_no_size_above_the_maximum_is_tried() -> None:
     search, tried = largest_found(lambda size: size, 10**9, max_size=300)
     assert search.largest >= 300 / 1.03
     assert max(tried) <= 300

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.train.batch.step_cost import resize
 
 PEAK_LIMIT = 8_000_000
 
@@ -46,6 +47,10 @@ class Training:
             "more": [self.scheduler, self.average, {"generator": self.generator}],
             "epoch": 3,
         }
+
+    def batch_of(self, size: int) -> Any:
+        """Return a batch of a size."""
+        return resize(self.sample, size)
 
     def fit(self, **options: Any) -> holdfast.BatchFit:
         """Search for a batch size."""

@@ -72,17 +72,13 @@ def test_the_rest_of_an_epoch_has_the_same_samples(starts: list[tuple[int, int]]
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_both_parts_of_an_interrupted_epoch_are_the_uninterrupted_one(shuffle: bool) -> None:
-    full, _ = read(None, ranks=1, workers=0, steps=None, shuffle=shuffle)
+    full, after = read(None, ranks=1, workers=0, steps=None, shuffle=shuffle)
     first, state = read(None, ranks=1, workers=0, steps=5, shuffle=shuffle)
     rest, _ = read(state, ranks=1, workers=0, steps=None, shuffle=shuffle)
     assert first + rest == full
-
-
-def test_shuffled_epochs_have_different_orders_of_the_same_samples() -> None:
-    first, state = read(None, ranks=1, workers=0, steps=None)
-    second, _ = read(state, ranks=1, workers=0, steps=None)
-    assert first != second
-    assert sorted(first) == sorted(second)
+    following, _ = read(after, ranks=1, workers=0, steps=None, shuffle=shuffle)
+    assert (following != full) is shuffle, "each epoch has an order of its own"
+    assert sorted(following) == sorted(full)
 
 
 def test_dropped_remainders_are_equal_for_all_divisions() -> None:
@@ -104,14 +100,11 @@ def test_a_changed_batch_size_is_refused_with_the_fix() -> None:
         GlobalBatches(NUM, 4).load_state_dict(state)
 
 
-def test_states_of_the_first_version_resume_at_the_same_sample() -> None:
-    first, state = read(None, ranks=2, workers=0, steps=4)
-    del state["epoch_start"], state["skipped"]
+@pytest.mark.parametrize("is_first_version", [False, True])
+@pytest.mark.parametrize("steps", [4, 10], ids=["in mid-epoch", "at the end of an epoch"])
+def test_a_state_continues_in_its_epoch_or_with_the_next(steps: int, is_first_version: bool) -> None:
+    first, state = read(None, ranks=2, workers=0, steps=steps)
+    if is_first_version:
+        del state["epoch_start"], state["skipped"]
     rest, _ = read(state, ranks=1, workers=0, steps=None)
-    assert sorted(first + rest) == list(range(NUM))
-
-
-def test_a_position_at_the_end_of_an_epoch_continues_with_the_next() -> None:
-    _, state = read(None, ranks=2, workers=0, steps=10)
-    following, _ = read(state, ranks=1, workers=0, steps=None)
-    assert sorted(following) == list(range(NUM))
+    assert sorted((first if steps == 4 else []) + rest) == list(range(NUM))

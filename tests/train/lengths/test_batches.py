@@ -35,6 +35,11 @@ def epochs(batches: Batches[Any], num: int) -> list[list[Any]]:
     return [batch for _ in range(num) for batch in batches]
 
 
+def read(batches: Batches[Any], num: int) -> list[Any]:
+    """Return the next `num` batches, of several epochs if needed."""
+    return list(itertools.islice(itertools.chain.from_iterable(batches for _ in itertools.count()), num))
+
+
 @st.composite
 def settings_of(draw: st.DrawFn) -> tuple[str, list[int], int, int, int]:
     """Draw kind, lengths, batch size, ranks and accumulation steps with enough packed rows."""
@@ -52,16 +57,13 @@ def test_every_sample_occurs_once_per_epoch_and_all_ranks_get_as_many_batches(
     drawn: tuple[str, list[int], int, int, int],
 ) -> None:
     kind, lengths, size, world, parts = drawn
-    ranks = [
-        epochs(make(kind, lengths, size, rank=rank, world_size=world, accumulation_steps=parts), 1)
-        for rank in range(world)
-    ]
-    assert Counter(index for batches in ranks for batch in batches for index in flat(batch)) == Counter(
-        range(len(lengths))
-    )
+    options = {"world_size": world, "accumulation_steps": parts}
+    ranks = [epochs(make(kind, lengths, size, rank=rank, **options), 1) for rank in range(world)]
+    used = Counter(index for batches in ranks for batch in batches for index in flat(batch))
+    assert used == Counter(range(len(lengths)))
     assert len({len(batches) for batches in ranks}) == 1
     assert all(batch for batches in ranks for batch in batches)
-    assert len(ranks[0]) == len(make(kind, lengths, size, rank=0, world_size=world, accumulation_steps=parts))
+    assert len(ranks[0]) == len(make(kind, lengths, size, rank=0, **options))
 
 
 @given(settings_of(), st.data())
@@ -72,13 +74,11 @@ def test_a_resume_at_any_batch_yields_the_remaining_batches(
     options = {"rank": world - 1, "world_size": world, "accumulation_steps": parts}
     whole = epochs(make(kind, lengths, size, **options), 3)
     first = make(kind, lengths, size, **options)
-    endless = itertools.chain.from_iterable(first for _ in itertools.count())
     num_before = parts * data.draw(st.integers(0, len(whole) // parts - 1))
-    assert [next(endless) for _ in range(num_before)] == whole[:num_before]
+    assert read(first, num_before) == whole[:num_before]
     second = make(kind, lengths, size, **options)
     second.load_state_dict(first.state_dict())
-    rest = itertools.chain.from_iterable(second for _ in itertools.count())
-    assert list(itertools.islice(rest, len(whole) - num_before)) == whole[num_before:]
+    assert read(second, len(whole) - num_before) == whole[num_before:]
 
 
 @given(st.lists(st.integers(1, 40), min_size=40, max_size=90), st.sampled_from([1, 2, 4]), st.data())
@@ -88,14 +88,13 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(
     """After a resume on several ranks, the steps see the same samples as without an interruption."""
     whole = epochs(make("buckets", lengths, 8, rank=0, world_size=1), 2)
     first = make("buckets", lengths, 8, rank=0, world_size=1)
-    endless = itertools.chain.from_iterable(first for _ in itertools.count())
     num_before = data.draw(st.integers(0, len(whole) - 1))
-    assert [next(endless) for _ in range(num_before)] == whole[:num_before]
+    assert read(first, num_before) == whole[:num_before]
     rests = []
     for rank in range(world):
-        one = make("buckets", lengths, 8, rank=rank, world_size=world)
-        one.load_state_dict(first.state_dict())
-        rests.append([batch for _ in range(2 - one.epoch) for batch in one])
+        resumed = make("buckets", lengths, 8, rank=rank, world_size=world)
+        resumed.load_state_dict(first.state_dict())
+        rests.append(epochs(resumed, 2 - resumed.epoch))
     together = [sorted(itertools.chain(*shares)) for shares in zip(*rests, strict=True)]
     assert together == [sorted(batch) for batch in whole[num_before:]]
 
@@ -120,10 +119,10 @@ def test_no_batch_is_too_large_and_few_are_small(n: int, size: int, min_units: i
 
 def test_the_order_differs_by_epoch_and_seed() -> None:
     lengths = list(range(1, 65))
-    one = make("buckets", lengths, 8)
-    first, second = epochs(one, 1), epochs(one, 1)
+    batches = make("buckets", lengths, 8)
+    first, second = epochs(batches, 1), epochs(batches, 1)
     assert first != second
-    assert one.epoch == 2
+    assert batches.epoch == 2
     assert epochs(make("buckets", lengths, 8, seed=1), 1) != first
     assert epochs(make("buckets", lengths, 8), 1) == first
 

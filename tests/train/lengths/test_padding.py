@@ -44,13 +44,10 @@ def test_paddings_are_ordered_by_cost(lengths: list[int], size: int, multiple: i
     assert rounded.num_shapes <= longest.num_shapes
 
 
-def test_longer_sequences_count_as_truncated() -> None:
+def test_longer_sequences_count_as_truncated_and_the_table_lists_every_method_once() -> None:
     rows = compare_paddings([50, 2], batch_size=2, max_length=10)
     assert {row.positions for row in rows[:4]} == {20}
     assert rows[0].useful == 12 / 20
-
-
-def test_the_table_lists_every_method_once() -> None:
     lines = format_paddings(compare_paddings([5, 70, 3], batch_size=2)).splitlines()
     assert len(lines) == 7
     assert lines[1].split() == ["max_length=70", "37%", "2", "1.47x"]
@@ -80,10 +77,7 @@ def test_first_fit_matches_its_definition(lengths: list[int], capacity: int) -> 
     assert first_fit(lengths, capacity) == slow_first_fit(lengths, capacity)
 
 
-def test_a_sequence_longer_than_a_row_is_rejected() -> None:
+def test_a_sequence_longer_than_a_row_is_rejected_and_none_needs_no_row() -> None:
     with pytest.raises(InvalidInput, match="12 tokens does not fit in a row of 10"):
         first_fit([3, 12], 10)
-
-
-def test_without_sequences_first_fit_returns_no_rows() -> None:
     assert first_fit([], 10) == []

@@ -79,12 +79,9 @@ def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences() -> None:
     packed.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    alone = torch.stack(
-        [
-            model.loss({name: one[None] for name, one in join_sequences([s], len(s)).items()})
-            for s in sequences
-        ]
-    ).sum()
+    rows = [join_sequences([sequence], len(sequence)) for sequence in sequences]
+    losses = [model.loss({name: tensor[None] for name, tensor in row.items()}) for row in rows]
+    alone = torch.stack(losses).sum()
     alone.backward()
     torch.testing.assert_close(packed, alone)
     for found, parameter in zip(gradients, model.parameters(), strict=True):

@@ -99,13 +99,7 @@ def _t5() -> Any:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "d_model": 21,
-        "d_kv": 5,
-        "d_ff": 33,
-        "num_heads": 3,
-        "decoder_start_token_id": 0,
-    }
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "d_model": 21, "d_kv": 5, "d_ff": 33, "num_heads": 3}
+    sizes["decoder_start_token_id"] = 0
     config = T5Config(**sizes, num_layers=2, use_cache=False, dropout_rate=0.0)
     return T5ForConditionalGeneration(config)

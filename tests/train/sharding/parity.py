@@ -51,6 +51,5 @@ def sharded_curve(rank: int, name: str, options: dict[str, Any], device: str = "
     model = holdfast.shard(make(name), **options, device=device, quiet=True)
     assert BATCH % dist.get_world_size() == 0
     description = holdfast.describe(model)
-    return train(
-        name, model, optimizer_of(model), range(STEPS), device=device
-    ), description.local_bytes / description.num_bytes
+    curve = train(name, model, optimizer_of(model), range(STEPS), device=device)
+    return curve, description.local_bytes / description.num_bytes

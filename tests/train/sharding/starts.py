@@ -49,12 +49,17 @@ def rejection(rank: int, case: str, folder: Path) -> tuple[str, str, bool]:
     """Return the class of the error, its message, and whether the model is unchanged."""
     model, options = _wrong(rank, case, folder)
     before = [type(module) for module in model.modules()]
+    kind, message = _error_of(model, **options)
+    return kind, message, before == [type(module) for module in model.modules()]
+
+
+def _error_of(model: Any, **options: Any) -> tuple[str, str]:
     try:
         holdfast.shard(model, **options, quiet=True)
     except holdfast.HoldfastError as error:
         dist.barrier()  # every rank has raised, and none is left in a collective
-        return type(error).__name__, str(error), before == [type(module) for module in model.modules()]
-    return "", "", False
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def _wrong(rank: int, case: str, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -74,7 +79,7 @@ def _wrong(rank: int, case: str, folder: Path) -> tuple[Any, dict[str, Any]]:
         "other model": (make("conv"), {"weights": folder}),
         "ranks differ": (make("gpt") if rank == 0 else Gpt(width=33), {}),
         "dtypes": (mixed, {}),
-        "sharded": (_sharded(), {}),
+        "sharded": (_partly_sharded(), {}),
         "wrapped": (nn.parallel.DistributedDataParallel(make("conv")), {}),
         "no dtype": (make("gpt"), {"dtype": "int8"}),
         "no prefetch": (make("gpt"), {"prefetch": -1}),
@@ -83,7 +88,7 @@ def _wrong(rank: int, case: str, folder: Path) -> tuple[Any, dict[str, Any]]:
     return own[case]
 
 
-def _sharded() -> Any:
+def _partly_sharded() -> Any:
     model = make("gpt")
     fully_shard(model.layers[1])
     return model
@@ -94,12 +99,7 @@ def fails_while_sending(rank: int) -> tuple[str, str]:
     with torch.device("meta"):
         model = make("gpt")
     model.place = make("gpt").place
-    try:
-        holdfast.shard(model, weights=Damaged(make("gpt").state_dict()), quiet=True)
-    except holdfast.HoldfastError as error:
-        dist.barrier()
-        return type(error).__name__, str(error)
-    return "", ""
+    return _error_of(model, weights=Damaged(make("gpt").state_dict()))
 
 
 class Damaged(dict[str, torch.Tensor]):
@@ -126,21 +126,20 @@ def printed_by_shard(rank: int, name: str, options: dict[str, Any]) -> tuple[str
     return output.getvalue(), after, str(holdfast.describe(model))
 
 
-def by_hand(rank: int) -> tuple[str, str]:
-    """Return the descriptions of a model sharded by `shard` and of one sharded by hand."""
+def by_hand(rank: int) -> tuple[str, str, tuple[str, ...]]:
+    """Return the descriptions of a model sharded by `shard` and by hand, and the notes on a batch norm."""
     ours, theirs = make("gpt"), make("gpt")
     holdfast.shard(ours, quiet=True)
     for layer in theirs.layers:
         fully_shard(layer)
     fully_shard(theirs)
-    return str(holdfast.describe(ours)), str(holdfast.describe(theirs))
+    norm = holdfast.shard(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)), quiet=True)
+    return str(holdfast.describe(ours)), str(holdfast.describe(theirs)), holdfast.describe(norm).notes
 
 
 def of_others(rank: int) -> list[tuple[str, ...]]:
     """Return the notes on models that are not fully sharded by FSDP2."""
-    partly = make("gpt")
-    fully_shard(partly.layers[0])
-    models = [make("gpt"), nn.parallel.DistributedDataParallel(make("conv")), partly]
+    models = [make("gpt"), nn.parallel.DistributedDataParallel(make("conv")), _partly_sharded()]
     return [holdfast.describe(model).notes for model in models]
 
 
@@ -150,7 +149,5 @@ def generated(rank: int) -> tuple[list[int], list[int]]:
     register_fsdp_forward_method(model, "generate")
     tokens = batch("t5", 0)[0][:2]
     with torch.no_grad():
-        expected = whole.generate(tokens, max_new_tokens=5, do_sample=False)
-        return model.generate(
-            tokens, max_new_tokens=5, do_sample=False
-        ).flatten().tolist(), expected.flatten().tolist()
+        texts = [each.generate(tokens, max_new_tokens=5, do_sample=False) for each in (model, whole)]
+        return texts[0].flatten().tolist(), texts[1].flatten().tolist()

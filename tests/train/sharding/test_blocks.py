@@ -31,13 +31,10 @@ def kinds(model: nn.Module, names: tuple[str, ...]) -> Counter[str]:
     return Counter(type(model.get_submodule(name)).__name__ for name in names)
 
 
-def test_layers_of_a_list_are_the_blocks() -> None:
+def test_layers_of_a_list_are_the_blocks_without_a_tied_embedding() -> None:
     found = find_blocks(Gpt())
     assert found.names == ("layers.0", "layers.1", "layers.2")
     assert found.found == "repeated layers: Layer"
-
-
-def test_the_blocks_of_a_tied_t5_are_its_layers_without_the_embedding() -> None:
     found = find_blocks(make("t5"))
     assert found.names == ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")
     assert found.left == ()
@@ -92,16 +89,13 @@ def test_the_blocks_are(model: nn.Module, wrap: Any, names: tuple[str, ...]) -> 
     assert find_blocks(model, wrap=wrap).names == names
 
 
-def test_a_module_that_shares_a_parameter_with_another_part_stays_with_the_root() -> None:
+def test_modules_that_share_a_parameter_or_a_child_stay_with_the_root() -> None:
     model: Any = Gpt()
     model.layers[1].norm.weight = model.norm.weight
     found = find_blocks(model)
     assert found.names == ("layers.0", "layers.2")
     assert found.left == ("layers.1",)
-
-
-def test_two_modules_with_a_common_child_stay_with_the_root() -> None:
-    model: Any = Gpt()
+    model = Gpt()
     model.layers[0].norm = model.layers[2].norm
     assert find_blocks(model).names == ("layers.1",)
 
@@ -115,12 +109,9 @@ def test_without_repeated_layers_the_no_split_modules_are_blocks() -> None:
 @pytest.mark.parametrize(
     "wrap", [Layer, "Layer", ["Layer"], "layers.*", ["layers.0", "layers.1", "layers.2"]], ids=str
 )
-def test_blocks_can_be_given_by_class_or_name(wrap: Any) -> None:
-    assert find_blocks(Gpt(), wrap=wrap).names == ("layers.0", "layers.1", "layers.2")
-
-
-def test_blocks_can_be_given_as_modules() -> None:
+def test_blocks_can_be_given_by_class_or_name_and_as_modules(wrap: Any) -> None:
     model = Gpt()
+    assert find_blocks(model, wrap=wrap).names == ("layers.0", "layers.1", "layers.2")
     assert find_blocks(model, wrap=model.layers[1]).names == ("layers.1",)
 
 
@@ -147,11 +138,8 @@ def trees(draw: st.DrawFn) -> nn.Module:
 
     def grow(depth: int) -> nn.Module:
         if depth == 0 or draw(st.booleans()):
-            return (
-                pool[draw(st.integers(0, 2))]
-                if draw(st.booleans())
-                else draw(st.sampled_from([Layer, nn.Flatten]))(*[3])
-            )
+            is_shared, kind = draw(st.booleans()), draw(st.sampled_from([Layer, nn.Flatten]))
+            return pool[draw(st.integers(0, 2))] if is_shared else kind(3)
         kind = draw(st.sampled_from([nn.ModuleList, nn.Sequential]))
         members = [grow(depth - 1) for _ in range(draw(st.integers(1, 3)))]
         return nn.ModuleList(members) if kind is nn.ModuleList else nn.Sequential(*members)
@@ -167,9 +155,9 @@ def test_no_parameter_is_in_two_separate_units(model: nn.Module, wrap: int | Non
     assert len({id(block) for block in blocks}) == len(blocks)
     for block in blocks:
         assert type(block).forward is not nn.Module.forward
-    for one, other in itertools.combinations(blocks, 2):
-        if set(one.parameters()) & set(other.parameters()):
-            assert one in set(other.modules()) or other in set(one.modules())
+    for a, b in itertools.combinations(blocks, 2):
+        if set(a.parameters()) & set(b.parameters()):
+            assert a in set(b.modules()) or b in set(a.modules())
 
 
 @pytest.mark.slow

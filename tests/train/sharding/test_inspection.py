@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import holdfast
 from elastic.conftest import Worlds
@@ -14,6 +13,7 @@ from train.sharding.starts import by_hand, of_others, printed_by_shard
 
 pytestmark = pytest.mark.ranks
 
+OPTIONS = ("activation_checkpointing", "cpu_offload")
 GPT = """\
 Gpt sharded over 2 ranks (ZeRO-3), on cpu over gloo
   13,887 parameters, 55.5 kB; this rank holds 28.6 kB (51.4%) and gathers up to 19.5 kB more
@@ -43,12 +43,7 @@ ConvNet replicated on 2 ranks (DDP), on cpu over gloo
 @pytest.mark.parametrize(
     ("name", "options", "tree", "blocks"),
     [
-        (
-            "gpt",
-            {"dtype": "bf16", "activation_checkpointing": True, "cpu_offload": True},
-            GPT,
-            "repeated layers: Layer",
-        ),
+        ("gpt", dict.fromkeys(OPTIONS, True) | {"dtype": "bf16"}, GPT, "repeated layers: Layer"),
         ("conv", {"wrap": 1000, "shards": 1}, CONV, "modules of at least 1,000 parameters"),
     ],
 )
@@ -62,10 +57,11 @@ def test_the_tree_is_the_same_while_parameters_are_gathered(
 
 
 @pytest.mark.fsdp2_on_cpu
-def test_a_model_sharded_by_hand_has_the_same_description(worlds: Worlds) -> None:
-    for ours, theirs in worlds(2).run(by_hand):
+def test_a_model_sharded_by_hand_has_the_same_description_and_batch_norms_are_noted(worlds: Worlds) -> None:
+    for ours, theirs, notes in worlds(2).run(by_hand):
         assert ours == theirs
         assert "3 times: Layer" in ours
+        assert notes == ("1 batch norm with statistics of each rank's own batch only",)
 
 
 def test_models_that_are_not_sharded_by_fsdp2_are_noted(worlds: Worlds) -> None:
@@ -80,14 +76,3 @@ def test_a_plain_model_is_described_with_its_ties() -> None:
     assert text.startswith("T5ForConditionalGeneration: 14,955 parameters, 59.8 kB\n")
     assert "lm_head: Linear                  0, tied to shared.weight\n" in text
     assert "1,407, tied to encoder.embed_tokens.weight, decoder.embed_tokens.weight, lm_head.weight" in text
-
-
-@pytest.mark.fsdp2_on_cpu
-def test_batch_norms_are_noted(worlds: Worlds) -> None:
-    found = worlds(2).run(_notes_on_batch_norm)[0]
-    assert found == ("1 batch norm with statistics of each rank's own batch only",)
-
-
-def _notes_on_batch_norm(rank: int) -> tuple[str, ...]:
-    net = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
-    return holdfast.describe(holdfast.shard(net, quiet=True)).notes

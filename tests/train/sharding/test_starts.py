@@ -26,9 +26,8 @@ _expected = cache(whole_curve)
 
 
 def is_like(curve: Curve, name: str) -> bool:
-    return all(
-        found == pytest.approx(true, rel=2e-4) for found, true in zip(curve, _expected(name), strict=True)
-    )
+    pairs = zip(curve, _expected(name), strict=True)
+    return all(found == pytest.approx(true, rel=2e-4) for found, true in pairs)
 
 
 @pytest.fixture
@@ -42,30 +41,25 @@ def home(tmp_path: Path) -> Path:
     return home
 
 
+MANY = {"shards": 1, "cpu_offload": True, "activation_checkpointing": True}
+
+
 @pytest.mark.fsdp2_on_cpu
-@pytest.mark.parametrize("source", ["rank 0", "mapping", "home"])
 @pytest.mark.parametrize(
-    "options", [{}, {"shards": 1, "cpu_offload": True, "activation_checkpointing": True}], ids=str
+    ("ranks", "name", "options", "source"),
+    [
+        *((2, "gpt", options, source) for options in ({}, MANY) for source in ("rank 0", "mapping", "home")),
+        *((2, "t5", {"reshard_after_forward": False}, source) for source in ("rank 0", "mapping")),
+        (4, "gpt", {"shards": 2}, "home"),
+    ],
+    ids=str,
 )
 def test_a_model_on_meta_receives_its_weights_and_trains_as_one_process(
-    worlds: Worlds, home: Path, source: str, options: dict[str, Any]
+    worlds: Worlds, home: Path, ranks: int, name: str, options: dict[str, Any], source: str
 ) -> None:
     """Its head stays tied, its odd shapes are sharded unevenly, and rank 0 sends its buffer."""
-    for curve in worlds(2).run(from_meta, "gpt", options, source, home):
-        assert is_like(curve, "gpt")
-
-
-@pytest.mark.fsdp2_on_cpu
-@pytest.mark.parametrize("source", ["rank 0", "mapping"])
-def test_a_tied_t5_on_meta_trains_as_one_process(worlds: Worlds, tmp_path: Path, source: str) -> None:
-    for curve in worlds(2).run(from_meta, "t5", {"reshard_after_forward": False}, source, tmp_path):
-        assert is_like(curve, "t5")
-
-
-@pytest.mark.fsdp2_on_cpu
-def test_four_ranks_in_two_copies_receive_the_same_weights(worlds: Worlds, home: Path) -> None:
-    for curve in worlds(4).run(from_meta, "gpt", {"shards": 2}, "home", home):
-        assert is_like(curve, "gpt")
+    for curve in worlds(ranks).run(from_meta, name, options, source, home):
+        assert is_like(curve, name)
 
 
 @pytest.mark.fsdp2_on_cpu

@@ -104,18 +104,16 @@ def test_compiling_is_suggested_only_if_it_pays() -> None:
     (one,) = findings.find_compile(STEPS, [verdict("whole", 0.8), verdict("random", 1.2)])
     assert "fallback_random" in one.change
     assert one.place == STEPS.call
+    (one,) = findings.find_compile(dataclasses.replace(STEPS, in_place=False), [verdict("whole", 1.5)])
+    assert "`model = torch.compile(model)`" in one.change
 
 
-def test_compiling_that_slows_down_is_a_finding() -> None:
+def test_compiling_that_slows_down_or_is_useless_twice_is_a_finding() -> None:
     compiling = dataclasses.replace(STEPS, compiled_at=LINE)
     (one,) = findings.find_compile(compiling, [verdict("own", 0.8)])
     assert one.place == LINE
     assert "Do not compile" in one.change
     assert findings.find_compile(compiling, [verdict("own", 1.3)]) == []
-
-
-def test_useless_compiling_is_a_finding_if_a_second_run_confirms_it() -> None:
-    compiling = dataclasses.replace(STEPS, compiled_at=LINE)
     (one,) = findings.find_compile(compiling, [verdict("own", 1.02), verdict("own", 0.99)])
     assert "20.0 s of warm-up" in one.costs
     assert "Do not compile" in one.change
@@ -126,26 +124,13 @@ def test_useless_compiling_is_a_finding_if_a_second_run_confirms_it() -> None:
     assert "fallback_random" in one.change
 
 
-def test_for_a_model_that_does_not_compile_in_place_the_suggestion_differs() -> None:
-    steps = dataclasses.replace(STEPS, in_place=False)
-    (one,) = findings.find_compile(steps, [verdict("whole", 1.5)])
-    assert "`model = torch.compile(model)`" in one.change
-
-
-def test_the_smallest_batch_at_full_speed_is_suggested() -> None:
+def test_the_smallest_batch_at_full_speed_is_suggested_unless_its_gain_is_noise() -> None:
     (one,) = findings.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
-    assert "`batch_size=8`" in one.change
-    assert "0.002" in one.change  # linear
-    assert "0.00141" in one.change  # square root
-
-
-def test_a_batch_whose_gain_is_noise_is_not_a_finding() -> None:
+    for text in ("`batch_size=8`", "0.002", "0.00141"):  # by the linear and the square root rule
+        assert text in one.change
     assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
     assert findings.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
     assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
-
-
-def test_a_loop_with_accumulation_keeps_its_global_batch() -> None:
     steps = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16),) * 5)
     (one,) = findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
     assert "Accumulate 2 batches per step instead of 4" in one.change
@@ -166,8 +151,5 @@ def test_static_padding_is_a_finding_and_tight_padding_is_not() -> None:
     assert "93% of the model's positions are padding" in one.seen
     even = dataclasses.replace(STEPS, lengths=RowLengths(((50,) * 8,) * 12, (52,) * 12))
     assert findings.find_padding(even, findings.compare_lengths(even.lengths)) == []
-
-
-def test_rows_of_one_length_have_no_padding() -> None:
     assert findings.compare_lengths(RowLengths(((64,) * 8,) * 12, (64,) * 12)) is None
     assert findings.compare_lengths(None) is None

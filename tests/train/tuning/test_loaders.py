@@ -20,9 +20,8 @@ def data() -> TensorDataset:
 @pytest.fixture
 def loaders() -> Iterator[LoaderMonitor]:
     watched = LoaderMonitor(LoaderSettings(1, num_workers=0, batch_size=6))
-    watched.start()
-    yield watched
-    watched.stop()
+    with watched.running():
+        yield watched
 
 
 def test_the_last_loader_has_its_source_line(loaders: LoaderMonitor) -> None:
@@ -48,23 +47,13 @@ def test_settings_change_only_the_chosen_loader(loaders: LoaderMonitor) -> None:
 
 
 def test_the_batch_size_of_a_batch_sampler_is_found_and_changed(loaders: LoaderMonitor) -> None:
-    ours = BucketBatches([1] * 12, 4)
-    assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=ours)] == [4, 4, 4]
-    seen = loaders.last_loader()
-    assert seen is not None
-    assert seen.batch_size == 4
-    assert loaders.pop_waited()[1] == 12
-    theirs = BatchSampler(range(12), 4, drop_last=False)
-    assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=theirs)] == [6, 6]
-    seen = loaders.last_loader()
-    assert seen is not None
-    assert seen.batch_size == 6
-
-
-def test_a_custom_sampler_has_no_batch_size(loaders: LoaderMonitor) -> None:
-    sizes = [len(batch) for (batch,) in DataLoader(data(), batch_sampler=[[0, 1], [2, 3, 4]])]
-    seen = loaders.last_loader()
-    assert (sizes, seen and seen.batch_size) == ([2, 3], None)
+    samplers = (BucketBatches([1] * 12, 4), BatchSampler(range(12), 4, drop_last=False), [[0, 1], [2, 3, 4]])
+    for sampler, sizes, size in zip(samplers, ([4, 4, 4], [6, 6], [2, 3]), (4, 6, None), strict=True):
+        assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=sampler)] == sizes
+        seen = loaders.last_loader()
+        assert seen is not None
+        assert seen.batch_size == size, "a custom sampler has none"
+        assert loaders.pop_waited()[1] == (0 if size is None else 12)
 
 
 def test_a_stream_is_recognized(loaders: LoaderMonitor) -> None:
@@ -80,10 +69,8 @@ def test_a_stream_is_recognized(loaders: LoaderMonitor) -> None:
     assert "def __iter__" in seen.sample_code.code
 
 
-def test_stop_removes_all_patches() -> None:
+def test_all_patches_are_removed_at_the_end() -> None:
     before = DataLoader.__init__, DataLoader.__iter__
-    watched = LoaderMonitor()
-    watched.start()
-    assert DataLoader.__init__ is not before[0]
-    watched.stop()
+    with LoaderMonitor().running():
+        assert DataLoader.__init__ is not before[0]
     assert (DataLoader.__init__, DataLoader.__iter__) == before

@@ -18,15 +18,8 @@ def test_padded_rows_are_measured_with_any_padding_token(lengths: list[int], pad
     assert useful_lengths([tokens], None) == (tuple(lengths), width)
 
 
-def test_a_mask_takes_precedence() -> None:
+def test_a_mask_takes_precedence_and_other_tensors_have_no_lengths() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     assert useful_lengths([torch.ones(2, 3, dtype=torch.long)], mask) == ((2, 1), 3)
-
-
-def test_rows_without_padding_have_their_full_length() -> None:
-    tokens = torch.arange(40).reshape(4, 10)
-    assert useful_lengths([tokens], None) == ((10,) * 4, 10)
-
-
-def test_other_tensors_have_no_lengths() -> None:
+    assert useful_lengths([torch.arange(40).reshape(4, 10)], None) == ((10,) * 4, 10), "without padding"
     assert useful_lengths([torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)], None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -83,48 +84,36 @@ def test_a_profile_run_does_not_touch_the_training_run(tmp_path: Path) -> None:
     assert ended.read_text().startswith("restored")
 
 
-def test_the_error_of_a_failing_script_is_shown(tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text("raise SystemError('no such data')\n")
-    with pytest.raises(InvalidInput, match="no such data"):
+SHORT = """
+import os, sys, torch, holdfast
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(2):
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        pytest.param("raise SystemError('no such data')", "no such data", id="failing"),
+        pytest.param("import os\nos.abort()", "exit status -6 before the measurements", id="aborted"),
+        pytest.param(None, "does not exist", id="missing"),
+        slow("print('nothing to do')", "without an optimizer step", id="without training"),
+        *(
+            slow(SHORT + leave, "ends after too few steps", id=leave)
+            for leave in ("holdfast.hard_exit(0)", "os._exit(0)", "sys.exit(0)")
+        ),
+    ],
+)
+def test_a_script_that_cannot_be_measured_is_rejected(tmp_path: Path, code: str | None, message: str) -> None:
+    script = tmp_path / "train.py"
+    if code is not None:
+        script.write_text(code)
+    with pytest.raises(InvalidInput, match=message):
         profile_script(str(script))
-
-
-@pytest.mark.slow
-def test_a_script_without_training_is_rejected(tmp_path: Path) -> None:
-    script = tmp_path / "idle.py"
-    script.write_text("print('nothing to do')\n")
-    with pytest.raises(InvalidInput, match="without an optimizer step"):
-        profile_script(str(script))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("leave", ["holdfast.hard_exit(0)", "os._exit(0)", "sys.exit(0)"])
-def test_a_script_that_ends_the_process_before_enough_steps_is_rejected(tmp_path: Path, leave: str) -> None:
-    script = tmp_path / "short.py"
-    script.write_text(
-        "import os, sys, torch, holdfast\n"
-        "model = torch.nn.Linear(8, 8)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for _ in range(2):\n"
-        "    model(torch.randn(4, 8)).sum().backward()\n"
-        "    optimizer.step()\n"
-        f"{leave}\n"
-    )
-    with pytest.raises(InvalidInput, match="ends after too few steps"):
-        profile_script(str(script))
-
-
-def test_the_exit_status_of_an_aborted_script_is_shown(tmp_path: Path) -> None:
-    script = tmp_path / "aborted.py"
-    script.write_text("import os\nos.abort()\n")
-    with pytest.raises(InvalidInput, match="exit status -6 before the measurements were complete"):
-        profile_script(str(script))
-
-
-def test_a_missing_script_is_rejected() -> None:
-    with pytest.raises(InvalidInput, match="does not exist"):
-        profile_script("nowhere.py")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from holdfast.train.tuning.measurements import (
 
 def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) -> CompileMeasurements:
     return CompileMeasurements(
-        "whole", "cpu", tuple(eager), tuple(compiled), warm_up_s, eager[0] if eager else 0.0, None, None
+        "whole", tuple(eager), tuple(compiled), warm_up_s, eager[0] if eager else 0.0, None, None
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
+from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command
 from holdfast.cli.demo.claims import check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
@@ -62,24 +63,18 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-            _delete_objects(home)
+            if home is not None:
+                _delete_objects(home)
     place = home or str(folder)
     proven = all(claim.holds for claim in checked)
     took_s = time.monotonic() - began
     if args.json:
-        print_json(
-            {
-                "proven": proven,
-                "seconds": round(took_s, 1),
-                "kept_in": place if args.keep else None,
-                "claims": [asdict(claim) for claim in checked],
-                "figures": {**asdict(figures), "write_share": figures.write_share},
-            }
-        )
-        return 0 if proven else 1
-    screen.show_results(checked, figures)
-    verdict = "all claims are proven" if proven else "NOT all claims are proven"
-    print(f"\n{verdict}, in {format_duration(took_s)}" + (f"; kept in {place}" if args.keep else ""))
+        facts = {"proven": proven, "seconds": round(took_s, 1), "kept_in": place if args.keep else None}
+        print_json({**facts, "claims": [asdict(claim) for claim in checked], "figures": asdict(figures)})
+    else:
+        screen.show_results(checked, figures)
+        verdict = "all claims are proven" if proven else "NOT all claims are proven"
+        print(f"\n{verdict}, in {format_duration(took_s)}" + (f"; kept in {place}" if args.keep else ""))
     return 0 if proven else 1
 
 
@@ -107,13 +102,11 @@ def _make_folder(parent: str | None) -> Path:
         ) from error
 
 
-def _delete_objects(home: str | None) -> None:
+def _delete_objects(home: str) -> None:
     """Delete the objects of the demo in a bucket. A failure is reported on stderr."""
-    if home is None:
-        return
     try:
         store = open_store(home)
         for entry in list(store.list()):
             store.delete(entry.name)
     except HoldfastError as error:
-        sys.stderr.write(f"holdfast: cannot delete all of {home}: {error}\n")
+        print_note(f"cannot delete all of {home}: {error}")

@@ -38,11 +38,7 @@ class Figures:
     raw_bps: float  # raw writes of the same size
     raw_is_direct: bool
     recoveries: tuple[Recovery, ...]
-
-    @property
-    def write_share(self) -> float:
-        """Write speed of the keepers as a share of the raw write speed."""
-        return self.write_bps / self.raw_bps
+    write_share: float  # write speed of the keepers as a share of the raw write speed
 
 
 def compute_figures(outcome: DemoOutcome) -> Figures:
@@ -52,14 +48,17 @@ def compute_figures(outcome: DemoOutcome) -> Figures:
     raw = outcome.raw_writes
     if not persisted or not blocked or not raw:
         raise ValueError("The history of the survivor has no save.")
+    write_bps = statistics.median(event["bytes"] / event["seconds"] for event in persisted)
+    raw_bps = statistics.median(write.num_bytes / write.seconds for write in raw)
     return Figures(
         num_saves=sum(event["event"] == "committed" for event in outcome.events),
         num_bytes=max(event["bytes"] for event in persisted),
         blocked_s=statistics.median(blocked),
         optimizer_wait_s=_optimizer_wait_s(outcome),
-        write_bps=statistics.median(event["bytes"] / event["seconds"] for event in persisted),
-        raw_bps=statistics.median(one.num_bytes / one.seconds for one in raw),
-        raw_is_direct=all(one.is_direct for one in raw),
+        write_bps=write_bps,
+        raw_bps=raw_bps,
+        raw_is_direct=all(write.is_direct for write in raw),
+        write_share=write_bps / raw_bps,
         recoveries=tuple(_recoveries(outcome)),
     )
 
@@ -75,7 +74,7 @@ def _optimizer_wait_s(outcome: DemoOutcome) -> float:
 
 def _recoveries(outcome: DemoOutcome) -> Iterator[Recovery]:
     for attempt, (failed, start) in enumerate(itertools.pairwise(outcome.starts), start=2):
-        if (event := outcome.restored(attempt)) is not None and failed.status is not None:
+        if (event := outcome.restored(attempt)) and failed.status is not None:
             yield Recovery(
                 what=failed.failure,
                 at_step=failed.step,
@@ -100,7 +99,7 @@ class DemoClaim:
 def check_claims(outcome: DemoOutcome) -> list[DemoClaim]:
     """Check every claim of the demo."""
     killed, again, preempted, ending = outcome.starts
-    began, after_damage, last = (outcome.restored_step(attempt) for attempt in (2, 3, 4))
+    began, after_damage, last = (outcome.restored(attempt).get("step") for attempt in (2, 3, 4))
     return [
         DemoClaim(
             "killed with SIGKILL while a save was being written",
@@ -144,7 +143,7 @@ def check_claims(outcome: DemoOutcome) -> list[DemoClaim]:
 def _damage_passed_over(outcome: DemoOutcome, found: int | None) -> DemoClaim:
     damage, event = outcome.damage, outcome.restored(3)
     message = f"skipped step {damage.step} of attempt {damage.attempt}"
-    in_history = event is not None and message in event.get("detail", "")
+    in_history = message in event.get("detail", "")
     on_stderr = any(message in line for line in outcome.starts[2].output)
     older = found is not None and found < damage.step
     return DemoClaim(
@@ -156,11 +155,11 @@ def _damage_passed_over(outcome: DemoOutcome, found: int | None) -> DemoClaim:
 
 
 def _equal(outcome: DemoOutcome) -> DemoClaim:
-    one, other = outcome.reference, outcome.starts[-1]
-    whole = one.status == 0 and one.step == other.step == outcome.steps
-    is_equal = one.sha256 == other.sha256
+    reference, survivor = outcome.reference, outcome.starts[-1]
+    is_whole = reference.status == 0 and reference.step == survivor.step == outcome.steps
+    is_equal = reference.sha256 == survivor.sha256
     return DemoClaim(
         "weights and optimizer state equal those of the uninterrupted run, bit for bit",
-        whole and one.sha256 is not None and is_equal,
-        f"sha256 {one.sha256}" + (" of both" if is_equal else f"; the survivor's {other.sha256}"),
+        is_whole and is_equal and reference.sha256 is not None,
+        f"sha256 {reference.sha256}" + (" of both" if is_equal else f"; the survivor's {survivor.sha256}"),
     )

@@ -68,9 +68,7 @@ class Child:
             start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
         receivers = (self._process.stdout, self._receive_facts), (self._process.stderr, self._receive_line)
-        self._threads = [
-            threading.Thread(target=_each_line, args=receiver, daemon=True) for receiver in receivers
-        ]
+        self._threads = [threading.Thread(target=_each_line, args=given, daemon=True) for given in receivers]
         for thread in self._threads:
             thread.start()
 
@@ -80,16 +78,13 @@ class Child:
             facts = json.loads(line)
         except ValueError:
             return  # cut off by the kill, or output of a library
-        if not isinstance(facts, dict):
-            return
-        if "sha256" in facts:
+        if isinstance(facts, dict) and "sha256" in facts:
             record.sha256 = facts["sha256"]
-            return
-        if record.first_step_s is None:
-            record.first_step_s = time.monotonic() - self._began
-        record.step = facts["step"]
-        record.optimizer_s[record.step] = facts["optimizer_s"]
-        self._screen.show_step(record.name, record.step, facts["loss"])
+        elif isinstance(facts, dict):
+            record.first_step_s = record.first_step_s or time.monotonic() - self._began
+            record.step = facts["step"]
+            record.optimizer_s[record.step] = facts["optimizer_s"]
+            self._screen.show_step(record.name, record.step, facts["loss"])
 
     def _receive_line(self, line: str) -> None:
         self.record.output.append(line)
@@ -196,13 +191,32 @@ def flip_byte(store: Store, name: str, *, step: int, attempt: int) -> Damage:
     before = content[offset]
     content[offset] ^= 0xFF
     store.put(name, content)
-    after = store.get(name)[offset]
-    return Damage(step=step, attempt=attempt, name=name, offset=offset, before=before, after=after)
+    return Damage(step, attempt, name, offset, before, after=store.get(name)[offset])
 
 
 NUM_SAVES = 12
 """Number of saves of an uninterrupted run, which determines the steps of the failures."""
 _KEEPERS_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A failure of the survivor. Times are in save intervals from the start of the run."""
+
+    name: str
+    number: signal.Signals
+    raw_at: float  # time of a raw write before it
+    at: float  # time of the signal, or of the first save that it may interrupt
+    while_saving: bool = True
+    hold: str = "1m"  # how long the keeper holds its memory after the end
+
+
+_FAILURES = (
+    Failure("kill -9 while saving", signal.SIGKILL, raw_at=1.5, at=3),
+    # Followed by damage. Without held memory, which would still have the undamaged file.
+    Failure("kill -9 between saves", signal.SIGKILL, raw_at=3.5, at=5.75, while_saving=False, hold="0"),
+    Failure("preempted while saving", signal.SIGTERM, raw_at=6, at=8),
+)
 
 
 @dataclass(slots=True)
@@ -219,25 +233,17 @@ class DemoOutcome:
     events: list[Event]
     problems: list[str] | None  # of the last checkpoint; None if it is missing
 
-    def restored(self, attempt: int) -> Event | None:
-        """Return the event of an attempt's restore, or None."""
+    def restored(self, attempt: int) -> Event:
+        """Return the event of an attempt's restore, or an empty one."""
         found = (e for e in self.events if e["event"] == "restored" and e.get("attempt") == attempt)
-        return next(found, None)
-
-    def restored_step(self, attempt: int) -> int | None:
-        """Return the step that an attempt restored, or None."""
-        event = self.restored(attempt)
-        return None if event is None else event["step"]
+        return next(found, {})
 
 
 class Scenario:
     """Two runs of one training: a reference without failures, and a survivor with failures.
 
-    Args:
-        folder: empty folder for all files.
-        home: URL of an empty home in a bucket. The survivor then has its local folder in `folder`, and each
-            failure deletes it.
-        num_bytes: approximate size of a checkpoint.
+    All files are in `folder`. With `home`, the URL of an empty home in a bucket, the survivor has its local
+    folder there, and each failure deletes it.
     """
 
     def __init__(
@@ -268,21 +274,16 @@ class Scenario:
     def _run_failures(self) -> Damage:
         """Run the survivor up to its last failure."""
         self.screen.show_event("both trainings start: the reference without Holdfast, the survivor with it")
-        child = self._start("survivor")
-        self._write_raw(child, self.every * 3 // 2)
-        self._fail(child, signal.SIGKILL, "kill -9 while saving", saving_from=self.every * NUM_SAVES // 4)
-        self.screen.show_event("the survivor starts again")
-        # Without held memory, which would still have the undamaged file.
-        child = self._start("survivor", hold="0")
-        self._write_raw(child, self.every * NUM_SAVES // 4 + self.every // 2)
-        at_step = self.every * NUM_SAVES * 5 // 12 + self.every * 3 // 4
-        self._fail(child, signal.SIGKILL, "kill -9 between saves", at_step=at_step)
-        damage = self._damage_newest()
-        self.screen.show_event("the survivor starts again")
-        child = self._start("survivor")
-        self._write_raw(child, self.every * NUM_SAVES // 2)
-        saving_from = self.every * NUM_SAVES * 2 // 3
-        self._fail(child, signal.SIGTERM, "preempted while saving", saving_from=saving_from)
+        damage = None
+        for failure in _FAILURES:
+            child = self._start("survivor", hold=failure.hold)
+            self._write_raw(child, int(self.every * failure.raw_at))
+            self._fail(child, failure)
+            if not failure.while_saving:
+                damage = self._damage_newest()
+            if failure is not _FAILURES[-1]:
+                self.screen.show_event("the survivor starts again")
+        assert damage is not None
         return damage
 
     def _start(self, name: str, *, hold: str = "1m") -> Child:
@@ -294,28 +295,20 @@ class Scenario:
         self.children.append(child)
         return child
 
-    def _fail(
-        self,
-        child: Child,
-        number: signal.Signals,
-        what: str,
-        *,
-        saving_from: int | None = None,
-        at_step: int = 0,
-    ) -> None:
+    def _fail(self, child: Child, failure: Failure) -> None:
         """Send a signal at a step or during a save, and wait for the end."""
-        record = child.record
-        if saving_from is None:
-            child.wait_for(lambda: record.step >= at_step, f"step {at_step}")
+        record, step = child.record, int(self.every * failure.at)
+        if failure.while_saving:
+            name = f"a save of step {step} or later"
+            record.saving = child.wait_for(lambda: self._unfinished(step), name)
         else:
-            name = f"a save of step {saving_from} or later"
-            record.saving = child.wait_for(lambda: self._unfinished(saving_from), name)
-        child.send(number)
+            child.wait_for(lambda: record.step >= step, f"step {step}")
+        child.send(failure.number)
         where = f"at step {record.step}"
         if record.saving:
             where += f", while the save of step {record.saving} was being written"
-        self.screen.show_event(f"{number.name} to the survivor {where}")
-        record.failure = what
+        self.screen.show_event(f"{failure.number.name} to the survivor {where}")
+        record.failure = failure.name
         child.wait()
         self.screen.show_event(f"the survivor ended with status {record.status} after step {record.step}")
         self.wait_for_keepers()

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TextIO
 
 from rich.console import Console
@@ -29,7 +29,6 @@ class Screen:
     """Output with progress bars on a terminal, and with occasional lines otherwise. Threads may share it."""
 
     def __init__(self, file: TextIO, *, steps: int, home: str) -> None:
-        tty = file.isatty()
         self.console = Console(file=file, width=terminal_width() or _PIPED_WIDTH, highlight=False)
         self._home = home
         self._steps = steps
@@ -37,7 +36,9 @@ class Screen:
         self._tasks: dict[str, TaskID] = {}
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self._bars = _bars(self.console) if tty else None
+        columns = TextColumn("{task.description:<9}"), BarColumn(bar_width=40), MofNCompleteColumn()
+        loss = TextColumn("{task.fields[loss]}")
+        self._bars = Progress(*columns, loss, console=self.console) if file.isatty() else None
 
     def __enter__(self) -> Screen:
         if self._bars is not None:
@@ -98,32 +99,18 @@ class Screen:
             self._line(Text(" " * 7), Text(claim.evidence, style="dim"))
 
 
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<9}"),
-        BarColumn(bar_width=40),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        console=console,
-    )
-
-
-def _status(one: Recovery) -> str:
-    return signal.Signals(-one.status).name if one.status < 0 else str(one.status)
-
-
-def _back(one: Recovery) -> str | None:
-    return None if one.back_s is None else format_duration(one.back_s)
+def _exit_status(recovery: Recovery) -> str:
+    return signal.Signals(-recovery.status).name if recovery.status < 0 else str(recovery.status)
 
 
 _RECOVERY_COLUMNS = (
-    Column("FAILURE", lambda one: f"{one.what}, newest damaged" if one.passed_over else one.what),
-    Column("EXIT", _status, "right"),
-    Column("AT STEP", lambda one: one.at_step, "right"),
-    Column("RESTORED", lambda one: one.restored, "right"),
-    Column("STEPS LOST", lambda one: one.steps_lost, "right"),
-    Column("RESTORE TOOK", lambda one: format_duration(one.restore_s), "right"),
-    Column("TRAINING AFTER", _back, "right"),
+    Column("FAILURE", lambda row: f"{row.what}, newest damaged" if row.passed_over else row.what),
+    Column("EXIT", _exit_status, "right"),
+    Column("AT STEP", attrgetter("at_step"), "right"),
+    Column("RESTORED", attrgetter("restored"), "right"),
+    Column("STEPS LOST", attrgetter("steps_lost"), "right"),
+    Column("RESTORE TOOK", lambda row: format_duration(row.restore_s), "right"),
+    Column("TRAINING AFTER", lambda row: row.back_s and format_duration(row.back_s), "right"),
 )
 
 

@@ -26,7 +26,7 @@ from holdfast.train.batch.step_cost import (
     estimate_peak,
     resize,
 )
-from holdfast.train.batch.training_state import Snapshot, TrainingState, collect_training_state, count_bytes
+from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes, restored
 
 _PRECISION = 0.03
 _STRAIGHT = 0.01
@@ -142,10 +142,8 @@ def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int
     """Return the bytes that this process may take on a device, including its current usage.
 
     On a GPU: the free memory, less 3 %. On a host: the memory that is available there or in the process's
-    control group, whichever is less, divided by the ranks of this host, less 10 %.
-
-    Args:
-        num_sharing: ranks that share the host's memory. Default: LOCAL_WORLD_SIZE, as torchrun sets it.
+    control group, whichever is less, divided by the ranks of this host, less 10 %. `num_sharing` of them
+    share it, by default LOCAL_WORLD_SIZE, as torchrun sets it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -234,7 +232,13 @@ def fit_batch(
     given_bytes = parse_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
     limit_bytes = given_bytes or find_memory_limit(device, used_bytes)
     max_step_s = parse_duration(max_step_time, "max_step_time")
-    with _restored(state, training), _device_limit(device, given_bytes):
+    with contextlib.ExitStack() as undo:
+        if isinstance(state, MutableMapping):
+            plain = {name: value for name, value in state.items() if isinstance(value, _PLAIN)}
+            undo.callback(state.update, plain)
+        undo.enter_context(restored(training))
+        if device.type == "cuda" and given_bytes is not None:
+            undo.enter_context(_device_limit(device, given_bytes))
         benchmark = StepBenchmark(step, make_batch, training, device, limit_bytes)
         finder = _Finder(ranks, benchmark, result, min_size, max_size, max_step_s)
         finder.search(finder.estimate())
@@ -272,27 +276,8 @@ def _device_of(training: TrainingState) -> torch.device:
 
 
 @contextlib.contextmanager
-def _restored(state: Any, training: TrainingState) -> Iterator[None]:
-    """Restore everything in `state` after the block."""
-    training.reshard()
-    snapshot = Snapshot(training)
-    is_mapping = isinstance(state, MutableMapping)
-    plain = {name: one for name, one in state.items() if isinstance(one, _PLAIN)} if is_mapping else {}
-    try:
-        yield
-    finally:
-        training.reshard()
-        snapshot.restore()
-        if is_mapping:
-            state.update(plain)
-
-
-@contextlib.contextmanager
-def _device_limit(device: torch.device, limit_bytes: int | None) -> Iterator[None]:
+def _device_limit(device: torch.device, limit_bytes: int) -> Iterator[None]:
     """Apply the user's limit to the device's allocator during the block."""
-    if device.type != "cuda" or limit_bytes is None:
-        yield
-        return
     total = torch.cuda.get_device_properties(device).total_memory
     before = torch.cuda.get_per_process_memory_fraction(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
@@ -364,22 +349,22 @@ class _Finder:
 
     def _try(self, size: int, expected_free_bytes: int | None) -> tuple[int | None, float]:
         """Measure real steps on all ranks: the bytes left free, None if memory ran out, and the seconds."""
+        of = self._benchmark
+        self._probes[size] = Probe(size, None, False)
         if expected_free_bytes is not None:
-            expected_bytes = self._benchmark.limit_bytes - expected_free_bytes
-            if not all(self._on_all(lambda: self._benchmark.can_allocate(expected_bytes))):
-                self._probes[size] = Probe(size, None, False)
+            expected_bytes = of.limit_bytes - expected_free_bytes
+            if not all(self._on_all(lambda: of.can_allocate(expected_bytes))):
                 return None, 0.0
 
         def measure() -> tuple[int | None, int, float]:
             started_s = time.perf_counter()
-            peak = self._benchmark.measure_peak(size)
-            return peak, self._benchmark.limit_bytes, (time.perf_counter() - started_s) / STEPS_PER_PROBE
+            peak = of.measure_peak(size)
+            return peak, of.limit_bytes, (time.perf_counter() - started_s) / STEPS_PER_PROBE
 
         measured = self._on_all(measure)
         step_s = max(seconds for _, _, seconds in measured)
         known = [(peak, limit - peak) for peak, limit, _ in measured if peak is not None]
         if len(known) < len(measured):
-            self._probes[size] = Probe(size, None, False)
             return None, step_s
         free_bytes = min(free for _, free in known)
         self._probes[size] = Probe(size, max(peak for peak, _ in known), free_bytes >= 0)

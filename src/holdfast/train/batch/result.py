@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, final
 
 from holdfast.errors import InvalidInput
@@ -74,12 +75,12 @@ class BatchFit:
         if not self:
             return "no batch size found yet"
         lines = [f"{'batch':>8s} {'peak':>10s} {'step':>10s} {'samples/s':>10s}"]
-        for one in self.probes:
-            peak = format_bytes(one.peak_bytes) if one.peak_bytes is not None else "-"
-            step = format_duration(one.step_s) if one.step_s else "-"
-            rate = f"{one.throughput:.4g}" if one.step_s else "-"
-            mark = "  <- chosen" if one.size == self.size else "" if one.fits else "  does not fit"
-            lines.append(f"{one.size:8d} {peak:>10s} {step:>10s} {rate:>10s}{mark}")
+        for probe in self.probes:
+            peak = format_bytes(probe.peak_bytes) if probe.peak_bytes is not None else "-"
+            step = format_duration(probe.step_s) if probe.step_s else "-"
+            rate = f"{probe.throughput:.4g}" if probe.step_s else "-"
+            mark = "  <- chosen" if probe.size == self.size else "" if probe.fits else "  does not fit"
+            lines.append(f"{probe.size:8d} {peak:>10s} {step:>10s} {rate:>10s}{mark}")
         lines.append(
             f"largest that fits in {format_bytes(self.limit_bytes)}: {self.largest}; chosen: {self.size}, "
             f"the smallest within 3 % of the best throughput ({plural(self.world_size, 'rank')}, {self.note})"
@@ -89,10 +90,10 @@ class BatchFit:
 
 def choose_size(probes: Sequence[Probe]) -> int:
     """Return the smallest size whose throughput is within 3 % of the best."""
-    timed = sorted((one for one in probes if one.fits and one.step_s), key=lambda one: one.size)
+    timed = sorted((probe for probe in probes if probe.fits and probe.step_s), key=attrgetter("size"))
     if not timed:
         raise InvalidInput(
             f"Cannot choose a batch size: none of {len(tuple(probes))} sizes fits and was timed."
         )
-    best = max(one.throughput for one in timed)
-    return next(one.size for one in timed if one.throughput >= _FULL_THROUGHPUT * best)
+    best = max(probe.throughput for probe in timed)
+    return next(probe.size for probe in timed if probe.throughput >= _FULL_THROUGHPUT * best)

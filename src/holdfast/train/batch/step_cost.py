@@ -41,15 +41,14 @@ def resize(sample: Any, size: int) -> Any:
 
     Scalars and other objects are unchanged.
     """
-    tensors = [leaf for leaf in tensors_of(sample) if leaf.dim() > 0]
-    index = torch.arange(size, device=tensors[0].device) % tensors[0].shape[0]
+    first = next(leaf for leaf in tensors_of(sample) if leaf.dim() > 0)
+    index = torch.arange(size, device=first.device) % first.shape[0]
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-            return leaf
-        return leaf.detach()[index.to(leaf.device)]
+    def resized(leaf: Any) -> Any:
+        is_batched = isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        return leaf.detach()[index.to(leaf.device)] if is_batched else leaf
 
-    return _pytree.tree_map(one, _plain(sample))
+    return _pytree.tree_map(resized, _plain(sample))
 
 
 def tensors_of(sample: Any) -> list[torch.Tensor]:
@@ -101,15 +100,12 @@ def estimate_peak(
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence torch's log of unsupported operators. The exception repeats it."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses", "torch._subclasses.fake_tensor")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as undo:
+        for name in ("torch._subclasses", "torch._subclasses.fake_tensor"):
+            logger = logging.getLogger(name)
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.CRITICAL)
         yield
-    finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
 
 
 @contextlib.contextmanager
@@ -122,11 +118,10 @@ def _fakes_for(training: TrainingState, mode: FakeTensorMode) -> Iterator[None]:
             fakes[id(tensor)] = mode.from_tensor(tensor)
         return fakes[id(tensor)]
 
-    # Each once: a part that two modules share would get fake tensors of its fake tensors.
-    parts = {id(part): part for module in training.modules for part in module.modules()}.values()
-    mappings: list[dict[str, Any]] = [slots for part in parts for slots in (part._parameters, part._buffers)]
     with contextlib.ExitStack() as undo:
-        for slots in mappings:
+        # Each part once: one that two modules share would get fake tensors of its fake tensors.
+        both: Any = [slots for part in training.parts() for slots in (part._parameters, part._buffers)]
+        for slots in both:
             for name, tensor in [(name, one) for name, one in slots.items() if one is not None]:
                 undo.callback(slots.__setitem__, name, tensor)
                 slots[name] = fake(tensor)
@@ -147,7 +142,7 @@ STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second inclu
 @final
 @dataclass(frozen=True, slots=True)
 class StepBenchmark:
-    """Benchmark of real steps. It changes the state, as steps do: take a `Snapshot` before."""
+    """Benchmark of real steps. It changes the state, as steps do: use `restored`."""
 
     step: Callable[[Any], object]  # one complete training step on a batch
     make_batch: Callable[[int], Any]
@@ -182,9 +177,7 @@ class StepBenchmark:
         """
         self._clear()
         with self._within_memory(size):
-            if self.device.type == "cuda":
-                return self._device_peak(size)
-            return self._host_peak(size)
+            return self._device_peak(size) if self.device.type == "cuda" else self._host_peak(size)
         return None
 
     def measure_step_s(self, size: int, num_steps: int) -> float | None:
@@ -225,9 +218,8 @@ class StepBenchmark:
                 self.step(batch)
         now = peak = 0
         events: Any = trace.profiler
-        changes = [one for one in events.kineto_results.events() if one.name() == "[memory]"]
-        for change in sorted(changes, key=lambda one: one.start_ns()):
-            now += change.nbytes()
+        for event in sorted(events.kineto_results.events(), key=lambda event: event.start_ns()):
+            now += event.nbytes() if event.name() == "[memory]" else 0
             peak = max(peak, now)
         return base_bytes + peak
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,30 +41,28 @@ class TrainingState:
         return any(
             isinstance(part, DistributedDataParallel)
             or any(isinstance(one, DTensor) for one in part.parameters(recurse=False))
-            for module in self.modules
-            for part in module.modules()
+            for part in self.parts()
         )
 
     @property
     def has_batch_norm(self) -> bool:
         """True if a module has batch norm, which needs several samples."""
-        return any(isinstance(part, _BatchNorm) for module in self.modules for part in module.modules())
+        return any(isinstance(part, _BatchNorm) for part in self.parts())
 
     def reshard(self) -> None:
         """Have FSDP free the parameters that a forward pass gathered."""
-        for module in self.modules:
-            for part in module.modules():
-                if isinstance(part, FSDPModule):
-                    part.reshard()
+        for part in self.parts():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
-    def module_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield parameters and buffers, each once."""
-        seen: set[int] = set()
-        for module in self.modules:
-            for one in (*module.parameters(), *module.buffers()):
-                if id(one) not in seen:
-                    seen.add(id(one))
-                    yield one
+    def parts(self) -> Iterable[nn.Module]:
+        """Return the modules and all their submodules, each once."""
+        return {id(part): part for module in self.modules for part in module.modules()}.values()
+
+    def module_tensors(self) -> Iterable[torch.Tensor]:
+        """Return parameters and buffers, each once."""
+        tensors = (one for module in self.modules for one in (*module.parameters(), *module.buffers()))
+        return {id(tensor): tensor for tensor in tensors}.values()
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
         """Yield this rank's part of every tensor that lives between two steps. Gradients do not."""
@@ -77,19 +76,20 @@ class TrainingState:
 def collect_training_state(state: Any) -> TrainingState:
     """Collect the training state from an object, or from mappings and sequences of objects."""
     found = TrainingState([], [], [], [], [], [])
-    for one in _walk(state):
-        if isinstance(one, nn.Module):
-            found.modules.append(one)
-        elif isinstance(one, torch.optim.Optimizer):
-            found.optimizers.append(one)
-        elif isinstance(one, torch.Tensor):
-            found.tensors.append(one)
-        elif isinstance(one, torch.Generator):
-            found.generators.append(one)
-        elif hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-            found.stateful.append(one)
+    kinds: tuple[tuple[list[Any], type], ...] = (
+        (found.modules, nn.Module),
+        (found.optimizers, torch.optim.Optimizer),
+        (found.tensors, torch.Tensor),
+        (found.generators, torch.Generator),
+    )
+    for value in _walk(state):
+        known = next((values for values, kind in kinds if isinstance(value, kind)), None)
+        if known is not None:
+            known.append(value)
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            found.stateful.append(value)
         else:
-            found.others.append(type(one).__name__)
+            found.others.append(type(value).__name__)
     return found
 
 
@@ -109,52 +109,48 @@ def count_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
 
 
 def _walk(state: Any) -> Iterator[Any]:
-    if isinstance(state, Mapping):
-        for one in state.values():
-            yield from _walk(one)
-    elif isinstance(state, (list, tuple)):
-        for one in state:
-            yield from _walk(one)
-    else:
+    if not isinstance(state, (Mapping, list, tuple)):
         yield state
+        return
+    for member in state.values() if isinstance(state, Mapping) else state:
+        yield from _walk(member)
 
 
-@final
-class Snapshot:
-    """Copy of the training state. `restore` writes it back into the same tensors, bit for bit.
+@contextlib.contextmanager
+def restored(training: TrainingState) -> Iterator[None]:
+    """Write the training state back into the same tensors after the block, bit for bit.
 
     The copy is in host memory, so it takes no memory of the device that is being measured.
     """
-
-    def __init__(self, training: TrainingState) -> None:
-        self._restorers: list[Callable[[], object]] = []
-        keep = self._restorers.append
+    training.reshard()
+    restorers: list[Callable[[], object]] = []
+    keep = restorers.append
+    with torch.no_grad():
+        for tensor in (*training.module_tensors(), *training.tensors):
+            keep(_copier(tensor))
+            if tensor.is_leaf:
+                restorers += [] if tensor.grad is None else [_copier(tensor.grad)]
+                keep(partial(setattr, tensor, "grad", tensor.grad))
+        for part in training.parts():
+            keep(partial(setattr, part, "training", part.training))
+        restorers += map(_optimizer_restorer, training.optimizers)
+    for generator in training.generators:
+        keep(partial(generator.set_state, generator.get_state()))
+    for stateful in training.stateful:
+        keep(partial(stateful.load_state_dict, copy.deepcopy(stateful.state_dict())))
+    keep(partial(random.setstate, random.getstate()))
+    keep(partial(torch.set_rng_state, torch.get_rng_state()))
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        keep(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        keep(partial(numpy.random.set_state, numpy.random.get_state()))
+    try:
+        yield
+    finally:
+        training.reshard()
         with torch.no_grad():
-            for tensor in (*training.module_tensors(), *training.tensors):
-                keep(_copier(tensor))
-                if tensor.is_leaf:
-                    self._restorers += [] if tensor.grad is None else [_copier(tensor.grad)]
-                    keep(partial(setattr, tensor, "grad", tensor.grad))
-            for module in training.modules:
-                for part in module.modules():
-                    keep(partial(setattr, part, "training", part.training))
-            self._restorers += [_optimizer_restorer(one) for one in training.optimizers]
-        for generator in training.generators:
-            keep(partial(generator.set_state, generator.get_state()))
-        for stateful in training.stateful:
-            keep(partial(stateful.load_state_dict, copy.deepcopy(stateful.state_dict())))
-        keep(partial(random.setstate, random.getstate()))
-        keep(partial(torch.set_rng_state, torch.get_rng_state()))
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            keep(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None:
-            keep(partial(numpy.random.set_state, numpy.random.get_state()))
-
-    def restore(self) -> None:
-        """Restore everything."""
-        with torch.no_grad():
-            for restore in self._restorers:
+            for restore in restorers:
                 restore()
 
 

@@ -38,26 +38,15 @@ def free_ranges(ranges: Ranges, start: int, stop: int) -> Iterator[tuple[int, in
         yield start, stop
 
 
-def count_free(ranges: Ranges, start: int, stop: int) -> int:
-    """Return how many numbers of [start, stop) no range covers."""
-    return sum(high - low for low, high in free_ranges(ranges, start, stop))
-
-
-def take_free(ranges: Ranges, start: int, stop: int, num: int) -> Ranges:
-    """Return the stretches with the first `num` numbers of [start, stop) that no range covers."""
+def first_numbers(ranges: Ranges, num: int) -> Ranges:
+    """Return the stretches with the first `num` numbers of some ranges."""
     taken: list[tuple[int, int]] = []
-    for low, high in free_ranges(ranges, start, stop):
+    for low, high in ranges:
         if num == 0:
             break
-        high = min(high, low + num)
-        taken.append((low, high))
-        num -= high - low
+        taken.append((low, min(high, low + num)))
+        num -= taken[-1][1] - low
     return tuple(taken)
-
-
-def end_of(ranges: Ranges, number: int) -> int:
-    """Return the end of the range that covers a number; the number itself if none does."""
-    return next((high for low, high in ranges if low <= number < high), number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,39 +104,36 @@ class EpochLayout:
             left, number = left - size, number + 1
         return number
 
-    def locate(self, position: int, near: Cursor) -> Cursor:
-        """Return the cursor of a position, which is not before the epoch of `near`."""
-        epoch, start, num_units = near.epoch, near.epoch_start, self.count_units(near.epoch)
-        while position >= start + num_units:
-            epoch, start = epoch + 1, start + num_units
-            num_units = self.count_units(epoch)
-        return Cursor(epoch, start, position)
-
     def next_batch(self, cursor: Cursor, skipped: Ranges) -> GlobalBatch | None:
         """Return the next batch of the cursor's epoch; None if none is left."""
         end = cursor.epoch_start + self.count_units(cursor.epoch)
-        num_left = count_free(skipped, cursor.position, end)
+        free = tuple(free_ranges(skipped, cursor.position, end))
+        num_left = sum(high - low for low, high in free)
         size = self.next_size(num_left)
         if size == 0:
             return None
-        stretches = take_free(skipped, cursor.position, end, size)
+        stretches = first_numbers(free, size)
         is_last = self.next_size(num_left - size) == 0
         after = self.move(cursor, end if is_last else stretches[-1][1], skipped)
         return GlobalBatch(cursor, stretches, after)
 
-    def first_unit(self, cursor: Cursor, skipped: Ranges) -> int:
-        """Return the first unit of the next batch, of this epoch or a later one."""
-        while (batch := self.next_batch(cursor, skipped)) is None:
+    def batch_after(self, cursor: Cursor, skipped: Ranges) -> GlobalBatch:
+        """Return the next batch, of the cursor's epoch or a later one."""
+        while (batch := self.next_batch(cursor, skipped)) is None:  # less than a batch is left of the epoch
             cursor = self.next_epoch(cursor, skipped)
-        return batch.stretches[0][0]
+        return batch
 
     def next_epoch(self, cursor: Cursor, skipped: Ranges) -> Cursor:
         """Return the cursor of the next epoch's first unit."""
         return self.move(cursor, cursor.epoch_start + self.count_units(cursor.epoch), skipped)
 
     def move(self, cursor: Cursor, position: int, skipped: Ranges) -> Cursor:
-        """Return the cursor at a position, or after the skipped units there."""
-        return self.locate(end_of(skipped, position), cursor)
+        """Return the cursor at the same or a later position, or after the skipped units there."""
+        position = next((high for low, high in skipped if low <= position < high), position)
+        epoch, start = cursor.epoch, cursor.epoch_start
+        while position >= start + (num_units := self.count_units(epoch)):
+            epoch, start = epoch + 1, start + num_units
+        return Cursor(epoch, start, position)
 
 
 _MAX_WAITING = 10_000
@@ -225,9 +211,7 @@ class BatchProgress:
         """Return the cursor that a new pass begins at."""
         start = self._start_after(self._current) if self.counts_steps else self._drawn
         self._current, self._is_set = drawer, False
-        while self._layout.next_batch(start, self.skipped) is None:  # less than a batch is left of the epoch
-            start = self._layout.next_epoch(start, self.skipped)
-        return start
+        return self._layout.batch_after(start, self.skipped).before
 
     def _start_after(self, former: Pass | None) -> Cursor:
         """Return where the next pass begins: at the first unit that no completed step has used.
@@ -276,7 +260,8 @@ class BatchProgress:
 
     def _pass_over(self, batch: GlobalBatch) -> None:
         """Move behind a used batch. Units before it that no step has used are left out for ever."""
-        first, expected = batch.stretches[0][0], self._layout.first_unit(self._used, self.skipped)
+        expected = self._layout.batch_after(self._used, self.skipped).stretches[0][0]
+        first = batch.stretches[0][0]
         if first > expected:
             self._warn(
                 f"samples {expected} to {first - 1} of the run were left out: an earlier position was "

@@ -124,10 +124,10 @@ def _of_size(model: nn.Module, min_params: int) -> Iterator[_Named]:
 
 def _matching(model: nn.Module, wanted: Sequence[object]) -> list[_Named]:
     modules = list(_inner_first(model))
-    for one in wanted:
-        if not any(_fits(one, name, module) for name, module in modules):
+    for wish in wanted:
+        if not any(_fits(wish, name, module) for name, module in modules):
             kinds = ", ".join(sorted({type(module).__name__ for _, module in modules}))
-            shown = one.__name__ if isinstance(one, type) else repr(one)
+            shown = wish.__name__ if isinstance(wish, type) else repr(wish)
             raise InvalidInput(
                 f"wrap= has {shown}, but the model has no such module. Its classes are {kinds}."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -35,40 +34,28 @@ from holdfast.train.sharding.weights import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class UnitOptions:
-    """Options of all units, validated."""
-
-    reshard_after_forward: bool
-    dtype: torch.dtype | None
-    cpu_offload: bool
-    activation_checkpointing: bool
-    compile: bool
-    prefetch: int
-
-
-def make_units(
-    model: nn.Module, names: Sequence[str], layout: MeshLayout, device: str, options: UnitOptions
+def _make_units(
+    model: nn.Module,
+    names: Sequence[str],
+    *,
+    activation_checkpointing: bool,
+    compile: bool,
+    prefetch: int,
+    reshard_after_forward: bool,
+    **policies: Any,
 ) -> None:
-    """Shard the named modules, inner ones before outer ones, and then the model, in place.
-
-    Ranks: collective.
-    """
+    """Shard the named modules, inner ones before outer ones, and then the model, in place."""
     blocks = [model.get_submodule(name) for name in names]
-    if options.activation_checkpointing:  # inside the unit, so that recomputation has gathered parameters
+    if activation_checkpointing:  # inside the unit, so that recomputation has gathered parameters
         blocks = _with_checkpointing(model, blocks)
-    mesh = init_device_mesh(device, layout.mesh_shape, mesh_dim_names=layout.mesh_names)
-    offload = CPUOffloadPolicy(pin_memory=device != "cpu") if options.cpu_offload else OffloadPolicy()
-    precision = MixedPrecisionPolicy(options.dtype, torch.float32 if options.dtype is not None else None)
-    policies: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     for block in blocks:
-        if options.compile:
+        if compile:
             block.compile()  # separately: the hooks of the units stay outside and cause no graph breaks
-        fully_shard(block, reshard_after_forward=options.reshard_after_forward, **policies)
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **policies)
     # The backward pass starts right after the forward pass, so freeing the root in between would be wasted.
     fully_shard(model, reshard_after_forward=False, **policies)
-    if options.prefetch:
-        _prefetch(model, blocks, options.prefetch)
+    if prefetch:
+        _prefetch(model, blocks, prefetch)
 
 
 def _with_checkpointing(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -168,14 +155,7 @@ def shard(
     Source: FSDP2 is PyTorch's; the order of steps is torchtitan's; ZeRO is Rajbhandari et al. 2020, arXiv
         1910.02054.
     """
-    options = UnitOptions(
-        reshard_after_forward=reshard_after_forward,
-        dtype=_parse_dtype(dtype),
-        cpu_offload=cpu_offload,
-        activation_checkpointing=activation_checkpointing,
-        compile=compile,
-        prefetch=prefetch,
-    )
+    computed = _parse_dtype(dtype)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
@@ -188,8 +168,18 @@ def shard(
     digests = [digest] * num_ranks
     if num_ranks > 1:
         dist.all_gather_object(digests, digest)
-    source = choose_source(model, digests, weights, rank)
-    make_units(model, blocks.names, layout, device, options)
+    source = choose_source(model, digests, weights, device, rank)
+    _make_units(
+        model,
+        blocks.names,
+        activation_checkpointing=activation_checkpointing,
+        compile=compile,
+        prefetch=prefetch,
+        reshard_after_forward=reshard_after_forward,
+        mesh=init_device_mesh(device, layout.mesh_shape, mesh_dim_names=layout.mesh_names),
+        mp_policy=MixedPrecisionPolicy(computed, None if computed is None else torch.float32),
+        offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu") if cpu_offload else OffloadPolicy(),
+    )
     if digest.on_meta:
         materialize(model, device, cpu_offload=cpu_offload)
     sent_bytes = 0 if source is None else broadcast_weights(model, source, device, rank)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -59,7 +60,7 @@ def digest_model(model: nn.Module) -> ModelDigest:
 
 
 def choose_source(
-    model: nn.Module, digests: Sequence[ModelDigest], weights: WeightsLike | None, rank: int
+    model: nn.Module, digests: Sequence[ModelDigest], weights: WeightsLike | None, device: str, rank: int
 ) -> WeightSource | None:
     """Return the source of all ranks' weights, or None if they are already equal.
 
@@ -76,7 +77,9 @@ def choose_source(
                 rank=other,
             )
     if _from_rank_0(weights is not None):
-        return _given_source(model, weights, [name for one in digests for name in one.on_meta], rank)
+        on_meta = {name for digest in digests for name in digest.on_meta}
+        found = _on_rank_0(partial(_fitting, model, weights, on_meta), rank, _device(device))
+        return found or WeightSource({}.__getitem__, frozenset(), "")
     if first.on_meta:
         raise InvalidInput(
             f"The model is on meta ({plural(len(first.on_meta), 'tensor')}, such as {first.on_meta[0]}) and "
@@ -121,7 +124,7 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
             if name not in wanted:
                 continue
             whole = torch.empty(live.shape, dtype=live.dtype, device=where)
-            _read_on_rank_0(whole, source, _plain_name(name), rank, where)
+            _on_rank_0(partial(_read, whole, source, _plain_name(name)), rank, where)
             dist.broadcast(whole, src=0)
             for shard, region in shards_of(live, dist.get_rank()):
                 shard.copy_(whole[region.slices])
@@ -129,24 +132,8 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
     return sent_bytes
 
 
-def _given_source(
-    model: nn.Module, weights: WeightsLike | None, on_meta: Iterable[str], rank: int
-) -> WeightSource:
-    """Return the source that the caller passed, validated on rank 0. All ranks raise if it does not fit."""
-    error: HoldfastError | None = None
-    source = WeightSource({}.__getitem__, frozenset(), "")
-    if rank == 0:
-        try:
-            source = _fitting(model, weights)
-            _check_buffers(model, source, on_meta)
-        except HoldfastError as problem:
-            error = problem
-    if (error := _from_rank_0(error)) is not None:
-        raise error
-    return source
-
-
-def _fitting(model: nn.Module, weights: Any) -> WeightSource:
+def _fitting(model: nn.Module, weights: Any, on_meta: Set[str]) -> WeightSource:
+    """Return the source that the caller passed, if it has all parameters and all buffers on meta."""
     if isinstance(weights, Mapping):
         source = WeightSource(weights.__getitem__, frozenset(weights), "the given state dict")
         shape_of: Callable[[str], tuple[int, ...]] = lambda name: tuple(weights[name].shape)  # noqa: E731
@@ -164,6 +151,12 @@ def _fitting(model: nn.Module, weights: Any) -> WeightSource:
         )
     for name, parameter in model.named_parameters():
         _check_shape(name, shape_of(chosen[name]), tuple(parameter.shape))
+    if lost := sorted(on_meta - source.names - set(first.values())):
+        raise InvalidInput(
+            f"{plural(len(lost), 'buffer')} on meta would stay without values: "
+            f"weights= lacks {lost[0]}. Put only the parameters on meta, or build the whole model on rank 0 "
+            "and omit weights=, which also sends its buffers. Nothing was changed."
+        )
     names = source.names | chosen.keys()
     return WeightSource(lambda name: source.read(chosen.get(name, name)), names, source.description)
 
@@ -185,16 +178,6 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
         )
 
 
-def _check_buffers(model: nn.Module, source: WeightSource, on_meta: Iterable[str]) -> None:
-    parameters = {name for name, _ in model.named_parameters()}
-    if lost := sorted(set(on_meta) - source.names - parameters):
-        raise InvalidInput(
-            f"{plural(len(lost), 'buffer')} on meta would stay without values: "
-            f"weights= lacks {lost[0]}. Put only the parameters on meta, or build the whole model on rank 0 "
-            "and omit weights=, which also sends its buffers. Nothing was changed."
-        )
-
-
 def _prefix_in(checkpoint: Checkpoint, names: Sequence[str]) -> str:
     """Return the prefix of the model's names in a checkpoint, such as `model.`."""
     keys = set(checkpoint.keys())
@@ -213,24 +196,25 @@ def _prefix_in(checkpoint: Checkpoint, names: Sequence[str]) -> str:
     )
 
 
-def _read_on_rank_0(
-    whole: torch.Tensor, source: WeightSource, name: str, rank: int, where: torch.device
-) -> None:
-    """Read a tensor on rank 0. If that fails, all ranks raise before anything is sent."""
-    problem: HoldfastError | None = None
+def _read(whole: torch.Tensor, source: WeightSource, name: str) -> None:
+    found = source.read(name)
+    _check_shape(name, tuple(found.shape), tuple(whole.shape))
+    whole.copy_(found)
+
+
+def _on_rank_0(act: Callable[[], _T], rank: int, where: torch.device) -> _T | None:
+    """Return `act()` on rank 0, and None elsewhere. If it fails, all ranks raise, and none waits."""
+    result = problem = None
     if rank == 0:
         try:
-            read = source.read(name)
-            _check_shape(name, tuple(read.shape), tuple(whole.shape))
-            whole.copy_(read)
+            result = act()
         except HoldfastError as error:
             problem = error
     failed = torch.tensor([problem is not None], dtype=torch.uint8, device=where)
     dist.broadcast(failed, src=0)
-    if failed.item():
-        raised = _from_rank_0(problem)
-        assert raised is not None
+    if failed.item() and (raised := _from_rank_0(problem)) is not None:
         raise raised
+    return result
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

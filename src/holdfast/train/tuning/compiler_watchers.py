@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,9 +35,7 @@ _NO_REASON = f"torch {torch.__version__} did not record the reason"
 _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
 
 
-def watch_graphs(
-    training: TrainingInfo, *, num_steps: int, compiles_itself: bool
-) -> Watching[GraphMeasurements]:
+def watch_graphs(training: TrainingInfo, *, num_steps: int, compiles_itself: bool) -> Watching:
     """Explain the model on one batch, then trace it on the next ones.
 
     If the script compiles by itself, its compilations are only observed. No code is generated in either case.
@@ -113,9 +112,9 @@ def _note(breaks: dict[SourceLine, GraphBreak], reasons: Iterable[GraphCompileRe
             breaks.setdefault(place, GraphBreak(place, _short(reason.reason)))
 
 
-def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
-    """Return the functions that were recompiled, including those that follow graph breaks."""
-    by_function: dict[tuple[str, int], list[CompilationMetrics]] = {}
+def _recompiles(metrics: list[CompilationMetrics]) -> Iterator[Recompile]:
+    """Yield the functions that were recompiled, including those that follow graph breaks."""
+    by_function: dict[tuple[str, int], list[CompilationMetrics]] = defaultdict(list)
     first_failures: dict[str, str] = {}  # of the guards, by the number of the compilation, as in 0/2
     for failures in torch._dynamo.utils.guard_failures.values():
         for failure in failures:
@@ -123,35 +122,31 @@ def _recompiles(metrics: list[CompilationMetrics]) -> list[Recompile]:
                 first_failures.setdefault(failure.partition(":")[0], failure)
     config: Any = torch._dynamo.config
     limit = getattr(config, "recompile_limit", None) or config.cache_size_limit  # its name in torch 2.6
-    for one in metrics:
-        by_function.setdefault((one.co_filename or "", one.co_firstlineno or 0), []).append(one)
-    found = []
-    for (file, line), ones in by_function.items():
-        reasons = [reason for one in ones if (reason := _recompile_reason(one, first_failures))]
+    for compilation in metrics:
+        by_function[compilation.co_filename or "", compilation.co_firstlineno or 0].append(compilation)
+    for (file, line), compilations in by_function.items():
+        reasons = [reason for one in compilations if (reason := _recompile_reason(one, first_failures))]
         if not reasons:
             continue
-        failed = any("limit" in (one.fail_reason or one.fail_type or "").lower() for one in ones)
-        shorts = tuple(dict.fromkeys(_reason(reason) for reason in reasons))
-        found.append(
-            Recompile(
-                place=_line_of_recompile(reasons, file, line),
-                function=(ones[0].co_name or "").replace(_RESUMED, ""),
-                num_times=len(reasons),
-                reasons=shorts[:8],
-                hit_limit=failed or len(reasons) >= limit - 1,
-                is_shape=all(any(word in reason for word in _SHAPE_WORDS) for reason in reasons),
-            )
+        failed = any("limit" in (one.fail_reason or one.fail_type or "").lower() for one in compilations)
+        shorts = tuple(dict.fromkeys(map(_reason, reasons)))
+        yield Recompile(
+            place=_line_of_recompile(reasons, file, line),
+            function=(compilations[0].co_name or "").replace(_RESUMED, ""),
+            num_times=len(reasons),
+            reasons=shorts[:8],
+            hit_limit=failed or len(reasons) >= limit - 1,
+            is_shape=all(any(word in reason for word in _SHAPE_WORDS) for reason in reasons),
         )
-    return found
 
 
-def _recompile_reason(one: CompilationMetrics, first_failures: dict[str, str]) -> str:
+def _recompile_reason(compilation: CompilationMetrics, first_failures: dict[str, str]) -> str:
     """Return why a function was compiled again, or "" for a first compilation."""
     # The metrics of torch 2.6 do not hold the reason. There the guards of compilation 0/2 failed for the
     # first time when 0/3 was compiled, and `guard_failures` holds that failure.
-    if hasattr(one, "recompile_reason"):
-        return one.recompile_reason or ""
-    frame, _, number = str(one.compile_id or "").partition("/")
+    if hasattr(compilation, "recompile_reason"):
+        return compilation.recompile_reason or ""
+    frame, _, number = str(compilation.compile_id or "").partition("/")
     if not number.isdecimal() or number == "0":
         return ""
     return first_failures.get(f"{frame}/{int(number) - 1}", _NO_REASON)
@@ -185,12 +180,11 @@ def _short(text: str) -> str:
 _MAX_COMPILING = 4  # steps with compilation per measured step, before the comparison continues without
 
 
-def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> Watching[CompileMeasurements]:
+def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> Watching:
     """Alternate eager and compiled steps, after everything is compiled.
 
-    Args:
-        variant: "whole" compiles the model, "blocks" its layers one by one, "own" what the script compiles.
-            "random" and "own random" use eager's random numbers, which are faster on a CPU.
+    The variant "whole" compiles the model, "blocks" its layers one by one, "own" what the script compiles.
+    "random" and "own random" use eager's random numbers, which are faster on a CPU.
     """
     is_own, clock = variant.startswith("own"), DeviceClock(training.device)
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -223,12 +217,8 @@ def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> W
                 break
             num_done += 1
             clock.synchronize()
-            seconds, spent_s, peak = (
-                clock.now_s() - started_s,
-                clock.total_spent_s() - spent_s,
-                clock.peak_bytes(),
-            )
-            may_wait = len(compiling) < _MAX_COMPILING * num_pairs
+            seconds, spent_s = clock.now_s() - started_s, clock.total_spent_s() - spent_s
+            peak, may_wait = clock.peak_bytes(), len(compiling) < _MAX_COMPILING * num_pairs
             if is_compiled and _has_compiled(compiled_before, clock.device) and may_wait:
                 compiling.append(spent_s)
                 num_steps += 2
@@ -244,7 +234,6 @@ def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> W
     warm_up_s = sum(compiling) - len(compiling) * _middle(compiled) * typical_s / (_middle(eager) or 1.0)
     return CompileMeasurements(
         variant=variant,
-        device=clock.device.type,
         eager_s=eager,
         compiled_s=compiled,
         warm_up_s=max(0.0, warm_up_s),
@@ -269,8 +258,8 @@ def _compiling(
         if variant.endswith("random"):
             undo.enter_context(inductor.patch(fallback_random=True))
         if variant == "blocks":
-            for one in training.interceptable:
-                for block in tracker.find_layers(tracker.unwrap(one.module)):
+            for called in training.interceptable:
+                for block in tracker.find_layers(tracker.unwrap(called.module)):
                     undo.enter_context(tracker.intercept_calls(block, toggled))
         if variant.startswith("own"):
             torch.compiler.set_stance("force_eager")

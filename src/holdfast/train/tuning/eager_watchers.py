@@ -6,12 +6,11 @@ Source: torch's function modes, which observe every such call of Python, even if
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +107,9 @@ def useful_lengths(given: Iterable[Tensor], mask: Tensor | None) -> tuple[tuple[
     ends = tokens == tokens[:, -1:]
     tails = ends.flip(1).long().cumprod(dim=1).sum(dim=1)
     values = [int(value) for value in tokens[tails >= _MIN_TAIL, -1].tolist()]
-    if not values:
-        return tuple([width] * tokens.shape[0]), width
-    padding, times = Counter(values).most_common(1)[0]
-    if times * 4 < tokens.shape[0]:
-        return tuple([width] * tokens.shape[0]), width  # a few rows end with equal tokens by chance
+    padding, times = Counter(values).most_common(1)[0] if values else (0, 0)
+    if times * 4 < tokens.shape[0]:  # a few rows end with equal tokens by chance
+        return (width,) * tokens.shape[0], width
     pads = tokens[:, -1] == padding
     lengths = torch.where(pads, width - tails, torch.full_like(tails, width))
     return tuple(max(1, int(length)) for length in lengths.tolist()), width
@@ -124,7 +121,7 @@ _MAX_BATCHES = 256  # enough lengths to compare paddings
 
 def watch_steps(
     training: TrainingInfo, *, num_steps: int, loaders: LoaderMonitor, compiled_at: list[SourceLine]
-) -> Watching[StepMeasurements]:
+) -> Watching:
     """Time unmodified steps."""
     clock, loader = DeviceClock(training.device), loaders.last_loader()
     steps, shapes, rows, widths = list[StepTiming](), list[str](), list[tuple[int, ...]](), list[int]()
@@ -204,18 +201,7 @@ for _name in ("item", "tolist", "numpy", "cpu"):
 _LOADING = ("/torch/utils/data/", "/torchdata/")
 
 
-@dataclasses.dataclass(slots=True)
-class _Hits:
-    """Observations at one line."""
-
-    inside: SourceLine | None
-    in_forward: bool
-    steps: set[int] = dataclasses.field(default_factory=set)
-    num_times: int = 0
-    seconds: float = 0.0
-
-
-def watch_syncs(training: TrainingInfo, *, num_steps: int) -> Watching[SyncMeasurements]:
+def watch_syncs(training: TrainingInfo, *, num_steps: int) -> Watching:
     """Record every call in eager steps that needs a value of the device."""
     observer = _SyncObserver(training)
     torch.compiler.set_stance("force_eager")  # a function mode would cause recompiles
@@ -223,11 +209,7 @@ def watch_syncs(training: TrainingInfo, *, num_steps: int) -> Watching[SyncMeasu
         while observer.num_done < num_steps and (yield):
             observer.num_done += 1
     torch.compiler.set_stance("default")
-    found = tuple(
-        HostSync(kind, place, one.inside, len(one.steps), one.num_times, one.seconds, one.in_forward)
-        for (kind, place), one in observer.hits.items()
-    )
-    return SyncMeasurements(training.device.type, observer.num_done, found)
+    return SyncMeasurements(training.device.type, observer.num_done, tuple(observer.syncs()))
 
 
 class _SyncObserver(TorchFunctionMode):
@@ -239,13 +221,22 @@ class _SyncObserver(TorchFunctionMode):
 
     def __init__(self, training: TrainingInfo) -> None:
         super().__init__()
-        self.hits: dict[tuple[str, SourceLine], _Hits] = {}
         self.num_done = 0  # steps
+        # By kind and line: step and seconds of each call, the library line, and if it is in the model.
+        self._calls: dict[tuple[str, SourceLine], list[tuple[int, float, SourceLine | None, bool]]] = {}
         self._device = training.device
         self._depth = 0
         self._on_device: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for one in training.modules:
-            self._mark((*one.module.parameters(), *one.module.buffers()))
+        for called in training.modules:
+            self._mark((*called.module.parameters(), *called.module.buffers()))
+
+    def syncs(self) -> Iterator[HostSync]:
+        """Yield the lines that make the host wait, each with all of its calls."""
+        for (kind, place), calls in self._calls.items():
+            num_steps = len({step for step, *_ in calls})
+            _, _, library, in_forward = calls[0]
+            seconds = sum(seconds for _, seconds, *_ in calls)
+            yield HostSync(kind, place, library, num_steps, len(calls), seconds, in_forward)
 
     def follow_call(self, call: Call) -> Call:
         """Return the function to call instead of that of a module."""
@@ -276,10 +267,9 @@ class _SyncObserver(TorchFunctionMode):
         seconds = time.perf_counter() - started_s
         self._follow(args, kwargs, result)
         if found is not None and kind is not None:
-            hits = self.hits.setdefault((kind, found[0]), _Hits(found[1], self._depth > 0))
-            hits.steps.add(self.num_done)
-            hits.num_times += 1
-            hits.seconds += seconds
+            place, library = found
+            call = self.num_done, seconds, library, self._depth > 0
+            self._calls.setdefault((kind, place), []).append(call)
         return result
 
     def _waits(self, args: tuple[Any, ...]) -> bool:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from holdfast.system.units import format_bytes, format_duration, plural
@@ -13,6 +14,7 @@ from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.padding import Padding, compare_paddings
 from holdfast.train.tuning.measurements import (
     MIN_GAIN,
+    NAMES,
     CompileVerdict,
     GraphMeasurements,
     RowLengths,
@@ -89,16 +91,16 @@ def find_syncs(syncs: SyncMeasurements, step_s: float) -> list[Finding]:
 
 def find_breaks(graphs: GraphMeasurements, syncs: Sequence[Finding]) -> list[Finding]:
     """Find lines that break the model's graph, merged with syncs of the same line."""
-    by_place = {_line(one.place): one for one in syncs}
+    by_place = {_line(sync.place): sync for sync in syncs}
     costs = f"the model compiles to {plural(graphs.num_graphs, 'graph')}; nothing is fused across a break"
     found = []
-    for one in graphs.breaks:
-        seen = f"the graph breaks here: {one.reason}"
-        if sync := by_place.get(_line(one.place)):
+    for broken in graphs.breaks:
+        seen = f"the graph breaks here: {broken.reason}"
+        if sync := by_place.get(_line(broken.place)):
             seen, change, share = f"{seen}; {sync.seen}", sync.change, sync.share
         else:
             change, share = "Move it out of the model's forward, or use it for debugging only.", None
-        found.append(Finding("graph break", one.place, seen, costs, change, "no break", share))
+        found.append(Finding("graph break", broken.place, seen, costs, change, "no break", share))
     return found
 
 
@@ -115,22 +117,22 @@ def _line(place: SourceLine | None) -> tuple[str, int] | None:
 def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]:
     """Find functions that are compiled repeatedly."""
     found = []
-    for one in graphs.recompiles:
-        if one.num_times < _MIN_RECOMPILES and not one.hit_limit:
+    for recompile in graphs.recompiles:
+        if recompile.num_times < _MIN_RECOMPILES and not recompile.hit_limit:
             continue
-        why = one.reasons[0] if one.reasons else "unknown"
-        if one.is_shape:
-            seen = f"`{one.function}` is recompiled for new shapes ({num_shapes} distinct ones): {why}"
+        why = recompile.reasons[0] if recompile.reasons else "unknown"
+        if recompile.is_shape:
+            seen = f"`{recompile.function}` is recompiled for new shapes ({num_shapes} distinct ones): {why}"
             change = (
                 "Pad to a multiple or use buckets, so that few shapes occur; or compile one graph for all of "
                 "them: `dynamic=None` or `True`, `torch._dynamo.mark_dynamic`."
             )
         else:
-            seen = f"`{one.function}` is recompiled because a constant in its graph changed: {why}"
+            seen = f"`{recompile.function}` is recompiled because a constant in its graph changed: {why}"
             change = "Keep values that change in every step out of the model, or make them tensors (buffers)."
-        given_up = "; then the compiler gave up, and it runs eagerly" if one.hit_limit else ""
-        costs = f"recompiled {one.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}"
-        found.append(Finding("recompile", one.place, seen, costs, change, "compiled once"))
+        given_up = "; then the compiler gave up, and it runs eagerly" if recompile.hit_limit else ""
+        costs = f"recompiled {recompile.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}"
+        found.append(Finding("recompile", recompile.place, seen, costs, change, "compiled once"))
     return found
 
 
@@ -163,7 +165,7 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
     costs = f"{format_duration(waited_s)} of {format_duration(now.step_s)} per step"
     ran = [one for one in trials if not one.failure]
     tried = ", ".join(f"{one.value}: {format_duration(one.step_s)}" for one in ran)
-    best = min(ran, key=lambda one: one.step_s, default=None)
+    best = min(ran, key=attrgetter("step_s"), default=None)
     if best is not None and best.step_s < now.step_s * (1 - max(now.noise, best.noise)):
         change = f"`num_workers={best.value}` (measured per step: {tried})."
         after = f"{format_duration(best.step_s)} per step, {best.wait_share:.0%} waiting (measured)"
@@ -178,13 +180,6 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
 
 # -- compile -------------------------------------------------------------------------------------------------
 
-NAMES = {
-    "whole": "the whole model",
-    "blocks": "each block",
-    "random": "the whole model with eager's random numbers",
-    "own": "as the script does",
-    "own random": "as the script does, with eager's random numbers",
-}
 _HOW = {
     "whole": "`model.compile()` before the loop.",
     "blocks": "`for block in model.layers: block.compile()` before the loop.",
@@ -195,51 +190,42 @@ _HOW = {
 
 def find_compile(steps: StepMeasurements, verdicts: Sequence[CompileVerdict]) -> list[Finding]:
     """Find whether the script should start or stop compiling."""
-    owns = [one for one in verdicts if one.variant == "own"]
-    own = max(owns, key=lambda one: one.speed_up, default=None)
-    best = max((one for one in verdicts if one.pays), key=lambda one: one.speed_up, default=None)
-    measured = "; ".join(format_verdict(one) for one in verdicts)
+    owns = [verdict for verdict in verdicts if verdict.variant == "own"]
+    own = max(owns, key=attrgetter("speed_up"), default=None)
+    best = max((verdict for verdict in verdicts if verdict.pays), key=attrgetter("speed_up"), default=None)
+    measured = "; ".join(map(format_verdict, verdicts))
     if own is None:
         if best is None:
             return []
-        gained, seen = 1 - 1 / best.speed_up, f"the model runs eagerly: {measured}"
-        return [_compile_finding(steps, steps.call, seen, f"{gained:.0%} of each step", best, gained)]
-    is_idle = all(one.is_idle for one in owns) and len(owns) > 1
-    is_beaten = best is not None and best.speed_up >= own.speed_up * (1 + own.noise)
+        share, place, seen = 1 - 1 / best.speed_up, steps.call, f"the model runs eagerly: {measured}"
+        return [
+            Finding("compile", place, seen, f"{share:.0%} of each step", *_compile_with(best, steps), share)
+        ]
     warm_up = format_duration(own.warm_up_s)
     if own.failure:
         costs = "compiled steps fail"
     elif own.costs:
         costs = f"a step takes {1 / own.speed_up:.2f} times as long as without, plus {warm_up} of warm-up"
-    elif is_beaten:
+    elif best is not None and best.speed_up >= own.speed_up * (1 + own.noise):
         costs = "another way to compile is faster"
-    elif is_idle:
+    elif all(verdict.is_idle for verdict in owns) and len(owns) > 1:
         costs = f"{warm_up} of warm-up, for steps that are not faster"
     else:
         return []
-    share, other = 1 - own.speed_up if own.costs else None, None if best is own else best
-    seen = f"the script compiles: {measured}"
-    return [_compile_finding(steps, steps.compiled_at, seen, costs, other, share)]
+    change = "Do not compile: remove this.", "1.00x, no warm-up"
+    if best is not None and best is not own:
+        change = _compile_with(best, steps)
+    share, seen = 1 - own.speed_up if own.costs else None, f"the script compiles: {measured}"
+    return [Finding("compile", steps.compiled_at, seen, costs, *change, share)]
 
 
-def _compile_finding(
-    steps: StepMeasurements,
-    place: SourceLine | None,
-    seen: str,
-    costs: str,
-    best: CompileVerdict | None,
-    share: float | None,
-) -> Finding:
-    """Return the finding that another way to compile is better; None for `best`: not to compile at all."""
-    if best is None:
-        change, after = "Do not compile: remove this.", "1.00x, no warm-up"
-        return Finding("compile", place, seen, costs, change, after, share)
+def _compile_with(best: CompileVerdict, steps: StepMeasurements) -> tuple[str, str]:
+    """Return the change to a way to compile, and the value after it."""
     change = _HOW[best.variant]
     if not steps.in_place:
         change = change.replace("model.compile(", "model = torch.compile(model, ").replace(", )", ")")
     memory = "" if best.memory_ratio is None else f", {best.memory_ratio:.2f}x the memory of a step"
-    after = f"{best.speed_up:.2f}x{memory}; pays after {best.break_even_steps} steps (measured)"
-    return Finding("compile", place, seen, costs, change, after, share)
+    return change, f"{best.speed_up:.2f}x{memory}; pays after {best.break_even_steps} steps (measured)"
 
 
 def format_verdict(verdict: CompileVerdict) -> str:
@@ -293,11 +279,11 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
         return []
     static = [one for one in paddings.others if one.name.startswith("buckets, multiple")]
     kept = [one for one in paddings.others if one.keeps_batches and one.name.startswith("longest, multiple")]
-    best = min((*static, *kept), key=lambda one: one.positions)
+    best = min((*static, *kept), key=attrgetter("positions"))
     saved = 1 - best.positions / paddings.now
     if saved < _MIN_BATCH_GAIN:
         return []
-    simple = min(kept, key=lambda one: one.positions)
+    simple = min(kept, key=attrgetter("positions"))
     packed = next((one for one in paddings.others if one.name.startswith("packed")), None)
     change = f"{best.name[0].upper()}{best.name[1:]}: use `holdfast.train.lengths.BucketBatches`."
     if best is simple:
@@ -410,13 +396,12 @@ class TuningReport:
     def __str__(self) -> str:
         """Return the advice as text."""
         lines: list[str] = []
-        for number, one in enumerate(self.findings, 1):
-            code = f"   {one.place.code}" if one.place is not None and one.place.code else ""
+        for number, finding in enumerate(self.findings, 1):
             lines += [
-                f"{number}. {one.kind}: {format_line(one.place)}{code}",
-                f"   {one.seen}.",
-                f"   Costs: {one.costs}. After the change: {one.after}.",
-                f"   {one.change}",
+                f"{number}. {finding.kind}: {format_line(finding.place, with_code=True)}",
+                f"   {finding.seen}.",
+                f"   Costs: {finding.costs}. After the change: {finding.after}.",
+                f"   {finding.change}",
             ]
         lines = lines or ["Found nothing that would speed it up by more than the noise."]
         lines += [f"compile: {format_verdict(one)}" for one in self.verdicts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -31,7 +32,7 @@ class LoaderSettings:
 
 
 class LoaderMonitor:
-    """Monitor that patches the constructor and the iteration of all data loaders, until `stop`."""
+    """Monitor that patches the constructor and the iteration of all data loaders while it is running."""
 
     def __init__(self, settings: LoaderSettings | None = None) -> None:
         self.waited_s = 0.0
@@ -41,23 +42,20 @@ class LoaderMonitor:
         self._settings = settings
         self._lines: list[SourceLine | None] = []
         self._last: Any = None
-        self._undo: list[Callable[[], None]] = []
 
-    def start(self) -> None:
-        """Start monitoring. Existing loaders are monitored too, but their source line is unknown."""
-        loaders: list[type] = [DataLoader]
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Monitor during the block. The source lines of loaders that exist already are unknown."""
+        kinds: list[type] = [DataLoader]
         if importlib.util.find_spec("torchdata") is not None:
             from torchdata.stateful_dataloader import StatefulDataLoader
 
-            loaders.append(StatefulDataLoader)
-        for kind in loaders:
-            self._replace(kind, "__init__", self._making)
-            self._replace(kind, "__iter__", self._iterating)
-
-    def stop(self) -> None:
-        """Remove all patches."""
-        while self._undo:
-            self._undo.pop()()
+            kinds.append(StatefulDataLoader)
+        with contextlib.ExitStack() as undo:
+            for kind in kinds:
+                for name, make in (("__init__", self._making), ("__iter__", self._iterating)):
+                    undo.callback(_replace(kind, name, make))
+            yield
 
     def pop_waited(self) -> tuple[float, int]:
         """Return the seconds waited and the samples loaded since the last call."""
@@ -70,26 +68,17 @@ class LoaderMonitor:
         loader = self._last
         if loader is None:
             return None
-        index = getattr(loader, "_holdfast_index", -1)
-        dataset, collate = loader.dataset, loader.collate_fn
-        is_iterable = isinstance(dataset, IterableDataset)
-        sample_code = source_lines.function_line(collate) or source_lines.function_line(
-            getattr(type(dataset), "__iter__" if is_iterable else "__getitem__", None)
-        )
+        index, kind = getattr(loader, "_holdfast_index", -1), type(loader.dataset)
+        is_iterable = issubclass(kind, IterableDataset)
+        read = getattr(kind, "__iter__" if is_iterable else "__getitem__", None)
         return LoaderInfo(
             index=index,
             place=self._lines[index] if index >= 0 else None,
-            sample_code=sample_code,
+            sample_code=source_lines.function_line(loader.collate_fn) or source_lines.function_line(read),
             batch_size=_batch_size(loader),
             num_workers=loader.num_workers,
             is_iterable=is_iterable,
         )
-
-    def _replace(self, kind: type, name: str, make: Callable[[Any], Any]) -> None:
-        own = name in vars(kind)
-        before = getattr(kind, name)
-        setattr(kind, name, make(before))
-        self._undo.append(lambda: setattr(kind, name, before) if own else delattr(kind, name))
 
     def _making(self, before: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(before)
@@ -133,6 +122,13 @@ class LoaderMonitor:
             return iterator if isinstance(iterator, _Timed) else _Timed(iterator, loader, self)
 
         return iterating
+
+
+def _replace(kind: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace a method by what `make` makes of it. Return the function that undoes this."""
+    own, before = name in vars(kind), getattr(kind, name)
+    setattr(kind, name, make(before))
+    return lambda: setattr(kind, name, before) if own else delattr(kind, name)
 
 
 class _Timed:

@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SourceLine:
@@ -127,7 +129,6 @@ class CompileMeasurements:
     """Measurements of eager and compiled steps of one run, taken in turns."""
 
     variant: str
-    device: str
     eager_s: tuple[float, ...]
     """Seconds of each step, per element if batches differ in size; CPU seconds on a CPU."""
     compiled_s: tuple[float, ...]
@@ -137,6 +138,14 @@ class CompileMeasurements:
     compiled_bytes: int | None
 
 
+NAMES = {
+    "whole": "the whole model",
+    "blocks": "each block",
+    "random": "the whole model with eager's random numbers",
+    "own": "as the script does",
+    "own random": "as the script does, with eager's random numbers",
+}
+"""Name of each way to compile."""
 MIN_GAIN = 0.03  # smallest difference that counts. Steps of the same program differ by 3 to 4 %
 _REUSED = 0.1  # no compiler saves nine tenths of a step's memory; such a difference comes from the allocator
 

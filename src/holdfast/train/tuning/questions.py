@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Any
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
@@ -12,6 +12,7 @@ from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import Finding, TuningReport
 from holdfast.train.tuning.loaders import LoaderSettings
 from holdfast.train.tuning.measurements import (
+    NAMES,
     CompileMeasurements,
     CompileVerdict,
     GraphMeasurements,
@@ -21,14 +22,20 @@ from holdfast.train.tuning.measurements import (
     measure_throughput,
 )
 
-T = TypeVar("T")
+KINDS = {
+    "steps": StepMeasurements,
+    "syncs": SyncMeasurements,
+    "graphs": GraphMeasurements,
+    "race": CompileMeasurements,
+}
+"""Class of the measurements of each kind of run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunSpec:
     """Specification of a run."""
 
-    question: str  # `steps`, `syncs`, `graphs` or `race`
+    question: str  # a key of `KINDS`
     script: str
     args: tuple[str, ...]
     num_steps: int
@@ -39,12 +46,10 @@ class RunSpec:
     @property
     def name(self) -> str:
         """A short name for files and messages."""
-        parts = [self.question, self.variant]
-        if self.loader is not None and self.loader.num_workers is not None:
-            parts.append(f"workers-{self.loader.num_workers}")
-        if self.loader is not None and self.loader.batch_size is not None:
-            parts.append(f"batch-{self.loader.batch_size}")
-        return "-".join(filter(None, parts)).replace(" ", "-")
+        loader = self.loader or LoaderSettings(-1)
+        changed = {"workers": loader.num_workers, "batch": loader.batch_size}
+        settings = (f"{name}-{value}" for name, value in changed.items() if value is not None)
+        return "-".join(filter(None, (self.question, self.variant, *settings))).replace(" ", "-")
 
 
 class RunFailed(Exception):
@@ -54,14 +59,13 @@ class RunFailed(Exception):
 class Profile:
     """A profile in progress: the steps as they are, then an answer to each question.
 
-    Args:
-        measure: runs some steps as a specification has it, and returns their measurements: those of the class
-            that it is given. Raises RunFailed without a result.
+    `measure` runs some steps as a specification has it, and returns their measurements, of the class in
+    `KINDS`. It raises RunFailed without a result.
     """
 
     def __init__(
         self,
-        measure: Callable[[RunSpec, type[Any]], Any],
+        measure: Callable[[RunSpec], Any],
         spec: RunSpec,
         questions: Collection[str],
         on_progress: Callable[[str], None] = lambda _: None,
@@ -72,7 +76,7 @@ class Profile:
         self.verdicts: list[CompileVerdict] = []
         on_progress("plain steps")
         try:
-            self.steps: StepMeasurements = measure(spec, StepMeasurements)
+            self.steps: StepMeasurements = measure(spec)
         except RunFailed as why:
             raise InvalidInput(
                 f"{spec.script} could not be measured: {why}\nThe script was not modified."
@@ -90,11 +94,11 @@ class Profile:
     def _find_in_code(self) -> None:
         syncs, breaks = [], []
         if "syncs" in self.questions:
-            seen = self.ask("looking for host syncs", SyncMeasurements, question="syncs")
+            seen = self.ask("looking for host syncs", question="syncs")
             syncs = [] if seen is None else findings.find_syncs(seen, self.now.step_s)
         if {"syncs", "shapes", "compile"} & set(self.questions):
             what, is_own = "looking for graph breaks and recompiles", self.steps.compiled_at is not None
-            graphs = self.ask(what, GraphMeasurements, question="graphs", compiles_itself=is_own)
+            graphs = self.ask(what, question="graphs", compiles_itself=is_own)
             if graphs is not None:
                 if graphs.failure:
                     self.unanswered.append(f"graphs: the compiler cannot trace the model: {graphs.failure}")
@@ -105,16 +109,16 @@ class Profile:
 
     def race(self, variant: str) -> None:
         """Compare eager steps with those of one way to compile."""
-        what = f"eager against compiled: {findings.NAMES[variant]}"
-        if measured := self.ask(what, CompileMeasurements, question="race", variant=variant):
+        what = f"eager against compiled: {NAMES[variant]}"
+        if measured := self.ask(what, question="race", variant=variant):
             self.verdicts.append(judge_compile(measured))
 
-    def ask(self, what: str, kind: type[T], **changes: Any) -> T | None:
+    def ask(self, what: str, **changes: Any) -> Any:
         """Return the measurements of a run with a changed specification; None if it has failed."""
         self.on_progress(what)
         spec = dataclasses.replace(self.spec, **changes)
         try:
-            return self.measure(spec, kind)
+            return self.measure(spec)
         except RunFailed as why:
             self.unanswered.append(f"{spec.name}: {why}")
             return None
@@ -125,7 +129,7 @@ class Profile:
             script=self.spec.script,
             steps=self.steps,
             throughput=self.now,
-            findings=tuple(sorted(self.findings, key=lambda one: -(one.share or 0.0))),
+            findings=tuple(sorted(self.findings, key=lambda finding: -(finding.share or 0.0))),
             verdicts=tuple(self.verdicts),
             paddings=self.paddings,
             unanswered=tuple(self.unanswered),

@@ -11,27 +11,32 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.system import host_memory
 from holdfast.system.documents import decode_dataclass, read_dataclass
 from holdfast.system.entry import command
 from holdfast.system.environment import sandbox_environment
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
+from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import TrialResult, TuningReport
 from holdfast.train.tuning.loaders import LoaderSettings
-from holdfast.train.tuning.measurements import MIN_GAIN, StepMeasurements, Throughput, measure_throughput
-from holdfast.train.tuning.questions import Profile, RunFailed, RunSpec
+from holdfast.train.tuning.measurements import (
+    MIN_GAIN,
+    QUESTIONS,
+    Throughput,
+    measure_throughput,
+)
+from holdfast.train.tuning.questions import KINDS, Profile, RunFailed, RunSpec
 
-T = TypeVar("T")
-QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 _DOUBLINGS = 5
-_SHARE_OF_MEMORY = 0.9  # of the free memory; a longer run needs the rest
 _POLL_S = 0.2
 _EXIT_S = 20.0  # limit for the script's cleanup after SIGINT
 
@@ -46,7 +51,7 @@ class ProfileRuns:
     debug: bool  # let torch write its own logs and traces of compilation too
     num_runs: int = 0
 
-    def run(self, spec: RunSpec, kind: type[T]) -> T:
+    def run(self, spec: RunSpec) -> Any:
         """Return the measurements of a run. Raises RunFailed without a result.
 
         Blocks: until the run has ended, at most the limit plus some seconds.
@@ -61,7 +66,7 @@ class ProfileRuns:
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
         if result is not None and "facts" in result:
-            return read_dataclass(kind, result["facts"], "the result of a profile run")
+            return read_dataclass(KINDS[spec.question], result["facts"], "the result of a profile run")
         tail = end_of(log)
         if result is not None:
             raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
@@ -132,12 +137,8 @@ def profile_script(
 ) -> TuningReport:
     """Run a few steps of a training script in several ways, and report possible improvements.
 
-    Each run is a separate process. Its checkpoints go to a temporary folder.
-
-    Args:
-        ranks: number of processes, started like torchrun does. None starts one plain process.
-        memory_bytes: memory limit for larger batches. Default: the free memory.
-        debug: keep all logs, including torch's own.
+    Each run is a separate process. Its checkpoints go to a temporary folder. `memory_bytes` limits larger
+    batches, by default to the free memory.
 
     Blocks: for the duration of all runs.
     """
@@ -203,7 +204,9 @@ def _try_batches(profile: Profile, memory_bytes: int | None) -> list[TrialResult
         settings = LoaderSettings(loader.index, batch_size=value)
         return _try(profile, f"batches of {value}{again}", settings)
 
-    limit_bytes = memory_bytes or _memory_limit(steps, now)
+    limit_bytes = memory_bytes or 2**63  # on a GPU, the device itself is the limit
+    if memory_bytes is None and steps.device == "cpu":
+        limit_bytes = find_memory_limit(torch.device("cpu"), now.peak_bytes or 0)
     first = _result(loader.batch_size, now, now.items_per_work_s)
     found = [first]
     for doubling in range(1, _DOUBLINGS + 1):
@@ -220,8 +223,8 @@ def _try_batches(profile: Profile, memory_bytes: int | None) -> list[TrialResult
         if not first_again.failure and not chosen_again.failure:
             # Two runs differ by more than the steps of one run, so the best run of the current batch size
             # must be worse than the worst of the other.
-            best = max(first, first_again, key=lambda one: one.items_per_s)
-            worst = min(chosen, chosen_again, key=lambda one: one.items_per_s)
+            best = max(first, first_again, key=attrgetter("items_per_s"))
+            worst = min(chosen, chosen_again, key=attrgetter("items_per_s"))
             profile.findings += findings.find_batch(steps, best, [worst])
     return found
 
@@ -231,7 +234,7 @@ def _try(profile: Profile, what: str, settings: LoaderSettings) -> TrialResult:
     profile.on_progress(what)
     value = settings.num_workers or settings.batch_size or 0
     try:
-        tried = profile.measure(dataclasses.replace(profile.spec, loader=settings), StepMeasurements)
+        tried = profile.measure(dataclasses.replace(profile.spec, loader=settings))
     except RunFailed as why:
         return TrialResult(value, failure=str(why).partition("\n")[0])
     if not tried.steps:
@@ -242,10 +245,3 @@ def _try(profile: Profile, what: str, settings: LoaderSettings) -> TrialResult:
 
 def _result(value: int, got: Throughput, items_per_s: float) -> TrialResult:
     return TrialResult(value, got.step_s, items_per_s, got.wait_share, got.noise, got.peak_bytes)
-
-
-def _memory_limit(steps: StepMeasurements, now: Throughput) -> int:
-    """Return the memory limit of a run. On a GPU, the device itself is the limit."""
-    if steps.device != "cpu":
-        return 2**63
-    return int(_SHARE_OF_MEMORY * host_memory.available_bytes()) + (now.peak_bytes or 0)

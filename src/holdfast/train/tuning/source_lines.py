@@ -98,12 +98,13 @@ def innermost_user_line(stack: Iterable[tuple[str, int]]) -> SourceLine | None:
     return line_at(*lines[-1]) if lines else None
 
 
-def format_line(place: SourceLine | None) -> str:
-    """Format a line as `train.py:12`, relative to the current directory."""
+def format_line(place: SourceLine | None, *, with_code: bool = False) -> str:
+    """Format a line as `train.py:12`, relative to the current directory, maybe followed by its code."""
     if place is None:
         return "-"
     path, here = Path(place.file), Path.cwd()
-    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{place.line}"
+    code = f"   {place.code}" if with_code and place.code else ""
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{place.line}{code}"
 
 
 def _frame_line(frame: FrameType) -> SourceLine:

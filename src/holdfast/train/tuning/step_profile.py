@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.batch.training_state import Snapshot, collect_training_state
+from holdfast.train.batch.training_state import collect_training_state, restored
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.compiler_watchers import watch_compiled, watch_graphs
 from holdfast.train.tuning.eager_watchers import watch_steps, watch_syncs
@@ -55,21 +55,18 @@ def tune(
     kept = list(itertools.islice(batches, max_batches))
     if not kept:
         raise InvalidInput("tune() got no batches. Pass a data loader or a list of batches.")
-    snapshot = Snapshot(collect_training_state(state))
     spec = RunSpec("steps", getattr(step, "__qualname__", "step"), (), num_steps)
-    try:
-        profile = Profile(lambda spec, _: _measure(step, kept, spec), spec, ("syncs", "shapes"))
+    with restored(collect_training_state(state)):
+        profile = Profile(partial(_measure, step, kept), spec, ("syncs", "shapes"))
         if compile:
             torch._dynamo.reset()
             profile.race("whole")
             torch._dynamo.reset()
         profile.findings += findings.find_compile(profile.steps, profile.verdicts)
         return profile.report()
-    finally:
-        snapshot.restore()
 
 
-def make_watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> Watcher[Any]:
+def make_watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> Watcher:
     """Return the watcher for a question."""
     if spec.question == "steps":
         return partial(watch_steps, num_steps=spec.num_steps, loaders=loaders, compiled_at=compiled_at)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch._dynamo.external_utils
@@ -19,7 +19,7 @@ from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
 
 Call = Callable[..., Any]
-T = TypeVar("T")
+_MAX_DEPTH = 6  # of containers in the arguments of a call
 _COMPILER = "/torch/_dynamo/eval_frame.py"
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 _RATES = ("dropout", "attention_dropout", "dropout_p", "resid_pdrop")
@@ -52,114 +52,107 @@ class TrainingInfo:
         return tuple(one for one in self.modules if not one.is_compiled_around)
 
 
-Watching = Generator[None, bool, T]
+Watching = Generator[None, object, Any]
 """Watcher of some steps at work, for one question: yields before each step, and returns its measurements.
 
-It is sent True after a step, and False if no further one follows. The measurements are a dataclass of
+It is sent the optimizer after a step, and None if no further one follows. The measurements are a dataclass of
 `measurements`.
 """
-Watcher = Callable[[TrainingInfo], Watching[T]]
+Watcher = Callable[[TrainingInfo], Watching]
 
 
-class StepTracker(Generic[T]):
+class StepTracker:
     """Tracker that drives a watcher over the optimizer steps of this process, from the second one on."""
 
     def __init__(
-        self, watcher: Watcher[T], loaders: LoaderMonitor, *, on_result: Callable[[T], object]
+        self, watcher: Watcher, loaders: LoaderMonitor, *, on_result: Callable[[Any], object]
     ) -> None:
-        self._watcher, self._loaders, self._on_result = watcher, loaders, on_result
-        self._discovery = ModuleDiscovery()
-        self._watching: Watching[T] | None = None
-        self._pacer = 0  # the optimizer that marks the steps, if there are several
+        self._loaders, self._on_result = loaders, on_result
+        self._watching = _from_first_step(watcher)
+        self._pacer: Optimizer | None = None  # marks the steps, if there are several optimizers
         self._undo = contextlib.ExitStack()
         self.is_done = False
 
     @property
     def has_stepped(self) -> bool:
         """True after the first step of an optimizer."""
-        return self._watching is not None
+        return self._pacer is not None
 
     def start(self) -> None:
         """Start tracking. The training need not exist yet."""
-        self._undo.callback(self._loaders.stop)
+        self._undo.enter_context(self._loaders.running())
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self._loaders.start()
-        self._discovery.start()
+        next(self._watching)
 
     def stop(self) -> None:
         """Stop tracking, and pass on the measurements if that has not happened."""
-        if self.is_done:
-            return
         with self._undo:
-            if self._watching is None:
-                self._discovery.stop()
-            else:
-                self._resume(self._watching, has_step=False)
-        self.is_done = True
+            if not self.is_done:
+                self._resume(None)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self.is_done:
+        if self.is_done or self._pacer not in (None, optimizer):
             return
-        if self._watching is None:
-            self._pacer = id(optimizer)
-            modules = self._discovery.stop()
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self._watching = self._watcher(TrainingInfo(tuple(modules), optimizer, parameters[0].device))
-            next(self._watching)
-        elif id(optimizer) == self._pacer:
-            self._resume(self._watching, has_step=True)
-            if self.is_done:
-                self._undo.close()
-                raise StopRun
+        self._pacer = optimizer
+        self._resume(optimizer)
+        if self.is_done:
+            self._undo.close()
+            raise StopRun
 
-    def _resume(self, watching: Watching[T], *, has_step: bool) -> None:
+    def _resume(self, optimizer: Optimizer | None) -> None:
         """Let the watcher continue, and pass on its measurements at its end."""
         try:
-            watching.send(has_step)
+            self._watching.send(optimizer)
         except StopIteration as end:
             self.is_done = True
-            self._on_result(end.value)
+            if self.has_stepped:
+                self._on_result(end.value)
+
+
+def _from_first_step(watcher: Watcher) -> Watching:
+    """Collect the modules that the first step calls, then have the watcher watch the next steps."""
+    with _called_modules() as found:
+        optimizer: Any = yield
+    if optimizer is None:
+        return None
+    inner = {id(child) for one in found.values() for child in one.module.modules() if child is not one.module}
+    outermost = tuple(one for key, one in found.items() if key not in inner)
+    device = optimizer.param_groups[0]["params"][0].device
+    return (yield from watcher(TrainingInfo(outermost, optimizer, device)))
 
 
 # -- modules -------------------------------------------------------------------------------------------------
 
 
-class ModuleDiscovery:
-    """Observer of all module calls of one step, which keeps the outermost modules that train."""
+@contextlib.contextmanager
+def _called_modules() -> Iterator[dict[int, OutermostModule]]:
+    """Collect the trained modules that are called during the block, not by other modules, in their order.
 
-    def __init__(self) -> None:
-        self._found: dict[int, OutermostModule] = {}
-        self._depth = 0
-        self._handles: list[Any] = []
+    Compiled code runs eagerly meanwhile, to keep the hooks out of it.
+    """
+    found: dict[int, OutermostModule] = {}
+    depth = 0
 
-    def start(self) -> None:
-        """Start observing. Compiled code runs eagerly meanwhile, to keep the hooks out of it."""
-        torch.compiler.set_stance("force_eager")
-        self._handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def stop(self) -> list[OutermostModule]:
-        """Stop observing, and return the outermost modules, in the order of their first calls."""
-        for handle in self._handles:
-            handle.remove()
-        torch.compiler.set_stance("default")
-        called = [one.module for one in self._found.values()]
-        inner = {id(child) for module in called for child in module.modules() if child is not module}
-        return [one for key, one in self._found.items() if key not in inner]
-
-    def _enter(self, module: nn.Module, _args: Any) -> None:
-        self._depth += 1
-        if self._depth > 1 or id(module) in self._found or not torch.is_grad_enabled():
+    def enter(module: nn.Module, _args: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth > 1 or id(module) in found or not torch.is_grad_enabled():
             return
         if any(parameter.requires_grad for parameter in module.parameters()):
             is_compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl
             around = not is_compiled and source_lines.is_running(_COMPILER)
-            self._found[id(module)] = OutermostModule(module, source_lines.current_line(), around)
+            found[id(module)] = OutermostModule(module, source_lines.current_line(), around)
 
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._depth -= 1
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(torch.compiler.set_stance, "default")
+        torch.compiler.set_stance("force_eager")
+        undo.callback(register_module_forward_pre_hook(enter).remove)
+        undo.callback(register_module_forward_hook(leave, always_call=True).remove)
+        yield found
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -236,25 +229,23 @@ def intercept_calls(module: nn.Module, through: Callable[[Call], Call]) -> Itera
 def intercepted(training: TrainingInfo, through: Callable[[Call], Call]) -> Iterator[None]:
     """Route every call of the modules that a step calls through a function during the block."""
     with contextlib.ExitStack() as undo:
-        for one in training.interceptable:
-            is_compiled = isinstance(one.module, torch._dynamo.OptimizedModule)
-            target = one.module if is_compiled else unwrap(one.module)
+        for called in training.interceptable:
+            is_compiled = isinstance(called.module, torch._dynamo.OptimizedModule)
+            target = called.module if is_compiled else unwrap(called.module)
             undo.enter_context(intercept_calls(target, through))
         yield
 
 
 def find_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in arguments or in a batch."""
-    members: Iterator[Any] = iter(())
+    members: Iterable[Any] = ()
     if isinstance(value, torch.Tensor):
         yield value
-    elif depth >= 6:
-        return
     elif isinstance(value, Mapping):
-        members = iter(value.values())
+        members = value.values()
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        members = iter(value)
+        members = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         members = (getattr(value, field.name, None) for field in dataclasses.fields(value))
-    for one in members:
-        yield from find_tensors(one, depth + 1)
+    for member in members if depth < _MAX_DEPTH else ():
+        yield from find_tensors(member, depth + 1)

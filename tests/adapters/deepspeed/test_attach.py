@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 from adapters.running import run_ranks
-from holdfast.adapters.deepspeed.session import stock_tag
+from holdfast.adapters.deepspeed.saved_files import stock_tag
 from holdfast.errors import Corrupt
 
 pytestmark = pytest.mark.slow

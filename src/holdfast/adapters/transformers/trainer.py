@@ -1,19 +1,17 @@
-"""An attached Trainer: its checks, the methods that save and resume through Holdfast, and its callback."""
+"""An attached Trainer: its checks, and the methods that save and resume through Holdfast."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils.import_utils import is_torch_xla_available
 from typing_extensions import override
 
@@ -135,7 +133,7 @@ class HoldfastTrainer(Trainer):
     def _holdfast_source(self) -> Session | None:
         """Session that resumes from a checkpoint of a home; None with a folder of the Trainer's own."""
         session = self.holdfast_session
-        return session if session is not None and session.restores else None
+        return session if session is not None and session.source is not None else None
 
     @override
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -176,75 +174,6 @@ class HoldfastTrainer(Trainer):
     def _load_best_model(self) -> None:
         if self.holdfast_session is None or not self.holdfast_session.load_best_model():
             super()._load_best_model()
-
-
-_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-
-
-class FlowCallback(TrainerCallback):
-    """Callback of an attached Trainer. It does nothing outside `train`."""
-
-    def __init__(self, trainer: HoldfastTrainer) -> None:
-        self._trainer = trainer
-        self._saves_at_epoch_end = False
-
-    @property
-    def _session(self) -> Session | None:
-        return self._trainer.holdfast_session
-
-    @override
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.begin_loop()
-
-    @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        session = self._session
-        if session is None:
-            return
-        session.finish_step(state.global_step)
-        is_whole = state.epoch is not None and float(state.epoch).is_integer()
-        is_epoch_end = control.should_epoch_stop or control.should_training_stop or is_whole
-        if session.must_stop(control):
-            self._stop(session, control, saves=not is_epoch_end)
-        elif (
-            is_epoch_end
-            and control.should_save
-            and IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
-        ):
-            # The evaluation and the log entry of the epoch follow, and belong to the checkpoint.
-            control.should_save, self._saves_at_epoch_end = False, True
-
-    @override
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        session = self._session
-        if session is None:
-            return
-        if self._saves_at_epoch_end:
-            control.should_save, self._saves_at_epoch_end = True, False
-        if session.must_stop(control):
-            self._stop(session, control, saves=True)
-
-    def _stop(self, session: Session, control: TrainerControl, *, saves: bool) -> None:
-        """Leave an evaluation to the next start: after a notice it may take longer than is left."""
-        session.must_evaluate |= control.should_evaluate
-        control.should_evaluate, control.should_save = False, saves
-
-    @override
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.record(
-                {
-                    name: float(value)
-                    for name, value in (logs or {}).items()
-                    if isinstance(value, (int, float)) and _METRIC.fullmatch(name) and math.isfinite(value)
-                }
-            )
-
-    @override
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.finish_save(state.global_step)
 
 
 _T = TypeVar("_T", bound=Trainer)
@@ -298,7 +227,6 @@ def attach(
     settings = Settings(parse_home(home), folders, options, None if data is None else DataFeed(data))
     attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
     attached.holdfast_settings = settings
-    attached.add_callback(FlowCallback(attached))
     if trainer.args.dataloader_persistent_workers and trainer.args.dataloader_num_workers:
         warn_of_persistent_workers("dataloader_persistent_workers")
     _warn_of_callbacks(trainer)
@@ -307,9 +235,8 @@ def attach(
 
 def _warn_of_callbacks(trainer: Trainer) -> None:
     """Warn of callbacks with a saved state that begin anew at a resume."""
-    saved = [
-        type(one).__name__ for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)
-    ]
+    callbacks = trainer.callback_handler.callbacks
+    saved = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
     if saved and not trainer.args.restore_callback_states_from_checkpoint:
         warn(
             f"After a resume {', '.join(saved)} begins anew, so training may stop at another step: the "

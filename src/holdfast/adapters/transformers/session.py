@@ -47,7 +47,7 @@ from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
-    from holdfast.adapters.transformers.trainer import HoldfastTrainer, Settings
+    from holdfast.adapters.transformers.trainer import HoldfastTrainer
 
 _log = get_logger("adapters")
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
@@ -66,9 +66,7 @@ class _Source:
 class Session(TrainerRun, TrainerCallback):
     """Saves and restores of one call of `train`, whose callback it is. All methods are collective."""
 
-    def __init__(
-        self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
-    ) -> None:
+    def __init__(self, trainer: HoldfastTrainer, ignored_keys: list[str] | None) -> None:
         if type(trainer.optimizer).__name__ == "LayerWiseDummyOptimizer":
             raise Unsupported(
                 "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer "
@@ -78,11 +76,12 @@ class Session(TrainerRun, TrainerCallback):
         self._must_evaluate = False  # the evaluation of this step is left to the next start, after a notice
         self._saves_at_epoch_end = False
         self._trainer, self._args, self._ignored_keys = trainer, trainer.args, ignored_keys
-        self._feed, self._writes_folders = settings.feed, settings.folders
+        self._feed, self._writes_folders = trainer.holdfast_feed, trainer.holdfast_folders
         self._state: dict[str, Any] = {MODEL: live_objects(trainer)[MODEL], TRAINER_STATE: "", PROGRESS: {}}
         if self._feed is not None:
             self._state[DATA] = self._feed
-        super().__init__(settings.home, self._state, settings.options, keep=_best_rule(self._args))
+        rule = _best_rule(self._args)
+        super().__init__(trainer.holdfast_home, self._state, trainer.holdfast_options, keep=rule)
         self._folders = Folders(self._args.output_dir or ".", self.home, writes=self._args.should_save)
         self._exits = ExitStack()
         self.source: _Source | None = None  # None for a new training, or one from a folder of the Trainer
@@ -100,7 +99,7 @@ class Session(TrainerRun, TrainerCallback):
 
     def __exit__(self, *raised: Any) -> None:
         self._trainer.holdfast_session = None
-        self._trainer.remove_callback(self)
+        self._trainer.pop_callback(self)
         self._exits.__exit__(*raised)
 
     # -- the choice of a checkpoint --------------------------------------------------------------------------
@@ -221,6 +220,7 @@ class Session(TrainerRun, TrainerCallback):
         return _Source(checkpointer, step, self._state[TRAINER_STATE], progress)
 
     def _load(self, *keys: str) -> _Source:
+        """Load some keys of the checkpoint that training resumes from, which is returned."""
         source = self.source
         assert source is not None
         if keys:
@@ -235,7 +235,8 @@ class Session(TrainerRun, TrainerCallback):
     def load_training(self) -> None:
         """Load optimizer, scheduler and scaler of the checkpoint, and the position in the data."""
         self._state.update(live_objects(self._trainer))
-        source = self._load(*([] if self._feed is None else [DATA]))
+        position = () if self._feed is None else (DATA,)
+        source = self._load(*position)
         if source.progress.has_training:
             self._load(*(key for key in TRAINING if key in self._state))
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,16 +22,6 @@ from holdfast.adapters.transformers.state import DataFeed, check_data
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Arguments of `attach` for one Trainer."""
-
-    home: Home
-    folders: bool | Literal["all"]
-    options: Mapping[str, Any]  # of the Checkpointer
-    feed: DataFeed | None  # replaces the order of the Trainer's data
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -76,7 +65,10 @@ class HoldfastTrainer(Trainer):
     At other times, and for folders that the Trainer has written itself, it is the method of `Trainer`.
     """
 
-    holdfast_settings: Settings
+    holdfast_home: Home
+    holdfast_folders: bool | Literal["all"]  # to write at the end of `train`
+    holdfast_options: Mapping[str, Any]  # of the Checkpointer
+    holdfast_feed: DataFeed | None  # replaces the order of the Trainer's data
     holdfast_session: Session | None = None  # the call of `train` that is running
 
     @override
@@ -109,7 +101,7 @@ class HoldfastTrainer(Trainer):
                 "Search with a Trainer that is not attached, then attach the one that trains with the values "
                 "found."
             )
-        with Session(self, self.holdfast_settings, ignore_keys_for_eval) as session:
+        with Session(self, ignore_keys_for_eval) as session:
             folder = session.begin(resume_from_checkpoint)
             output = super().train(folder, None, ignore_keys_for_eval)
             session.end()
@@ -118,7 +110,7 @@ class HoldfastTrainer(Trainer):
     @override
     def get_train_dataloader(self) -> Any:
         """Return the loader of the training data, with the batches that were given to `attach`."""
-        loader, feed = super().get_train_dataloader(), self.holdfast_settings.feed
+        loader, feed = super().get_train_dataloader(), self.holdfast_feed
         return loader if feed is None else feed.loader(self, loader)
 
     @override
@@ -222,11 +214,10 @@ def attach(
     check_trainer(trainer)
     if data is not None:
         check_data(trainer, data)
-    if home is None:
-        home = Path(trainer.args.output_dir or ".") / HOME
-    settings = Settings(parse_home(home), folders, options, None if data is None else DataFeed(data))
+    parsed = parse_home(Path(trainer.args.output_dir or ".") / HOME if home is None else home)
     attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
-    attached.holdfast_settings = settings
+    attached.holdfast_home, attached.holdfast_folders, attached.holdfast_options = parsed, folders, options
+    attached.holdfast_feed = None if data is None else DataFeed(data)
     if trainer.args.dataloader_persistent_workers and trainer.args.dataloader_num_workers:
         warn_of_persistent_workers("dataloader_persistent_workers")
     _warn_of_callbacks(trainer)

@@ -68,16 +68,14 @@ def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:
     return state
 
 
+@dataclass(frozen=True, slots=True)
 class SavedFiles:
     """Files of one checkpoint, of all ranks. Every byte is verified."""
 
-    def __init__(
-        self, facts: Facts, own: Mapping[str, Any], checkpoint: Checkpoint, owners: Mapping[str, int]
-    ) -> None:
-        self.facts = facts
-        self.owners = owners
-        self.checkpoint = checkpoint
-        self._own = own
+    facts: Facts
+    own: Mapping[str, Any]  # state that was loaded on this rank; {} if another number of ranks has saved it
+    checkpoint: Checkpoint
+    owners: Mapping[str, int]  # rank that each file is read from
 
     @property
     def files(self) -> SavedFiles:
@@ -86,9 +84,9 @@ class SavedFiles:
 
     def load(self, name: str) -> Any:
         """Load the content of a file, with tensors on the CPU."""
-        own = self._own[META]["partitions"].get(name) if self._own else None
+        own = self.own[META]["partitions"].get(name) if self.own else None
         if own is not None:
-            packed = packed_of(name, own, self._own[own["key"]])
+            packed = packed_of(name, own, self.own[own["key"]])
         elif name in self.owners:
             packed = read_partition(self.checkpoint, self.owners[name], META, name)
         else:
@@ -282,4 +280,4 @@ class RunHome(TrainerRun):
                 _log.warning("step %d of %s is skipped: %s", step, self.home, error)
                 continue
             found.append((checkpoint.manifest.checkpoint_id, facts))
-        return sorted(found, key=lambda one: one[0], reverse=True)
+        return sorted(found, key=lambda row: row[0], reverse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters.nebula.tag_coordinator import own_rank, world
+from holdfast.adapters.nebula.tag_writer import own_rank, world
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.errors import InvalidInput
 from holdfast.jobs.folder import JobFolder

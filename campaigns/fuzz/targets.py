@@ -610,7 +610,7 @@ def _records() -> dict[str, Callable[[], Any]]:
         return NodeSpec("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
 
     def tag_plan() -> Any:
-        from holdfast.adapters.nebula.tag_coordinator import TagPlan
+        from holdfast.adapters.nebula.tag_writer import TagPlan
 
         return TagPlan((0, 1), 5, True, None, True)
 

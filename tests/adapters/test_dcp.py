@@ -49,6 +49,12 @@ def save(state: dict[str, Any], home: Path, step: int, **options: Any) -> None:
     dcp.save(state, storage_writer=HoldfastWriter(home, step=step, **options))
 
 
+def fill(home: Path, *steps: int, **options: Any) -> None:
+    """Save each step with its number as "x"."""
+    for step in steps:
+        save({"x": torch.full((2,), float(step))}, home, step, **options)
+
+
 def number(home: Path) -> torch.Tensor:
     """Return the value of "x" in the newest checkpoint."""
     state = {"x": torch.zeros(2)}
@@ -216,8 +222,7 @@ def test_a_save_without_a_step_takes_the_step_after_the_newest(tmp_path: Path) -
 
 
 def test_a_save_without_a_step_after_going_back_continues_there(tmp_path: Path) -> None:
-    for step in (5, 10, 7):
-        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    fill(tmp_path, 5, 10, 7)
     dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path))
     assert holdfast.open(tmp_path).step == 8
 
@@ -239,8 +244,7 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
 
 
 def test_steps_of_one_trainer_are_one_attempt(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    fill(tmp_path, 1, 2, 3)
     assert [found.name for found in (tmp_path / "attempts").glob("a*[0-9].json")] == ["a0001.json"]
     assert number(tmp_path).tolist() == [3, 3]
 
@@ -248,8 +252,7 @@ def test_steps_of_one_trainer_are_one_attempt(tmp_path: Path) -> None:
 def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for step in (1, 2, 3):
-        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    fill(tmp_path, 1, 2, 3)
     first = {path: path.read_bytes() for path in (tmp_path / "step-00000002").iterdir()}
     with pytest.warns(SaveWarning, match=r"already has a checkpoint of step 2.*overwrite=False"):
         save({"x": torch.full((2,), 20.0)}, tmp_path, 2)
@@ -263,8 +266,7 @@ def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
 
 
 def test_with_overwrite_false_a_checkpoint_is_saved_once(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save({"x": torch.full((2,), float(step))}, tmp_path, step, overwrite=False)
+    fill(tmp_path, 1, 2, overwrite=False)
     attempts = list((tmp_path / "attempts").iterdir())
     for step in (2, 1):
         with pytest.raises(CheckpointException, match=rf"Checkpoint already exists: .* has step {step}"):
@@ -293,8 +295,7 @@ def test_with_overwrite_false_an_incomplete_save_may_be_repeated(tmp_path: Path)
 @pytest.mark.filterwarnings("ignore:.*already has a checkpoint:holdfast.errors.SaveWarning")
 def test_going_back_twice_continues_the_line_of_the_newest(tmp_path: Path) -> None:
     """An attempt continues one checkpoint of one attempt, not others with the same step."""
-    for step in (1, 2, 3):
-        save({"x": torch.full((2,), float(step))}, tmp_path, step)
+    fill(tmp_path, 1, 2, 3)
     for step in (2, 4):
         save({"x": torch.full((2,), 10.0 * step)}, tmp_path, step)
     save({"x": torch.full((2,), 300.0)}, tmp_path, 3)
@@ -313,19 +314,17 @@ def test_going_back_twice_continues_the_line_of_the_newest(tmp_path: Path) -> No
 def test_a_new_trainer_continues_the_newest_line(tmp_path: Path) -> None:
     for step in (1, 2):
         assert save_elsewhere(tmp_path, step) == 0
-    save({"x": torch.ones(2)}, tmp_path, 3)
-    save({"x": torch.ones(2)}, tmp_path, 4)
+    fill(tmp_path, 3, 4)
     store = open_store(tmp_path)
     for step in (3, 4):
         assert read_manifest(store, CheckpointId(attempt=3, step=step), None).ancestors == ((1, 1), (2, 2))
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in range(1, 6):
-        save({"x": torch.ones(2)}, tmp_path, step, keep=2)
+    fill(tmp_path, *range(1, 6), keep=2)
     left = sorted(path.name for path in tmp_path.glob("step-*") if list(path.iterdir()))
     assert left == ["step-00000004", "step-00000005"]
-    assert number(tmp_path).tolist() == [1, 1]
+    assert number(tmp_path).tolist() == [5, 5]
 
 
 def test_a_save_raises_after_another_trainer_has_taken_over_the_home(tmp_path: Path) -> None:

@@ -353,27 +353,21 @@ def test_errors_of_a_save_propagate_and_keep_the_earlier_step(tmp_path: Path):
     assert load(0) == "new False"
 
 
-def test_errors_of_a_load_propagate(functions: Functions):
-    """A model of another shape must not fall back to an older step."""
-    functions.save(1, 1)
-    functions.save(2, 2)
+@pytest.mark.parametrize("kind", [RuntimeError, FileNotFoundError])
+def test_errors_of_a_load_propagate(functions: Functions, tmp_path: Path, kind: type[Exception]):
+    """A model of another shape, or a missing file in another folder, must not fall back to an older step."""
+    functions.fill(1, 2)
     tried = []
 
-    @load_checkpoint(save_dir=str(functions.folder))
-    def load(step: int) -> None:
+    def read(step: int) -> None:
         tried.append(step)
+        if kind is FileNotFoundError:
+            (tmp_path / "size mismatch").read_text()
         raise RuntimeError("size mismatch")
 
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        load(0)
+    with pytest.raises(kind, match="size mismatch"):
+        loader(functions.folder, read)(0)
     assert tried == [2]
-
-
-def test_a_missing_file_in_another_folder_does_not_fall_back(functions: Functions, tmp_path: Path):
-    functions.save(1, 1)
-    load = loader(functions.folder, lambda step: (tmp_path / "vocabulary.txt").read_text())
-    with pytest.raises(FileNotFoundError, match="vocabulary"):
-        load(0)
 
 
 def test_a_step_without_the_file_of_another_function_is_skipped(tmp_path: Path):

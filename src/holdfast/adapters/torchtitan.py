@@ -59,17 +59,19 @@ _DAMAGE = (EOFError, LookupError, AttributeError, ImportError, ValueError, pickl
 
 def _steps_with(folder: str, name: str) -> list[int]:
     """Return the steps of the folders with a file of this name, newest first."""
-    if not filesystem.isdir(folder):
-        return []
-    found = (_STEP.fullmatch(entry.rstrip("/")) for entry in filesystem.listdir(folder))
-    numbers = [match[1] for match in found if match]
-    paths = {int(one): filesystem.join(filesystem.join(folder, f"step-{one}"), name) for one in numbers}
-    return sorted((step for step, path in paths.items() if filesystem.isfile(path)), reverse=True)
+    entries = filesystem.listdir(folder) if filesystem.isdir(folder) else []
+    matches = (_STEP.fullmatch(entry.rstrip("/")) for entry in entries)
+    steps = sorted((int(match[1]) for match in matches if match), reverse=True)
+    return [step for step in steps if filesystem.isfile(filesystem.join(_folder_of(folder, step), name))]
+
+
+def _folder_of(folder: str, step: int) -> str:
+    return filesystem.join(folder, f"step-{step}")
 
 
 def _is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
     """Return True if a DCP checkpoint contains more than a model, or may do so."""
-    path = filesystem.join(folder, f"step-{step}")
+    path = _folder_of(folder, step)
     if step == 0 or filesystem.is_remote(path):  # a seed; or one whose content only the load itself reads
         return True
     try:
@@ -81,7 +83,7 @@ def _is_resumable(folder: str, step: int, names: Collection[str]) -> bool:
 
 def _check_metadata(folder: str, step: int) -> None:
     """Check that the metadata of a DCP checkpoint can be read."""
-    path = filesystem.join(folder, f"step-{step}")
+    path = _folder_of(folder, step)
     if filesystem.is_remote(path):
         return
     try:
@@ -214,7 +216,7 @@ class HoldfastCheckpointManager(CheckpointManager):
             raise InvalidInput(
                 f"{self.folder} has step-{exported}, which contains only a model, and no checkpoint to "
                 "resume from. Nothing was loaded. To begin a new training with that model, set "
-                f"initial_load_path={filesystem.join(self.folder, f'step-{exported}')} and another folder."
+                f"initial_load_path={_folder_of(self.folder, exported)} and another folder."
             )
         if restored is None:
             return self._load_elsewhere(step)
@@ -262,8 +264,7 @@ class HoldfastCheckpointManager(CheckpointManager):
             is_own = step in own
             return (step if step in stock and not is_own else None), (step if is_own else None), None
         names = [name for name in self.states if name != MODEL]
-        whole = (one for one in stock if _is_resumable(self.folder, one, names))
-        newest = next(whole, None)
+        newest = next((saved for saved in stock if _is_resumable(self.folder, saved, names)), None)
         exported = max([*stock, *_steps_with(self.folder, _HF_INDEX)], default=None)
         return newest, own[0], exported if newest is None and own[0] is None else None
 
@@ -285,14 +286,12 @@ class HoldfastCheckpointManager(CheckpointManager):
             raise InvalidInput(
                 f"load_step={stock} is a checkpoint of torchtitan, and {self.folder} has newer ones of "
                 f"Holdfast, up to step {base}, whose order would be lost. Choose a new folder, with "
-                f"initial_load_path={filesystem.join(self.folder, f'step-{stock}')} and "
-                "initial_load_model_only=False."
+                f"initial_load_path={_folder_of(self.folder, stock)} and initial_load_model_only=False."
             )
 
     def _set_position(self, step: int, home: str | None = None, *, attempt: int | None = None) -> None:
-        for value in self._live.values():
-            if isinstance(value, DataPosition):
-                value.set(home or self.folder, step, attempt)
+        if DATALOADER in self._live:
+            self._live[DATALOADER].set(home or self.folder, step, attempt)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

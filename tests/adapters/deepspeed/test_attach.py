@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed that are attached to Holdfast: tags, stock folders, damage, refusals and exports."""
+"""Engines of DeepSpeed that are attached to Holdfast: tags, stock folders, damage, refusals and copies."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ import torch
 
 import holdfast
 from adapters.running import run_ranks
-from holdfast.adapters.deepspeed.session import stock_tag
+from holdfast.adapters.deepspeed.saved_files import stock_tag
+from holdfast.checkpoint.stage.watch import Watcher
 from holdfast.errors import Corrupt
 
 pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parent / "scripts" / "scenarios.py")
 
 
+def play_ranks(name: str, folder: Path, count: int, *args: int | str) -> list[dict[str, Any]]:
+    """Play a scenario on ranks of one process group, and return the results by rank."""
+    ended = run_ranks([SCRIPT, name, folder, *args], count, env={"DS_ACCELERATOR": "cpu"})
+    assert [one.status for one in ended] == [0] * count, ended
+    return [one.last() for one in ended]
+
+
 def play(name: str, folder: Path, *args: int | str) -> dict[str, Any]:
     """Play a scenario in a process of its own, and return its result."""
-    (ended,) = run_ranks([SCRIPT, name, folder, *args], env={"DS_ACCELERATOR": "cpu"})
-    assert ended.status == 0, ended.errors
-    return ended.last()
+    return play_ranks(name, folder, 1, *args)[0]
 
 
 def test_each_tag_is_found_again_and_the_newest_latest_is_the_default(tmp_path: Path) -> None:
@@ -164,3 +170,34 @@ def test_a_strange_file_latest_is_refused(tmp_path: Path, kind: str) -> None:
         path.write_bytes({"bytes": b"\xff\xfe", "long": b"a" * 100_000, "nul": b"a\0b"}[kind])
     with pytest.raises(Corrupt, match="does not contain the tag of a checkpoint"):
         stock_tag(str(tmp_path), None)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(Watcher().refusal is not None, reason="the kernel does not record writes")
+@pytest.mark.parametrize(
+    ("stage", "dtype", "count"),
+    [
+        (0, "fp32", 1),
+        (1, "fp32", 1),
+        (3, "bf16", 1),
+        (1, "bf16", 2),
+        (2, "fp32", 2),
+        (2, "bf16", 2),
+        (3, "fp32", 2),
+        (3, "bf16", 2),
+    ],
+)
+def test_an_optimizer_is_copied_while_batches_pass_and_its_step_waits(
+    tmp_path: Path, stage: int, dtype: str, count: int
+) -> None:
+    for one in play_ranks("copies", tmp_path, count, stage, dtype):
+        assert one["untouched"] == [True, True]
+        # Scripts may write to the module's weights after a save: these were copied before it returned.
+        assert one["exchanged"] == [True, True]
+        # The optimizer's memory was written to, on one rank. No rank may lack the checkpoint unnoticed.
+        is_held, loaded, words = one["repeated"]
+        assert (is_held, loaded, len(words)) == (True, "equal", 1)
+        assert "was saved in its place" in words[0]
+        is_held, loaded, words = one["missing"]
+        assert (is_held, loaded, len(words)) == (True, "NotFound", 1)
+        assert "nothing was saved in its place" in words[0]

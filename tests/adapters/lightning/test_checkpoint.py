@@ -23,9 +23,8 @@ pytestmark = [
 
 from adapters.damage import flip, middle  # noqa: E402
 from holdfast.adapters.lightning import HoldfastCheckpoint, HoldfastCheckpointIO  # noqa: E402
-from holdfast.adapters.lightning.background import BackgroundSaver  # noqa: E402
-from holdfast.adapters.lightning.ckpt_file import HomeContent  # noqa: E402
-from holdfast.adapters.lightning.places import HomePlace  # noqa: E402
+from holdfast.adapters.lightning.ckpt_file import HomeContent, HomePlace  # noqa: E402
+from holdfast.adapters.lightning.plugin import BackgroundSaver  # noqa: E402
 from holdfast.errors import Corrupt  # noqa: E402
 
 
@@ -374,7 +373,7 @@ def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any
         ckpt.save(1, {"checkpoint": {}, "lightning": {**facts, **change}})
     assert newest(tmp_path / "home", str(tmp_path / "run")) is None
     with pytest.raises(Corrupt, match="Lightning's part of"):
-        HomeContent.open(str(tmp_path / "home"))
+        HomeContent.open(str(tmp_path / "home"), 1)
 
 
 def test_a_trainer_is_freed_after_its_training(tmp_path: Path) -> None:

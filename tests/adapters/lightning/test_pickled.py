@@ -12,9 +12,8 @@ import torch
 
 import holdfast
 from adapters.damage import flip
-from holdfast.adapters.lightning.background import BackgroundSaver
-from holdfast.adapters.lightning.ckpt_file import Facts, pickle_content, read_id, verify_ckpt
-from holdfast.adapters.lightning.places import HomePlace
+from holdfast.adapters.lightning.ckpt_file import Facts, HomePlace, pickle_content, read_id, verify_ckpt
+from holdfast.adapters.lightning.plugin import BackgroundSaver
 
 FACTS = Facts("a.ckpt", 5, 0, is_full=True)
 

@@ -1,4 +1,4 @@
-"""Trackers: what the libraries have stored is one curve, after a kill and after a rollback."""
+"""Trackers: the stored curves after a kill and after a rollback, and the record of the newest step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import nursery
 from adapters.trackers.stored import read
 from adapters.trackers.training import attach
 from checkpointer.skipping import GO_BACK, Story
+from holdfast.adapters.trackers import NONE, StepRecord
+from holdfast.errors import Corrupt
 from stage.training import make_checkpointer, wait_until
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
@@ -66,3 +70,27 @@ def test_a_rollback_does_not_double_steps(library: str, tmp_path: Path) -> None:
         repeated = [(step, numbers[1]) for step, numbers in logged.items() if len(numbers) > 1]
         assert found["loss-attempt-2"] == repeated
     assert found["holdfast/rollbacks"][-1][1] == 1
+
+
+@given(steps=st.lists(st.integers(0, 2**63 - 1), max_size=5))
+def test_the_newest_step_is_read_again(steps: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("record") / "step"
+    for step in steps:
+        StepRecord(path).raise_to(step)
+    assert StepRecord(path).step == (steps[-1] if steps else NONE)
+
+
+@pytest.mark.parametrize("contents", [b"12\n", b"1" * 21, b"x" * 20 + b"\n", b"1" * 20 + b"\n1"])
+def test_other_contents_are_refused(contents: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "step"
+    path.write_bytes(contents)
+    with pytest.raises(Corrupt, match="delete it"):
+        StepRecord(path)
+    assert path.read_bytes() == contents
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "step").symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match="symbolic"):
+        StepRecord(tmp_path / "step")
+    assert not (tmp_path / "other").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,30 +31,29 @@ FOLDERS = "folders"
 PROGRESS = "accelerator"
 """Key of the Accelerator's own counter of batches."""
 GENERATORS = "rng"
-_MODEL = "model"
 
 
 def live_objects(accelerator: Accelerator, models: Collection[int]) -> dict[str, Any]:
     """Return the objects of a checkpoint by key: `model`, `model_1`, `optimizer` and so on."""
     own: Any = accelerator
-    if any(isinstance(one, DividedBatches) for one in own._custom_objects):
+    if any(isinstance(value, DividedBatches) for value in own._custom_objects):
         raise InvalidInput(
             "GlobalBatches were given to register_for_checkpointing, and would count each step twice. "
             "Nothing was saved or loaded. Prepare their loader only: its position is part of the state."
         )
-    objects = {model_key(number): own._models[number] for number in models}
-    objects |= _numbered("optimizer", [unwrapped(one) for one in own._optimizers])
-    objects |= _numbered("scheduler", [unwrapped(one) for one in own._schedulers])
-    objects |= _numbered("loader", [one.holdfast_position for one in own._dataloaders])
-    objects |= {f"custom_{number}": unwrapped(one) for number, one in enumerate(own._custom_objects)}
+    objects = {_key("model", number): own._models[number] for number in models}
+    for name, values in (("optimizer", own._optimizers), ("scheduler", own._schedulers)):
+        objects |= {_key(name, number): unwrapped(value) for number, value in enumerate(values)}
+    loaders = enumerate(own._dataloaders)
+    objects |= {_key("loader", number): loader.holdfast_position for number, loader in loaders}
+    objects |= {f"custom_{number}": unwrapped(value) for number, value in enumerate(own._custom_objects)}
     if own.scaler is not None:
         objects["scaler"] = own.scaler
     return objects
 
 
-def model_key(number: int) -> str:
-    """Return the key of a model."""
-    return _MODEL if number == 0 else f"{_MODEL}_{number}"
+def _key(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}_{number}"
 
 
 def saved_models(accelerator: Accelerator, folder: str) -> list[int]:
@@ -69,20 +68,20 @@ def saved_models(accelerator: Accelerator, folder: str) -> list[int]:
         return numbers
     is_sharded = own.distributed_type == DistributedType.FSDP
     weights = [] if is_sharded else [own.get_state_dict(model, unwrap=False) for model in own._models]
-    before = [(id(one), {name: id(value) for name, value in one.items()}) for one in weights]
+    before = {id(state): {name: id(value) for name, value in state.items()} for state in weights}
+    places = list(before)
     for hook in hooks:
         hook(own._models, weights, folder)
     if is_sharded:
         return numbers
-    left = {id(one): {name: id(value) for name, value in one.items()} for one in weights}
-    changed = [content for key, content in left.items() if (key, content) not in before]
-    if changed:
+    left = {id(state): {name: id(value) for name, value in state.items()} for state in weights}
+    if not left.items() <= before.items():
         raise InvalidInput(
             f"A hook of register_save_state_pre_hook has changed weights, for {folder}. Holdfast saves the "
             "model itself, so they would be lost. Nothing was saved. Let the hook write what it wants to "
             "the folder, and remove the weights from the list."
         )
-    return [number for number in numbers if before[number][0] in left]
+    return [number for number in numbers if places[number] in left]
 
 
 def loaded_models(accelerator: Accelerator, folder: str) -> list[int]:
@@ -95,12 +94,8 @@ def loaded_models(accelerator: Accelerator, folder: str) -> list[int]:
     models = [] if is_sharded else list(own._models)
     for hook in list(own._load_model_state_pre_hook.values()):
         hook(models, folder)
-    left = {id(one) for one in models}
-    return [number for number, one in enumerate(own._models) if is_sharded or id(one) in left]
-
-
-def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
-    return {name if number == 0 else f"{name}_{number}": value for number, value in enumerate(values)}
+    left = {id(model) for model in models}
+    return [number for number, model in enumerate(own._models) if is_sharded or id(model) in left]
 
 
 BETWEEN, WITHIN, AT_END = "between", "within", "at end"
@@ -129,7 +124,6 @@ class DataPosition:
         # Of the pass that is under way, or of the last one.
         self._at_start = before.states(loader) if before is not None else capture_generators(loader)
         self._pending: dict[str, Any] | None = None  # position from a checkpoint, until a pass begins
-        self._is_continued = False  # the pass that is under way began before the checkpoint
         self._has_begun = False  # there has been a pass
         self._num_before = 0  # batches of the epoch that earlier passes have used
         self._num_given = 0  # batches of the epoch that were given, while a pass is under way
@@ -198,12 +192,37 @@ class DataPosition:
 
     # -- a pass ----------------------------------------------------------------------------------------------
 
-    def begin(self, loader: Any) -> dict[str, Any] | None:
-        """Begin a pass of a loader.
+    def batches_of_pass(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the batches of a pass of a loader.
 
-        Returns:
-            States of the generators for `set_back`, if it continues the pass of a checkpoint.
+        Generators that a pass draws from when it begins, for the order of the data, are set to their states
+        at the beginning of the pass that it continues, and set back before the first batch.
         """
+        before = self._begin(loader)
+        num_batches = 0
+        try:
+            for num_batches, batch in enumerate(read(), 1):
+                if num_batches == 1 and before is not None:
+                    set_generators(before, self._loader)
+                if self._give(num_batches):
+                    yield batch
+        except GeneratorExit:  # by `break`
+            self._reach()
+            self._num_before, self._active = self._num_given, None
+            raise
+        except Exception as error:
+            end_preempted(error)
+            raise
+        self._reach()
+        self._num_before, self._active = 0, None
+        if num_batches:
+            self._loader.iteration = loader.iteration
+        elif before is not None:
+            set_generators(before, self._loader)
+            self._loader.iteration = loader.iteration + 1  # Accelerate does not count a pass without a batch
+
+    def _begin(self, loader: Any) -> dict[str, Any] | None:
+        """Begin a pass; return the generators' present states if it continues the pass of a checkpoint."""
         if self.batches is not None:
             self.batches.complete_steps(0)
             self._num_given, self._num_steps = self._num_before, 0
@@ -212,7 +231,7 @@ class DataPosition:
         self._active, now = loader, capture_generators(self._loader)
         if not self._has_first:
             self._at_start = now
-        self._has_first = self._is_continued = False
+        self._has_first = False
         if pending is None or pending["phase"] == BETWEEN:
             return None
         continues_itself = is_stateful(self._loader) or self.batches is not None
@@ -220,11 +239,11 @@ class DataPosition:
             if pending["phase"] == AT_END and loader.iteration == pending["epoch"]:
                 loader.iteration += 1  # that pass is over
             return None
-        self._at_start, self._is_continued = pending["at_start"], True
+        self._at_start = pending["at_start"]
         set_generators(self._at_start, self._loader)
         return now
 
-    def give(self, number: int) -> bool:
+    def _give(self, number: int) -> bool:
         """Record a batch that training gets. Return False if it is to be left out."""
         if self.batches is None:
             return True
@@ -243,25 +262,6 @@ class DataPosition:
             num_steps = self._num_given // parts - self._num_before // parts
             self.batches.complete_steps(num_steps - self._num_steps)
             self._num_steps = num_steps
-
-    def set_back(self, now: dict[str, Any] | None) -> None:
-        """Set the generators back to their states before a continued pass began."""
-        if now is not None:
-            set_generators(now, self._loader)
-
-    def leave(self) -> None:
-        """Leave a pass before its end."""
-        self._reach()
-        self._num_before, self._active = self._num_given, None
-
-    def end(self, loader: Any, *, is_empty: bool) -> None:
-        """End a pass."""
-        self._reach()
-        self._num_before, self._active = 0, None
-        if is_empty and self._is_continued:
-            self._loader.iteration = loader.iteration + 1  # Accelerate does not count a pass without a batch
-        elif not is_empty:
-            self._loader.iteration = loader.iteration
 
     @property
     def num_used(self) -> int:
@@ -287,17 +287,17 @@ class UnpreparedGenerators:
 
     def __init__(self, loader: Any) -> None:
         samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]
-        found = [getattr(one, "generator", None) for one in (loader, *samplers)]
-        self._own = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+        found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+        self._own = [(own, own.get_state()) for own in found if isinstance(own, torch.Generator)]
         self._process = capture_process()
 
     def states(self, loader: Any) -> dict[str, Any]:
         """Return the states that the generators of the prepared loader had, as `capture_generators`."""
         own: dict[str, bytes] = {}
-        for name, one in own_generators(loader).items():
+        for name, generator in own_generators(loader).items():
             # Accelerate has seeded those that did not exist before.
-            fresh = torch.Generator(one.device).manual_seed(one.initial_seed()).get_state()
-            own[name] = bytes_of(next((state for before, state in self._own if before is one), fresh))
+            fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
+            own[name] = bytes_of(next((state for before, state in self._own if before is generator), fresh))
         return {**self._process, "own": own}
 
 
@@ -314,11 +314,8 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
         "sampler": getattr(sampler, "generator", None),
         "loader": getattr(loader.base_dataloader, "generator", None),
     }
-    return {
-        name: one
-        for name, one in owners.items()
-        if isinstance(one, torch.Generator) and one is not torch.default_generator
-    }
+    found = {name: own for name, own in owners.items() if isinstance(own, torch.Generator)}
+    return {name: own for name, own in found.items() if own is not torch.default_generator}
 
 
 def capture_generators(loader: Any) -> dict[str, Any]:
@@ -333,7 +330,7 @@ def set_generators(states: dict[str, Any], loader: Any) -> None:
 
 
 def _states_of(owned: dict[str, torch.Generator]) -> dict[str, bytes]:
-    return {name: bytes_of(one.get_state()) for name, one in owned.items()}
+    return {name: bytes_of(generator.get_state()) for name, generator in owned.items()}
 
 
 def _set_states(owned: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
@@ -400,30 +397,8 @@ class PositionedLoader:
     holdfast_continues = False  # this loader continues the pass of a checkpoint, if it has one
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of a pass.
-
-        Generators that a pass draws from when it begins, for the order of the data, are set to their states
-        at the beginning of the pass that it continues, and set back before the first batch.
-        """
-        position = self.holdfast_position
-        now = position.begin(self)
-        num_batches = 0
-        try:
-            for batch in super().__iter__():  # pyright: ignore
-                if num_batches == 0:
-                    position.set_back(now)
-                num_batches += 1
-                if position.give(num_batches):
-                    yield batch
-        except GeneratorExit:
-            position.leave()  # by `break`
-            raise
-        except Exception as error:
-            end_preempted(error)
-            raise
-        if num_batches == 0:
-            position.set_back(now)
-        position.end(self, is_empty=num_batches == 0)
+        """Return the batches of a pass."""
+        return self.holdfast_position.batches_of_pass(self, super().__iter__)  # pyright: ignore
 
 
 def add_position(loader: Any, before: UnpreparedGenerators | None = None) -> Any:

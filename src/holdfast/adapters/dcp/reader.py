@@ -216,8 +216,8 @@ def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
     run = patience.spend(store.url, lambda: _run_id(store))
     skipped: list[tuple[Skipped, HoldfastError]] = []
 
-    def open_one(one: CheckpointId) -> _Opened:
-        manifest = read_manifest(store, one, run)
+    def open_one(checkpoint: CheckpointId) -> _Opened:
+        manifest = read_manifest(store, checkpoint, run)
         check_files([home], manifest)
         parts = Parts(store, manifest)
         return _Opened(store, parts, parts.value_index() or ValueIndex({}, {}))
@@ -226,10 +226,10 @@ def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
         matching, open_one, url=store.url, patience=patience, on_skipped=lambda *row: skipped.append(row)
     )
     for opened in opened_ones:
-        for one, _ in skipped:
+        for skip, _ in skipped:
             warn(
-                f"Step {opened.manifest.step} is loaded, because step {one.step} of attempt {one.attempt} is "
-                f"damaged: {one.reason}",
+                f"Step {opened.manifest.step} is loaded, because step {skip.step} of attempt {skip.attempt} "
+                f"is damaged: {skip.reason}",
                 ResumeWarning,
             )
         return opened

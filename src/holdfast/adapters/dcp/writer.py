@@ -3,35 +3,194 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.adapters.dcp import documents
 from holdfast.adapters.dcp.target import SaveClaim, Target, claim_save
-from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.layout import FileLayout, Shard, lay_out
+from holdfast.checkpoint.format import names, part, values
+from holdfast.checkpoint.format.agreement import agree
+from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text, parse_catalog
+from holdfast.checkpoint.format.layout import (
+    EvenPartitioning,
+    FileLayout,
+    ListedPartitioning,
+    Partitioning,
+    Region,
+    Shard,
+    check_name,
+    lay_out,
+)
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.value_index import INDEX
+from holdfast.checkpoint.format.value_index import INDEX, ValueIndex
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.state.tensors import PLAIN, torch_dtype
+from holdfast.checkpoint.state.tensors import NAMES, PLAIN, torch_dtype
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
+
+_MAX_TRIES = 1000
+"""Sequences of splits that are tried for a rule. Meshes of a training need a few."""
+
+
+def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Region]]) -> Partitioning:
+    """Return the partitioning of (rank, region) pairs, by a rule if possible: tensors share it then."""
+    rows = sorted(rows, key=lambda row: (row[1], row[0]))
+    regions = tuple(region for _, region in rows)
+    has_one_each = len({rank for rank, _ in rows}) == len(rows) == len(set(regions))
+    even = _even(shape, regions) if has_one_each else None
+    if even is None:
+        return ListedPartitioning(tuple(rows))
+    return EvenPartitioning(even.splits, tuple(rows[number][0] for number in even.ranks))
+
+
+@lru_cache(maxsize=64)  # hundreds of layers have tensors of the same few shapes
+def _even(shape: tuple[int, ...], regions: tuple[Region, ...]) -> EvenPartitioning | None:
+    """Return the rule of some regions, with their numbers as ranks; None if they do not follow a rule."""
+    numbers = {region: number for number, region in enumerate(regions)}
+    starts = [{region.offsets[dim] for region in regions} for dim in range(len(shape))]
+    tries = itertools.count()
+
+    def search(splits: tuple[tuple[int, int], ...]) -> EvenPartitioning | None:
+        if next(tries) >= _MAX_TRIES:
+            return None  # it is listed
+        count = math.prod(parts for _, parts in splits)
+        found = [region for _, region in EvenPartitioning(splits, tuple(range(count))).regions(shape)]
+        if count == len(regions):
+            is_same = numbers.keys() == set(found)
+            return EvenPartitioning(splits, tuple(numbers[one] for one in found)) if is_same else None
+        if not all(at in starts[dim] for one in found for dim, at in enumerate(one.offsets)):
+            return None  # whatever divides these regions further, they begin where none of the wanted does
+        for dim, known in enumerate(starts):
+            most = len(known) // math.prod(parts for which, parts in splits if which == dim)
+            for parts in range(most, 1, -1):  # one split into many rather than many into few
+                if len(regions) % (count * parts) == 0 and (rule := search((*splits, (dim, parts)))):
+                    return rule
+        return None
+
+    return search(())
+
+
+def index_values(plans: Sequence[SavePlan]) -> ValueIndex:
+    """Return the index of the values in all ranks' plans."""
+    ranks: dict[str, int] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for rank, plan in enumerate(plans):
+        paths_of_plan = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        for item in plan.items:
+            name = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                ranks.setdefault(name, rank)
+            path = tuple(paths_of_plan.get(name, (name,)))
+            if path != tuple(name.split(".")):
+                paths.setdefault(name, path)
+    return ValueIndex(ranks, paths)
+
+
+def make_catalog(plans: Sequence[SavePlan]) -> bytes:
+    """Return the catalog that the parts of all ranks share."""
+    found: dict[str, tuple[Shard, list[tuple[int, Region]]]] = {}
+    for rank, plan in enumerate(plans):
+        for _, shard in planned_shards(plan):
+            first, rows = found.setdefault(shard.name, (shard, []))
+            if (first.dtype, first.shape) != (shard.dtype, shard.shape):
+                raise InvalidInput(
+                    f"Ranks have different tensors {shard.name}: rank {rows[0][0]} has "
+                    f"{first.dtype}{list(first.shape)}, rank {rank} has {shard.dtype}{list(shard.shape)}. "
+                    "Nothing was written.",
+                    rank=rank,
+                    key=shard.name,
+                )
+            rows.append((rank, Region(shard.offsets, shard.sizes)))
+    tensors: dict[str, Tensor] = {}
+    for name, (shard, rows) in found.items():
+        partitioning = find_rule(shard.shape, rows)
+        holders = tuple(sorted({rank for rank, _ in rows}))
+        tensors[name] = Tensor(shard.dtype, shard.shape, partitioning, holders)
+    text = catalog_text(Catalog(tensors, {}))
+    try:
+        agree((text,), (0,) * len(plans))
+    except InvalidInput as error:
+        raise InvalidInput(f"{error} Nothing was written.", rank=error.rank, key=error.key) from error
+    return text
+
+
+def items_to_write(claim: SaveClaim, plan: SavePlan) -> list[tuple[WriteItem, Shard]]:
+    """Return the shards that a rank writes, in the order of the catalog."""
+    rank = claim.writer.rank
+    planned = {(shard.name, shard.offsets): item for item, shard in planned_shards(plan)}
+    items: list[tuple[WriteItem, Shard]] = []
+    for shard in parse_catalog(claim.catalog, "the catalog of this save").shards_of(rank):
+        item = planned.get((shard.name, shard.offsets))
+        if item is None:
+            raise Unsupported(
+                f"Rank {rank} should write {shard.name} at {list(shard.offsets)}, but its planner's "
+                "finish_plan() has dropped it. The save was cancelled. The planner must return the plan that "
+                "it receives.",
+                rank=rank,
+                key=shard.name,
+            )
+        items.append((item, shard))
+    return items
+
+
+def planned_shards(plan: SavePlan) -> list[tuple[WriteItem, Shard]]:
+    """Return the tensors that a rank is to write. Empty shards of tensors with elements are left out."""
+    found = [(item, _shard(item)) for item in plan.items if item.type != WriteItemType.BYTE_IO]
+    return [(item, shard) for item, shard in found if shard.num_bytes or 0 in shard.shape]
+
+
+def _shard(item: WriteItem) -> Shard:
+    data, name = item.tensor_data, item.index.fqn
+    assert data is not None
+    dtype = NAMES.get(data.properties.dtype)
+    if dtype is None:
+        raise Unsupported(
+            f"{name} cannot be saved: the safetensors format has no dtype for {data.properties.dtype}. "
+            "Nothing was written.",
+            key=name,
+        )
+    check_name(name)
+    return Shard(name, dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+
+
+def encode_values(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+    """Return the values that a rank writes, as tagged JSON."""
+    encoded: dict[str, Any] = {}
+    for item in plan.items:
+        if item.type != WriteItemType.BYTE_IO:
+            continue
+        name = item.index.fqn
+        if name == INDEX:
+            raise InvalidInput(
+                f"The key {INDEX!r} is reserved by the checkpoint format. Rename it.", key=name
+            )
+        look_up = getattr(planner, "lookup_object", None)
+        if look_up is None:
+            raise Unsupported(
+                f"{name} is not a tensor, and {type(planner).__name__} returns it only as a pickle, which is "
+                "never saved. Use DefaultSavePlanner or a subclass of it.",
+                key=name,
+            )
+        encoded[name] = values.encode(look_up(item.index), name)
+    return encoded
 
 
 @torch.no_grad()
@@ -133,7 +292,7 @@ class HoldfastWriter(StorageWriter):
         """Check the tensors of all ranks and claim an attempt, on the coordinator."""
         for plan in plans:
             _refuse_plan_caching(not getattr(plan, "usable", True))
-        catalog, index = documents.make_catalog(plans), documents.index_values(plans).text()
+        catalog, index = make_catalog(plans), index_values(plans).text()
         store = open_store(self._target.home)
         claim = claim_save(
             store, self._target.step, world_size=len(plans), trainer=self._trainer, overwrite=self._overwrite
@@ -156,17 +315,25 @@ class HoldfastWriter(StorageWriter):
                 f"{type(planner).__name__} has dropped the plan's storage_data, which contains the step."
             )
         began = time.perf_counter()
-        encoded = documents.encode_values(plan, planner)
+        encoded = encode_values(plan, planner)
         self._step = step = claim.step
         attempt, rank = claim.writer.attempt, claim.writer.rank
         if rank == 0:
             encoded[INDEX] = claim.index
-        items = documents.items_to_write(claim, plan)
+        items = items_to_write(claim, plan)
         layout = lay_out([shard for _, shard in items], rank)
         store = open_store(self._target.home)
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
-        document = documents.make_part(claim, layout.starts, file, encoded)
-        store.put_once(names.part(step, attempt, rank), document)
+        draft = part.draft(
+            **asdict(claim.writer),
+            step=step,
+            ancestors=claim.ancestors,
+            values=encoded,
+            own=(),
+            starts=layout.starts,
+            catalog=claim.catalog,
+        )
+        store.put_once(names.part(step, attempt, rank), part.finish(draft, file))
         history = History(store, claim.writer)
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)
         done: Future[list[WriteResult]] = Future()

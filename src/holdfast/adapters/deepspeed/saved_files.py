@@ -1,10 +1,11 @@
-"""Files of DeepSpeed as a state of a Checkpointer, and the way back."""
+"""Files of DeepSpeed as a state of a Checkpointer, and the way back; tags in a folder and in a home."""
 
 from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,9 +23,11 @@ from holdfast.checkpoint.exchange.packed_value import (
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.run.options import Home
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.system.linux.files import open_regular
 from holdfast.system.log import get_logger
 
 META = "deepspeed"
@@ -65,16 +68,14 @@ def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:
     return state
 
 
+@dataclass(frozen=True, slots=True)
 class SavedFiles:
     """Files of one checkpoint, of all ranks. Every byte is verified."""
 
-    def __init__(
-        self, facts: Facts, own: Mapping[str, Any], checkpoint: Checkpoint, owners: Mapping[str, int]
-    ) -> None:
-        self.facts = facts
-        self.owners = owners
-        self.checkpoint = checkpoint
-        self._own = own
+    facts: Facts
+    own: Mapping[str, Any]  # state that was loaded on this rank; {} if another number of ranks has saved it
+    checkpoint: Checkpoint
+    owners: Mapping[str, int]  # rank that each file is read from
 
     @property
     def files(self) -> SavedFiles:
@@ -83,9 +84,9 @@ class SavedFiles:
 
     def load(self, name: str) -> Any:
         """Load the content of a file, with tensors on the CPU."""
-        own = self._own[META]["partitions"].get(name) if self._own else None
+        own = self.own[META]["partitions"].get(name) if self.own else None
         if own is not None:
-            packed = packed_of(name, own, self._own[own["key"]])
+            packed = packed_of(name, own, self.own[own["key"]])
         elif name in self.owners:
             packed = read_partition(self.checkpoint, self.owners[name], META, name)
         else:
@@ -102,6 +103,56 @@ def name_in(folder: str, path: str) -> str | None:
     """Return the name of a file in a folder, or None if it is elsewhere."""
     name = posixpath.relpath(path, folder)
     return None if name.startswith("..") or name == "." else name
+
+
+NOTE = "HOLDFAST.txt"
+_PATTERN = "*_states.pt"
+_MAX_TAG_BYTES = 4096
+
+
+def stock_tag(folder: str, tag: str | None) -> str | None:
+    """Return the tag to load from DeepSpeed's own files; None if a folder does not have them."""
+    wanted = _latest(folder) if tag is None else str(tag)
+    if wanted is None or next((Path(folder) / wanted).glob(_PATTERN), None) is None:
+        return None
+    return wanted
+
+
+def _latest(folder: str) -> str | None:
+    path = Path(folder) / "latest"
+    try:
+        with open_regular(path) as file:
+            tag = file.read(_MAX_TAG_BYTES + 1).decode().strip()
+    except FileNotFoundError:
+        return None
+    except PermissionError as error:
+        raise Denied(f"{path} cannot be read: {error}. Nothing was loaded.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Corrupt(_not_a_tag(path, str(error))) from error
+    if len(tag) > _MAX_TAG_BYTES or "\0" in tag:
+        raise Corrupt(_not_a_tag(path, f"it has {len(tag)} characters, or a NUL"))
+    return tag or None
+
+
+def _not_a_tag(path: Path, why: str) -> str:
+    return (
+        f"{path} does not contain the tag of a checkpoint: {why}. Nothing was loaded. Write the tag into it, "
+        "name the tag as you load, or remove that file if no checkpoint of DeepSpeed's own is there."
+    )
+
+
+def write_note(folder: str, tag: str, home: str, step: int) -> None:
+    """Write a note into the folder of a tag: the place of the checkpoint, and the command for its files."""
+    place = Path(folder) / tag
+    place.mkdir(parents=True, exist_ok=True)
+    text = (
+        f"This checkpoint is step {step} of the run in {home}, saved by Holdfast.\n\n"
+        "engine.load_checkpoint() of an engine that is attached to Holdfast resumes from it.\n"
+        "For DeepSpeed's own files, as zero_to_fp32.py and ds_to_universal.py read them, run\n\n"
+        f"    holdfast export {home} FOLDER --to deepspeed --step {step}\n"
+    )
+    with atomic_file(place / NOTE, overwrite=True) as partial:
+        partial.write_text(text)
 
 
 _log = get_logger("deepspeed")
@@ -229,4 +280,4 @@ class RunHome(TrainerRun):
                 _log.warning("step %d of %s is skipped: %s", step, self.home, error)
                 continue
             found.append((checkpoint.manifest.checkpoint_id, facts))
-        return sorted(found, key=lambda one: one[0], reverse=True)
+        return sorted(found, key=lambda row: row[0], reverse=True)

@@ -14,10 +14,9 @@ from typing import Any, Literal
 import torch
 
 from holdfast.adapters.kit.run import Notices, PrivateMemory, private_memory
-from holdfast.adapters.lightning.background import BackgroundSaver
+from holdfast.adapters.lightning.ckpt_file import HomePlace, absolute, home_beside, is_local
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
-from holdfast.adapters.lightning.places import HomePlace, absolute, home_beside, is_local
-from holdfast.adapters.lightning.plugin import HoldfastCheckpointIO
+from holdfast.adapters.lightning.plugin import BackgroundSaver, HoldfastCheckpointIO
 from holdfast.adapters.lightning.resume_point import (
     KEY,
     begin_epoch,

@@ -1,34 +1,40 @@
-"""Lightning's checkpoints: dictionaries as a pickle and its storages, in a home, and as files with hashes."""
+"""Lightning's checkpoints: as a pickle with storages, in a home, as files with hashes, and their places."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 import xxhash
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
 
 from holdfast.adapters.kit.run import open_loaded
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import DAMAGED, Record, write_records
+from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
-from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.state.tensors import is_savable
+from holdfast.checkpoint.store.address import SCHEMES
 from holdfast.errors import Corrupt, Unsupported
+from holdfast.system.callsite import warn
 from holdfast.system.documents import Fields, decode_object, is_text, refuse
 from holdfast.system.linux.files import open_regular
+from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.rawbytes import view_bytes
 
 _PROTOCOL = 2
@@ -38,26 +44,19 @@ _SMALL_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
-    """Memory of one or more tensors."""
-
-    name: str  # path of its first tensor in the dictionary, such as "state_dict.layer.weight"
-    tensor: torch.Tensor  # all of its memory: that tensor if it covers it, else its bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Pickled:
     """Dictionary as torch.save stores it: a pickle, and the storages in the order of their keys.
 
-    The storages are those of the live tensors, which training changes.
+    The storages are those of the live tensors, which training changes. Each has the name of its first tensor
+    in the dictionary, such as "state_dict.layer.weight".
     """
 
     data: bytes
-    storages: tuple[Storage, ...]
+    storages: dict[str, torch.Tensor]
 
     def marks(self) -> tuple[object, ...]:
         """Return a mark per storage. It changes with each write by torch."""
-        return tuple(_mark(one.tensor) for one in self.storages)
+        return tuple(map(_mark, self.storages.values()))
 
 
 def _mark(tensor: torch.Tensor) -> object:
@@ -76,10 +75,20 @@ def pickle_content(content: Mapping[str, Any]) -> Pickled:
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in _tensors(content, ""):
         first.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
-    taken: set[str] = set()
-    found = enumerate(pickler.storages.items())
-    storages = tuple(_name(number, storage, first.get(key), taken) for number, (key, storage) in found)
+    storages: dict[str, torch.Tensor] = {}
+    for address, (key, storage) in pickler.storages.items():
+        name, tensor = first.get(address, (f"objects.{key}", None))
+        if name in storages or not 0 < len(name) <= MAX_NAME_CHARS // 2 or "@" in name:
+            name = f"storages.{key}"
+        storages[name] = _whole(storage, tensor)
     return Pickled(out.getvalue(), storages)
+
+
+def _whole(storage: torch.UntypedStorage, tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return all memory of a storage: a tensor of it that covers it, else its bytes."""
+    if tensor is not None and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
+        return tensor.detach()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,27 +103,12 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield from _tensors(item, f"{path}.{i}")
 
 
-def _name(
-    number: int, storage: torch.UntypedStorage, found: tuple[str, torch.Tensor] | None, taken: set[str]
-) -> Storage:
-    """Return a storage, named by the path of its first tensor or by its number."""
-    path, tensor = found or (f"objects.{number}", None)
-    if path in taken or not 0 < len(path) <= MAX_NAME_CHARS // 2 or "@" in path:
-        path = f"storages.{number}"
-    taken.add(path)
-    if tensor is not None and tensor.is_contiguous() and tensor.nbytes == storage.nbytes():
-        return Storage(path, tensor.detach())
-    view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return Storage(path, view)
-
-
 class _Pickler(pickle.Pickler):
     """Pickler that refers to storages by keys, in the format of torch.save."""
 
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, protocol=_PROTOCOL)
-        self.storages: dict[int, torch.UntypedStorage] = {}  # by identity, in the order of their keys
-        self._keys: dict[int, str] = {}
+        self.storages: dict[int, tuple[str, torch.UntypedStorage]] = {}  # key and storage, by identity
         self._dtypes: dict[int, torch.dtype] = {}
 
     def persistent_id(self, obj: Any, /) -> Any:
@@ -131,8 +125,7 @@ class _Pickler(pickle.Pickler):
                 f"Two tensors in the checkpoint view the same memory as {self._dtypes[address]} and {dtype}, "
                 "which a file of torch.save cannot hold. Nothing was saved. Clone one of them."
             )
-        key = self._keys.setdefault(storage._cdata, str(len(self._keys)))
-        self.storages.setdefault(storage._cdata, storage)
+        key, _ = self.storages.setdefault(storage._cdata, (str(len(self.storages)), storage))
         return ("storage", kind, key, torch.serialization.location_tag(storage), count)
 
 
@@ -155,10 +148,10 @@ class Facts:
 def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
     """Return the state that the Checkpointer saves: tensors by name, the pickle, and facts."""
     return {
-        _TENSORS: {one.name: one.tensor for one in pickled.storages},
+        _TENSORS: pickled.storages,
         _FACTS: {
             "format": _FORMAT,
-            "names": [one.name for one in pickled.storages],
+            "names": list(pickled.storages),
             _PICKLED: torch.frombuffer(bytearray(pickled.data), dtype=torch.uint8),
             **asdict(facts),
         },
@@ -191,12 +184,12 @@ class HomeContent:
                 raise Corrupt(f"{facts.what} lacks the tensor {name!r}.", key=facts.what)
 
     @classmethod
-    def open(cls, home: str, step: int | None = None, attempt: int | None = None) -> HomeContent:
-        """Open a checkpoint of a home, by default the newest.
+    def open(cls, home: str, step: int, attempt: int | None = None) -> HomeContent:
+        """Open a checkpoint of a home.
 
         With its attempt, it may lack its manifest: its keeper was killed before it was written.
         """
-        return cls(open_checkpoint(home) if step is None else open_loaded(home, step, attempt))
+        return cls(open_loaded(home, step, attempt))
 
     def pickled(self) -> bytes:
         """Return the pickle, which refers to the storages. It is not loaded here."""
@@ -337,3 +330,90 @@ def _hash(file: IO[bytes], info: zipfile.ZipInfo) -> str:
         hashed.update(block)
         left -= len(block)
     return hashed.hexdigest()
+
+
+_SUFFIX = ".holdfast"
+
+
+def is_local(path: str) -> bool:
+    """Return True for a path, or a URL of this machine's file system."""
+    return get_protocol(path) in ("file", "local")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return an absolute path without a protocol, or a URL as it is."""
+    text = os.fspath(path)
+    if not is_local(text):
+        return text
+    return str(Path(text.removeprefix("file://").removeprefix("local://")).absolute())
+
+
+def folder_of(path: str) -> str:
+    """Return the folder of an absolute path or URL."""
+    return path.rpartition("/")[0]
+
+
+def is_inside(path: str, folder: Path) -> bool:
+    """Return True if a path is below a folder once links are resolved."""
+    try:
+        return is_local(path) and Path(path).parent.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a loop of links, or a name that is too long
+        return False
+
+
+def home_beside(folder: str | os.PathLike[str]) -> str:
+    """Return the default home of the checkpoints in a folder: its name with ".holdfast", beside it.
+
+    For a file system that cannot hold a home, it is a folder of this user on this machine.
+    """
+    place = absolute(folder).rstrip("/")
+    if is_local(place) or get_protocol(place) in SCHEMES:
+        return f"{place}{_SUFFIX}"
+    parent = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser().absolute()
+    home = parent / "holdfast" / "lightning" / f"{digest(place.encode())}{_SUFFIX}"
+    warn(
+        f"{place} is on a file system that cannot hold a home, which every save needs first. It is {home} on "
+        'this machine: another one cannot continue an interrupted save. Choose one with home="...".',
+        UserWarning,
+    )
+    return str(home)
+
+
+@dataclass(frozen=True, slots=True)
+class HomePlace:
+    """Home of a run, and its files."""
+
+    home: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Folder that contains the home, with a slash at its end."""
+        return folder_of(self.home).rstrip("/") + "/"
+
+    def relative(self, path: str) -> str:
+        """Return a path relative to the home's folder, if it is in there."""
+        return path.removeprefix(self.folder)
+
+    def absolute(self, path: str) -> str:
+        """Return the path that `relative` was called with."""
+        return path if path.startswith("/") or "://" in path else self.folder + path
+
+    def exists(self, path: str) -> bool:
+        """Return True if a file exists."""
+        if is_local(path):
+            return Path(path).is_file()
+        fs, name = url_to_fs(path, **self.storage_options)
+        return bool(fs.isfile(name))
+
+    def write(self, path: str, write: Callable[[Path], None]) -> None:
+        """Write a file, which appears when it is complete."""
+        if is_local(path):
+            write(Path(path))
+            return
+        fs, name = url_to_fs(path, **self.storage_options)
+        with temporary_folder("lightning") as folder:
+            local = Path(folder) / "file.ckpt"
+            write(local)
+            fs.makedirs(os.path.dirname(name), exist_ok=True)  # noqa: PTH120 - a URL is not a path
+            fs.put_file(str(local), name)

@@ -1,23 +1,392 @@
-"""CheckpointIO for Lightning and Fabric: saves in the background, and loads verified files."""
+"""CheckpointIO for Lightning and Fabric: background saves, durable in a home first, and verified loads."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
+from torch.optim import Optimizer
 
-from holdfast.adapters.lightning.background import BackgroundSaver
-from holdfast.adapters.lightning.ckpt_file import Facts, FileId, pickle_content, verify_ckpt
+from holdfast.adapters.kit.run import NO_NOTICES
+from holdfast.adapters.kit.store_ranks import sole_rank
+from holdfast.adapters.lightning.ckpt_file import (
+    Facts,
+    FileId,
+    HomeContent,
+    HomePlace,
+    Pickled,
+    absolute,
+    folder_of,
+    home_beside,
+    is_inside,
+    is_local,
+    make_state,
+    may_replace,
+    pickle_content,
+    read_id,
+    verify_ckpt,
+    write_ckpt,
+)
 from holdfast.adapters.lightning.packages import TorchCheckpointIO
-from holdfast.adapters.lightning.places import HomePlace, absolute, folder_of, home_beside, is_local
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.commit import find_loadable
+from holdfast.checkpoint.keeper import Save, wait_for_orphans
+from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Memory
-from holdfast.errors import Corrupt, SaveWarning
+from holdfast.checkpoint.store import open_store
+from holdfast.errors import (
+    Corrupt,
+    HoldfastError,
+    InvalidInput,
+    NotFound,
+    ResumeWarning,
+    SaveWarning,
+    TornSaveWarning,
+)
 from holdfast.system.callsite import warn
-from holdfast.system.linux.partial_files import temporary_folder
+from holdfast.system.linux.partial_files import remove_partial_files, temporary_folder
+from holdfast.system.log import get_logger
+from holdfast.watch.compiled.trainer import CompileCache
+
+_log = get_logger("lightning")
+_ORPHANS_S = 600.0
+"""Longest wait for the keeper of a dead process, which may be about to complete a checkpoint."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """File to be written from a checkpoint of the home."""
+
+    path: str
+    step: int
+    save: Save | None = None  # None: it was durable before
+    pickled: bytes | None = None  # None: the checkpoint's own
+    is_removed: bool = False
+    error: Exception | None = None
+    written: Future[None] = field(default_factory=Future)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the file is still to be written."""
+        return not self.is_removed and (not self.written.done() or self.error is not None)
+
+    def was_dropped(self, *, wait: bool) -> bool:
+        """Return True if the copy of its save was torn."""
+        if self.save is None or self.is_removed:
+            return False
+        if wait:
+            with contextlib.suppress(HoldfastError):
+                self.save.wait_staged()
+        return isinstance(self.save.failed, InvalidInput)
+
+
+class BackgroundSaver:
+    """Saver of one rank. Each save is staged at once, and written by the keeper and a thread.
+
+    The home holds the newest checkpoint, and those whose files are not written yet. A copy in another process
+    opens the home by itself.
+
+    Attributes:
+        is_training: returns True while a Trainer trains: then saves may complete in the background.
+        private: returns the memory that is copied after a save has returned.
+        save_s: time of the last save, until its file was written.
+    """
+
+    def __init__(self, place: HomePlace, memory: int | str | Memory) -> None:
+        self.place, self._memory = place, memory
+        self.is_training: Callable[[], bool] = lambda: True
+        self.private: Callable[[], Iterable[Optimizer]] = tuple
+        self.save_s = 0.0
+        self._moment: object = None  # block without training
+        self._checkpointer: Checkpointer | None = None
+        self._base: int | None = None  # step that the next saves continue
+        self._last = 0  # step of the newest save
+        self._shared: tuple[tuple[object, ...], Save] | None = None  # moment and marks of a save
+        self._jobs: list[_Job] = []  # of the present Checkpointer
+        self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
+        self._folders: set[str] = set()  # folders of the files of this session
+        self._written: set[int] = set()  # steps in the home whose files are written
+        self._writer: ThreadPoolExecutor | None = None  # one thread
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.place, self._memory)
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def moment(self, private: Callable[[], Iterable[Optimizer]] = tuple) -> Iterator[None]:
+        """Mark a block without training. Tensors that do not change in it are saved once."""
+        self._moment, self.private = object(), private
+        try:
+            yield
+        finally:
+            self._moment, self.private = None, tuple
+
+    def save(self, pickled: Pickled, path: str, facts: Facts, private: Iterable[Optimizer] = ()) -> None:
+        """Save a checkpoint for a path."""
+        checkpointer = self._open()
+        self._sort_out(folder_of(path))
+        self._warn_of_failures()
+        marks = () if self._moment is None else (self._moment, *pickled.marks())
+        if marks and self._shared is not None and self._shared[0] == marks:
+            save, own = self._shared[1], pickled.data
+        else:
+            save, own = self._save(checkpointer, pickled, facts, private), None
+            self._shared = (marks, save)
+        for job in self._jobs:
+            if job.path == path:
+                job.is_removed = True  # replaced by this one
+        self._add(_Job(path, save.step, save, own))
+        self._delete_written(checkpointer)
+
+    def _save(
+        self, checkpointer: Checkpointer, pickled: Pickled, facts: Facts, private: Iterable[Optimizer]
+    ) -> Save:
+        step = max(facts.global_step or 0, self._last + 1)
+        with warnings.catch_warnings():
+            # Positions in the data are part of the checkpoint, so open data loaders are no doubt.
+            warnings.simplefilter("ignore", ResumeWarning)
+            # The callback replaces the save, and warns itself.
+            warnings.simplefilter("ignore", TornSaveWarning)
+            save = checkpointer.save(step, make_state(pickled, facts), optimizers=private)
+        self._last = step
+        return save
+
+    def continue_from(self, file: FileId) -> None:
+        """Continue from the checkpoint of a file with the next save."""
+        if self._checkpointer is not None:
+            self._close_checkpointer()
+        self._base = file.step
+
+    def remove(self, path: str) -> bool:
+        """Remove queued files of a path, and wait for one being written. Return True if any was queued."""
+        found = False
+        for job in self._jobs:
+            if job.path == path and not job.is_removed:
+                job.is_removed = True
+                wait([job.written])
+                found = True
+        if found and self._checkpointer is not None:
+            self._delete_written(self._checkpointer)  # else the next start would write the file again
+        return found
+
+    def is_pending(self, path: str) -> bool:
+        """Return True if a file will be written at this absolute path."""
+        return any(job.path == path and not job.is_removed and not job.written.done() for job in self._jobs)
+
+    def dropped(self, *, wait: bool) -> list[str]:
+        """Return the paths whose saves were dropped: something wrote to the memory while it was copied."""
+        return [job.path for job in self._jobs if job.was_dropped(wait=wait)]
+
+    def _add(self, job: _Job) -> None:
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-lightning")
+        job.written = self._writer.submit(self._run, job)
+        self._jobs.append(job)
+
+    def _run(self, job: _Job) -> None:
+        """Write the file of a job, in the thread."""
+        try:
+            if job.save is not None:
+                job.save.wait_durable()
+            if not job.is_removed:
+                content = HomeContent.open(self.place.home, job.step)
+                self.place.write(job.path, lambda path: write_ckpt(content, path, job.pickled))
+                if job.save is not None:
+                    self.save_s = time.monotonic() - job.save.began_s
+            job.error = None
+        except Exception as error:  # noqa: BLE001 - of any storage library; `wait` raises it
+            job.error = error
+
+    def _warn_of_failures(self) -> None:
+        """Warn about files that could not be written; `wait` tries them again."""
+        for job in self._jobs:
+            if job.is_waiting and job.error is not None and job.save is not None and job.save.durable:
+                warn(f"{job.path} is not written yet: {job.error} Its checkpoint is complete.", SaveWarning)
+
+    # -- the home --------------------------------------------------------------------------------------------
+
+    def _open(self) -> Checkpointer:
+        """Return the Checkpointer; a new one continues the run."""
+        if self._checkpointer is not None:
+            return self._checkpointer
+        checkpointer = Checkpointer(
+            self.place.home,
+            keep=None,
+            memory=self._memory,
+            watches=[NO_NOTICES, CompileCache("off")],
+            group=sole_rank(),
+            quiet=True,
+        )
+        steps = checkpointer.all_steps()
+        base = self._base if self._base in steps else None
+        self._last = checkpointer.continue_from(base) or 0
+        self._checkpointer = checkpointer
+        self._earlier = [content for content in self._contents() if content.step in steps]
+        return checkpointer
+
+    def sort_out(self, folder: str) -> None:
+        """Write the missing files of a folder and remove incomplete ones: a save may never come."""
+        if not is_local(self.place.home) or Path(self.place.home).is_dir():
+            self._open()
+            self._sort_out(folder)
+
+    def write_as(self, found: str, path: str) -> None:
+        """Write the checkpoint of a file to another path too, if that is not current."""
+        file = read_id(Path(found))
+        for content in self._earlier:
+            is_same = file is not None and content.checkpoint_id == file.checkpoint_id
+            if is_same and not self._is_written(path, content) and may_replace(Path(path)):
+                self._add(_Job(path, content.step))
+
+    def _sort_out(self, folder: str) -> None:
+        """Have a folder's missing files written, and note the checkpoints that have files.
+
+        Only in folders that the user saves to: the home may come from somebody else, and name any path.
+        """
+        if folder in self._folders:
+            return
+        self._folders.add(folder)
+        newest: dict[str, HomeContent] = {}  # by path in the folder
+        for content in self._earlier:
+            path = self.place.absolute(content.facts.path)
+            if folder_of(path) == folder:
+                newest.setdefault(path, content)
+            elif not is_local(path) or not self._is_written(path, content):
+                continue
+            self._written.add(content.step)
+        lacking = [row for row in newest.items() if not self._is_written(*row)]
+        if is_local(folder):
+            remove_partial_files(Path(folder))
+        for path, content in reversed(lacking):  # the oldest first
+            self._written.discard(content.step)
+            if not is_local(path) or may_replace(Path(path)):
+                self._add(_Job(path, content.step))
+
+    def _is_written(self, path: str, content: HomeContent) -> bool:
+        """Return True if a file exists that is not older than a checkpoint."""
+        if not is_local(path):
+            return self.place.exists(path)
+        file = read_id(Path(path))
+        return file is not None and file.run == content.run and file.checkpoint_id >= content.checkpoint_id
+
+    def write_again(self, path: str) -> bool:
+        """Write the file of a path from the home; return False if no checkpoint there verifies."""
+        for content in self._contents():
+            if self.place.absolute(content.facts.path) == path and _write_if_whole(content, Path(path)):
+                return True
+        return False
+
+    def newest(self, folder: str, others: Sequence[str] = ()) -> str | None:
+        """Return the file of the newest checkpoint of the home or a local folder that verifies.
+
+        Those from which training cannot resume are left out. A missing or damaged file is written again. If
+        the home names a path outside of the folder and the others, the file has the same name in the folder.
+        """
+        folders = [Path(known) for known in (folder, *others) if is_local(known)]
+        found: dict[tuple[CheckpointId, str], HomeContent | None] = {}
+        for content in self._contents():
+            if content.facts.is_full:
+                path = Path(self.place.absolute(content.facts.path))
+                is_known = any(is_inside(str(path), known) for known in folders)
+                found[content.checkpoint_id, str(path if is_known else folders[0] / path.name)] = content
+        for file in folders[0].glob("*.ckpt"):
+            id_ = None if file.is_symlink() else read_id(file)
+            if id_ is not None and id_.is_full:
+                found.setdefault((id_.checkpoint_id, str(file)), None)
+        for (checkpoint, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
+            if self._is_good(Path(path), checkpoint) or (content and self._put_back(content, Path(path))):
+                return path
+            warn(f"The checkpoint of {path} is damaged, so an older one is used.", SaveWarning)
+        return None
+
+    def _put_back(self, content: HomeContent, path: Path) -> bool:
+        """Write a missing or damaged file; return False if that is not possible."""
+        is_own = self.place.absolute(content.facts.path) == str(path)
+        is_free = may_replace(path) if is_own else not os.path.lexists(path)
+        return is_free and _write_if_whole(content, path)
+
+    def _is_good(self, path: Path, checkpoint: CheckpointId) -> bool:
+        """Return True if a file verifies and was written from a checkpoint."""
+        try:
+            file = verify_ckpt(path)
+        except (Corrupt, OSError):
+            return False
+        return file is not None and file.checkpoint_id == checkpoint
+
+    def _contents(self) -> list[HomeContent]:
+        """Return the checkpoints in the home, the newest first. Damaged ones are left out."""
+        wait_for_orphans(self.place.home, timeout_s=_ORPHANS_S, notify=_log.info)
+        store, found = open_store(self.place.home), []
+        run = read_run(store)
+        for loadable in find_loadable(store, run.id if run else None):
+            with contextlib.suppress(Corrupt, NotFound):
+                found.append(HomeContent.open(self.place.home, loadable.step, loadable.attempt))
+        return found
+
+    def _delete_written(self, checkpointer: Checkpointer) -> None:
+        """Delete the checkpoints whose files are written, except the newest."""
+        waiting = {job.step for job in self._jobs if job.is_waiting}
+        self._written |= {job.step for job in self._jobs} - waiting
+        for step in sorted(self._written - waiting - {self._last}):
+            checkpointer.delete(step)
+        self._written &= {self._last}
+        self._jobs = [job for job in self._jobs if job.step in waiting or job.step == self._last]
+
+    # -- waits -----------------------------------------------------------------------------------------------
+
+    def wait(self, path: str | None = None) -> None:
+        """Wait until a file, or all files, are written."""
+        for job in list(self._jobs):
+            if path is not None and job.path != path:
+                continue
+            wait([job.written])
+            if job.error is not None and not job.is_removed:
+                self._run(job)  # once more: the cause may have passed
+            if job.error is not None and not job.is_removed:
+                raise job.error
+
+    def close(self) -> None:
+        """Wait until everything is written, and let the keeper end. A later save opens the home again."""
+        if self._checkpointer is None:
+            return
+        try:
+            self.wait()
+            self._delete_written(self._checkpointer)
+        finally:
+            self._close_checkpointer()
+
+    def _close_checkpointer(self) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        self._base, self._shared = self._last or None, None
+        if self._writer is not None:
+            self._writer.shutdown()
+            self._writer = None
+        self._jobs, self._written = [], set()
+        self._earlier, self._folders = [], set()
+        if checkpointer is not None:
+            checkpointer.close()
+
+
+def _write_if_whole(content: HomeContent, path: Path) -> bool:
+    """Write the file of a checkpoint; return False if the checkpoint is damaged."""
+    try:
+        write_ckpt(content, path)
+    except (Corrupt, NotFound):
+        return False
+    return True
+
 
 _FULL = ("optimizer_states", "loops")
 """Entries without which Lightning cannot resume training."""

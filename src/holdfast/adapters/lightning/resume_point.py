@@ -68,9 +68,9 @@ class PositionedLoader(CombinedLoader):
     def reach(self, num_batches: int) -> None:
         """Record that training has used the first batches of this pass."""
         num_batches = max(self._num_reached, min(num_batches, self._num_fetched))
-        for one in self.batches:
-            num_before = self._num_reached // one.accumulation_steps
-            one.complete_steps(num_batches // one.accumulation_steps - num_before)
+        for batches in self.batches:
+            num_before = self._num_reached // batches.accumulation_steps
+            batches.complete_steps(num_batches // batches.accumulation_steps - num_before)
         self._num_reached = num_batches
 
     def load_batches(self, states: list[dict[str, Any]]) -> None:
@@ -81,8 +81,8 @@ class PositionedLoader(CombinedLoader):
                 f"{len(self.batches)}. Nothing was trained. Resume with the loaders that the run "
                 f"was saved with."
             )
-        for one, state in zip(self.batches, states, strict=True):
-            one.load_state_dict(state)
+        for batches, state in zip(self.batches, states, strict=True):
+            batches.load_state_dict(state)
 
     # -- record ----------------------------------------------------------------------------------------------
 
@@ -138,8 +138,8 @@ class PositionedLoader(CombinedLoader):
                     "positions cannot be restored together. Nothing was trained. Give each of them "
                     "GlobalBatches, or none."
                 )
-            for one in self.batches:
-                one.complete_steps(0)
+            for batches in self.batches:
+                batches.complete_steps(0)
         super().__iter__()
         return self
 
@@ -364,23 +364,23 @@ def _continue_on_other_ranks(trainer: Any, loader: PositionedLoader, ranks: list
 def check_batches(trainer: Any) -> None:
     """Check that GlobalBatches in the training data fit the trainer."""
     loader = trainer.fit_loop._combined_loader
-    batches = loader.batches if isinstance(loader, PositionedLoader) else []
+    every = loader.batches if isinstance(loader, PositionedLoader) else []
     theirs = trainer.global_rank, trainer.world_size
-    if batches and trainer.reload_dataloaders_every_n_epochs:
+    if every and trainer.reload_dataloaders_every_n_epochs:
         raise Unsupported(
             "reload_dataloaders_every_n_epochs makes GlobalBatches anew, without their position. Nothing was "
             "trained. Leave it out: they have another order in each epoch."
         )
-    for one in batches:
-        if (one.rank, one.world_size) != theirs:
+    for batches in every:
+        if (batches.rank, batches.world_size) != theirs:
             raise InvalidInput(
-                f"GlobalBatches are for rank {one.rank} of {one.world_size}, and this is rank {theirs[0]} of "
-                f"{theirs[1]}. Nothing was trained. Make them in train_dataloader(), which Lightning calls "
-                "once the ranks have started."
+                f"GlobalBatches are for rank {batches.rank} of {batches.world_size}, and this is rank "
+                f"{theirs[0]} of {theirs[1]}. Nothing was trained. Make them in train_dataloader(), which "
+                "Lightning calls once the ranks have started."
             )
-        if one.accumulation_steps != trainer.accumulate_grad_batches:
+        if batches.accumulation_steps != trainer.accumulate_grad_batches:
             raise InvalidInput(
-                f"GlobalBatches have accumulation_steps={one.accumulation_steps}, and the Trainer has "
+                f"GlobalBatches have accumulation_steps={batches.accumulation_steps}, and the Trainer has "
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}. Training was stopped. Set the "
                 "same number."
             )

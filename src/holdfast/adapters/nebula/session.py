@@ -13,13 +13,6 @@ from typing import Any
 from torch.distributed import DistError
 
 from holdfast.adapters.kit.store_ranks import StoreRanks
-from holdfast.adapters.nebula.tag_coordinator import (
-    TagCoordinator,
-    TagPlan,
-    is_grouped,
-    own_rank,
-    world,
-)
 from holdfast.adapters.nebula.tag_index import (
     EXPLICIT,
     META,
@@ -35,9 +28,14 @@ from holdfast.adapters.nebula.tag_writer import (
     RANKS_S,
     MemoryBudget,
     Settings,
+    TagCoordinator,
+    TagPlan,
     TagWriter,
+    is_grouped,
     local_folder,
+    own_rank,
     parse_location,
+    world,
 )
 from holdfast.checkpoint.exchange.packed_value import Packed, describe_partitions, pack
 from holdfast.checkpoint.format.names import CheckpointId
@@ -385,16 +383,16 @@ class Session:
             ranks.publish("loaded", self._loaded)
             self._loaded = None
 
-    def flush(self, tag: str | None = None, timeout_s: float | None = None) -> None:
+    def flush(self, tag: str | None = None) -> None:
         """Wait until a tag, or everything in near tiers, is in home."""
         with self._lock:
             self._check_errors()
             writer = self._writer
         index = self.index()
-        every = [one for one in index.checkpoints() if tag in (None, one.tag)]
+        every = [tagged for tagged in index.checkpoints() if tag in (None, tagged.tag)]
         if tag is not None and not every:
             raise NotFound(f"The checkpoint {tag!r} to persist does not exist.", key=tag)
-        lacking = [one for one in every[: 1 if tag else None] if "home" not in one.tiers]
+        lacking = [tagged for tagged in every[: 1 if tag else None] if "home" not in tagged.tiers]
         if writer is None:
             if tag is not None and lacking:
                 raise RetryLater(
@@ -405,22 +403,11 @@ class Session:
             return
         for tagged in reversed(lacking):
             if tagged.step != writer.last:
-                self._send_home(index, tagged, writer, timeout_s)
-        if tag is None or any(one.step == writer.last for one in lacking):
-            writer.checkpointer.wait(timeout_s)
-
-    def _send_home(
-        self, index: TagIndex, tagged: TaggedCheckpoint, writer: TagWriter, timeout_s: float | None
-    ) -> None:
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        writer.checkpointer.send_home(tagged.step)
-        while tagged.checkpoint.manifest.checkpoint_id not in index:
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                raise RetryLater(
-                    f"{tagged.tag} is not in {self.home} after {timeout_s} s. The copy continues.",
-                    step=tagged.step,
-                )
-            time.sleep(_POLL_S)
+                writer.checkpointer.send_home(tagged.step)
+                while tagged.checkpoint.manifest.checkpoint_id not in index:
+                    time.sleep(_POLL_S)
+        if tag is None or any(tagged.step == writer.last for tagged in lacking):
+            writer.checkpointer.wait()
 
     # -- ending ----------------------------------------------------------------------------------------------
 

@@ -194,28 +194,17 @@ class TagIndex:
         self.home, self._tiers = home, tiers
         self._store = tiers["home"] if len(tiers) == 1 else TieredStore(list(tiers.values()))
 
-    def checkpoints(self) -> Iterator[TaggedCheckpoint]:
-        """Yield the checkpoints that were saved under tags, newest first."""
+    def checkpoints(self, likely_step: int | None = None) -> Iterator[TaggedCheckpoint]:
+        """Yield the checkpoints that were saved under tags: those of a likely step, then the newest first."""
         found, listings = self._candidates()
-        return self._usable(found, lambda one: self._open(one, listings))  # `newest` warns about damage
+        found.sort(key=lambda checkpoint: checkpoint.step != likely_step)
+        # `newest` warns about damage.
+        return self._usable(found, lambda checkpoint: self._open(checkpoint, listings))
 
     def find(self, tag: str) -> TaggedCheckpoint | None:
         """Return the newest readable checkpoint of a tag, or None."""
-        step = named_step(tag)
-        found, listings = self._candidates()
-        found.sort(key=lambda one: one.step != step)  # the most likely one first
-        has_found = False
-
-        def open_one(one: CheckpointId) -> TaggedCheckpoint | None:
-            nonlocal has_found
-            tagged = self._open(one, listings) if not has_found or one.step == step else None
-            if tagged is None or tagged.tag != tag:
-                return None
-            has_found = True
-            return tagged
-
-        matching = self._usable(found, open_one)
-        return max(matching, key=lambda one: one.checkpoint.manifest.checkpoint_id, default=None)
+        every = self.checkpoints(named_step(tag))
+        return next((tagged for tagged in every if tagged.tag == tag), None)
 
     def newest(self, *, only_home: bool = False, verified: set[CheckpointId]) -> TaggedCheckpoint | None:
         """Return the newest checkpoint with valid bytes, or None without a tagged checkpoint.
@@ -244,27 +233,25 @@ class TagIndex:
                 verified.add(found)
             return tagged
 
-        for tagged in self._usable(every, open_one, on_skipped=lambda one, _: skipped.append(one)):
-            for one in self._still_there(skipped):
+        tagged = next(self._usable(every, open_one, lambda skip, _: skipped.append(skip)), None)
+        damaged = [
+            f"step {skip.step} of attempt {skip.attempt}: {skip.reason}"
+            for skip in skipped
+            if not was_deleted(self._store, skip.checkpoint_id)  # by its run, meanwhile
+        ]
+        if tagged is not None:
+            for damage in damaged:
                 warn(
-                    f"{tagged.tag} is used as the newest checkpoint, because a newer one is damaged: step "
-                    f"{one.step} of attempt {one.attempt}: {one.reason}",
+                    f"{tagged.tag} is used as the newest checkpoint, because a newer one is damaged: "
+                    f"{damage}",
                     SaveWarning,
                 )
-            return tagged
-        damaged = self._still_there(skipped)
-        if skipped and not damaged:
-            raise NotFound(f"All checkpoints in {self._store.url} were deleted while they were read.")
-        if damaged:
-            reasons = "".join(
-                f"\n  step {one.step} of attempt {one.attempt}: {one.reason}" for one in damaged
-            )
+        elif damaged:
+            reasons = "".join(f"\n  {damage}" for damage in damaged)
             raise Corrupt(f"{self._store.url} has checkpoints, but all of them are damaged.{reasons}")
-        return None
-
-    def _still_there(self, skipped: Sequence[Skipped]) -> list[Skipped]:
-        """Return those that no run has deleted meanwhile."""
-        return [one for one in skipped if not was_deleted(self._store, one.checkpoint_id)]
+        elif skipped:
+            raise NotFound(f"All checkpoints in {self._store.url} were deleted while they were read.")
+        return tagged
 
     def _usable(
         self,
@@ -312,7 +299,7 @@ class TagIndex:
     def last_step(self) -> int | None:
         """Return the step of the newest checkpoint with a readable manifest, or None."""
         found, _ = self._candidates()
-        steps = self._usable(found, lambda one: read_manifest(self._store, one, None).step)
+        steps = self._usable(found, lambda checkpoint: read_manifest(self._store, checkpoint, None).step)
         return next(steps, None)
 
 

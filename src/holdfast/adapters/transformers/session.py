@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+import re
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TrainerControl, TrainingArguments
-from transformers.trainer_utils import HubStrategy
-from typing_extensions import Self
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
+from transformers.trainer_utils import HubStrategy, IntervalStrategy
+from typing_extensions import Self, override
 
 from holdfast.adapters.kit.run import Choice, TrainerRun
 from holdfast.adapters.transformers.folders import (
@@ -46,9 +47,10 @@ from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 
 if TYPE_CHECKING:
-    from holdfast.adapters.transformers.trainer import HoldfastTrainer, Settings
+    from holdfast.adapters.transformers.trainer import HoldfastTrainer
 
 _log = get_logger("adapters")
+_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,28 +63,28 @@ class _Source:
     progress: Progress  # of this rank
 
 
-class Session(TrainerRun):
-    """Saves and restores of one call of `train`. All methods are collective."""
+class Session(TrainerRun, TrainerCallback):
+    """Saves and restores of one call of `train`, whose callback it is. All methods are collective."""
 
-    def __init__(
-        self, trainer: HoldfastTrainer, settings: Settings, ignored_keys: list[str] | None = None
-    ) -> None:
+    def __init__(self, trainer: HoldfastTrainer, ignored_keys: list[str] | None) -> None:
         if type(trainer.optimizer).__name__ == "LayerWiseDummyOptimizer":
             raise Unsupported(
                 "A layerwise optimizer keeps its state in hooks of the parameters, and neither the Trainer "
                 "nor Holdfast can save it. Nothing was trained. Use the variant that is not layerwise, such "
                 'as optim="galore_adamw".'
             )
-        self.must_evaluate = False  # the evaluation of this step is left to the next start, after a notice
+        self._must_evaluate = False  # the evaluation of this step is left to the next start, after a notice
+        self._saves_at_epoch_end = False
         self._trainer, self._args, self._ignored_keys = trainer, trainer.args, ignored_keys
-        self._feed, self._writes_folders = settings.feed, settings.folders
+        self._feed, self._writes_folders = trainer.holdfast_feed, trainer.holdfast_folders
         self._state: dict[str, Any] = {MODEL: live_objects(trainer)[MODEL], TRAINER_STATE: "", PROGRESS: {}}
         if self._feed is not None:
             self._state[DATA] = self._feed
-        super().__init__(settings.home, self._state, settings.options, keep=_best_rule(self._args))
+        rule = _best_rule(self._args)
+        super().__init__(trainer.holdfast_home, self._state, trainer.holdfast_options, keep=rule)
         self._folders = Folders(self._args.output_dir or ".", self.home, writes=self._args.should_save)
-        self._elsewhere: Checkpointer | None = None  # of another run's home, while its checkpoint is loaded
-        self._source: _Source | None = None
+        self._exits = ExitStack()
+        self.source: _Source | None = None  # None for a new training, or one from a folder of the Trainer
         self._steps: list[int] = []  # of all checkpoints, in the order in which they were saved
         self._in_home: set[int] = set()
         self._superseded: set[int] = set()  # steps that training goes back behind
@@ -90,21 +92,15 @@ class Session(TrainerRun):
         self._is_finished = False
 
     def __enter__(self) -> Self:
+        self._exits.enter_context(self.checkpointer)
         self._trainer.holdfast_session = self
+        self._trainer.add_callback(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._trainer.holdfast_session = None
-        if self._elsewhere is not None:
-            self._elsewhere.__exit__(kind, error, traceback)
-        self.checkpointer.__exit__(kind, error, traceback)
-
-    @property
-    def restores(self) -> bool:
-        """True if training resumes from a home, not from a folder of the Trainer."""
-        return self._source is not None
+        self._trainer.pop_callback(self)
+        self._exits.__exit__(*raised)
 
     # -- the choice of a checkpoint --------------------------------------------------------------------------
 
@@ -117,7 +113,7 @@ class Session(TrainerRun):
         self._in_home = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
         every = {*self._in_home, *self.ranks.of_rank_0(self._folders.steps)}
         if choice is not None:
-            self._superseded = {one for one in every if one > choice.step}
+            self._superseded = {step for step in every if step > choice.step}
         self._steps = sorted(every - self._superseded)
         if choice is None:
             return None
@@ -130,7 +126,7 @@ class Session(TrainerRun):
             )
         if choice.home is None:
             return choice.folder
-        self._source = source = self._open(choice.step, choice.home)
+        self.source = source = self._open(choice.step, choice.home)
         self._folders.make(choice.step, source.trainer_state, self._trainer.model, home=choice.home)
         self._folders.remove_interrupted(choice.step, self._in_home)
         self.ranks.gather(None)
@@ -204,7 +200,7 @@ class Session(TrainerRun):
 
     def _go_back(self, step: int, steps: list[int], path: str) -> None:
         """Continue the home after its newest checkpoint up to a step that was saved elsewhere."""
-        older = [one for one in steps if one <= step]
+        older = [saved for saved in steps if saved <= step]
         if older:
             self.checkpointer.continue_from(max(older))
         elif steps:
@@ -218,18 +214,18 @@ class Session(TrainerRun):
     def _open(self, step: int, home: str) -> _Source:
         checkpointer = self.checkpointer
         if home != self.home:
-            checkpointer = self._elsewhere = self.reader_of(home, self._state)
+            checkpointer = self._exits.enter_context(self.reader_of(home, self._state))
         checkpointer.restore(step, only=[TRAINER_STATE, PROGRESS])
         progress = Progress(**self._state[PROGRESS])
         return _Source(checkpointer, step, self._state[TRAINER_STATE], progress)
 
-    @property
-    def _resumed(self) -> _Source:
-        assert self._source is not None
-        return self._source
-
-    def _load(self, *keys: str) -> None:
-        self._resumed.checkpointer.restore(self._resumed.step, only=keys)
+    def _load(self, *keys: str) -> _Source:
+        """Load some keys of the checkpoint that training resumes from, which is returned."""
+        source = self.source
+        assert source is not None
+        if keys:
+            source.checkpointer.restore(source.step, only=keys)
+        return source
 
     def load_model(self, model: torch.nn.Module | None) -> None:
         """Load the weights of the checkpoint."""
@@ -239,9 +235,8 @@ class Session(TrainerRun):
     def load_training(self) -> None:
         """Load optimizer, scheduler and scaler of the checkpoint, and the position in the data."""
         self._state.update(live_objects(self._trainer))
-        if self._feed is not None:
-            self._load(DATA)
-        source = self._resumed
+        position = () if self._feed is None else (DATA,)
+        source = self._load(*position)
         if source.progress.has_training:
             self._load(*(key for key in TRAINING if key in self._state))
             return
@@ -259,25 +254,25 @@ class Session(TrainerRun):
 
         The Trainer calls this before the first step, after it has skipped the batches of earlier steps.
         """
-        self._load(GENERATORS)
-        if self._elsewhere is not None:
-            self._elsewhere.close()
-            self._elsewhere = None
-        if self._resumed.progress.must_evaluate:
+        source = self._load(GENERATORS)
+        if source.checkpointer is not self.checkpointer:
+            source.checkpointer.close()
+        if source.progress.must_evaluate:
             metrics = self._trainer._evaluate(None, self._ignored_keys)
             self._trainer._determine_best_metric(metrics=metrics, trial=None)
             self._note_best()
 
-    def begin_loop(self) -> None:
+    @override
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Prepare the first save, and continue the log interval of the checkpoint.
 
         Log entries are then those of an unbroken run: the Trainer begins a new interval with each start. The
         sum of losses before this start is no part of the loss that `train` returns.
         """
-        trainer, source = self._trainer, self._source
+        trainer, source = self._trainer, self.source
         self._state.update(live_objects(trainer))
         if self._feed is not None:
-            self._feed.begin(trainer.state.global_step)
+            self._feed.begin(state.global_step)
         if source is None:
             return
         if self.is_complete:
@@ -291,38 +286,68 @@ class Session(TrainerRun):
     @property
     def is_complete(self) -> bool:
         """True if training resumes from its end, or where a callback stopped it."""
-        trainer, source = self._trainer, self._source
-        state: Any = trainer.state
-        if not 0 < state.global_step == trainer._initial_global_step:
+        state: Any = self._trainer.state
+        if not 0 < state.global_step == self._trainer._initial_global_step:
             return False
         if state.global_step >= state.max_steps:
             return True
-        was_stopped = source is not None and stops_early(source.trainer_state)
+        was_stopped = self.source is not None and stops_early(self.source.trainer_state)
         return was_stopped and self._args.restore_callback_states_from_checkpoint
 
     # -- the loop --------------------------------------------------------------------------------------------
 
-    def finish_step(self, step: int) -> None:
-        """Check for a preemption notice after a step, and remove folders of deleted checkpoints."""
+    @override
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check for a preemption notice, and remove folders of deleted checkpoints."""
         if self._feed is not None:
-            self._feed.reach(step)
-        self.checkpointer.should_save(step)
+            self._feed.reach(state.global_step)
+        self.checkpointer.should_save(state.global_step)
         self._remove_doomed()
+        is_whole = state.epoch is not None and float(state.epoch).is_integer()
+        is_epoch_end = control.should_epoch_stop or control.should_training_stop or is_whole
+        if self._must_stop(control):
+            self._stop(control, saves=not is_epoch_end)
+        elif (
+            is_epoch_end
+            and control.should_save
+            and IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
+        ):
+            # The evaluation and the log entry of the epoch follow, and belong to the checkpoint.
+            control.should_save, self._saves_at_epoch_end = False, True
 
-    def must_stop(self, control: TrainerControl) -> bool:
+    @override
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save what was left to the end of the epoch."""
+        if self._saves_at_epoch_end:
+            control.should_save, self._saves_at_epoch_end = True, False
+        if self._must_stop(control):
+            self._stop(control, saves=True)
+
+    def _must_stop(self, control: TrainerControl) -> bool:
         """Return True if a preemption notice must stop the training before its end."""
         return self.checkpointer.preempted is not None and not control.should_training_stop
 
-    def record(self, metrics: Mapping[str, float]) -> None:
+    def _stop(self, control: TrainerControl, *, saves: bool) -> None:
+        """Leave an evaluation to the next start: after a notice it may take longer than is left."""
+        self._must_evaluate |= control.should_evaluate
+        control.should_evaluate, control.should_save = False, saves
+
+    @override
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Record metrics of the present step in the history."""
+        metrics = {
+            name: float(value)
+            for name, value in (logs or {}).items()
+            if isinstance(value, (int, float)) and _METRIC.fullmatch(name) and math.isfinite(value)
+        }
         if metrics and not self._is_finished:
-            self.checkpointer.record(self._trainer.state.global_step, **metrics)
+            self.checkpointer.record(state.global_step, **metrics)
 
     def save(self) -> None:
         """Save the present step. Does what `Trainer._save_checkpoint` does, in the same order."""
         trainer, step = self._trainer, self._trainer.state.global_step
         trainer.store_flos()
-        self._steps = [*(one for one in self._steps if one != step), step]
+        self._steps = [*(saved for saved in self._steps if saved != step), step]
         self._in_home.add(step)
         self._note_best()
         state = trainer_state(trainer)
@@ -333,7 +358,7 @@ class Session(TrainerRun):
             world_size=self.ranks.world_size,
             logged_step=trainer._globalstep_last_logged,
             loss_sum=trainer._tr_loss.item(),
-            must_evaluate=self.must_evaluate,
+            must_evaluate=self._must_evaluate,
             has_training=not self._args.save_only_model,
             counters=read_counters(trainer),
         )
@@ -350,11 +375,11 @@ class Session(TrainerRun):
                 trainer._save_scaler(folder)
                 trainer._save_rng_state(folder)
             trainer._push_from_checkpoint(folder)
-        for one in self._pop_surplus():
-            if one in self._in_home:
-                self.checkpointer.delete(one)
-                self._in_home.discard(one)
-            self.doomed[one] = ""
+        for old in self._pop_surplus():
+            if old in self._in_home:
+                self.checkpointer.delete(old)
+                self._in_home.discard(old)
+            self.doomed[old] = ""
 
     @property
     def _best(self) -> int | None:
@@ -372,10 +397,10 @@ class Session(TrainerRun):
         limit = self._args.save_total_limit
         found = surplus(self._steps, limit=limit, best=self._best)
         if limit:  # a superseded step that is saved again must not be deleted
-            passed = {one for one in self._superseded if one < self._steps[-1]}
+            passed = {step for step in self._superseded if step < self._steps[-1]}
             self._superseded -= {*passed, self._steps[-1]}
             found += sorted(passed)
-        self._steps = [one for one in self._steps if one not in found]
+        self._steps = [step for step in self._steps if step not in found]
         return found
 
     def _remove_doomed(self) -> None:
@@ -383,15 +408,17 @@ class Session(TrainerRun):
         for step in self.pop_doomed():
             self._folders.remove(step)
 
-    def finish_save(self, step: int) -> None:
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check that a save has reached this session. After a preemption notice, end the process."""
+        step = state.global_step
         if self._last is None or self._last.step != step:
             raise InvalidInput(
                 f"Step {step} was not saved: _save_checkpoint of {type(self._trainer).__name__} does not "
                 "call super()._save_checkpoint(model, trial). Call it there, or leave attach() out.",
                 step=step,
             )
-        if self.must_stop(self._trainer.control):
+        if self._must_stop(control):
             self.checkpointer.stop(step)
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -425,7 +452,7 @@ class Session(TrainerRun):
         if self._is_finished:
             return
         step = self._trainer.state.global_step
-        if self._last is None and (self._source is None or self._source.step != step):
+        if self._last is None and (self.source is None or self.source.step != step):
             self.save()
         if self._last is not None and self._last.exception() is None and not self._last.skipped:
             step = self._last.step

@@ -97,9 +97,9 @@ def trainer_state(trainer: Trainer) -> str:
     """Return the content of `trainer_state.json`, with the state of the callbacks as it is now."""
     stored: Any = trainer.state.stateful_callbacks  # declared as a list, and always a dict
     states: dict[str, list[Any]] = {}
-    for one in [*trainer.callback_handler.callbacks, trainer.control]:
-        if isinstance(one, ExportableState):
-            states.setdefault(type(one).__name__, []).append(one.state())
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
     for name, found in states.items():
         stored[name] = found if isinstance(stored.get(name), list) else found[-1]
     return json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n"

@@ -1,19 +1,16 @@
-"""An attached Trainer: its checks, the methods that save and resume through Holdfast, and its callback."""
+"""An attached Trainer: its checks, and the methods that save and resume through Holdfast."""
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl
+from transformers import Trainer
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils.import_utils import is_torch_xla_available
 from typing_extensions import override
 
@@ -25,16 +22,6 @@ from holdfast.adapters.transformers.state import DataFeed, check_data
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Arguments of `attach` for one Trainer."""
-
-    home: Home
-    folders: bool | Literal["all"]
-    options: Mapping[str, Any]  # of the Checkpointer
-    feed: DataFeed | None  # replaces the order of the Trainer's data
 
 
 def check_trainer(trainer: Trainer) -> None:
@@ -78,7 +65,10 @@ class HoldfastTrainer(Trainer):
     At other times, and for folders that the Trainer has written itself, it is the method of `Trainer`.
     """
 
-    holdfast_settings: Settings
+    holdfast_home: Home
+    holdfast_folders: bool | Literal["all"]  # to write at the end of `train`
+    holdfast_options: Mapping[str, Any]  # of the Checkpointer
+    holdfast_feed: DataFeed | None  # replaces the order of the Trainer's data
     holdfast_session: Session | None = None  # the call of `train` that is running
 
     @override
@@ -111,7 +101,7 @@ class HoldfastTrainer(Trainer):
                 "Search with a Trainer that is not attached, then attach the one that trains with the values "
                 "found."
             )
-        with Session(self, self.holdfast_settings, ignore_keys_for_eval) as session:
+        with Session(self, ignore_keys_for_eval) as session:
             folder = session.begin(resume_from_checkpoint)
             output = super().train(folder, None, ignore_keys_for_eval)
             session.end()
@@ -120,7 +110,7 @@ class HoldfastTrainer(Trainer):
     @override
     def get_train_dataloader(self) -> Any:
         """Return the loader of the training data, with the batches that were given to `attach`."""
-        loader, feed = super().get_train_dataloader(), self.holdfast_settings.feed
+        loader, feed = super().get_train_dataloader(), self.holdfast_feed
         return loader if feed is None else feed.loader(self, loader)
 
     @override
@@ -135,7 +125,7 @@ class HoldfastTrainer(Trainer):
     def _holdfast_source(self) -> Session | None:
         """Session that resumes from a checkpoint of a home; None with a folder of the Trainer's own."""
         session = self.holdfast_session
-        return session if session is not None and session.restores else None
+        return session if session is not None and session.source is not None else None
 
     @override
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -176,75 +166,6 @@ class HoldfastTrainer(Trainer):
     def _load_best_model(self) -> None:
         if self.holdfast_session is None or not self.holdfast_session.load_best_model():
             super()._load_best_model()
-
-
-_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-
-
-class FlowCallback(TrainerCallback):
-    """Callback of an attached Trainer. It does nothing outside `train`."""
-
-    def __init__(self, trainer: HoldfastTrainer) -> None:
-        self._trainer = trainer
-        self._saves_at_epoch_end = False
-
-    @property
-    def _session(self) -> Session | None:
-        return self._trainer.holdfast_session
-
-    @override
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.begin_loop()
-
-    @override
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        session = self._session
-        if session is None:
-            return
-        session.finish_step(state.global_step)
-        is_whole = state.epoch is not None and float(state.epoch).is_integer()
-        is_epoch_end = control.should_epoch_stop or control.should_training_stop or is_whole
-        if session.must_stop(control):
-            self._stop(session, control, saves=not is_epoch_end)
-        elif (
-            is_epoch_end
-            and control.should_save
-            and IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
-        ):
-            # The evaluation and the log entry of the epoch follow, and belong to the checkpoint.
-            control.should_save, self._saves_at_epoch_end = False, True
-
-    @override
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        session = self._session
-        if session is None:
-            return
-        if self._saves_at_epoch_end:
-            control.should_save, self._saves_at_epoch_end = True, False
-        if session.must_stop(control):
-            self._stop(session, control, saves=True)
-
-    def _stop(self, session: Session, control: TrainerControl, *, saves: bool) -> None:
-        """Leave an evaluation to the next start: after a notice it may take longer than is left."""
-        session.must_evaluate |= control.should_evaluate
-        control.should_evaluate, control.should_save = False, saves
-
-    @override
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.record(
-                {
-                    name: float(value)
-                    for name, value in (logs or {}).items()
-                    if isinstance(value, (int, float)) and _METRIC.fullmatch(name) and math.isfinite(value)
-                }
-            )
-
-    @override
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.finish_save(state.global_step)
 
 
 _T = TypeVar("_T", bound=Trainer)
@@ -293,12 +214,10 @@ def attach(
     check_trainer(trainer)
     if data is not None:
         check_data(trainer, data)
-    if home is None:
-        home = Path(trainer.args.output_dir or ".") / HOME
-    settings = Settings(parse_home(home), folders, options, None if data is None else DataFeed(data))
+    parsed = parse_home(Path(trainer.args.output_dir or ".") / HOME if home is None else home)
     attached = insert_class(trainer, HoldfastTrainer, before=Trainer)
-    attached.holdfast_settings = settings
-    attached.add_callback(FlowCallback(attached))
+    attached.holdfast_home, attached.holdfast_folders, attached.holdfast_options = parsed, folders, options
+    attached.holdfast_feed = None if data is None else DataFeed(data)
     if trainer.args.dataloader_persistent_workers and trainer.args.dataloader_num_workers:
         warn_of_persistent_workers("dataloader_persistent_workers")
     _warn_of_callbacks(trainer)
@@ -307,9 +226,8 @@ def attach(
 
 def _warn_of_callbacks(trainer: Trainer) -> None:
     """Warn of callbacks with a saved state that begin anew at a resume."""
-    saved = [
-        type(one).__name__ for one in trainer.callback_handler.callbacks if isinstance(one, ExportableState)
-    ]
+    callbacks = trainer.callback_handler.callbacks
+    saved = [type(callback).__name__ for callback in callbacks if isinstance(callback, ExportableState)]
     if saved and not trainer.args.restore_callback_states_from_checkpoint:
         warn(
             f"After a resume {', '.join(saved)} begins anew, so training may stop at another step: the "

@@ -234,7 +234,7 @@ def misfit(saved: SavedTensor, live: Any, plan: Load | None = None) -> str | Non
         return f"its live tensor cannot be used: {error}"
     has_type = found.type == saved.type
     if saved.is_class:
-        has_type = found.has_context and has_name(type(live), saved.type)
+        has_type = found.is_class and has_name(type(live), saved.type)
     if not has_type:
         return f"it was saved as {there}, but is {shown_type(found.type, found.facts)}"
     if list(found.inner) != list(saved.inner):

@@ -81,7 +81,7 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
 def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, SavePlan]:
     """Make the plan that a rank makes once for a structure, before its first save."""
     catalog = catalog_of(state)
-    plan = SavePlan.make(state.tensors, catalog=catalog, per_rank=(), owned=state.structure.owned, rank=rank)
+    plan = SavePlan(state.tensors, catalog=catalog, per_rank=(), owned=state.structure.owned, rank=rank)
     return catalog, plan
 
 

@@ -6,6 +6,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,60 @@ def test_every_save_of_a_slowly_copied_state_restores_exactly(tmp_path: Path) ->
         check_saved(tmp_path / "home", step, tensors)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The copy does not begin before step() has been called, and still has the bytes from before it."""
+Trained = tuple[dict[str, Any], list[Optimizer], Callable[[], None]]
+"""A state, its optimizers, and one training step."""
+
+
+def trained_with(name: str) -> Trained:
     model = make_model()
     optimizer = OPTIMIZERS[name](model.parameters())
-    state = {"model": model, "optimizer": optimizer}
-    train(model, optimizer)
+    return {"model": model, "optimizer": optimizer}, [optimizer], lambda: train(model, optimizer)
+
+
+def trained_by_two() -> Trained:
+    """The optimizer that steps first is not the one that the state names first."""
+    model, other = make_model(), make_model()
+    first, second = (AdamW(one.parameters(), fused=True) for one in (model, other))
+
+    def step() -> None:
+        train(other, second)
+        train(model, first)
+
+    return {"model": model, "b": other, "for_a": first, "for_b": second}, [second, first], step
+
+
+def trained_with_a_scaler() -> Trained:
+    model, scaler = make_model(), torch.amp.GradScaler("cpu")
+    optimizer = AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model.zero_grad()
+        scaler.scale(model(torch.randn(4, WIDTH)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return {"model": model, "optimizer": optimizer, "scaler": scaler}, [optimizer], step
+
+
+TRAININGS: dict[str, Callable[[], Trained]] = {
+    **{name: partial(trained_with, name) for name in OPTIMIZERS},
+    "two optimizers": trained_by_two,
+    "gradient scaler": trained_with_a_scaler,
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The copy does not begin before step() has been called, and still has the bytes from before it."""
+    state, optimizers, step = TRAININGS[name]()
+    step()
     gate = CopyGate(monkeypatch)
-    gate.open_when_stepping([optimizer])
+    gate.open_when_stepping(optimizers)
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         expected = snapshot(state)
         ckpt.save(1)
-        train(model, optimizer)
+        step()
+        assert gate.opened.is_set()
         assert not torch.equal(expected["model.0.weight"], snapshot(state)["model.0.weight"])
     check_saved(tmp_path / "home", 1, expected)
 
@@ -123,49 +165,6 @@ def test_a_closure_runs_during_the_copy(
         assert isinstance(loss, torch.Tensor)
         assert was_opened[0] is not is_beside
         assert not torch.equal(expected["model.0.weight"], snapshot({"model": model})["model.0.weight"])
-    check_saved(tmp_path / "home", 1, expected)
-
-
-def test_each_of_two_optimizers_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that steps first is not the one that the state names first."""
-    a, b = make_model(), make_model()
-    state = {
-        "a": a,
-        "b": b,
-        "for_a": AdamW(a.parameters(), fused=True),
-        "for_b": AdamW(b.parameters(), fused=True),
-    }
-    train(a, state["for_a"])
-    train(b, state["for_b"])
-    gate = CopyGate(monkeypatch)
-    gate.open_when_stepping([state["for_b"], state["for_a"]])
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        expected = snapshot(state)
-        ckpt.save(1)
-        train(b, state["for_b"])
-        train(a, state["for_a"])
-    check_saved(tmp_path / "home", 1, expected)
-
-
-def test_a_gradient_scalers_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    scaler = torch.amp.GradScaler("cpu")
-    state = {"model": model, "optimizer": AdamW(model.parameters(), fused=True), "scaler": scaler}
-
-    def step() -> None:
-        model.zero_grad()
-        scaler.scale(model(torch.randn(4, WIDTH)).square().mean()).backward()
-        scaler.step(state["optimizer"])
-        scaler.update()
-
-    step()
-    gate = CopyGate(monkeypatch)
-    gate.open_when_stepping([state["optimizer"]])
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        expected = snapshot(state)
-        ckpt.save(1)
-        step()
-        assert gate.opened.is_set()
     check_saved(tmp_path / "home", 1, expected)
 
 

@@ -182,13 +182,10 @@ class TensorLister(TensorCollector):
     def __init__(self) -> None:
         super().__init__(0, 1, set())
         self.rows: list[tuple[str, torch.Tensor, Role]] = []
-        self.names = self.table.parameter_names  # of parameters, by id
 
     @override
     def collect(self, name: str, tensor: torch.Tensor, role: Role) -> None:
         self.rows.append((name, tensor, role))
-        if role.is_named:
-            self.names.setdefault(id(tensor), name)
 
     @override
     def encode(self, value: Any, name: str, role: Role, **options: bool) -> Any:

@@ -304,11 +304,7 @@ class Updates:
     _memory: FilledMemory = field(default_factory=FilledMemory)  # of arrays
 
     def update(self, live: Any, new: Any) -> Any:
-        """Make a live value equal to a new one.
-
-        Returns:
-            The value to use from now on: `live` itself if it could be changed in place, else `new`.
-        """
+        """Return the value to use from now on: `live` if it could be made equal in place, else `new`."""
         if live is new or type(live) is not type(new):
             return new
         kind = kind_of(live)

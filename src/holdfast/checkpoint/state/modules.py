@@ -100,6 +100,13 @@ class ModuleEntry(StateEntry):
             own[UNDER] = under
         return {**own, EXTRA: extra} if extra else own
 
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield parameters by the names that `capture` gives them, also those on meta."""
+        state = self.value.state_dict(keep_vars=True)
+        for name, value in zip(self._current(state).names, state.values(), strict=True):
+            if isinstance(value, torch.nn.Parameter):
+                yield name, value
+
     def has_meta(self) -> bool:
         """Return True if the module has tensors on the meta device. A restore makes them real."""
         return any(map(_get_is_meta, _tensors_of(self.value)))
@@ -111,7 +118,7 @@ class ModuleEntry(StateEntry):
         live = set(map(id, _tensors_of(module)))
         self._plan_meta(plan)
         parts = list(filter(None, plan.all_values(self.key)))  # most modules have none
-        trees = saved_trees(plan, self.key, parts)
+        trees = saved_trees(plan, self.key, parts) if parts else {}
         rows = self._current(state).rows
         adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
         made: dict[str, Maker] = {}  # makers of tensors for the module's load code
@@ -237,9 +244,17 @@ class ModuleEntry(StateEntry):
         return known
 
     def _facts(self, wrappers: tuple[str, ...], state: dict[str, Any]) -> list[object]:
-        steps = (path.split(".") if path else () for path in wrappers)
-        found = [_wrapper_facts(functools.reduce(_child, path, _unwrapped(self.value))) for path in steps]
-        return [list(state), _kinds(list(state.values())), *found]
+        kinds: list[object] = list(map(type, state.values()))
+        if not _PLAIN.issuperset(kinds):  # a DTensor may be a parameter or not
+            kinds = [
+                kind if kind in _PLAIN else (kind, isinstance(value, torch.nn.Parameter))
+                for kind, value in zip(kinds, state.values(), strict=True)
+            ]
+        facts: list[object] = [list(state), kinds]
+        for path in wrappers:
+            module = functools.reduce(_child, path.split(".") if path else [], _unwrapped(self.value))
+            facts.append(_wrapper_facts(module))
+        return facts
 
 
 def saved_trees(plan: Load, key: str, parts: Iterable[Any]) -> dict[str, Any]:
@@ -261,17 +276,6 @@ def _plan_hidden(plan: Load, module: torch.nn.Module, parts: list[Any]) -> None:
         if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
             plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, module, hidden))
             return
-
-
-def _kinds(values: list[object]) -> list[object]:
-    """Return the facts that roles of values depend on: their types, and which DTensors are parameters."""
-    kinds: list[object] = list(map(type, values))
-    if _PLAIN.issuperset(kinds):
-        return kinds
-    return [
-        kind if kind in _PLAIN else (kind, isinstance(value, torch.nn.Parameter))
-        for kind, value in zip(kinds, values, strict=True)
-    ]
 
 
 def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replication]:

@@ -368,10 +368,7 @@ class OptimizerEntry(StateEntry):
     def _plan_state(
         self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_shared: bool, options: dict[str, Any]
     ) -> Callable[[], dict[Any, Any]]:
-        """Plan to read the state of a parameter; return a function that returns it.
-
-        It is a copy if another parameter gets the same one.
-        """
+        """Plan to read the state of a parameter; return a function that returns it, a copy if `is_shared`."""
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         device = plan.device_of(parameter)
         kept: dict[str, torch.Tensor] = {}

@@ -27,10 +27,7 @@ MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def capture(collector: TensorCollector) -> dict[str, Any]:
-    """Collect the states of the process-wide generators.
-
-    Those of python, numpy (if imported), torch, and the current CUDA device.
-    """
+    """Collect the states of the generators of python, numpy (if imported), torch and the current device."""
     values: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "python": python_state(random),

@@ -100,8 +100,7 @@ class TensorTable:
         self._per_rank: set[str] = set()
         self._owned: set[str] = set()
         self._checked = checked  # names that have passed the check for reserved names; grows
-        self._at: dict[int, str] = {}  # address -> first tensor that starts there
-        self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
+        self._at: dict[int, list[str]] = {}  # address -> tensors that start there
 
     def add(self, name: str, tensor: torch.Tensor, role: Role) -> None:
         """Add a row."""
@@ -169,8 +168,8 @@ class TensorTable:
         for tensor in tensors:
             local = local_of(tensor)
             address = local.data_ptr()
-            for name in (self._at.get(address), *self._more.get(address, ())):
-                if address and name is not None and _is_within(self.tensors.get(name), local):
+            for name in self._at.get(address, ()):
+                if address and _is_within(self.tensors.get(name), local):
                     self._owned.add(name)
 
     def is_per_rank(self, name: str) -> bool:
@@ -244,14 +243,12 @@ class TensorTable:
             if first is not name:
                 return first
         address = local.data_ptr()
-        if self._at.setdefault(address, name) is name:
-            return name
-        # An empty tensor has no address and no twin.
-        others = [self._at[address], *self._more.get(address, ())] if address and layout is None else []
-        for other in others:
-            if self._layouts[self._row_of[other]] is None and is_same_view(self.tensors[other], local):
-                return other
-        self._more.setdefault(address, []).append(name)
+        others = self._at.setdefault(address, [])
+        if address and layout is None:  # an empty tensor has no address and no twin
+            for other in others:
+                if self._layouts[self._row_of[other]] is None and is_same_view(self.tensors[other], local):
+                    return other
+        others.append(name)
         return name
 
     def _layout(self, row: int, agreement: HolderAgreement) -> ShardLayout:
@@ -353,7 +350,7 @@ class TensorTable:
             )
             and name not in self.tied
             and name not in self.tied.values()
-            and not (old and old in self._more)
+            and not (old and len(self._at[old]) > 1)
             and not (new and new in self._at)
         )
 
@@ -366,7 +363,7 @@ class TensorTable:
             self._named[id(tensor)] = name
         if old.data_ptr():
             del self._at[old.data_ptr()]
-        self._at.setdefault(alias.data_ptr(), name)
+        self._at.setdefault(alias.data_ptr(), [name])
         self.live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
         self._shapes[row] = tuple(alias.shape) if self._layouts[row] is None else shape_of(tensor)
         self._types[row], self._dtypes[row], self._specs[row] = type(tensor), local.dtype, _spec(tensor)

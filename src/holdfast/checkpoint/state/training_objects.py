@@ -117,8 +117,11 @@ class State:
         """Return the tensors that this rank announces to the others, also those on meta."""
         tensors: dict[str, Held] = {}
         others: set[str] = set()
-        entries = self._current()
-        for name, tensor, role in self._listed().rows:
+        entries, listed = self._current(), TensorLister()
+        for entry in entries.values():
+            if isinstance(entry, (ModuleEntry, TensorEntry)):
+                entry.capture(listed)
+        for name, tensor, role in listed.rows:
             try:
                 layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
             except Unsupported as error:
@@ -345,7 +348,7 @@ class State:
         if isinstance(value, torch.optim.Optimizer) and has_step_hooks(value) and is_plain(value):
             if (flat := self._fsdp1_module_of(value)) is not None:
                 return FSDP1OptimizerEntry(key, value, replication, flat)
-            return OptimizerEntry(key, value, replication, lambda: self._listed().names)
+            return OptimizerEntry(key, value, replication, self._parameter_names)
         if isinstance(value, torch.Tensor):
             return TensorEntry(key, value, replication)
         if is_generator(value):
@@ -364,13 +367,16 @@ class State:
                 return FSDP1ModuleEntry(key, found.value, found.replication)
         return None
 
-    def _listed(self) -> TensorLister:
-        """Return the tensors that are found without user code, with the names that a capture gives them."""
-        listed = TensorLister()
+    def _parameter_names(self) -> dict[int, str]:
+        """Return names of all live parameters of the state by id, including meta tensors."""
+        names: dict[int, str] = {}
         for entry in self._entries.values():
-            if isinstance(entry, (ModuleEntry, TensorEntry)):
-                entry.capture(listed)
-        return listed
+            if isinstance(entry, ModuleEntry):
+                for name, parameter in entry.named_parameters():
+                    names.setdefault(id(parameter), name)
+            elif isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
+                names.setdefault(id(entry.value), entry.key)
+        return names
 
     def _agreed(self) -> HolderAgreement:
         """Return the ranks' agreement with the user's marks. By default all ranks are alike."""

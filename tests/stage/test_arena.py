@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -245,23 +246,18 @@ def open_after_a_skip(ckpt: holdfast.Checkpointer, gate: CopyGate) -> None:
         gate.opened.set()
 
 
-def test_the_save_after_a_preemption_notice_is_never_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("total", "ending"),
+    [(2, nullcontext()), (10, pytest.raises(Preempted, match="after step 2; the checkpoint is durable"))],
+    ids=["end", "preemption"],
+)
+def test_the_last_save_of_a_run_is_never_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, ending: Any
 ) -> None:
     """A run must not end as preempted and durable because there was no room at that moment."""
     gate = CopyGate(monkeypatch)
-    with (
-        pytest.warns(SaveWarning, match="step 2 was skipped"),
-        pytest.raises(Preempted, match="after step 2; the checkpoint is durable"),
-    ):
-        run_two_steps(tmp_path, gate, total=10, is_preempted=True)
-    assert (tmp_path / "step-00000002" / "manifest-a0001.json").exists()
-
-
-def test_the_last_save_of_a_run_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = CopyGate(monkeypatch)
-    with pytest.warns(SaveWarning, match="step 2 was skipped"):
-        run_two_steps(tmp_path, gate, total=2, is_preempted=False)
+    with pytest.warns(SaveWarning, match="step 2 was skipped"), ending:
+        run_two_steps(tmp_path, gate, total=total, is_preempted=total > 2)
     assert (tmp_path / "step-00000002" / "manifest-a0001.json").exists()
 
 

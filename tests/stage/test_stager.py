@@ -38,26 +38,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.slow
-def test_every_save_of_a_slowly_copied_state_restores_exactly(tmp_path: Path) -> None:
-    """240 MB, stepped by fused kernels the moment save() returns: every checkpoint holds its own step."""
-    torch.manual_seed(0)
-    model = nn.ParameterList([nn.Parameter(torch.randn(4096, 4096)), nn.Parameter(torch.randn(1000, 3333))])
-    state = {"model": model, "optimizer": AdamW(model.parameters(), lr=0.1, fused=True)}
-    for parameter in model:
-        parameter.grad = torch.randn_like(parameter)
-    state["optimizer"].step()
-    expected = {}
-    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
-        for step in range(1, 5):
-            expected[step] = snapshot(state)
-            ckpt.save(step)
-            state["optimizer"].step()
-        ckpt.wait()
-    for step, tensors in expected.items():
-        check_saved(tmp_path / "home", step, tensors)
-
-
 Trained = tuple[dict[str, Any], list[Optimizer], Callable[[], None]]
 """A state, its optimizers, and one training step."""
 
@@ -203,26 +183,6 @@ def test_a_compiled_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert not torch.equal(expected[number]["model.0.weight"], snapshot(state)["model.0.weight"])
     for number, tensors in expected.items():
         check_saved(tmp_path / "home", number, tensors)
-
-
-def test_tensors_without_an_optimizer_may_change_after_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Buffers, a moving average and plain tensors are copied before save() returns."""
-    model, average, plain = make_model(), make_model(), torch.randn(1000)
-    state = {"model": model, "optimizer": AdamW(model.parameters()), "average": average, "plain": plain}
-    train(model, state["optimizer"])
-    gate = CopyGate(monkeypatch)
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        expected = snapshot(state)
-        save = ckpt.save(1)
-        with torch.no_grad():
-            for tensor in (*model.buffers(), *average.parameters(), *average.buffers(), plain):
-                tensor.fill_(7)
-        gate.opened.set()
-        save.wait_durable()
-        assert save.failed is None
-    check_saved(tmp_path / "home", 1, expected)
 
 
 def test_close_removes_hooks_from_optimizers(tmp_path: Path) -> None:

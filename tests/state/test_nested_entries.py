@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.errors import InvalidInput
-from stage.training import CopyGate, compute_gradients, make_checkpointer, make_model
+from stage.training import make_model
 from state.trip import Net, assert_same_state, kept, train, training
 
 
@@ -205,24 +204,3 @@ def test_marks_hold_for_containers_and_inside_them() -> None:
     live = build(2.0)
     kept(objects).restore(State(live))
     assert_same_state(live, objects)
-
-
-def test_a_nested_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step waits, so that the checkpoint has the weights of the moment of the save."""
-    gate, model = CopyGate(monkeypatch), make_model()
-    optimizer = SGD(model.parameters(), lr=0.5)
-    gate.open_when_stepping([optimizer])
-    with make_checkpointer(tmp_path / "home", {"all": {"nets": [model], "optimizer": optimizer}}) as ckpt:
-        expected = [parameter.detach().clone() for parameter in model.parameters()]
-        compute_gradients(model)
-        save = ckpt.save(2)
-        optimizer.step()
-        save.wait_durable()
-    assert save.failed is None
-    assert not torch.equal(expected[0], next(model.parameters()))
-    other = make_model()
-    with make_checkpointer(
-        tmp_path / "home", {"all": {"nets": [other], "optimizer": SGD(other.parameters(), lr=0.1)}}
-    ) as ckpt:
-        assert ckpt.restore() == 2
-    assert all(torch.equal(a, b) for a, b in zip(expected, other.parameters(), strict=True))

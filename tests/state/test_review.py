@@ -19,9 +19,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
+from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import plain_iterators
 from holdfast.errors import InvalidInput, ResumeWarning
 from stage.training import make_checkpointer, make_model
+from state.trip import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 
@@ -297,14 +299,10 @@ def test_states_that_resume_exactly_do_not_warn(tmp_path: Path, name: str) -> No
     assert doubts_of(tmp_path / "home", sound()[name]) == []
 
 
-def test_a_load_state_dict_that_ignores_its_argument_warns_at_the_restore(tmp_path: Path) -> None:
-    with make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 5})}) as ckpt:
-        ckpt.save(1)
-    with (
-        make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 0})}) as ckpt,
-        pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter differs from"),
-    ):
-        ckpt.restore()
+def test_a_load_state_dict_that_ignores_its_argument_warns_at_the_restore() -> None:
+    saved = kept({"meter": Meter({"seen": 5})})
+    with pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter differs from"):
+        saved.restore(State({"meter": Meter({"seen": 0})}))
 
 
 class Structured:
@@ -324,12 +322,9 @@ class Structured:
         self.value.copy_(state["value"])
 
 
-def test_the_metadata_of_a_state_dict_is_restored(tmp_path: Path) -> None:
-    with make_checkpointer(tmp_path / "home", {"it": Structured(7.0)}) as ckpt:
-        ckpt.save(1)
+def test_the_metadata_of_a_state_dict_is_restored() -> None:
     it = Structured(0.0)
-    with make_checkpointer(tmp_path / "home", {"it": it}) as ckpt:
-        assert ckpt.restore() == 1
+    kept({"it": Structured(7.0)}).restore(State({"it": it}))
     assert it.value.tolist() == [7.0] * 3
 
 

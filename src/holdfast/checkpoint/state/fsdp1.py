@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,7 +16,7 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
-from holdfast.checkpoint.state.load import Load, LoadPhase
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.modules import EXTRA, canonical, saved_trees
 from holdfast.checkpoint.state.optimizers import capture_groups, find_saved, is_state_tensor_name, options_of
 from holdfast.checkpoint.state.sharding import note_copies
@@ -110,19 +109,18 @@ class FSDP1ModuleEntry(StateEntry):
     def plan(self, plan: Load) -> None:
         state = self.state_dict()
         trees = saved_trees(plan, self.key, plan.all_values(self.key))
-        special: dict[str, Any] = {}  # trees by key of the state dict
+        made: dict[str, Maker] = {}  # makers of other values, by key of the state dict
         for key, (name, _, value, _) in zip(state, self.rows(state), strict=True):
             saved = plan.saved_names.get(name)
             if saved is not None and isinstance(value, torch.Tensor):
                 plan.fill(saved, value, name)
             elif name in trees and not isinstance(trees[name], SavedTensor):
-                special[key] = trees[name]
-                plan.read_tree(trees[name])
+                made[key] = plan.read_tree(trees[name])
             else:
                 plan.missing.append(name)
 
         def finish() -> None:
-            state.update(plan.insert(special))
+            state.update({key: make() for key, make in made.items()})
             with _sharded(self.value):
                 self.value.load_state_dict(state)
 
@@ -177,11 +175,10 @@ class FSDP1OptimizerEntry(StateEntry):
             if (name := self._name(fqn)) in saved.states:
                 state, is_shared = saved.states[name]
                 shared.update({fqn} if is_shared else ())
-                plan.read_tree(state.trees)
                 made[fqn] = {
                     key: plan.read_as(tensor, models[name], tensor) for key, tensor in state.tensors.items()
                 }
-                made[fqn].update((key, partial(plan.insert, tree)) for key, tree in state.trees.items())
+                made[fqn].update({key: plan.read_tree(tree) for key, tree in state.trees.items()})
         plan.read_tree(saved.options)
 
         def finish() -> None:

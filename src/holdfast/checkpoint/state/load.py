@@ -193,10 +193,11 @@ class Load:
             self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
         return [self._source(saved, region) for region in regions]
 
-    def read_tree(self, tree: Any, device: torch.device | str = "cpu") -> None:
-        """Plan to read all tensors that a tree refers to into new memory."""
+    def read_tree(self, tree: Any, device: torch.device | None = None) -> Callable[[], Any]:
+        """Plan to read the tensors of a tree into new memory; return a function that returns it filled."""
         for name in references(tree):
-            self.read(name, device)
+            self.read(name, device or "cpu")
+        return partial(insert_tensors, tree, partial(self.tensor, device=device))
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
@@ -539,8 +540,7 @@ def plan_state(
     if not known or misfit(saved, live, plan) is not None:
         if not needs_live(saved):  # its class is not the program's
             device = plan.device_of(parameter)
-            plan.read_tree(saved, device)
-            return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
+            return plan.read_tree(saved, device)
         make: Callable[..., torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
         if make is not None and not parameter.is_meta:  # torchao's low-bit optimizers call it at a first step
             known += [make(parameter, is_signed) for is_signed in (True, False)]

@@ -121,8 +121,7 @@ class ModuleEntry(StateEntry):
         trees = saved_trees(plan, self.key, parts) if parts else {}
         rows = self._current(state).rows
         adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
-        made: dict[str, Maker] = {}  # makers of tensors for the module's load code
-        special: dict[str, Any] = {}  # trees for it
+        made: dict[str, Maker] = {}  # makers of tensors, and of other values, for the module's load code
         for row, (key, value) in zip(rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
             tree = trees.get(row.name)
@@ -137,20 +136,18 @@ class ModuleEntry(StateEntry):
                 made[key] = partial(plan.tensor, saved, value.device)
             elif saved is not None and id(value) in live and tree is None:
                 plan.fill(saved, value, row.name)
-            elif tree is not None:
+            elif tree is not None and id(value) not in live:
                 fitting = plan.fit(tree, value, row.name) if has_saved_form(tree) else Fitting(tree)
                 if fitting is not None:
-                    special[key] = fitting.tree
-                    plan.read_tree(fitting.tree)
+                    made[key] = plan.read_tree(fitting.tree)
             elif saved is not None:
                 # A hook makes it; load code may combine it with others, all DTensors.
                 made[key] = plan.read_as(saved, value, row.name)
             else:
                 plan.missing.append(row.name)
         plan.unexpected += trees
-        plan.used.update(references([tree for tree in trees.values() if isinstance(tree, SavedTensor)]))
-        if made or special or any(map(_has_own_load_code, module.modules())):
-            plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, made, special))
+        if made or any(map(_has_own_load_code, module.modules())):
+            plan.add_step(LoadPhase.MODULE, lambda: self._finish(made))
         _plan_hidden(plan, module, parts)
 
     def _find_adapted(self, plan: Load, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
@@ -174,18 +171,14 @@ class ModuleEntry(StateEntry):
         loaders = _loaders(self.value, changed)
         return frozenset(one for module, ids in loaders if _accepts(module, blank) for one in ids)
 
-    def _finish(self, plan: Load, made: dict[str, Maker], special: dict[str, Any]) -> None:
+    def _finish(self, made: dict[str, Maker]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
         live = set(map(id, _tensors_of(self.value)))
         for key, value in list(state.items()):
             if key in made:
                 state[key] = made[key]()
-            elif id(value) in live and not is_composite(value):
-                continue
-            elif key in special:
-                state[key] = plan.insert(special[key])
-            else:
+            elif id(value) not in live or is_composite(value):
                 del state[key]
         try:
             with torch.no_grad():
@@ -258,7 +251,7 @@ class ModuleEntry(StateEntry):
 
 
 def saved_trees(plan: Load, key: str, parts: Iterable[Any]) -> dict[str, Any]:
-    """Return the saved values of a module that are no plain tensors, by live name."""
+    """Return the saved values of a module beside its plain tensors, by live name."""
     prefix, trees = f"{plan.keys.get(key)}.", dict[str, Any]()
     for values in parts:  # the first one with a name wins
         if not isinstance(values, dict):
@@ -267,7 +260,9 @@ def saved_trees(plan: Load, key: str, parts: Iterable[Any]) -> dict[str, Any]:
         if not isinstance(extra, dict):
             raise Corrupt(f"{key}: the saved extra state of a module is damaged.", key=key)
         placed = placed_composites(values)  # also those of an imported dict
-        trees = {**extra, **{k: v for k, v in placed.items() if isinstance(v, SavedTensor)}, **trees}
+        composites = {name: one for name, one in placed.items() if isinstance(one, SavedTensor)}
+        plan.used.update(references(composites))  # one that is left over is listed by its own name
+        trees = {**extra, **composites, **trees}
     return {plan.rename(prefix + fqn): tree for fqn, tree in trees.items()}
 
 

@@ -191,8 +191,8 @@ class GeneratorEntry(StateEntry):
                 raise self._misfit(f"it has shape {size}, expected {expected}", "Nothing was changed.")
         else:  # tried on a copy, before anything live changes
             self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
-        plan.read_tree(tree)
-        plan.add_step(LoadPhase.OBJECT, lambda: self._set(self.value, plan.insert(tree), _PARTLY))
+        make = plan.read_tree(tree)
+        plan.add_step(LoadPhase.OBJECT, lambda: self._set(self.value, make(), _PARTLY))
 
     def _set(self, generator: Any, state: Any, outcome: str) -> None:
         try:

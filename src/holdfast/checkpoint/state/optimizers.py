@@ -347,7 +347,7 @@ class OptimizerEntry(StateEntry):
                     make = self._plan_state(plan, parameter, *saved.states[fqn], options or {})
                     made.append((parameter, make))
         set_options = self._plan_options(plan, saved.options)
-        plan.read_tree(saved.shared)
+        make_shared = plan.read_tree(saved.shared)
 
         def finish() -> None:
             for parameter, make in made:
@@ -359,7 +359,7 @@ class OptimizerEntry(StateEntry):
             for name in list(optimizer.state):
                 if not isinstance(name, torch.Tensor) and name not in saved.shared:
                     del optimizer.state[name]
-            optimizer.state.update(plan.insert(saved.shared))
+            optimizer.state.update(make_shared())
             # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
@@ -391,10 +391,10 @@ class OptimizerEntry(StateEntry):
                 trees[name] = tree
             elif (found := plan.fit(tree, live.get(name), label)) is not None:
                 trees[name] = found.tree
-        plan.read_tree(trees, device)
+        make_trees = plan.read_tree(trees, device)
 
         def make() -> dict[Any, Any]:
-            found = insert_tensors(trees, lambda name: plan.tensor(name, device))
+            found = make_trees()
             found |= {name: make() for name, make in made.items()}
             ordered = {name: found[name] for name in (*saved.tensors, *saved.trees) if name in found}
             return kept | (deepcopy(ordered) if is_shared else ordered)

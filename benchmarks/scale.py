@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import machine
@@ -34,7 +35,6 @@ from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.stage import SavePlan
 from holdfast.checkpoint.state import CapturedState, Sharding, catalog_of
 from holdfast.checkpoint.state.sharding import ShardLayout
-from holdfast.checkpoint.state.tensor_table import StateStructure
 from holdfast.checkpoint.store import open_store
 
 HERE = Path(__file__).resolve().parent
@@ -74,14 +74,14 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
         (region,) = sharding.regions_of(rank)
         tensors[name] = torch.empty(region.sizes, dtype=torch.bfloat16, device="meta")
     none: frozenset[str] = frozenset()
-    structure: Any = object.__new__(StateStructure)
-    return CapturedState(tensors, shardings, none, frozenset(shardings), none, {}, {}, structure)
+    structure: Any = SimpleNamespace(shardings=shardings, owned=frozenset(shardings), frozen=none, tied={})
+    return CapturedState(tensors, {}, structure)
 
 
 def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, SavePlan]:
     """Make the plan that a rank makes once for a structure, before its first save."""
     catalog = catalog_of(state)
-    plan = SavePlan.make(state.tensors, catalog=catalog, per_rank=(), owned=state.owned, rank=rank)
+    plan = SavePlan(state.tensors, catalog=catalog, per_rank=(), owned=state.structure.owned, rank=rank)
     return catalog, plan
 
 

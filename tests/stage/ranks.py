@@ -160,7 +160,7 @@ def skip_together(rank: int, home: Path) -> list[str]:
         home, {"x": torch.ones(1000)}, memory=holdfast.Memory("64kB", when_full="skip")
     ) as ckpt:
         ckpt.save(1).wait_durable()
-        held = ckpt._components.pipeline.arenas.acquire(50_000, timeout_s=600) if rank == 1 else None
+        held = ckpt._components.pipeline.arenas.acquire(50_000) if rank == 1 else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             states = [ckpt.save(2).state]

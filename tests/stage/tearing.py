@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from holdfast.checkpoint.stage import stager
 from holdfast.errors import HoldfastError, SaveWarning
-from stage.training import WAIT_S, compute_gradients, make_checkpointer, make_model, snapshot
+from stage.training import WAIT_S, CopyGate, compute_gradients, make_checkpointer, make_training, snapshot
 
 Tears = Mapping[int, Collection[int]]  # by step: the ranks whose copies of it are torn
 
 
-class Gate:
-    """Holds the background copy of this process until it is opened."""
-
-    def __init__(self) -> None:
-        self.opened = threading.Event()
-        self.opened.set()
-        self._copy = stager.copy_all
-        stager.copy_all = self._gated
-
-    def _gated(self, *args: Any, **options: Any) -> None:
-        if threading.current_thread().name == "holdfast-stage":
-            assert self.opened.wait(WAIT_S)
-        self._copy(*args, **options)
+def make_gate() -> CopyGate:
+    """An open gate in front of the background copies of this process."""
+    gate = CopyGate(pytest.MonkeyPatch())
+    gate.opened.set()
+    return gate
 
 
 def train(
@@ -49,9 +40,8 @@ def train(
         and why. `told`: the warnings. `ending`: the error of waiting for all saves. Rank 0 kills its keeper
         during the saves of the steps in `kills`.
     """
-    gate, model = Gate(), make_model()
-    net = DistributedDataParallel(model)
-    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    gate, state = make_gate(), make_training(momentum=0.9)
+    net = DistributedDataParallel(state["model"])
     expected: dict[int, dict[str, Any]] = {}
     saves = []
     with warnings.catch_warnings(record=True) as told:
@@ -88,10 +78,9 @@ def train(
 
 def save_twice(rank: int, home: Path) -> list[str]:
     """Save a step that is torn on rank 0, then the same step again, then a later one; the errors."""
-    gate, model = Gate(), make_model()
-    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1, momentum=0.9)}
+    gate, state = make_gate(), make_training(momentum=0.9)
     torch.manual_seed(0)
-    compute_gradients(model)
+    compute_gradients(state["model"])
     state["optimizer"].step()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SaveWarning)

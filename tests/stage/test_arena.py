@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,22 @@ def memfd_bytes() -> int:
     return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
 
 
+def waiters_of(arenas: Arenas) -> Any:
+    """The threads that wait for an arena."""
+    changed: Any = arenas._changed
+    return changed._waiters
+
+
 def get(arenas: Arenas, num_bytes: int) -> Arena:
     """An arena that is there at once."""
-    arena = arenas.acquire(num_bytes, timeout_s=0)
-    assert arena is not None
-    return arena
+    assert arenas.has_room(num_bytes)
+    return arenas.acquire(num_bytes)
 
 
 def test_the_memory_limit_applies_to_all_arenas_together() -> None:
     arenas = Arenas(10 * MIB)
     first, second = get(arenas, 4 * MIB), get(arenas, 4 * MIB)
     assert not arenas.has_room(4 * MIB)
-    assert arenas.acquire(4 * MIB, timeout_s=0) is None
     assert arenas.has_room(MIB)
     arenas.release(first)
     assert get(arenas, 3 * MIB) is first, "a free one is used again"
@@ -67,7 +72,6 @@ def test_arenas_leave_half_of_the_descriptors_to_the_training(monkeypatch: pytes
     arenas = Arenas(100 * MIB)
     several = [get(arenas, 4096) for _ in range(8)]  # of 3 descriptors each, once they are queued
     assert not arenas.has_room(4096)
-    assert arenas.acquire(4096, timeout_s=0) is None
     arenas.release(several[0])
     assert get(arenas, 4096) is several[0]
     arenas.close()
@@ -76,9 +80,9 @@ def test_arenas_leave_half_of_the_descriptors_to_the_training(monkeypatch: pytes
 def test_acquire_waits_until_an_arena_is_released() -> None:
     arenas = Arenas(6 * MIB)
     only, got = get(arenas, 4 * MIB), []
-    assert arenas.acquire(4 * MIB, timeout_s=0.01) is None
     waiter = threading.Thread(target=lambda: got.append(arenas.acquire(4 * MIB)))
     waiter.start()
+    wait_until(lambda: waiters_of(arenas))
     arenas.release(only)
     waiter.join(WAIT_S)
     assert got == [only]
@@ -107,7 +111,6 @@ def test_the_first_acquire_returns_the_prepared_arena() -> None:
         arenas.prepare(8 * MIB, then=seen.append)
     assert arenas.has_room(8 * MIB)
     arena = arenas.acquire(8 * MIB)
-    assert arena is not None
     assert seen == [arena]
     assert arenas.numbers() == [arena.number]
     arenas.close()
@@ -117,9 +120,9 @@ def test_acquire_waits_for_the_arena_in_preparation() -> None:
     arenas, gate, got = Arenas(64 * MIB), threading.Event(), []
     arenas.prepare(8 * MIB, then=lambda _: gate.wait(WAIT_S))
     assert arenas.has_room(8 * MIB), "it is on its way, and no earlier save holds it"
-    assert arenas.acquire(8 * MIB, timeout_s=0) is None
     waiter = threading.Thread(target=lambda: got.append(arenas.acquire(8 * MIB)))
     waiter.start()
+    wait_until(lambda: waiters_of(arenas))
     gate.set()
     waiter.join(WAIT_S)
     assert [arena.number for arena in got] == arenas.numbers() == [1]
@@ -243,31 +246,25 @@ def open_after_a_skip(ckpt: holdfast.Checkpointer, gate: CopyGate) -> None:
         gate.opened.set()
 
 
-def test_the_save_after_a_preemption_notice_is_never_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("total", "ending"),
+    [(2, nullcontext()), (10, pytest.raises(Preempted, match="after step 2; the checkpoint is durable"))],
+    ids=["end", "preemption"],
+)
+def test_the_last_save_of_a_run_is_never_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, total: int, ending: Any
 ) -> None:
     """A run must not end as preempted and durable because there was no room at that moment."""
     gate = CopyGate(monkeypatch)
-    with (
-        pytest.warns(SaveWarning, match="step 2 was skipped"),
-        pytest.raises(Preempted, match="after step 2; the checkpoint is durable"),
-    ):
-        run_two_steps(tmp_path, gate, total=10, is_preempted=True)
-    assert (tmp_path / "step-00000002" / "manifest-a0001.json").exists()
-
-
-def test_the_last_save_of_a_run_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = CopyGate(monkeypatch)
-    with pytest.warns(SaveWarning, match="step 2 was skipped"):
-        run_two_steps(tmp_path, gate, total=2, is_preempted=False)
+    with pytest.warns(SaveWarning, match="step 2 was skipped"), ending:
+        run_two_steps(tmp_path, gate, total=total, is_preempted=total > 2)
     assert (tmp_path / "step-00000002" / "manifest-a0001.json").exists()
 
 
 def open_when_awaited(arenas: Arenas, gate: CopyGate) -> None:
     """Open the gate once a save waits for an arena."""
-    waiters: Any = arenas._changed
     try:
-        wait_until(lambda: waiters._waiters)
+        wait_until(lambda: waiters_of(arenas))
     finally:
         gate.opened.set()
 

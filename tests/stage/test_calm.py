@@ -23,7 +23,15 @@ from holdfast.checkpoint.stage import SavePlan
 from holdfast.checkpoint.stage.calm import CalmTensors
 from holdfast.checkpoint.stage.watch import Watcher
 from holdfast.errors import InvalidInput, SaveWarning
-from stage.training import CopyGate, check_saved, make_checkpointer, make_model, snapshot, train
+from stage.training import (
+    CopyGate,
+    check_saved,
+    make_checkpointer,
+    make_model,
+    make_training,
+    snapshot,
+    train,
+)
 
 pytestmark = pytest.mark.skipif(Watcher().refusal is not None, reason="this kernel keeps no record of writes")
 
@@ -109,20 +117,16 @@ def test_an_average_without_writes_between_save_and_step_is_copied_in_the_backgr
     assert run(averaged, len(expected), between=lambda: write(averaged)) == expected
 
 
-def test_without_steps_nothing_is_calm(averaged: Averaged) -> None:
+@pytest.mark.parametrize("steps_others", [False, True])
+def test_without_steps_of_its_optimizers_nothing_is_calm(averaged: Averaged, steps_others: bool) -> None:
     """No optimizer would wait for the copy."""
     averaged.step()
-    assert [averaged.is_calm() for _ in range(6)] == [False] * 6
-
-
-def test_steps_of_other_optimizers_prove_nothing(averaged: Averaged) -> None:
-    other = make_model()
-    optimizer = SGD(other.parameters(), lr=0.1)
-    found = []
-    for _ in range(5):
+    other, found = make_training(), []
+    for _ in range(6):
         found.append(averaged.is_calm())
-        train(other, optimizer)
-    assert found == [False] * 5
+        if steps_others:
+            train(other["model"], other["optimizer"])
+    assert found == [False] * 6
 
 
 def test_a_write_to_a_calm_tensor_drops_one_save_and_the_tensor_is_never_calm_again(
@@ -153,16 +157,21 @@ def test_a_step_waits_for_the_copies_of_calm_tensors(averaged: Averaged) -> None
     check_saved(averaged.home, 4, expected)
 
 
-def test_a_child_process_does_not_end_the_observation_of_its_parent(averaged: Averaged) -> None:
-    assert not averaged.is_calm()
+def call_in_child(function: Callable[[], object]) -> None:
     child = os.fork()
     if child == 0:
+        signal.alarm(60)
         try:
-            averaged.ckpt._components.pipeline.stager.calm.end()
+            function()
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_process_does_not_end_the_observation_of_its_parent(averaged: Averaged) -> None:
+    assert not averaged.is_calm()
+    call_in_child(averaged.ckpt._components.pipeline.stager.calm.end)
     averaged.average.fill_(0.25)  # it is still recorded
     averaged.step()
     assert run(averaged, 3) == [False, False, False]
@@ -171,15 +180,7 @@ def test_a_child_process_does_not_end_the_observation_of_its_parent(averaged: Av
 def test_a_child_process_does_not_wait_for_the_copy_of_its_parent(averaged: Averaged) -> None:
     averaged.gate.opened.clear()
     save = averaged.ckpt.save(1)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        try:
-            averaged.ckpt._components.pipeline.stager._before_step(averaged.optimizer)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    call_in_child(lambda: averaged.ckpt._components.pipeline.stager._before_step(averaged.optimizer))
     averaged.gate.opened.set()
     save.wait_durable()
 
@@ -272,7 +273,7 @@ def test_memory_that_an_object_may_release_is_never_calm() -> None:
     """As that of FSDP1's parameters: their storage is resized beside training."""
     tensors = {name: torch.rand(SIZE) for name in ("owned", "plain", "released")}
     rows = {name: Tensor("F32", (SIZE,), whole(0), (0,), False) for name in tensors}
-    plan = SavePlan.make(
+    plan = SavePlan(
         tensors, catalog=Catalog(rows, {}), per_rank=(), owned={"owned"}, temporary={"released"}, rank=0
     )
     assert [plan.names[i] for i in plan.lasting] == ["plain"]

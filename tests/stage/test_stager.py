@@ -6,6 +6,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,39 +38,60 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-@pytest.mark.slow
-def test_every_save_of_a_slowly_copied_state_restores_exactly(tmp_path: Path) -> None:
-    """240 MB, stepped by fused kernels the moment save() returns: every checkpoint holds its own step."""
-    torch.manual_seed(0)
-    model = nn.ParameterList([nn.Parameter(torch.randn(4096, 4096)), nn.Parameter(torch.randn(1000, 3333))])
-    state = {"model": model, "optimizer": AdamW(model.parameters(), lr=0.1, fused=True)}
-    for parameter in model:
-        parameter.grad = torch.randn_like(parameter)
-    state["optimizer"].step()
-    expected = {}
-    with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
-        for step in range(1, 5):
-            expected[step] = snapshot(state)
-            ckpt.save(step)
-            state["optimizer"].step()
-        ckpt.wait()
-    for step, tensors in expected.items():
-        check_saved(tmp_path / "home", step, tensors)
+Trained = tuple[dict[str, Any], list[Optimizer], Callable[[], None]]
+"""A state, its optimizers, and one training step."""
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """The copy does not begin before step() has been called, and still has the bytes from before it."""
+def trained_with(name: str) -> Trained:
     model = make_model()
     optimizer = OPTIMIZERS[name](model.parameters())
-    state = {"model": model, "optimizer": optimizer}
-    train(model, optimizer)
+    return {"model": model, "optimizer": optimizer}, [optimizer], lambda: train(model, optimizer)
+
+
+def trained_by_two() -> Trained:
+    """The optimizer that steps first is not the one that the state names first."""
+    model, other = make_model(), make_model()
+    first, second = (AdamW(one.parameters(), fused=True) for one in (model, other))
+
+    def step() -> None:
+        train(other, second)
+        train(model, first)
+
+    return {"model": model, "b": other, "for_a": first, "for_b": second}, [second, first], step
+
+
+def trained_with_a_scaler() -> Trained:
+    model, scaler = make_model(), torch.amp.GradScaler("cpu")
+    optimizer = AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model.zero_grad()
+        scaler.scale(model(torch.randn(4, WIDTH)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return {"model": model, "optimizer": optimizer, "scaler": scaler}, [optimizer], step
+
+
+TRAININGS: dict[str, Callable[[], Trained]] = {
+    **{name: partial(trained_with, name) for name in OPTIMIZERS},
+    "two optimizers": trained_by_two,
+    "gradient scaler": trained_with_a_scaler,
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The copy does not begin before step() has been called, and still has the bytes from before it."""
+    state, optimizers, step = TRAININGS[name]()
+    step()
     gate = CopyGate(monkeypatch)
-    gate.open_when_stepping([optimizer])
+    gate.open_when_stepping(optimizers)
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         expected = snapshot(state)
         ckpt.save(1)
-        train(model, optimizer)
+        step()
+        assert gate.opened.is_set()
         assert not torch.equal(expected["model.0.weight"], snapshot(state)["model.0.weight"])
     check_saved(tmp_path / "home", 1, expected)
 
@@ -126,49 +148,6 @@ def test_a_closure_runs_during_the_copy(
     check_saved(tmp_path / "home", 1, expected)
 
 
-def test_each_of_two_optimizers_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that steps first is not the one that the state names first."""
-    a, b = make_model(), make_model()
-    state = {
-        "a": a,
-        "b": b,
-        "for_a": AdamW(a.parameters(), fused=True),
-        "for_b": AdamW(b.parameters(), fused=True),
-    }
-    train(a, state["for_a"])
-    train(b, state["for_b"])
-    gate = CopyGate(monkeypatch)
-    gate.open_when_stepping([state["for_b"], state["for_a"]])
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        expected = snapshot(state)
-        ckpt.save(1)
-        train(b, state["for_b"])
-        train(a, state["for_a"])
-    check_saved(tmp_path / "home", 1, expected)
-
-
-def test_a_gradient_scalers_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    scaler = torch.amp.GradScaler("cpu")
-    state = {"model": model, "optimizer": AdamW(model.parameters(), fused=True), "scaler": scaler}
-
-    def step() -> None:
-        model.zero_grad()
-        scaler.scale(model(torch.randn(4, WIDTH)).square().mean()).backward()
-        scaler.step(state["optimizer"])
-        scaler.update()
-
-    step()
-    gate = CopyGate(monkeypatch)
-    gate.open_when_stepping([state["optimizer"]])
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        expected = snapshot(state)
-        ckpt.save(1)
-        step()
-        assert gate.opened.is_set()
-    check_saved(tmp_path / "home", 1, expected)
-
-
 @pytest.mark.filterwarnings("ignore", "error:Dynamo does not know how to trace")
 @pytest.mark.parametrize("when", ["before the first save", "after it"])
 def test_a_compiled_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
@@ -204,26 +183,6 @@ def test_a_compiled_step_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert not torch.equal(expected[number]["model.0.weight"], snapshot(state)["model.0.weight"])
     for number, tensors in expected.items():
         check_saved(tmp_path / "home", number, tensors)
-
-
-def test_tensors_without_an_optimizer_may_change_after_save_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Buffers, a moving average and plain tensors are copied before save() returns."""
-    model, average, plain = make_model(), make_model(), torch.randn(1000)
-    state = {"model": model, "optimizer": AdamW(model.parameters()), "average": average, "plain": plain}
-    train(model, state["optimizer"])
-    gate = CopyGate(monkeypatch)
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        expected = snapshot(state)
-        save = ckpt.save(1)
-        with torch.no_grad():
-            for tensor in (*model.buffers(), *average.parameters(), *average.buffers(), plain):
-                tensor.fill_(7)
-        gate.opened.set()
-        save.wait_durable()
-        assert save.failed is None
-    check_saved(tmp_path / "home", 1, expected)
 
 
 def test_close_removes_hooks_from_optimizers(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from stage.training import (
     compute_gradients,
     make_checkpointer,
     make_model,
+    make_training,
     snapshot,
     train,
 )
@@ -54,11 +54,10 @@ def test_a_write_during_the_copy_drops_the_save_with_a_warning_and_the_next_step
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_counted: bool
 ) -> None:
     """With a change of PyTorch's version counter or without. The error names the tensor."""
-    model = make_model()
-    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
-    gate, weight = CopyGate(monkeypatch), model.get_parameter("2.weight")
+    state = make_training()
+    gate, weight = CopyGate(monkeypatch), state["model"].get_parameter("2.weight")
     with make_checkpointer(tmp_path / "home", state, every=100, keep=None) as ckpt:
-        train(model, state["optimizer"])
+        train(state["model"], state["optimizer"])
         torn = ckpt.save(1)
         assert gate.reached.wait(600)
         (weight.detach() if is_counted else weight.data).clamp_(-0.01, 0.01)
@@ -90,11 +89,9 @@ def test_a_parameter_that_becomes_another_part_of_its_memory_is_not_torn(
     is_written: bool,
 ) -> None:
     """It is pruned, grown or strided at the same address between two saves, and perhaps written to."""
-    buffer, model = torch.randn(600, 300), make_model(300)
-    weight = model.get_parameter("0.weight")
+    buffer, state, gate = torch.randn(600, 300), make_training(300), CopyGate(monkeypatch)
+    weight = state["model"].get_parameter("0.weight")
     weight.data = buffer[:300]
-    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
-    gate = CopyGate(monkeypatch)
     gate.opened.set()
     with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
         ckpt.save(1).wait_durable()
@@ -117,14 +114,12 @@ def test_a_parameter_that_becomes_another_part_of_its_memory_is_not_torn(
 
 @pytest.mark.parametrize("end", ["finish", "close"])
 def test_a_torn_last_save_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    model = make_model()
-    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
-    gate = CopyGate(monkeypatch)
+    state, gate = make_training(), CopyGate(monkeypatch)
     ckpt = make_checkpointer(tmp_path / "home", state, every=1, keep=None)
-    train(model, state["optimizer"])
+    train(state["model"], state["optimizer"])
     assert ckpt.should_save(1)
     ckpt.save(1)
-    model.get_parameter("2.weight").data.clamp_(-0.01, 0.01)
+    state["model"].get_parameter("2.weight").data.clamp_(-0.01, 0.01)
     gate.opened.set()
     expected = snapshot(state)
     with pytest.warns(SaveWarning, match="step 1 was dropped"):
@@ -133,22 +128,8 @@ def test_a_torn_last_save_is_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     check_saved(tmp_path / "home", 1, expected)
 
 
-def test_without_write_tracking_save_copies_everything_before_it_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(watch, "WriteTracker", refuse)
-    model = make_model()
-    state = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
-    with make_checkpointer(tmp_path / "home", state) as ckpt:
-        assert ckpt._components.pipeline.stager.watcher.refusal == "Operation not permitted"
-        expected = snapshot(state)
-        ckpt.save(1)
-        model.get_parameter("2.weight").data.zero_()
-        ckpt.wait()
-    check_saved(tmp_path / "home", 1, expected)
+def refuse() -> None:
+    raise OSError(1, "Operation not permitted")
 
 
 @pytest.mark.parametrize(
@@ -168,9 +149,6 @@ def test_the_method_of_tear_detection_is_logged(
     refusal: str | None,
     means: str,
 ) -> None:
-    def refuse() -> None:
-        raise OSError(1, refusal)
-
     if refusal is not None:
         monkeypatch.setattr(watch, "WriteTracker", refuse)
     elif watch.Watcher().refusal is not None:
@@ -201,8 +179,7 @@ def history_of(home: Path) -> list[str]:
 
 
 def test_save_from_another_thread_is_refused(tmp_path: Path) -> None:
-    model = make_model()
-    state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    state = make_training()
     errors: list[BaseException] = []
 
     def save(step: int) -> None:
@@ -213,7 +190,7 @@ def test_save_from_another_thread_is_refused(tmp_path: Path) -> None:
 
     with make_checkpointer(tmp_path / "home", state) as ckpt:
         ckpt.save(1)
-        train(model, state["optimizer"])
+        train(state["model"], state["optimizer"])
         thread = threading.Thread(target=save, args=(2,))
         thread.start()
         thread.join()
@@ -249,8 +226,8 @@ class Stepper:
 
 
 def test_save_beside_a_thread_that_steps_an_optimizer_outside_of_the_state_is_refused(tmp_path: Path) -> None:
-    model, other = make_model(16), make_model(16)  # too small for the kernel's record
-    state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
+    state, other = make_training(16), make_model(16)  # too small for the kernel's record
+    model = state["model"]
     elsewhere, beside = Stepper(other), Stepper(model)
     for one in (model, other):
         compute_gradients(one, 16)
@@ -269,12 +246,10 @@ def test_save_beside_a_thread_that_steps_an_optimizer_outside_of_the_state_is_re
 
 def test_an_optimizer_that_steps_in_a_thread_of_autograd_is_saved(tmp_path: Path) -> None:
     """On CUDA, `backward` runs hooks of gradients in a thread that Python has not started."""
-    model = make_model(16)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    compute_gradients(model, 16)
+    state = make_training(16)
+    compute_gradients(state["model"], 16)
     with make_checkpointer(tmp_path / "home", state, keep=None) as ckpt:
-        call_in_foreign_thread(optimizer.step)
+        call_in_foreign_thread(state["optimizer"].step)
         expected = snapshot(state)
         ckpt.save(1)
     check_saved(tmp_path / "home", 1, expected)
@@ -301,10 +276,9 @@ def call_in_foreign_thread(function: Callable[[], object]) -> None:
 def test_a_thread_that_steps_and_ends_while_save_copies_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model(16)
-    state: dict[str, Any] = {"model": model, "optimizer": SGD(model.parameters(), lr=0.1)}
-    stepper, copy_in_threads = Stepper(model), stager._copy_in_threads
-    compute_gradients(model, 16)
+    state = make_training(16)
+    stepper, copy_in_threads = Stepper(state["model"]), stager._copy_in_threads
+    compute_gradients(state["model"], 16)
 
     def step_and_copy(views: list[torch.Tensor], live: list[torch.Tensor]) -> None:
         copy_in_threads(views[:1], live[:1])

@@ -18,7 +18,7 @@ def make() -> tuple[dict[str, torch.Tensor], SavePlan]:
     """Rank 0 writes w. Rank 1 writes the others: the optimizer owns other, nothing owns buffer."""
     tensors = {name: torch.arange(SIZE) + 0.5 for name in ("w", "other", "buffer")}
     rows = {name: Tensor("F32", (SIZE,), whole(int(name != "w")), (0, 1)) for name in tensors}
-    plan = SavePlan.make(
+    plan = SavePlan(
         tensors,
         catalog=Catalog(rows, {}),
         per_rank=(),
@@ -38,10 +38,13 @@ def copy_in(arena: Arena, offset: int) -> torch.Tensor:
     return arena.bytes[offset : offset + 4 * SIZE].view(torch.float32)
 
 
+def begin(stager: Stager, plan: SavePlan, tensors: dict[str, torch.Tensor], *indices: int) -> Staging:
+    arena = Arena(1, plan.arena_bytes)
+    return stager.stage(plan, tensors, arena, then=lambda _: None, witnesses=at(plan, *indices))
+
+
 def staged(stager: Stager, plan: SavePlan, tensors: dict[str, torch.Tensor], *indices: int) -> Staging:
-    staging = stager.stage(
-        plan, tensors, Arena(1, plan.arena_bytes), then=lambda _: None, witnesses=at(plan, *indices)
-    )
+    staging = begin(stager, plan, tensors, *indices)
     assert staging.done.wait(WAIT_S)
     return staging
 
@@ -60,9 +63,7 @@ def test_a_torn_witness_is_left_out_and_the_save_stays(monkeypatch: pytest.Monke
     tensors, plan = make()
     stager = Stager()
     gate = CopyGate(monkeypatch)
-    staging = stager.stage(
-        plan, tensors, Arena(1, plan.arena_bytes), then=lambda _: None, witnesses=at(plan, 1)
-    )
+    staging = begin(stager, plan, tensors, 1)
     assert gate.reached.wait(WAIT_S)
     tensors["other"].data[SIZE // 2] = -1.0
     gate.opened.set()
@@ -77,9 +78,7 @@ def test_a_torn_witness_is_left_out_and_the_save_stays(monkeypatch: pytest.Monke
 def test_a_tensor_that_nothing_owns_is_copied_before_stage_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, plan = make()
     gate = CopyGate(monkeypatch)
-    staging = Stager().stage(
-        plan, tensors, Arena(1, plan.arena_bytes), then=lambda _: None, witnesses=at(plan, 2)
-    )
+    staging = begin(Stager(), plan, tensors, 2)
     assert gate.reached.wait(WAIT_S)
     tensors["buffer"].zero_()
     gate.opened.set()

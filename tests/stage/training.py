@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 import holdfast
 from holdfast.checkpoint.stage import stager
@@ -54,6 +54,12 @@ def make_model(width: int = WIDTH) -> nn.Module:
     """A model with parameters and buffers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+
+
+def make_training(width: int = WIDTH, **options: Any) -> dict[str, Any]:
+    """A state of a model and its optimizer."""
+    model = make_model(width)
+    return {"model": model, "optimizer": SGD(model.parameters(), lr=0.1, **options)}
 
 
 def compute_gradients(model: nn.Module, width: int = WIDTH) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from holdfast.checkpoint.format.composites import RAW_DTYPES, SavedTensor
 from holdfast.checkpoint.state import State
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from state.trip import Kept, kept
-from wrapped import Coded, Grid, Momentum, Rounding, coded, same_coded
+from state.trip import Kept, Stateful, kept
+from wrapped import Grid, Momentum, Rounding, coded, same_coded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 
@@ -93,29 +93,6 @@ def test_whether_a_sparse_tensor_is_coalesced_is_kept(is_coalesced: bool) -> Non
     kept({"x": tensor, "in": [tensor]}).restore(State(live))
     assert same_sparse(live["x"], tensor)
     assert same_sparse(live["in"][0], tensor)
-
-
-def test_sparse_state_of_an_optimizer_is_restored_before_its_first_step() -> None:
-    def make() -> tuple[nn.Parameter, torch.optim.Optimizer]:
-        parameter = nn.Parameter(torch.zeros(4, 4))
-        return parameter, torch.optim.SGD([parameter], lr=1.0)
-
-    parameter, optimizer = make()
-    optimizer.state[parameter]["mask"] = MANY.to_sparse_csr()
-    saved = kept({"p": parameter, "o": optimizer})
-    parameter, optimizer = make()
-    saved.restore(State({"p": parameter, "o": optimizer}))
-    assert same_sparse(optimizer.state[parameter]["mask"], MANY.to_sparse_csr())
-
-
-def test_a_sparse_gradient_is_saved_as_a_value() -> None:
-    table = nn.Embedding(5, 2, sparse=True)
-    table(torch.tensor([3, 1, 3])).sum().backward()
-    gradient = table.weight.grad
-    assert gradient is not None
-    live: dict[str, Any] = {"grad": None}
-    kept({"grad": {"w": gradient}}).restore(State(live))
-    assert same_sparse(live["grad"]["w"], gradient)
 
 
 @pytest.mark.parametrize("name", RAW)
@@ -259,20 +236,10 @@ def test_without_live_objects_inner_tensors_are_read() -> None:
 
 
 def test_an_object_receives_a_new_tensor_of_its_class() -> None:
-    class Holds:
-        def __init__(self, tensor: Coded) -> None:
-            self.tensor = tensor
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"tensor": self.tensor}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.tensor = state["tensor"]
-
-    live = Holds(coded(seed=2))
-    before = live.tensor
-    kept({"h": Holds(coded(seed=1))}).restore(State({"h": live}))
-    assert same_coded(live.tensor, coded(seed=1))
+    before = coded(seed=2)
+    live = Stateful({"tensor": before})
+    kept({"h": Stateful({"tensor": coded(seed=1)})}).restore(State({"h": live}))
+    assert same_coded(live.state["tensor"], coded(seed=1))
     assert same_coded(before, coded(seed=2))
 
 
@@ -296,8 +263,8 @@ def test_a_quantized_weight_without_an_optimizer_is_frozen_and_a_trained_one_own
     optimizer = torch.optim.SGD([trained.weight, trained.bias], lr=0.1)
     state = State({"layer": layer, "trained": trained, "o": optimizer})
     captured = state.capture()
-    assert captured.frozen == {"layer.weight.codes", "layer.weight.scale", "layer.bias"}
-    assert captured.owned == {"trained.weight.codes", "trained.weight.scale", "trained.bias"}
+    assert captured.structure.frozen == {"layer.weight.codes", "layer.weight.scale", "layer.bias"}
+    assert captured.structure.owned == {"trained.weight.codes", "trained.weight.scale", "trained.bias"}
     assert state.capture().structure is captured.structure
 
 
@@ -332,3 +299,23 @@ def test_damaged_inner_tensors_of_a_sparse_one_are_corrupt() -> None:
     load = saved.fill(saved.plan(State({"in": [None]})))
     with pytest.raises(Corrupt, match="sparse_csr"):
         load.finish()
+
+
+def test_optimizer_state_that_becomes_sparse_is_restored_as_such() -> None:
+    """Before the first step of the optimizer, and after it."""
+
+    def make(state: dict[str, Any]) -> dict[str, Any]:
+        parameter = nn.Parameter(torch.zeros(4, 4))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        optimizer.state[parameter] = state
+        return {"p": parameter, "o": optimizer}
+
+    mask = {"mask": MANY.clone()}
+    state = State(make(mask))
+    state.capture()
+    mask["mask"] = MANY.to_sparse_csr()
+    saved = Kept(state.capture())
+    for found in ({}, {"mask": FEW.to_sparse_csr()}):
+        live = make(found)
+        saved.restore(State(live))
+        assert same_sparse(live["o"].state[live["p"]]["mask"], MANY.to_sparse_csr())

@@ -10,25 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpoint.state import State, per_rank, replicated
-from holdfast.checkpoint.state.holders import HeldTensor, HolderAgreement, RankInventory, agree
+from holdfast.checkpoint.state.holders import HolderAgreement, agree, inventory
 from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 from holdfast.errors import InvalidInput
-from state.trip import kept
+from state.trip import fake_ranks, kept
 
 
 def _inventory(
     *names: str, layout: ShardLayout | None = None, shape: tuple[int, ...] = (4,)
-) -> RankInventory:
-    tensors = {name: HeldTensor("torch.float32", shape, layout) for name in names}
-    return RankInventory(frozenset({"model"}), tensors, frozenset())
+) -> dict[str, Any]:
+    return inventory({"model"}, dict.fromkeys(names, ("torch.float32", shape, layout)), ())
 
 
-def _agreed(inventories: list[RankInventory]) -> list[HolderAgreement]:
+def _agreed(inventories: list[dict[str, Any]]) -> list[HolderAgreement]:
     """What each rank comes to; each is a thread."""
     world_size = len(inventories)
     told: list[Any] = [None] * world_size
@@ -67,7 +64,7 @@ def test_a_single_rank_does_not_communicate() -> None:
     """There may be no process group at all."""
     state = State({"model": torch.nn.Linear(1, 1)}, world=(0, 1))
     state.agree(lambda value: pytest.fail("asked"))
-    assert state.capture().shardings["model.weight"].layout.copies == ((0,),)
+    assert state.capture().structure.shardings["model.weight"].layout.copies == ((0,),)
 
 
 def test_each_pipeline_stage_holds_its_own_layers() -> None:
@@ -108,7 +105,7 @@ def test_tensor_parallel_pairs_are_copies_of_each_other() -> None:
     "other",
     [_inventory("model.w", shape=(5,)), _inventory("model.w", layout=ShardLayout(((0, 2),), ((0, 1),)))],
 )
-def test_the_error_names_different_tensors_of_one_name(other: RankInventory) -> None:
+def test_the_error_names_different_tensors_of_one_name(other: dict[str, Any]) -> None:
     """With both ranks and what each has."""
     match = r"model.w is torch.float32\[4\], whole on rank 0 but .* on rank 1"
     with pytest.raises(InvalidInput, match=match):
@@ -124,9 +121,8 @@ def test_annotations_of_the_user_take_precedence() -> None:
 
 @pytest.fixture
 def _second_of_four() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=4)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(2, 4):
+        yield
 
 
 class _Stage(nn.Module):
@@ -171,12 +167,11 @@ def test_optimizer_state_has_the_holders_of_its_parameter() -> None:
     optimizer.step()
     captured = state.capture()
     assert captured.structure is not before
-    assert captured.shardings["model.second.weight"].layout.copies == ((2,), (3,))
-    assert captured.shardings["optimizer.state.model.second.weight.exp_avg"].layout.copies == ((2,), (3,))
-    assert captured.shardings["optimizer.state.model.second.weight.step"].layout.copies == ((2,), (3,))
-    assert captured.shardings["table.x"].layout.copies == ((2,), (3,))
-    assert captured.per_rank == {"own.weight", "own.bias", "rng.torch"}
-    assert captured.shardings.keys() == captured.tensors.keys() - captured.per_rank
+    state_of = "optimizer.state.model.second.weight"
+    for name in ("model.second.weight", f"{state_of}.exp_avg", f"{state_of}.step", "table.x"):
+        assert captured.structure.shardings[name].layout.copies == ((2,), (3,)), name
+    assert captured.structure.per_rank == {"own.weight", "own.bias", "rng.torch"}
+    assert captured.structure.shardings.keys() == captured.tensors.keys() - captured.structure.per_rank
     assert state.capture().structure is captured.structure
 
 
@@ -222,13 +217,13 @@ def test_parameters_without_an_optimizer_are_frozen() -> None:
     """A base model under an adapter; buffers and loose tensors are not meant."""
     base, adapter = nn.BatchNorm1d(2), nn.Linear(2, 2)
     objects = {"base": base, "adapter": adapter, "loose": nn.Parameter(torch.ones(1))}
-    assert State(objects).capture().frozen == frozenset()
+    assert State(objects).capture().structure.frozen == frozenset()
     trained = {**objects, "optimizer": torch.optim.SGD(adapter.parameters())}
     state = State(trained)
     captured = state.capture()
-    assert captured.frozen == {"base.weight", "base.bias"}
+    assert captured.structure.frozen == {"base.weight", "base.bias"}
     trained["optimizer"].add_param_group({"params": [base.bias]})
-    assert state.capture().frozen == {"base.weight"}
+    assert state.capture().structure.frozen == {"base.weight"}
     assert state.capture().structure is not captured.structure
 
 
@@ -238,4 +233,4 @@ def test_per_rank_parameters_are_never_frozen() -> None:
     base, adapter = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD(adapter.parameters())
     captured = State({"base": per_rank(base), "adapter": adapter, "optimizer": optimizer}).capture()
-    assert captured.frozen == frozenset()
+    assert captured.structure.frozen == frozenset()

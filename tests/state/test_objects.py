@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.values import decode, encode
 from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.checkpoint.state.tensors import dtype_name, torch_dtype
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from state.trip import kept, same
+from state.trip import Stateful, kept, same
 
 
 def test_plain_values_are_assigned_to_the_users_mapping() -> None:
@@ -118,8 +118,6 @@ def test_generators_resume() -> None:
     objects2 = build(2)
     saved.restore(State(objects2))
     assert [draw(objects2), draw(objects2)] == expected
-    with pytest.raises(InvalidInput, match="does not fit it"):
-        saved.restore(State({**build(3), "numpy": random.Random(1)}))
 
 
 KINDS: dict[str, Any] = {
@@ -338,18 +336,15 @@ def _draw() -> list[float]:
 def test_process_wide_generators_are_restored_last() -> None:
     """Also when a user's load_state_dict() draws numbers."""
 
-    class Drawer:
-        def state_dict(self) -> dict[str, Any]:
-            return {"x": torch.zeros(1)}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+    class Drawer(Stateful):
+        def load_state_dict(self, state: Any) -> None:
             _draw()
 
     random.gauss(0, 1)
-    saved = kept({"drawer": Drawer()})
+    saved = kept({"drawer": Drawer({"x": torch.zeros(1)})})
     assert "rng.torch" in saved.tensors
     expected = _draw()
-    saved.restore(State({"drawer": Drawer()}))
+    saved.restore(State({"drawer": Drawer({"x": torch.zeros(1)})}))
     assert _draw() == expected
 
 
@@ -367,22 +362,11 @@ def test_generators_from_another_rank_are_reseeded_deterministically() -> None:
 
 def test_load_state_dict_receives_the_result_of_state_dict() -> None:
     """Nested tuples, lists and dicts with tensors, non-string keys and ties inside."""
-
-    class Thing:
-        def __init__(self, state: Any) -> None:
-            self.state = state
-
-        def state_dict(self) -> Any:
-            return self.state
-
-        def load_state_dict(self, state: Any) -> None:
-            self.state = state
-
     shared = torch.arange(3)
     trained = torch.ones(2, 2, requires_grad=True)
     state = {"a": (shared, [shared, None]), 5: {"t": trained}, "n": np.float32(2)}
-    other = Thing(None)
-    kept({"thing": Thing(state)}).restore(State({"thing": other}))
+    other = Stateful()
+    kept({"thing": Stateful(state)}).restore(State({"thing": other}))
     assert same(other.state["a"], state["a"])
     assert other.state["a"][0] is other.state["a"][1][0]
     assert other.state[5]["t"].tolist() == [[1, 1], [1, 1]]
@@ -391,16 +375,12 @@ def test_load_state_dict_receives_the_result_of_state_dict() -> None:
 
 
 def test_the_error_of_a_stateful_object_names_its_key() -> None:
-
-    class Picky:
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
+    class Picky(Stateful):
+        def load_state_dict(self, state: Any) -> None:
             raise KeyError("lost")
 
     with pytest.raises(InvalidInput, match=r"picky: .*lost"):
-        kept({"picky": Picky()}).restore(State({"picky": Picky()}))
+        kept({"picky": Picky({})}).restore(State({"picky": Picky({})}))
 
 
 @pytest.mark.parametrize("key", ["", "rng", "a/b", "a@r1", 3])
@@ -467,12 +447,6 @@ def test_tensors_without_plain_bytes_are_refused(why: str) -> None:
     model.register_buffer("b", tensor)
     with pytest.raises(Unsupported, match=f"m.b cannot be saved: .*{why}"):
         State({"m": model}).capture()
-
-
-def test_colliding_names_are_refused() -> None:
-    """A dotted key and a module path that read the same."""
-    with pytest.raises(InvalidInput, match=r"m\.weight"):
-        State({"m": nn.Linear(1, 1), "m.weight": torch.ones(1)}).capture()
 
 
 def test_annotated_values_keep_their_annotation() -> None:

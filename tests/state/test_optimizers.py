@@ -60,7 +60,7 @@ def test_optimizer_state_is_named_after_parameters() -> None:
     parameters = {name for name in captured.tensors if name.startswith("model.")} - {
         f"model.norm.{b}" for b in ("running_mean", "running_var", "num_batches_tracked")
     }
-    assert captured.owned == optimizer_names | parameters
+    assert captured.structure.owned == optimizer_names | parameters
 
 
 def test_parameter_groups_in_another_order_get_their_own_options() -> None:
@@ -103,7 +103,7 @@ def test_tensor_learning_rates_are_filled_in_place() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     objects = {"m": model, "o": optimizer}
     captured = State(objects).capture()
-    assert "o.param_groups.0.lr" not in captured.owned
+    assert "o.param_groups.0.lr" not in captured.structure.owned
     saved = kept(objects)
     rate.fill_(9)
     saved.restore(State(objects))
@@ -115,14 +115,14 @@ def test_a_new_group_and_a_replaced_parameter_are_detected() -> None:
     model, optimizer = _trained()
     extra = nn.Linear(2, 2)
     state = State({"m": model, "o": optimizer, "extra": extra})
-    assert not any("extra" in name for name in state.capture().owned)
+    assert not any("extra" in name for name in state.capture().structure.owned)
     optimizer.add_param_group({"params": extra.parameters()})
     captured = state.capture()
     assert captured.values["o"]["param_groups"][1]["params"] == ["extra.weight", "extra.bias"]
-    assert "extra.weight" in captured.owned
+    assert "extra.weight" in captured.structure.owned
     model.inner.bias = nn.Parameter(torch.zeros(8))
     captured = state.capture()
-    assert "m.inner.bias" not in captured.owned
+    assert "m.inner.bias" not in captured.structure.owned
     assert captured.values["o"]["param_groups"][0]["params"][4] == "group0.4"
 
 
@@ -223,9 +223,9 @@ def test_an_optimizer_with_its_own_load_state_dict_uses_it() -> None:
     state = State(objects)
     captured = state.capture()
     assert state.optimizers() == [optimizer]
-    assert "m.inner.weight" in captured.owned
+    assert "m.inner.weight" in captured.structure.owned
     assert "o.state.0.momentum_buffer" in captured.tensors
-    assert not any(name.startswith("o.") for name in captured.owned)
+    assert not any(name.startswith("o.") for name in captured.structure.owned)
     other = Net()
     optimizer2 = OwnCode(other.parameters(), 0.2, momentum=0.9)
     kept(objects).restore(State({"m": other, "o": optimizer2}))

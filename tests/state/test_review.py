@@ -19,18 +19,24 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
+from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import plain_iterators
 from holdfast.errors import InvalidInput, ResumeWarning
 from stage.training import make_checkpointer, make_model
+from state.trip import kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital:UserWarning")
 
 
-def doubts_of(home: Path, state: dict[str, Any]) -> list[str]:
-    """The ResumeWarnings of a first save."""
+def doubts_of(home: Path, state: dict[str, Any], *steppers: Any) -> list[str]:
+    """The ResumeWarnings of a first save; with steppers, after one step of training a model of width 4."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with make_checkpointer(home, state) as ckpt:
+            if steppers:
+                state["model"](torch.ones(2, 4)).sum().backward()
+            for one in steppers:
+                one.step()
             ckpt.save(1)
     return [str(one.message) for one in caught if issubclass(one.category, ResumeWarning)]
 
@@ -233,15 +239,8 @@ def begun_loader() -> Any:
 
 
 @pytest.mark.usefixtures("no_other_loaders")
-def test_a_data_loader_in_use_warns(tmp_path: Path) -> None:
-    _reading = begun_loader()
-    (doubt,) = doubts_of(tmp_path / "home", {"x": torch.ones(1)})
-    assert "a shuffled DataLoader over Numbers is being read" in doubt
-
-
-@pytest.mark.usefixtures("no_other_loaders")
 def test_the_first_save_does_not_scan_all_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scan stops all threads of the process. It runs before training, and only once."""
+    """It warns of a data loader in use. The scan stops all threads, runs before training, and only once."""
     made = make_checkpointer(tmp_path / "home", {"x": torch.ones(1)})
     _reading = begun_loader()
 
@@ -300,14 +299,10 @@ def test_states_that_resume_exactly_do_not_warn(tmp_path: Path, name: str) -> No
     assert doubts_of(tmp_path / "home", sound()[name]) == []
 
 
-def test_a_load_state_dict_that_ignores_its_argument_warns_at_the_restore(tmp_path: Path) -> None:
-    with make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 5})}) as ckpt:
-        ckpt.save(1)
-    with (
-        make_checkpointer(tmp_path / "home", {"meter": Meter({"seen": 0})}) as ckpt,
-        pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter differs from"),
-    ):
-        ckpt.restore()
+def test_a_load_state_dict_that_ignores_its_argument_warns_at_the_restore() -> None:
+    saved = kept({"meter": Meter({"seen": 5})})
+    with pytest.warns(ResumeWarning, match="meter: after load_state_dict.* of this Meter differs from"):
+        saved.restore(State({"meter": Meter({"seen": 0})}))
 
 
 class Structured:
@@ -327,12 +322,9 @@ class Structured:
         self.value.copy_(state["value"])
 
 
-def test_the_metadata_of_a_state_dict_is_restored(tmp_path: Path) -> None:
-    with make_checkpointer(tmp_path / "home", {"it": Structured(7.0)}) as ckpt:
-        ckpt.save(1)
+def test_the_metadata_of_a_state_dict_is_restored() -> None:
     it = Structured(0.0)
-    with make_checkpointer(tmp_path / "home", {"it": it}) as ckpt:
-        assert ckpt.restore() == 1
+    kept({"it": Structured(7.0)}).restore(State({"it": it}))
     assert it.value.tolist() == [7.0] * 3
 
 
@@ -374,25 +366,13 @@ class Delegate:
         self.optimizer.load_state_dict(state)
 
 
-def trained_doubts(home: Path, state: dict[str, Any], *steppers: Any) -> list[str]:
-    """The ResumeWarnings of a first save after one step of training."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with make_checkpointer(home, state) as ckpt:
-            state["model"](torch.ones(2, 4)).sum().backward()
-            for one in steppers:
-                one.step()
-            ckpt.save(1)
-    return [str(one.message) for one in caught if issubclass(one.category, ResumeWarning)]
-
-
 def test_an_optimizer_that_is_not_saved_is_named(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 2)
     inside, forgotten = Inside(model.parameters()), torch.optim.AdamW(model.parameters())
-    (doubt,) = trained_doubts(tmp_path / "a", {"model": model, "sam": inside}, inside)
+    (doubt,) = doubts_of(tmp_path / "a", {"model": model, "sam": inside}, inside)
     assert "trained by a SGD whose state is not saved" in doubt
     assert "It is inside sam.base_optimizer" in doubt
-    (doubt,) = trained_doubts(tmp_path / "b", {"model": model}, forgotten)
+    (doubt,) = doubts_of(tmp_path / "b", {"model": model}, forgotten)
     assert "trained by a AdamW whose state is not saved" in doubt
 
 
@@ -403,12 +383,12 @@ def test_optimizers_that_are_saved_or_have_no_state_are_not_named(tmp_path: Path
     elsewhere = torch.optim.AdamW(other.parameters())
     other(torch.ones(1, 4)).sum().backward()
     state = {"model": model, "optimizer": adam, "ema": ema, "teacher": teacher}
-    assert trained_doubts(tmp_path / "a", state, adam, elsewhere) == []
-    assert trained_doubts(tmp_path / "b", {"model": model}, plain) == []
-    assert trained_doubts(tmp_path / "c", {"model": model, "wrapped": Delegate(adam)}, adam) == []
+    assert doubts_of(tmp_path / "a", state, adam, elsewhere) == []
+    assert doubts_of(tmp_path / "b", {"model": model}, plain) == []
+    assert doubts_of(tmp_path / "c", {"model": model, "wrapped": Delegate(adam)}, adam) == []
     inside = Inside(model.parameters())
     both = {"model": model, "sam": inside, "base": inside.base_optimizer}
-    assert trained_doubts(tmp_path / "d", both, inside) == []
+    assert doubts_of(tmp_path / "d", both, inside) == []
 
 
 def test_sparse_state_of_an_optimizer_is_no_error(tmp_path: Path) -> None:

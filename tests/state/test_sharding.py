@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _utils
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast import per_rank
 from holdfast.checkpoint.format.layout import EvenPartitioning, Region
 from holdfast.checkpoint.state import Sharding, State, assign, local_of, sharding_of
 from holdfast.errors import InvalidInput, Unsupported
-from state.trip import kept
+from state.trip import Stateful, fake_ranks, kept
 
 WORLD = 12
 _shape_and_offset: Any = getattr(_utils, "_compute_local_shape_and_global_offset", None)
@@ -31,10 +29,8 @@ pytestmark = pytest.mark.skipif(not _shape_and_offset, reason="torch 2.6 has no 
 
 @pytest.fixture(scope="module", autouse=True)
 def _world() -> Iterator[None]:
-    """Rank 5 of a world that exists only on paper."""
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=WORLD)
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(5, WORLD):
+        yield
 
 
 def _mesh(ranks: Any) -> DeviceMesh:
@@ -77,7 +73,7 @@ def _assert_regions_are_torchs(ranks: torch.Tensor, placements: Any, shape: tupl
         assert region.offsets == offsets or not region.num_items
     for copy in range(len(sharding.layout.copies)):
         times = torch.zeros(shape, dtype=torch.int)
-        for _, region in sharding.layout.partitioning(copy).regions(shape):
+        for _, region in sharding.layout.partitionings[copy].regions(shape):
             times[region.slices] += 1
         assert bool((times == 1).all())
 
@@ -118,8 +114,8 @@ def test_replicated_mesh_dimensions_are_copies() -> None:
     sharding = _sharding(tensor)
     assert sharding.layout.splits == ((0, 2),)
     assert sharding.layout.copies == ((0, 1), (5, 4))
-    assert sharding.layout.partitioning(1) == EvenPartitioning(((0, 2),), (5, 4))
-    assert sharding.layout.partitioning(1) is sharding.layout.partitioning(1)
+    assert sharding.layout.partitionings[1] == EvenPartitioning(((0, 2),), (5, 4))
+    assert sharding.layout.partitionings[1] is sharding.layout.partitionings[1]
 
 
 def test_a_local_tensor_shares_memory() -> None:
@@ -147,7 +143,7 @@ def test_a_rank_outside_a_mesh_has_no_region() -> None:
     captured = state.capture()
     assert set(captured.tensors) == {"here", "rng.torch"}
     assert captured.tensors["here"].shape == (3,)
-    assert captured.shardings.keys() == {"here"}
+    assert captured.structure.shardings.keys() == {"here"}
     assert state.capture().structure is captured.structure
 
 
@@ -156,7 +152,7 @@ def test_tied_sharded_tensors_stay_tied_even_if_empty_on_this_rank() -> None:
     tensor = _tensor(_mesh(list(range(WORLD))), [Shard(0)], (3,))
     assert not local_of(tensor).numel()
     captured = State({"a": tensor, "b": [tensor]}).capture()
-    assert captured.tied == {"b.0": "a"}
+    assert captured.structure.tied == {"b.0": "a"}
 
 
 def test_a_local_tensor_that_does_not_match_its_placements_is_refused() -> None:
@@ -176,15 +172,15 @@ def test_a_changed_layout_is_detected() -> None:
     tensor._spec = _tensor(_mesh([6, 5]), [Shard(0)], (4,))._spec
     second = state.capture()
     assert second.structure is not first.structure
-    assert second.shardings["x"].layout.copies == ((6, 5),)
+    assert second.structure.shardings["x"].layout.copies == ((6, 5),)
 
 
 def test_equal_layouts_share_one_object() -> None:
     """So that thousands of tensors cost a few partitionings."""
     tensors = [_tensor(_mesh([5, 6]), [Shard(0)], (4, i)) for i in range(1, 4)]
     captured = State({"x": tensors}).capture()
-    assert len({id(s.layout) for s in captured.shardings.values()}) == 1
-    partitionings = assign(dict.fromkeys(captured.shardings, 8), captured.shardings)
+    assert len({id(s.layout) for s in captured.structure.shardings.values()}) == 1
+    partitionings = assign(dict.fromkeys(captured.structure.shardings, 8), captured.structure.shardings)
     assert len(partitionings) == 3
     assert len({id(one) for one in partitionings.values()}) == 1
 
@@ -247,49 +243,23 @@ def test_a_different_global_shape_is_refused() -> None:
         saved.plan(State({"x": _rows()}))
 
 
-class _Wrapper:
-    """An object whose state_dict() has DTensors, as wrappers of models and optimizers have."""
-
-    def __init__(self) -> None:
-        self.tensor = _rows()
-        self.plain = torch.zeros(2)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"nested": {"tensor": self.tensor}, "plain": self.plain}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert isinstance(state["nested"]["tensor"], DTensor)
-        assert state["nested"]["tensor"]._spec == self.tensor._spec
-        self.tensor, self.plain = state["nested"]["tensor"], state["plain"]
-
-
 def test_load_state_dict_receives_dtensors() -> None:
-    """And is not touched while the load is planned."""
+    """As wrappers of models and optimizers have them. The object is not touched while the load is planned."""
     whole = torch.arange(16.0).reshape(4, 4)
-    saved = kept({"w": _Plain({"nested": {"tensor": whole}, "plain": torch.ones(2)})})
-    wrapper = _Wrapper()
+    saved = kept({"w": Stateful({"nested": {"tensor": whole}, "plain": torch.ones(2)})})
+    wrapper, rows = Stateful({"nested": {"tensor": _rows()}, "plain": torch.zeros(2)}), _rows()
     state = State({"w": wrapper})
-    assert state.capture().shardings["w.nested.tensor"].layout.copies == ((6, 5),)
+    assert state.capture().structure.shardings["w.nested.tensor"].layout.copies == ((6, 5),)
     load = saved.plan(state)
     assert load.targets["w.nested.tensor"][0].region == Region((2, 0), (2, 4))
     saved.fill(load)
-    assert not wrapper.tensor.to_local().any()
+    assert not wrapper.state["nested"]["tensor"].to_local().any()
     load.finish()
-    assert torch.equal(wrapper.tensor.to_local(), whole[2:])
-    assert wrapper.plain.tolist() == [1, 1]
-
-
-class _Plain:
-    """The same object where nothing is sharded."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError
+    found = wrapper.state["nested"]["tensor"]
+    assert isinstance(found, DTensor)
+    assert found._spec == rows._spec
+    assert torch.equal(found.to_local(), whole[2:])
+    assert wrapper.state["plain"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

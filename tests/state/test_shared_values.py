@@ -66,14 +66,6 @@ def test_values_that_were_one_object_stay_one(kind: str) -> None:
     assert equal(shared, make(1.0))
 
 
-def test_a_list_that_is_repeated_in_a_grid_gets_all_rows() -> None:
-    saved = kept({"grid": [[1, 2], [3, 4], [3, 4]]})
-    state: dict[str, Any] = {"grid": [[0, 0]] * 3}
-    saved.restore(State(state))
-    assert state["grid"] == [[1, 2], [3, 4], [3, 4]]
-    assert state["grid"][1] is not state["grid"][0]
-
-
 @pytest.mark.parametrize("kind", ["tensor", "array"])
 def test_views_that_overlap_are_apart_if_their_values_differ(kind: str) -> None:
     make = torch.tensor if kind == "tensor" else np.array

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.sealed import dumps
@@ -33,6 +36,19 @@ class Net(nn.Module):
         return self.out(self.drop(torch.tanh(self.inner(hidden))))
 
 
+class Stateful:
+    """An object with a state of its own, which it returns and takes as it is."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 class Kept:
     """What a checkpoint keeps of a captured state: copies of the bytes, values as JSON text."""
 
@@ -40,7 +56,7 @@ class Kept:
         found, layout = captured.tensors, torch.contiguous_format
         self.tensors = {name: t.clone(memory_format=layout) for name, t in found.items()}
         self.specs = {name: Tensor(dtype_name(t.dtype), tuple(t.shape), None) for name, t in found.items()}
-        self.tied = dict(captured.tied)
+        self.tied = dict(captured.structure.tied)
         self.values: dict[str, Any] = copy.deepcopy(captured.values)
         self.text = dumps(self.values)
 
@@ -72,6 +88,16 @@ def assign(thing: Any, **attributes: Any) -> None:
     """Set attributes of an object, within an expression."""
     for name, value in attributes.items():
         setattr(thing, name, value)
+
+
+@contextlib.contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """A world that exists only on paper, as one of its ranks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def kept(objects: dict[str, Any]) -> Kept:
@@ -135,7 +161,7 @@ def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
     assert left.tensors
     different = [name for name, t in left.tensors.items() if not same(t, right.tensors[name])]
     assert not different
-    assert left.tied == right.tied
+    assert left.structure.tied == right.structure.tied
     assert decode_all(left) == decode_all(right)
 
 

@@ -132,22 +132,22 @@ def told(captured: CapturedState, rank: int) -> dict[str, Any]:
     """What a rank writes of a captured state."""
     sizes = {
         n: torch.Size(s.shape).numel() * captured.tensors[n].element_size()
-        for n, s in captured.shardings.items()
+        for n, s in captured.structure.shardings.items()
     }
-    partitionings = assign(sizes, captured.shardings)
-    assert partitionings.keys() == captured.tensors.keys() - captured.per_rank
+    partitionings = assign(sizes, captured.structure.shardings)
+    assert partitionings.keys() == captured.tensors.keys() - captured.structure.per_rank
     written = {
-        name: (captured.tensors[name].clone(), partitioning, captured.shardings[name].shape)
+        name: (captured.tensors[name].clone(), partitioning, captured.structure.shardings[name].shape)
         for name, partitioning in partitionings.items()
         if rank in partitioning.ranks
     }
     for name, (local, partitioning, shape) in written.items():
-        (region,) = captured.shardings[name].regions_of(rank)
+        (region,) = captured.structure.shardings[name].regions_of(rank)
         assert [region] == [partitioning.region_at(i, shape) for i in partitioning.indices_of(rank)]
         assert region.num_items == local.numel()
     return {
         "written": written,
-        "tied": captured.tied,
+        "tied": captured.structure.tied,
         "values": copy.deepcopy({k: v for k, v in captured.values.items() if k != "rng"}),
         "num_bytes": sum(local.nbytes for local, _, _ in written.values()),
         "alike": sorted((name, one.ranks) for name, one in partitionings.items()),
@@ -195,8 +195,8 @@ def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:
 def _check_facts(captured: CapturedState, full: dict[str, torch.Tensor]) -> None:
     names = full.keys() & captured.tensors.keys()
     is_flat = "model.head.weight" in captured.tensors  # FSDP1 gives copies: nothing is tied, nothing is owned
-    assert captured.owned == (frozenset() if is_flat else names)
-    assert captured.frozen == frozenset()
+    assert captured.structure.owned == (frozenset() if is_flat else names)
+    assert captured.structure.frozen == frozenset()
     assert {"optimizer.state.model.up.weight.exp_avg", "model.tail.weight"} & names
 
 

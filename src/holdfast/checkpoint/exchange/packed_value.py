@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.state.entry import is_stateful
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
-from holdfast.checkpoint.state.tree import extract_tensors, insert_tensors, references
+from holdfast.checkpoint.state.tree import Extraction, insert_tensors, references
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Path = tuple[Any, ...]
@@ -82,7 +82,7 @@ class Packed:
             if not is_savable(tensor):
                 raise unsavable(tensor, path)
 
-        encode(extract_tensors(self.tree, name, emit, composites=False), name)
+        encode(Extraction(emit, composites=False).extract(self.tree, name), name)
 
     def copied(self) -> Packed:
         """Return the partition with copies of all tensors on the CPU."""

@@ -56,7 +56,7 @@ def rename(names: Iterable[str], prefixes: Mapping[str, str] | None) -> dict[str
 def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, Any]]:
     """Return the tensors of a tree by their paths, joined by dots; names of tied ones; other values."""
     from holdfast.checkpoint.state.tensors import is_savable, unsavable
-    from holdfast.checkpoint.state.tree import extract_tensors
+    from holdfast.checkpoint.state.tree import Extraction
 
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
@@ -80,7 +80,7 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
 
     for key, item in tree.items():
         try:
-            stripped = extract_tensors(item, key, emit)
+            stripped = Extraction(emit).extract(item, key)
         except RecursionError as error:
             raise InvalidInput(
                 f"The value of {key[:60]!r} contains itself, or is nested too deeply. Nothing was imported. "

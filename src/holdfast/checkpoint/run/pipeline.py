@@ -141,11 +141,11 @@ class Pipeline:
             planned = self._watching.planned(shared)
             self._copies = PlannedCopies.make(planned, shared, captured.tensors, catalog, rank)
             make = partial(
-                SavePlan.make,
+                SavePlan,
                 captured.tensors,
                 catalog=catalog,
-                per_rank=captured.per_rank,
-                owned=captured.owned,
+                per_rank=captured.structure.per_rank,
+                owned=captured.structure.owned,
                 temporary=captured.structure.temporary,
                 places=captured.structure.places,
                 rank=rank,
@@ -169,7 +169,6 @@ class Pipeline:
         has_room = self.arenas.has_room(num_bytes)
         with contextlib.nullcontext() if has_room else reported_if_slow(self._report_full):
             arena = self.arenas.acquire(num_bytes)
-        assert arena is not None
         self.waited_for_memory_s += time.perf_counter() - began
         self._in_use[arena.number] = arena
         return arena

@@ -8,7 +8,6 @@ import mmap
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -57,7 +56,8 @@ class Arena:
         except BaseException:
             os.close(self.fd)
             raise
-        self.views: dict[int, list[torch.Tensor]] = {}  # a plan's tensors here, filled by SavePlan.views
+        self.plan: object = None  # plan of the last save here
+        self.views: list[torch.Tensor] = []  # the plan's tensors here, filled by SavePlan.views
         self._is_pinned: bool | None = None  # None: not tried
 
     def prefault(self) -> None:
@@ -213,8 +213,8 @@ class Arenas:
         busy = self._num_bytes - sum(arena.num_bytes for arena in self._free)
         return busy + num_bytes + mmap.PAGESIZE <= self.cap_bytes
 
-    def acquire(self, num_bytes: int, *, timeout_s: float | None = None) -> Arena | None:
-        """Return a free arena of at least `num_bytes`, or None after the timeout.
+    def acquire(self, num_bytes: int) -> Arena:
+        """Return a free arena of at least `num_bytes`.
 
         Blocks: until an arena is free, if the limit does not allow another.
         """
@@ -223,13 +223,8 @@ class Arenas:
                 f"A save of this rank needs an arena of {format_bytes(num_bytes)}, but memory= allows "
                 f"{format_bytes(self.cap_bytes)} in all. Nothing was saved. Raise memory=."
             )
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            while not self._available(num_bytes):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                self._changed.wait(left)
+            self._changed.wait_for(lambda: self._available(num_bytes))
             self._raise_refused()
             for arena in self._free:
                 if arena.num_bytes >= num_bytes:

@@ -34,7 +34,7 @@ class CalmTensors:
     def __init__(self) -> None:
         self._num_quiet: dict[str, int] = {}  # observations in a row without a write, by name
         self.torn: set[str] = set()
-        self._plan: int | None = None
+        self._plan: object = None
         self._num_saves = 0  # with this plan
         self._watch: WriteWatch | None = None
         self._observed: Mapping[int, str] = {}
@@ -50,12 +50,12 @@ class CalmTensors:
         """Indices of the tensors that are being observed."""
         return () if self._watch is None else self._observed
 
-    def choose(self, plan: int, names: Mapping[int, str]) -> Mapping[int, str]:
+    def choose(self, plan: object, names: Mapping[int, str]) -> Mapping[int, str]:
         """Count a save, and return the tensors to observe after it. A new plan begins the series again.
 
         The names are those of tensors that no optimizer owns and that can be watched, by index.
         """
-        if plan != self._plan:
+        if plan is not self._plan:
             self._plan, self._num_saves = plan, 0
         self._num_saves += 1
         if self._num_saves & (self._num_saves - 1):

@@ -248,7 +248,7 @@ class Stager:
         """Copy while the caller waits; return the indices of tensors that another thread has changed."""
         plan, live, watcher = copy.plan, copy.live, self.watcher
         lone = plan.large.difference(watcher.overlapping)
-        chosen = self.calm.choose(plan.number, {i: plan.names[i] for i in copy.free if i in lone})
+        chosen = self.calm.choose(plan, {i: plan.names[i] for i in copy.free if i in lone})
         large = {i: live[i] for i in sorted(plan.large.intersection(blocking))}
         observed = watcher.start({i: live[i] for i in chosen})
         watch = watcher.start({i: tensor for i, tensor in large.items() if i not in chosen})

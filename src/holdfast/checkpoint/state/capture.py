@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from holdfast.checkpoint.copies import SharedTensor
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
@@ -20,7 +21,7 @@ from holdfast.checkpoint.state.holders import HolderAgreement
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout
 from holdfast.checkpoint.state.tensor_table import Role, StateStructure, TensorTable
 from holdfast.checkpoint.state.tensors import NAMES, is_composite, is_savable
-from holdfast.checkpoint.state.tree import extract_tensors, references
+from holdfast.checkpoint.state.tree import Extraction, references
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,11 @@ class CapturedState:
     `tensors` are detached and share memory with the training objects; of tied tensors only the first is
     included. A sharded tensor appears as this rank's part, perhaps empty; a rank outside a tensor's mesh does
     not list it. The order is the same on every rank whose state has the same structure.
-
-    `structure` is the same object as in the previous capture if only bytes and values have changed: the names
-    and their order, dtypes, shapes, devices, `shardings`, `per_rank`, `owned`, `frozen` and `tied` have not.
-    Otherwise it is a new object.
     """
 
     tensors: dict[str, torch.Tensor]
-    shardings: dict[str, Sharding]  # of every name that is not per rank: the region of each rank
-    per_rank: frozenset[str]  # names with a different tensor on every rank
-    owned: frozenset[str]  # changed only by a step of an optimizer in the state
-    frozen: frozenset[str]  # module parameters that no optimizer trains, if the state has an optimizer
-    tied: dict[str, str]  # alias -> name of the same tensor
     values: dict[str, Any]  # top-level key -> tagged JSON, with {"$tensor": name} for tensors
-    structure: StateStructure  # compare by identity
-    lowest: dict[str, ShardLayout] = field(default_factory=dict)  # see `StateStructure.lowest`
+    structure: StateStructure  # the same object as in the previous capture if no fact in it has changed
 
 
 class TensorCollector:
@@ -61,7 +52,6 @@ class TensorCollector:
         self._followed = followed if is_usable else None
         self._new_table = TensorTable(rank, world_size, checked)
         self._row = 0  # of the table that is followed: all before it are confirmed
-        self._owner = 0
         self._composites: list[str] = []  # of the table that is followed: names that are confirmed
         self.replaced: dict[int, torch.Tensor] = {}  # row -> the tensor that stands there now
         self._replaced_at: set[int] = set()  # their addresses
@@ -104,15 +94,14 @@ class TensorCollector:
         self._new_table.name_composite(name, tensor, inner)
 
     def extract(self, value: Any, name: str, role: Role, **options: bool) -> Any:
-        """Return a tree whose tensors are collected with one role; see `extract_tensors`."""
+        """Return a tree whose tensors are collected with one role; see `Extraction`."""
         own = role._replace(replication=Replication.PER_RANK, follows=None)
-        return extract_tensors(
-            value,
-            name,
+        walk = Extraction(
             lambda path, tensor: self.collect(path, tensor, role),
             per_rank=lambda path, tensor: self.collect(path, tensor, own),
             **options,
         )
+        return walk.extract(value, name)
 
     def encode(self, value: Any, name: str, role: Role, **options: bool) -> Any:
         """Collect the tensors of a value with one role, and return its encoded tree."""
@@ -120,60 +109,44 @@ class TensorCollector:
 
     def encode_composite(self, name: str, tensor: torch.Tensor, role: Role) -> Any:
         """Collect the inner tensors of a composite tensor, and return its encoded description."""
-        tree = self.extract(tensor, name, _inner_role(role), named_types=True)
+        inner = role._replace(is_named=False, is_inner=role.is_named)
+        tree = self.extract(tensor, name, inner, named_types=True)
         if role.is_named:
             self.name_composite(name, tensor, list(references(tree)))
         return encode(tree, name)
-
-    def own(self, parameters: list[torch.Tensor]) -> None:
-        """Mark an optimizer's parameters as changed only by its steps. Call after all named tensors."""
-        if (table := self._followed) is not None:
-            known = table.owners[self._owner] if self._owner < len(table.owners) else None
-            if known is not None and [*map(id, known)] == [*map(id, parameters)]:
-                self._owner += 1
-                return
-            self._leave(table)
-        self._new_table.own(parameters)
 
     def captured(
         self,
         values: dict[str, Any],
         structure: StateStructure | None,
         agreement: HolderAgreement,
+        owners: Sequence[list[torch.Tensor]],
         *,
         is_frozen_known: bool,
     ) -> CapturedState:
         """Return the collected tensors with the encoded values by top-level key.
 
         `structure` is that of the previous capture, made by the same agreement; it is kept if it still holds.
-        Frozen tensors are known if the parameters of every optimizer in the state are.
+        `owners` are the parameters of each optimizer; frozen tensors are known if these are all of the state.
         """
-        is_kept = self.end()
+        is_kept = self.end(owners)
         if structure is None or not is_kept:
             new = self.table.structure(agreement, is_frozen_known=is_frozen_known)
             structure = structure if structure is not None and structure.has_same_facts(new) else new
-        return CapturedState(
-            tensors=dict(self.table.tensors),  # a copy: a later capture may put new tensors into the table
-            shardings=structure.shardings,
-            per_rank=structure.per_rank,
-            owned=structure.owned,
-            frozen=structure.frozen,
-            tied=structure.tied,
-            values=values,
-            structure=structure,
-            lowest=structure.lowest,
-        )
+        # A copy: a later capture may put new tensors into the table.
+        return CapturedState(dict(self.table.tensors), values, structure)
 
-    def end(self) -> bool:
+    def end(self, owners: Sequence[list[torch.Tensor]] = ()) -> bool:
         """End the walk. Return True if the followed table holds, with tensors replaced by like ones."""
-        if (table := self._followed) is None:
-            return False
-        ends = len(table.names), len(table.owners), len(table.composites)
-        if (self._row, self._owner, len(self._composites)) != ends:
+        if (table := self._followed) is not None:
+            are_all = (self._row, len(self._composites)) == (len(table.names), len(table.composites))
+            if are_all and [[*map(id, one)] for one in owners] == [[*map(id, one)] for one in table.owners]:
+                changes = [table.replace(row, tensor) for row, tensor in self.replaced.items()]
+                return not any(changes)
             self._leave(table)
-            return False
-        changes = [table.replace(row, tensor) for row, tensor in self.replaced.items()]
-        return not any(changes)
+        for parameters in owners:
+            self._new_table.own(parameters)
+        return False
 
     def _confirm(self, table: TensorTable, name: str, tensor: torch.Tensor, role: Role) -> bool:
         """Return True if the next row has this name, role and tensor, or one that may be replaced by it."""
@@ -201,27 +174,22 @@ class TensorCollector:
             self._new_table.add(table.names[row], live, table.roles[row])
         for name in self._composites:
             self._new_table.name_composite(name, *table.composites[name])
-        for parameters in table.owners[: self._owner]:
-            self._new_table.own(parameters)
 
 
-def inner_rows(name: str, tensor: torch.Tensor, role: Role) -> list[tuple[str, torch.Tensor, Role]]:
-    """Return name, tensor and role of the rows that a composite tensor is saved in."""
-    found: list[tuple[str, torch.Tensor, Role]] = []
-    inner = _inner_role(role)
-    own = inner._replace(replication=Replication.PER_RANK, follows=None)
-    extract_tensors(
-        tensor,
-        name,
-        lambda path, one: found.append((path, one, inner)),
-        per_rank=lambda path, one: found.append((path, one, own)),
-        named_types=True,
-    )
-    return found
+class TensorLister(TensorCollector):
+    """Lists the tensors of entries, also those that cannot be saved, such as on meta. Values are left out."""
 
+    def __init__(self) -> None:
+        super().__init__(0, 1, set())
+        self.rows: list[tuple[str, torch.Tensor, Role]] = []
 
-def _inner_role(role: Role) -> Role:
-    return role._replace(is_named=False, is_inner=role.is_named)
+    @override
+    def collect(self, name: str, tensor: torch.Tensor, role: Role) -> None:
+        self.rows.append((name, tensor, role))
+
+    @override
+    def encode(self, value: Any, name: str, role: Role, **options: bool) -> Any:
+        return None
 
 
 def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[str, Partitioning]:
@@ -229,10 +197,8 @@ def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[
 
     Tensors whose copies are the same sets of ranks are distributed over these copies: the largest first, each
     to the copy with the fewest bytes so far. Names and the order of copies break ties, so the order of the
-    mappings does not matter. A rank that also holds other tensors computes the same result for these.
-
-    `sizes` are the bytes of each whole tensor; per-rank tensors are left out. Of the partitionings that are
-    returned, equal ones are the same object.
+    mappings does not matter. A rank that also holds other tensors computes the same result for these. `sizes`
+    are the bytes of each whole tensor. Equal partitionings are the same object.
 
     Ranks: not collective; every rank computes the same from the same arguments.
     Source: longest-processing-time-first scheduling, R. L. Graham, 1969.
@@ -248,7 +214,7 @@ def assign(sizes: Mapping[str, int], shardings: Mapping[str, Sharding]) -> dict[
         loads = [(0, copy) for copy in range(len(copies))]
         for name, layout in sorted(members, key=lambda member: (-sizes[member[0]], member[0])):
             num_bytes, copy = loads[0]
-            partitionings[name] = layout.partitioning(copy)
+            partitionings[name] = layout.partitionings[copy]
             heapq.heapreplace(loads, (num_bytes + sizes[name], copy))
     return partitionings
 
@@ -258,7 +224,7 @@ def catalog_of(captured: CapturedState) -> Catalog:
 
     Ranks: not collective; ranks that hold the same tensors compute the same catalog, byte for byte.
     """
-    shardings = captured.shardings
+    structure, shardings = captured.structure, captured.structure.shardings
     dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}
     sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
     chosen = assign(sizes, shardings)
@@ -267,10 +233,10 @@ def catalog_of(captured: CapturedState) -> Catalog:
         if id(sharding.layout) not in held_by:
             held_by[id(sharding.layout)] = tuple(sorted(sharding.layout.holders))
     tensors = {
-        name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in captured.frozen)
+        name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in structure.frozen)
         for name, one in shardings.items()
     }
-    return Catalog(tensors, dict(captured.tied))
+    return Catalog(tensors, dict(structure.tied))
 
 
 def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list[SharedTensor]:
@@ -279,12 +245,12 @@ def shared_tensors(captured: CapturedState, catalog: Catalog, rank: int) -> list
     Ranks: not collective; ranks that hold the same tensors find the same names.
     """
     numbers = {name: number for number, name in enumerate(catalog.tensors)}
-    found: list[SharedTensor] = []
-    for name, sharding in captured.shardings.items():
-        layout = captured.lowest.get(name, sharding.layout)
+    structure, found = captured.structure, list[SharedTensor]()
+    for name, sharding in structure.shardings.items():
+        layout = structure.lowest.get(name, sharding.layout)
         region, item_bytes = layout.region_number(rank), ITEM_BYTES[NAMES[captured.tensors[name].dtype]]
         num_bytes = -(-math.prod(sharding.shape) // len(layout.copies[0])) * item_bytes
         if len(layout.copies) > 1 and region is not None and num_bytes and name in numbers:
-            is_trained = name in captured.owned
+            is_trained = name in structure.owned
             found.append(SharedTensor(name, numbers[name], region, layout.copies, num_bytes, is_trained))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,19 +14,11 @@ from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.documents import shown
 
 
-@dataclass(frozen=True, slots=True)
-class Composite:
-    """A live composite tensor, taken apart."""
+def take_apart(tensor: torch.Tensor) -> SavedTensor:
+    """Return the type, inner tensors and description of a composite tensor.
 
-    type: str  # as in `SavedTensor`
-    inner: dict[str, torch.Tensor]  # detached; they share its memory
-    facts: dict[str, Any] = field(default_factory=dict)  # plain values that describe it
-    context: Any = None  # further description of a class's own, of any types; only if `has_context`
-    has_context: bool = False
-
-
-def take_apart(tensor: torch.Tensor) -> Composite:
-    """Return the inner tensors and the description of a composite tensor."""
+    The inner tensors are detached, and share its memory. The context of a class is as the class gives it.
+    """
     if is_dtensor(tensor):
         return _of_dtensor(tensor)
     if all(hasattr(tensor, name) for name in SHARD_ATTRIBUTES):
@@ -40,14 +31,15 @@ def take_apart(tensor: torch.Tensor) -> Composite:
         return _of_class(tensor)
     if tensor.layout in LAYOUTS:
         return _of_sparse(tensor)
-    return Composite(DTYPE, {"raw": _raw(tensor)}, {"dtype": RAW[tensor.dtype]})
+    return SavedTensor(DTYPE, {"raw": _raw(tensor)}, {"dtype": RAW[tensor.dtype]})
 
 
-def put_together(saved: SavedTensor, live: torch.Tensor | None) -> Any:
+def put_together(saved: SavedTensor) -> Any:
     """Return a new composite tensor over the memory of inner tensors, in place of references in `saved`.
 
     If the type needs a live tensor with the same facts, and there is none, `saved` itself is returned.
     """
+    live = saved.live
     if saved.type in SPARSE:
         return _sparse(saved)
     if saved.type == DTYPE:
@@ -75,7 +67,7 @@ def set_content(live: torch.Tensor, new: torch.Tensor) -> None:
         live.copy_(new)
 
 
-def _of_class(tensor: Any) -> Composite:
+def _of_class(tensor: Any) -> SavedTensor:
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if tensor.layout is not torch.strided:
@@ -91,17 +83,17 @@ def _of_class(tensor: Any) -> Composite:
             f"it is a {name}, whose __tensor_flatten__() does not return the names of 1 to {MAX_INNER} "
             "tensors. Save the tensors that it is made of."
         )
-    facts = {"shape": [int(size) for size in tensor.shape], "dtype": str(tensor.dtype)}
-    detached = {one: each.detach() for one, each in inner.items()}
-    return Composite(f"{kind.__module__}:{kind.__qualname__}", detached, facts, context, has_context=True)
+    shape, detached = list(map(int, tensor.shape)), {one: each.detach() for one, each in inner.items()}
+    facts = {"shape": shape, "dtype": str(tensor.dtype), "context": context}
+    return SavedTensor(f"{kind.__module__}:{kind.__qualname__}", detached, facts)
 
 
-def _of_dtensor(tensor: Any) -> Composite:
+def _of_dtensor(tensor: Any) -> SavedTensor:
     local = local_of(tensor)
     if type(local) in PLAIN and local.dtype in RAW and local.layout is torch.strided:
         raw = _raw(local)
         shape = (*tensor.shape, *raw.shape[local.dim() :])
-        return Composite(DTYPE, {"raw": reshaped_like(raw, tensor, shape)}, {"dtype": RAW[local.dtype]})
+        return SavedTensor(DTYPE, {"raw": reshaped_like(raw, tensor, shape)}, {"dtype": RAW[local.dtype]})
     layout = layout_of(tensor)
     assert layout is not None
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -116,16 +108,16 @@ def _of_dtensor(tensor: Any) -> Composite:
         "offsets": list(regions[0].offsets),
         "sizes": list(regions[0].sizes),
     }
-    return Composite(DTENSOR, {"local": local}, facts)
+    return SavedTensor(DTENSOR, {"local": local}, facts)
 
 
-def _of_sparse(tensor: torch.Tensor) -> Composite:
+def _of_sparse(tensor: torch.Tensor) -> SavedTensor:
     kind, flat = LAYOUTS[tensor.layout], tensor.detach()
     facts: dict[str, Any] = {"size": list(tensor.shape)}
     if kind == "sparse_coo":
         facts["coalesced"] = tensor.is_coalesced()
-        return Composite(kind, {"indices": flat._indices(), "values": flat._values()}, facts)
-    return Composite(kind, {name: getattr(flat, name)() for name in SPARSE[kind]}, facts)
+        return SavedTensor(kind, {"indices": flat._indices(), "values": flat._values()}, facts)
+    return SavedTensor(kind, {name: getattr(flat, name)() for name in SPARSE[kind]}, facts)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import enum
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -19,7 +19,6 @@ from holdfast.errors import InvalidInput
 if TYPE_CHECKING:  # these modules look for entries in values, so they import this one
     from holdfast.checkpoint.state.capture import TensorCollector
     from holdfast.checkpoint.state.load import Load
-    from holdfast.checkpoint.state.tensor_table import Role
 
 
 class Replication(enum.Enum):
@@ -82,15 +81,11 @@ class StateEntry(ABC):
     def capture(self, collector: TensorCollector) -> Any:
         """Collect all tensors, and return the entry's encoded values."""
 
-    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
-        """Return name, live tensor and role of tensors that are found without user code."""
-        return ()
-
     @abstractmethod
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         """Extend the plan by how the entry is filled from the checkpoint. Changes nothing live.
 
-        `put` stores a new object under the entry's key, for objects that cannot be changed in place.
+        A new object, in place of one that cannot be changed, goes into `plan.replaced` by a step of the plan.
         """
 
 

@@ -234,7 +234,7 @@ def misfit(saved: SavedTensor, live: Any, plan: Load | None = None) -> str | Non
         return f"its live tensor cannot be used: {error}"
     has_type = found.type == saved.type
     if saved.is_class:
-        has_type = found.has_context and has_name(type(live), saved.type)
+        has_type = found.is_class and has_name(type(live), saved.type)
     if not has_type:
         return f"it was saved as {there}, but is {shown_type(found.type, found.facts)}"
     if list(found.inner) != list(saved.inner):
@@ -304,11 +304,7 @@ class Updates:
     _memory: FilledMemory = field(default_factory=FilledMemory)  # of arrays
 
     def update(self, live: Any, new: Any) -> Any:
-        """Make a live value equal to a new one.
-
-        Returns:
-            The value to use from now on: `live` itself if it could be changed in place, else `new`.
-        """
+        """Return the value to use from now on: `live` if it could be made equal in place, else `new`."""
         if live is new or type(live) is not type(new):
             return new
         kind = kind_of(live)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
-from holdfast.checkpoint.state.load import Load, LoadPhase
-from holdfast.checkpoint.state.modules import EXTRA, canonical
+from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
+from holdfast.checkpoint.state.modules import EXTRA, canonical, saved_trees
 from holdfast.checkpoint.state.optimizers import capture_groups, find_saved, is_state_tensor_name, options_of
 from holdfast.checkpoint.state.sharding import note_copies
 from holdfast.checkpoint.state.tensor_table import Role
@@ -62,17 +62,22 @@ class FSDP1ModuleEntry(StateEntry):
     @override
     def capture(self, collector: TensorCollector) -> Any:
         extra: dict[str, Any] = {}
-        for name, fqn, value, role in self.rows():
+        for name, fqn, value, role in self.rows(self.state_dict()):
             if isinstance(value, torch.Tensor):
                 collector.collect(name, value, role)
             else:
                 extra[fqn] = collector.encode(value, name, Role(role.replication), composites=False)
         return {EXTRA: extra} if extra else {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's sharded state dict, of copies."""
+        if not self._has_noted:
+            self._note_copies()
+        with _sharded(self.value):
+            return self.value.state_dict()
+
     def _note_copies(self) -> None:
         """Record which ranks hold the same shards, if FSDP1 shards within groups and copies across them."""
-        if self._has_noted:
-            return
         from torch.distributed import fsdp
 
         self._has_noted = True
@@ -87,12 +92,9 @@ class FSDP1ModuleEntry(StateEntry):
                 torch.distributed.all_gather_object(copies, own, group=across)
                 note_copies(child.process_group, copies)
 
-    def rows(self) -> list[tuple[str, str, Any, Role]]:
-        """Return name, name within the module, value and role of the state dict's items."""
+    def rows(self, state: dict[str, Any]) -> list[tuple[str, str, Any, Role]]:
+        """Return name, name within the module, value and role of the items of a state dict."""
         module: torch.nn.Module = self.value
-        self._note_copies()
-        with _sharded(module):
-            state = module.state_dict()
         names = (name.split(".") for name, _ in module.named_buffers(remove_duplicate=False))
         buffers = {".".join(part for part in name if part != _WRAPPED) for name in names}
         rows = []
@@ -104,33 +106,23 @@ class FSDP1ModuleEntry(StateEntry):
         return rows
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
-        module: torch.nn.Module = self.value
-        self._note_copies()
-        with _sharded(module):
-            state = module.state_dict()
-        trees: dict[str, Any] = {}
-        saved_key = plan.keys.get(self.key)
-        for values in plan.all_values(self.key):  # the first one with a name wins
-            found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
-            trees = {**{plan.rename(f"{saved_key}.{fqn}"): tree for fqn, tree in found.items()}, **trees}
-        for key, value in state.items():
-            name = f"{self.key}.{canonical(module, key)[0]}"
+    def plan(self, plan: Load) -> None:
+        state = self.state_dict()
+        trees = saved_trees(plan, self.key, plan.all_values(self.key))
+        made: dict[str, Maker] = {}  # makers of other values, by key of the state dict
+        for key, (name, _, value, _) in zip(state, self.rows(state), strict=True):
             saved = plan.saved_names.get(name)
             if saved is not None and isinstance(value, torch.Tensor):
                 plan.fill(saved, value, name)
-            elif name in trees:
-                plan.read_tree(trees[name])
+            elif name in trees and not isinstance(trees[name], SavedTensor):
+                made[key] = plan.read_tree(trees[name])
             else:
                 plan.missing.append(name)
 
         def finish() -> None:
-            for key in state:
-                tree = trees.get(f"{self.key}.{canonical(module, key)[0]}")
-                if tree is not None:
-                    state[key] = plan.insert(tree)
-            with _sharded(module):
-                module.load_state_dict(state)
+            state.update({key: make() for key, make in made.items()})
+            with _sharded(self.value):
+                self.value.load_state_dict(state)
 
         plan.add_step(LoadPhase.MODULE, finish)
 
@@ -170,10 +162,10 @@ class FSDP1OptimizerEntry(StateEntry):
         return {"param_groups": saved, "state": encode(other, f"{self.key}.state")}
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         if plan.lacks(self.key):
             return
-        models = {name: value for name, _, value, _ in self._module.rows()}
+        models = {name: value for name, _, value, _ in self._module.rows(self._module.state_dict())}
         groups = self._state_dict()["param_groups"]
         names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
         saved = find_saved(self.key, plan, names)
@@ -183,11 +175,10 @@ class FSDP1OptimizerEntry(StateEntry):
             if (name := self._name(fqn)) in saved.states:
                 state, is_shared = saved.states[name]
                 shared.update({fqn} if is_shared else ())
-                plan.read_tree(state.trees)
                 made[fqn] = {
                     key: plan.read_as(tensor, models[name], tensor) for key, tensor in state.tensors.items()
                 }
-                made[fqn].update((key, partial(plan.insert, tree)) for key, tree in state.trees.items())
+                made[fqn].update({key: plan.read_tree(tree) for key, tree in state.trees.items()})
         plan.read_tree(saved.options)
 
         def finish() -> None:

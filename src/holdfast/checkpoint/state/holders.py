@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,22 +17,8 @@ from holdfast.errors import InvalidInput
 Gather = Callable[[Any], list[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """Facts that a rank sends about one tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]  # of the whole tensor
-    layout: ShardLayout | None  # None if it is plain
-
-
-@dataclass(frozen=True, slots=True)
-class RankInventory:
-    """Contents of one rank's state."""
-
-    keys: frozenset[str]  # of its state, at the top level
-    tensors: dict[str, HeldTensor]  # by name, those of modules and single tensors that are not per rank
-    others: frozenset[str]  # names of its other module tensors
+Held = tuple[str, tuple[int, ...], ShardLayout | None]
+"""Dtype and shape of a whole tensor, and its layout, None if it is plain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +67,21 @@ class HolderAgreement:
         return parameter if raw == parameter_raw else raw
 
 
-def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> HolderAgreement:
+def agree(mine: dict[str, Any], rank: int, world_size: int, gather: Gather) -> HolderAgreement:
     """Determine the holders of all tensors, together with the other ranks.
 
-    Digests are compared first. Only if they differ, one rank of each kind sends its inventory.
+    Digests are compared first. Only if they differ, one rank of each kind sends its inventory. `mine` is that
+    of this rank.
 
     Ranks: collective; `gather` returns the values of all ranks, by rank.
     Blocks: on `gather`.
     """
-    table = _plain_values(mine)
-    digests = gather(digest(dumps(table)))
+    digests = gather(digest(dumps(mine)))
     first = {one: i for i, one in reversed(list(enumerate(digests)))}
-    has_own = any(one.layout is not None and one.layout.is_own for one in mine.tensors.values())
+    has_own = any(is_own for *_, is_own in mine["layouts"])
     if len(first) == 1 and not has_own:
         return HolderAgreement(rank, world_size)
-    tables = gather(table if first[digests[rank]] == rank else None)
+    tables = gather(mine if first[digests[rank]] == rank else None)
     kinds = [
         (tables[i], [r for r, one in enumerate(digests) if one == kind])
         for kind, i in sorted(first.items(), key=lambda pair: pair[1])
@@ -103,22 +89,24 @@ def agree(mine: RankInventory, rank: int, world_size: int, gather: Gather) -> Ho
     return _merged(kinds, rank, world_size)
 
 
-def _plain_values(mine: RankInventory) -> dict[str, Any]:
-    """Return an inventory as plain values, with each layout once."""
+def inventory(keys: Iterable[str], tensors: Mapping[str, Held], others: Iterable[str]) -> dict[str, Any]:
+    """Return the contents of a rank's state as plain values, with each layout once.
+
+    Args:
+        keys: of its state, at the top level.
+        tensors: those of modules and single tensors that are not per rank, by name.
+        others: names of its other module tensors.
+    """
     numbers: dict[int, int] = {}
     layouts: list[Any] = []
-    tensors: dict[str, Any] = {}
-    for name, known in sorted(mine.tensors.items()):
-        layout = known.layout
-        number = None
-        if layout is not None:
-            if id(layout) not in numbers:
-                numbers[id(layout)] = len(layouts)
-                regions = None if layout.regions is None else tuple(map(tuple, layout.regions))
-                layouts.append([layout.splits, layout.copies, regions, layout.is_own])
-            number = numbers[id(layout)]
-        tensors[name] = [known.dtype, list(known.shape), number]
-    return {"keys": sorted(mine.keys), "layouts": layouts, "tensors": tensors, "others": sorted(mine.others)}
+    rows: dict[str, Any] = {}
+    for name, (dtype, shape, layout) in sorted(tensors.items()):
+        if layout is not None and id(layout) not in numbers:
+            numbers[id(layout)] = len(layouts)
+            regions = None if layout.regions is None else tuple(map(tuple, layout.regions))
+            layouts.append([layout.splits, layout.copies, regions, layout.is_own])
+        rows[name] = [dtype, list(shape), None if layout is None else numbers[id(layout)]]
+    return {"keys": sorted(keys), "layouts": layouts, "tensors": rows, "others": sorted(others)}
 
 
 @dataclass(slots=True)

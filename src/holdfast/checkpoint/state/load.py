@@ -33,6 +33,7 @@ from holdfast.checkpoint.state.tensors import (
     FilledMemory,
     Range,
     copy,
+    described_read_only,
     find_read_only,
     holds,
     is_composite,
@@ -43,7 +44,6 @@ from holdfast.checkpoint.state.tensors import (
     is_sharded_tensor,
     is_sparse,
     range_of,
-    read_only_error,
     torch_dtype,
     unfillable,
 )
@@ -100,6 +100,7 @@ class Load:
         self.generator_notes: list[str] = []  # on those of the process that are not set as saved; of `finish`
         self.misfits: list[Misfit] = []  # errors of values that stay unchanged unless the load is strict
         self.written: dict[str, torch.Tensor] = {}  # live tensors that are written to, by live name
+        self.replaced: dict[str, Any] = {}  # objects that `finish` puts into the state, by top-level key
         self.used: set[str] = set()  # saved names, aliases included, that fill something live
         self._steps: list[tuple[LoadPhase, Callable[[], None]]] = []
         self.saved_names = _renamed([*tensors, *tied], rename)
@@ -122,7 +123,11 @@ class Load:
         if strict and (self.missing or unexpected):
             raise mismatch(self.missing, unexpected)
         if found := find_read_only(self.written):
-            raise read_only_error(found)
+            raise InvalidInput(
+                f"{described_read_only(found)}, so a restore cannot write to it. Nothing was changed. Put a "
+                "copy into the state: tensor.clone(). Or leave it out with only=.",
+                key=found[0],
+            )
         for error in self.misfits:
             kept = str(error).partition(" Nothing was changed.")[0]
             self.notes.append(f"{kept} The live value stays (strict=False).")
@@ -188,10 +193,11 @@ class Load:
             self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
         return [self._source(saved, region) for region in regions]
 
-    def read_tree(self, tree: Any, device: torch.device | str = "cpu") -> None:
-        """Plan to read all tensors that a tree refers to into new memory."""
+    def read_tree(self, tree: Any, device: torch.device | None = None) -> Callable[[], Any]:
+        """Plan to read the tensors of a tree into new memory; return a function that returns it filled."""
         for name in references(tree):
-            self.read(name, device)
+            self.read(name, device or "cpu")
+        return partial(insert_tensors, tree, partial(self.tensor, device=device))
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
@@ -517,7 +523,7 @@ def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None
     def finish() -> None:
         inner = {name: plan.insert(item) for name, item in saved.inner.items()}
         # A copy: names that were tied when they were saved share one object.
-        new = put_together(replace(saved, inner=inner), None)
+        new = put_together(replace(saved, inner=inner))
         set_content(live, new.to(device=live.device, copy=True))
 
     plan.add_step(LoadPhase.COPY, finish)
@@ -534,8 +540,7 @@ def plan_state(
     if not known or misfit(saved, live, plan) is not None:
         if not needs_live(saved):  # its class is not the program's
             device = plan.device_of(parameter)
-            plan.read_tree(saved, device)
-            return lambda: insert_tensors(saved, lambda name: plan.tensor(name, device))
+            return plan.read_tree(saved, device)
         make: Callable[..., torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
         if make is not None and not parameter.is_meta:  # torchao's low-bit optimizers call it at a first step
             known += [make(parameter, is_signed) for is_signed in (True, False)]

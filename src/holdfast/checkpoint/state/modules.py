@@ -7,7 +7,7 @@ import copy
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
-from holdfast.checkpoint.format.nesting import placed_composites
+from holdfast.checkpoint.format.nesting import is_under, placed_composites
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
+from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import HIDDEN, Replication, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
@@ -53,17 +53,15 @@ class _Row:
         return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
 
 
-@dataclass(slots=True)
-class _ModuleNames:
-    """The names of a module, valid while its keys and its wrappers stay the same."""
+@dataclass(frozen=True, slots=True)
+class _ModuleLayout:
+    """Names and roles of a module's tensors, valid while `facts` stay the same."""
 
-    keys: list[str]
+    facts: list[object]  # keys and kinds of its state_dict(), and what is known of possible wrappers
     wrappers: tuple[str, ...]  # paths that may hold a wrapper
-    facts: list[object]  # facts about the modules at these paths
     rows: list[_Row]
     names: list[str]  # of the rows
-    kinds: list[object] | None = None  # of the values in the previous capture
-    roles: list[Role] | None = None  # None if some of these values are not tensors
+    roles: list[Role] | None  # of the rows; None if some values are not tensors
 
 
 @final
@@ -79,24 +77,19 @@ class ModuleEntry(StateEntry):
 
     def __init__(self, key: str, value: torch.nn.Module, replication: Replication | None = None) -> None:
         super().__init__(key, value, replication)
-        self._structure: _ModuleNames | None = None
+        self._layout: _ModuleLayout | None = None
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
         state = self.value.state_dict(keep_vars=True)
-        structure, values = self._current(state), list(state.values())
-        kinds = _kinds(values)
-        if kinds != structure.kinds:
-            roles = [row.role(value) for row, value in zip(structure.rows, values, strict=True)]
-            are_tensors = all(isinstance(value, torch.Tensor) for value in values)
-            structure.kinds, structure.roles = kinds, roles if are_tensors else None
+        layout, values = self._current(state), list(state.values())
         hidden = hidden_state(self.value)
         own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
-        if structure.roles is not None and collector.collect_all(structure.names, structure.roles, values):
+        if layout.roles is not None and collector.collect_all(layout.names, layout.roles, values):
             return own
         extra: dict[str, Any] = {}
         under: dict[str, Any] = {}
-        for row, value in zip(structure.rows, values, strict=True):
+        for row, value in zip(layout.rows, values, strict=True):
             if isinstance(value, torch.Tensor) and is_composite(value):
                 under[row.fqn] = collector.encode_composite(row.name, value, row.role(value))
             elif isinstance(value, torch.Tensor):
@@ -107,34 +100,35 @@ class ModuleEntry(StateEntry):
             own[UNDER] = under
         return {**own, EXTRA: extra} if extra else own
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor, Role]]:
-        """Yield tensors by the names that `capture` uses, with their roles, also those on meta."""
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield parameters by the names that `capture` gives them, also those on meta."""
         state = self.value.state_dict(keep_vars=True)
-        for row, value in zip(self._current(state).rows, state.values(), strict=True):
-            if isinstance(value, torch.Tensor) and is_composite(value):
-                yield from inner_rows(row.name, value, row.role(value))
-            elif isinstance(value, torch.Tensor):
-                yield row.name, value, row.role(value)
+        for name, value in zip(self._current(state).names, state.values(), strict=True):
+            if isinstance(value, torch.nn.Parameter):
+                yield name, value
 
     def has_meta(self) -> bool:
         """Return True if the module has tensors on the meta device. A restore makes them real."""
         return any(map(_get_is_meta, _tensors_of(self.value)))
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         module: torch.nn.Module = self.value
         state = module.state_dict(keep_vars=True)
         live = set(map(id, _tensors_of(module)))
         self._plan_meta(plan)
         parts = list(filter(None, plan.all_values(self.key)))  # most modules have none
-        trees, composites = self._saved_trees(plan, parts) if parts else ({}, {})
+        trees = saved_trees(plan, self.key, parts) if parts else {}
         rows = self._current(state).rows
         adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
-        made: dict[str, Maker] = {}  # makers of tensors for the module's load code
-        special: dict[str, Any] = {}  # trees for it
+        made: dict[str, Maker] = {}  # makers of tensors, and of other values, for the module's load code
         for row, (key, value) in zip(rows, state.items(), strict=True):
             saved = plan.saved_names.get(row.name)
-            tree = composites.pop(row.name, trees.pop(row.name, None) if saved is None else None)
+            tree = trees.get(row.name)
+            if saved is None or isinstance(tree, SavedTensor):
+                trees.pop(row.name, None)
+            else:
+                tree = None
             if isinstance(tree, SavedTensor) and id(value) in live:
                 fill_composite(plan, tree, value, row.name)
             elif saved is not None and id(value) in adapted and tree is None:
@@ -142,21 +136,18 @@ class ModuleEntry(StateEntry):
                 made[key] = partial(plan.tensor, saved, value.device)
             elif saved is not None and id(value) in live and tree is None:
                 plan.fill(saved, value, row.name)
-            elif tree is not None:
+            elif tree is not None and id(value) not in live:
                 fitting = plan.fit(tree, value, row.name) if has_saved_form(tree) else Fitting(tree)
                 if fitting is not None:
-                    special[key] = fitting.tree
-                    plan.read_tree(fitting.tree)
+                    made[key] = plan.read_tree(fitting.tree)
             elif saved is not None:
                 # A hook makes it; load code may combine it with others, all DTensors.
                 made[key] = plan.read_as(saved, value, row.name)
             else:
                 plan.missing.append(row.name)
-        plan.unexpected += [*trees, *composites]
-        for composite in composites.values():
-            plan.used.update(references(composite))
-        if made or special or any(map(_has_own_load_code, module.modules())):
-            plan.add_step(LoadPhase.MODULE, lambda: self._finish(plan, made, special))
+        plan.unexpected += trees
+        if made or any(map(_has_own_load_code, module.modules())):
+            plan.add_step(LoadPhase.MODULE, lambda: self._finish(made))
         _plan_hidden(plan, module, parts)
 
     def _find_adapted(self, plan: Load, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
@@ -180,18 +171,14 @@ class ModuleEntry(StateEntry):
         loaders = _loaders(self.value, changed)
         return frozenset(one for module, ids in loaders if _accepts(module, blank) for one in ids)
 
-    def _finish(self, plan: Load, made: dict[str, Maker], special: dict[str, Any]) -> None:
+    def _finish(self, made: dict[str, Maker]) -> None:
         """Run the module's own load code. Parameters that are already filled are copied onto themselves."""
         state = self.value.state_dict(keep_vars=True)
         live = set(map(id, _tensors_of(self.value)))
         for key, value in list(state.items()):
             if key in made:
                 state[key] = made[key]()
-            elif id(value) in live and not is_composite(value):
-                continue
-            elif key in special:
-                state[key] = plan.insert(special[key])
-            else:
+            elif id(value) not in live or is_composite(value):
                 del state[key]
         try:
             with torch.no_grad():
@@ -203,23 +190,6 @@ class ModuleEntry(StateEntry):
                 "leave it out with only=.",
                 key=self.key,
             ) from error
-
-    def _saved_trees(self, plan: Load, parts: list[Any]) -> tuple[dict[str, Any], dict[str, SavedTensor]]:
-        """Return saved trees that are not tensors, and composite tensors, by live name."""
-        prefix = f"{plan.keys.get(self.key)}."
-        extra: dict[str, Any] = {}
-        composites: dict[str, SavedTensor] = {}
-        for values in parts:  # the first one with a name wins
-            found = values.get(EXTRA, {}) if isinstance(values, dict) else {}
-            if not isinstance(found, dict):
-                raise Corrupt(f"{self.key}: the saved extra state of a module is damaged.", key=self.key)
-            extra = {**found, **extra}
-            under = placed_composites(values) if isinstance(values, dict) else {}  # also of an imported dict
-            composites = {**{k: v for k, v in under.items() if isinstance(v, SavedTensor)}, **composites}
-        return (
-            {plan.rename(prefix + fqn): tree for fqn, tree in extra.items()},
-            {plan.rename(prefix + fqn): saved for fqn, saved in composites.items()},
-        )
 
     def _plan_meta(self, plan: Load) -> None:
         """Choose where meta tensors become real. Raise for those that no checkpoint holds."""
@@ -246,23 +216,54 @@ class ModuleEntry(StateEntry):
             if tensor.is_meta:
                 plan.real_devices[id(tensor)] = device
 
-    def _current(self, state: dict[str, Any]) -> _ModuleNames:
-        """Return the names of a state_dict(), made again if keys or wrappers have changed."""
-        keys, known = list(state), self._structure
-        is_known = known is not None and known.keys == keys
-        if known is None or not is_known or (known.wrappers and known.facts != self._facts(known.wrappers)):
-            wrappers, mark = _wrapper_paths(keys), self.replication
+    def _current(self, state: dict[str, Any]) -> _ModuleLayout:
+        """Return the layout of a state_dict(), made again if it no longer holds."""
+        known = self._layout
+        if known is None or known.facts != self._facts(known.wrappers, state):
+            wrappers, mark = _wrapper_paths(state), self.replication
             rows = [
                 _Row(fqn, f"{self.key}.{fqn}", mark or parameter, mark or buffer)
-                for fqn, parameter, buffer in (canonical(self.value, key) for key in keys)
+                for fqn, parameter, buffer in (canonical(self.value, key) for key in state)
             ]
-            names = [row.name for row in rows]
-            self._structure = known = _ModuleNames(keys, wrappers, self._facts(wrappers), rows, names)
+            are_tensors = all(isinstance(value, torch.Tensor) for value in state.values())
+            roles = [row.role(value) for row, value in zip(rows, state.values(), strict=True)]
+            self._layout = known = _ModuleLayout(
+                facts=self._facts(wrappers, state),
+                wrappers=wrappers,
+                rows=rows,
+                names=[row.name for row in rows],
+                roles=roles if are_tensors else None,
+            )
         return known
 
-    def _facts(self, wrappers: tuple[str, ...]) -> list[object]:
-        steps = (path.split(".") if path else () for path in wrappers)
-        return [_facts(functools.reduce(_child, path, _unwrapped(self.value))) for path in steps]
+    def _facts(self, wrappers: tuple[str, ...], state: dict[str, Any]) -> list[object]:
+        kinds: list[object] = list(map(type, state.values()))
+        if not _PLAIN.issuperset(kinds):  # a DTensor may be a parameter or not
+            kinds = [
+                kind if kind in _PLAIN else (kind, isinstance(value, torch.nn.Parameter))
+                for kind, value in zip(kinds, state.values(), strict=True)
+            ]
+        facts: list[object] = [list(state), kinds]
+        for path in wrappers:
+            module = functools.reduce(_child, path.split(".") if path else [], _unwrapped(self.value))
+            facts.append(_wrapper_facts(module))
+        return facts
+
+
+def saved_trees(plan: Load, key: str, parts: Iterable[Any]) -> dict[str, Any]:
+    """Return the saved values of a module beside its plain tensors, by live name."""
+    prefix, trees = f"{plan.keys.get(key)}.", dict[str, Any]()
+    for values in parts:  # the first one with a name wins
+        if not isinstance(values, dict):
+            continue
+        extra = values.get(EXTRA, {})
+        if not isinstance(extra, dict):
+            raise Corrupt(f"{key}: the saved extra state of a module is damaged.", key=key)
+        placed = placed_composites(values)  # also those of an imported dict
+        composites = {name: one for name, one in placed.items() if isinstance(one, SavedTensor)}
+        plan.used.update(references(composites))  # one that is left over is listed by its own name
+        trees = {**extra, **composites, **trees}
+    return {plan.rename(prefix + fqn): tree for fqn, tree in trees.items()}
 
 
 def _plan_hidden(plan: Load, module: torch.nn.Module, parts: list[Any]) -> None:
@@ -270,17 +271,6 @@ def _plan_hidden(plan: Load, module: torch.nn.Module, parts: list[Any]) -> None:
         if isinstance(values, dict) and isinstance(hidden := values.get(HIDDEN), dict):
             plan.add_step(LoadPhase.MODULE, partial(set_hidden_state, module, hidden))
             return
-
-
-def _kinds(values: list[object]) -> list[object]:
-    """Return the facts that roles of values depend on: their types, and which DTensors are parameters."""
-    kinds: list[object] = list(map(type, values))
-    if _PLAIN.issuperset(kinds):
-        return kinds
-    return [
-        kind if kind in _PLAIN else (kind, isinstance(value, torch.nn.Parameter))
-        for kind, value in zip(kinds, values, strict=True)
-    ]
 
 
 def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replication]:
@@ -301,7 +291,7 @@ def canonical(root: torch.nn.Module, key: str) -> tuple[str, Replication, Replic
     return ".".join(parts), parameter, buffer
 
 
-def _wrapper_paths(keys: list[str]) -> tuple[str, ...]:
+def _wrapper_paths(keys: Iterable[str]) -> tuple[str, ...]:
     """Return the paths of the wrapped modules in some keys: those before a wrapper's part."""
     split = [key.split(".") for key in keys]
     found = (parts[:i] for parts in split for i, part in enumerate(parts) if part in _WRAPPER_PARTS)
@@ -319,7 +309,7 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
-def _facts(module: Any) -> object:
+def _wrapper_facts(module: Any) -> object:
     """Return the facts about a possible wrapper that names and replication depend on."""
     if isinstance(module, DistributedDataParallel):
         return (type(module), module.broadcast_buffers, frozenset(module.parameters_to_ignore))
@@ -354,19 +344,16 @@ def _may_change(live: torch.Tensor, saved: torch.Tensor | None) -> bool:
     return saved is not None and saved.shape != live.shape and is_plain and not is_composite(live)
 
 
-def _loaders(root: torch.nn.Module, ids: Collection[int]) -> Iterator[tuple[torch.nn.Module, set[int]]]:
-    """Yield each module whose load code is the nearest to some tensors, with their ids."""
-    nearest: dict[str, tuple[torch.nn.Module, set[int]]] = {}
-    modules = dict(root.named_modules())
-    for path, module in modules.items():
+def _loaders(root: torch.nn.Module, ids: set[int]) -> list[tuple[torch.nn.Module, set[int]]]:
+    """Return each module whose load code is the nearest to some tensors, with their ids."""
+    loaders = {path: module for path, module in root.named_modules() if _has_own_load_code(module)}
+    nearest: dict[str, set[int]] = {path: set() for path in loaders}
+    for path, module in root.named_modules():
         own = chain(module._parameters.values(), module._buffers.values())
-        wanted = {id(one) for one in own if one is not None and id(one) in ids}
-        at = path
-        while wanted and not _has_own_load_code(modules[at]) and at:
-            at = at.rpartition(".")[0]
-        if wanted and _has_own_load_code(modules[at]):
-            nearest.setdefault(at, (modules[at], set()))[1].update(wanted)
-    yield from nearest.values()
+        around = [at for at in loaders if is_under(path, at)]
+        if around:
+            nearest[max(around, key=len)] |= ids.intersection(map(id, own))
+    return [(loaders[path], found) for path, found in nearest.items() if found]
 
 
 def _accepts(module: torch.nn.Module, saved: Mapping[int, torch.Tensor]) -> bool:

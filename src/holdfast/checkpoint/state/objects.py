@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector, inner_rows
+from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import (
     HIDDEN,
     MarkedObject,
@@ -29,7 +29,7 @@ from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_stat
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role
 from holdfast.checkpoint.state.tensors import is_composite, may_be_sharded
-from holdfast.checkpoint.state.tree import extract_tensors, has_saved_form, match_tensors, references
+from holdfast.checkpoint.state.tree import Extraction, has_saved_form, match_tensors, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 
@@ -40,8 +40,8 @@ _NOT_REPEATABLE = ("accelerate", "torch", "torchdata", "datasets")
 def _content(state: Any, key: str) -> tuple[Any, list[torch.Tensor]]:
     """Return the encoded values of a state_dict(), and copies of its tensors."""
     tensors: list[torch.Tensor] = []
-    tree = extract_tensors(state, key, lambda _, one: tensors.append(one.detach().clone()), named_types=True)
-    return encode(tree, key), tensors
+    walk = Extraction(lambda _, one: tensors.append(one.detach().clone()), named_types=True)
+    return encode(walk.extract(state, key), key), tensors
 
 
 def _is_equal(a: tuple[Any, list[torch.Tensor]], b: tuple[Any, list[torch.Tensor]]) -> bool:
@@ -76,7 +76,7 @@ class StatefulEntry(StateEntry):
         return collector.encode(whole, self.key, Role(self.replication or Replication.OWN), named_types=True)
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         if plan.lacks(self.key):
             return
         tree = plan.values(self.key)
@@ -142,29 +142,22 @@ class TensorEntry(StateEntry):
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
-        if not is_composite(self.value):
-            collector.collect(self.key, self.value, self._role())
-            return encode(TensorRef(self.key), self.key)
-        return collector.encode_composite(self.key, self.value, self._role())
-
-    @override
-    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor, Role]]:
+        is_parameter = isinstance(self.value, torch.nn.Parameter)
+        role = Role(self.replication or Replication.OWN, is_named=is_parameter)
         if is_composite(self.value):
-            return inner_rows(self.key, self.value, self._role())
-        return [(self.key, self.value, self._role())]
-
-    def _role(self) -> Role:
-        return Role(self.replication or Replication.OWN, is_named=isinstance(self.value, torch.nn.Parameter))
+            return collector.encode_composite(self.key, self.value, role)
+        collector.collect(self.key, self.value, role)
+        return encode(TensorRef(self.key), self.key)
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         saved = plan.saved_names.get(self.key)
         if saved is None and isinstance(composite := plan.values(self.key), SavedTensor):
             fill_composite(plan, composite, self.value, self.key)
         elif saved is None:
             plan.missing.append(self.key)
         elif (choose := plan.read_apart(saved, self.value)) is not None:
-            plan.add_step(LoadPhase.VALUE, lambda: _replace(self, choose(), put))
+            plan.add_step(LoadPhase.VALUE, lambda: _replace(plan, self, choose()))
         else:
             plan.fill(saved, self.value, self.key)
 
@@ -186,7 +179,7 @@ class GeneratorEntry(StateEntry):
         return encode(generator.get_state(legacy=False), self.key)
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         if plan.lacks(self.key):
             return
         tree = plan.values(self.key)
@@ -198,8 +191,8 @@ class GeneratorEntry(StateEntry):
                 raise self._misfit(f"it has shape {size}, expected {expected}", "Nothing was changed.")
         else:  # tried on a copy, before anything live changes
             self._set(copy.deepcopy(self.value), tree, "Nothing was changed.")
-        plan.read_tree(tree)
-        plan.add_step(LoadPhase.OBJECT, lambda: self._set(self.value, plan.insert(tree), _PARTLY))
+        make = plan.read_tree(tree)
+        plan.add_step(LoadPhase.OBJECT, lambda: self._set(self.value, make(), _PARTLY))
 
     def _set(self, generator: Any, state: Any, outcome: str) -> None:
         try:
@@ -240,7 +233,7 @@ class ValueEntry(StateEntry):
         return collector.encode(self.value, self.key, role, named_types=True, entries=True)
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         if self.key not in plan.keys and has_only_entries(self.value):
             return  # it was saved in another container, or its objects under keys of their own
         if plan.lacks(self.key):
@@ -265,15 +258,15 @@ class ValueEntry(StateEntry):
         plan.read_tree(tree)
 
         def finish() -> None:
-            _replace(self, plan.updates.update(self.value, plan.insert(tree, chosen)), put)
+            _replace(plan, self, plan.updates.update(self.value, plan.insert(tree, chosen)))
 
         plan.add_step(LoadPhase.VALUE, finish)
 
 
-def _replace(entry: StateEntry, new: Any, put: Callable[[Any], None]) -> None:
+def _replace(plan: Load, entry: StateEntry, new: Any) -> None:
     """Put a new value into the state, unless it is the one of the entry."""
     if new is not entry.value:
-        put(MarkedObject(new, entry.replication) if entry.replication else new)
+        plan.replaced[entry.key] = MarkedObject(new, entry.replication) if entry.replication else new
 
 
 def _rehearse(value: Any, state: Any) -> None:

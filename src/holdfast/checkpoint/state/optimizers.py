@@ -41,11 +41,11 @@ _get_values = operator.methodcaller("values")
 class OptimizerLayout:
     """Positions and names of the values in an optimizer's state, valid while `facts` stay the same."""
 
-    facts: tuple[Any, ...]  # see `_facts`
+    facts: tuple[Any, ...] | None  # see `_facts`; a layout without them is used once
     alive: tuple[Any, ...]  # objects whose ids are in the facts
     order: list[int]  # indices of the states in the order of the groups, the same on all ranks
     is_tensor: list[bool]  # of each value in this order
-    leaves: list[tuple[int, str, Any]]  # of the others: index, name of the parameter, state key
+    leaves: list[tuple[int, str, Any, Role]]  # the others: index, name of the parameter, state key, role
     fqns: list[list[str]]  # names of the parameters of each group
     names: list[str]  # of the tensors
     roles: list[Role]
@@ -262,77 +262,67 @@ class OptimizerEntry(StateEntry):
     def __init__(self, key: str, value: Optimizer, replication: Replication | None, names: Names) -> None:
         super().__init__(key, value, replication)
         self._names = names
-        self._layout: OptimizerLayout | None = None  # None also if the kind of state has no layout
+        self._layout: OptimizerLayout | None = None
 
     @override
     def capture(self, collector: TensorCollector) -> Any:
         optimizer, names = self.value, collector.table.parameter_names
         facts, layout = _facts(optimizer, names), self._layout
-        if layout is None or layout.facts != facts:
-            fqns = _names_of(optimizer, names)
-            layout = self._layout = None if facts is None else self._find_layout(collector, fqns, facts)
-            if layout is None:
-                return self._capture_each(collector, fqns)
+        if layout is None or facts is None or layout.facts != facts:
+            layout = self._layout = self._find_layout(collector, _names_of(optimizer, names), facts)
         states = list(optimizer.state.values())
         values = list(chain.from_iterable(states[i].values() for i in layout.order))
-        others: dict[str, Any] = {}
-        for i, fqn, key in layout.leaves:
-            others.setdefault(fqn, {})[key] = values[i]
+        tensors = values if not layout.leaves else list(compress(values, layout.is_tensor))
+        if not collector.collect_all(layout.names, layout.roles, tensors):
+            self._layout = None  # one has become a composite tensor, which its type does not show
+            return self.capture(collector)
         groups = capture_groups(self, optimizer.param_groups, layout.fqns, collector, named_types=True)
-        tensors = values if not others else list(compress(values, layout.is_tensor))
-        is_collected = collector.collect_all(layout.names, layout.roles, tensors)
-        assert is_collected, "a layout has no composite tensors"
-        return {"param_groups": groups, "state": encode(others, f"{self.key}.state")}
+        others: dict[str, Any] = {}
+        for i, fqn, key, role in layout.leaves:
+            value = values[i]
+            if type(value) not in PLAIN_TYPES:
+                # The description of a composite tensor may have types of the program.
+                options = {"named_types": isinstance(value, torch.Tensor)}
+                value = collector.extract(value, f"{self.key}.state.{fqn}.{key}", role, **options)
+            others.setdefault(fqn, {})[key] = value
+        found = {"param_groups": groups, "state": encode(others, f"{self.key}.state")}
+        if len(states) > len(layout.order) and (shared := self._extract_shared(collector)):
+            found["shared"] = encode(shared, f"{self.key}.state")
+        return found
 
     def _find_layout(
-        self, collector: TensorCollector, fqns: list[list[str]], facts: tuple[Any, ...]
-    ) -> OptimizerLayout | None:
-        """Return the layout of a state of plain values and tensors, none of them composite; else None."""
+        self, collector: TensorCollector, fqns: list[list[str]], facts: tuple[Any, ...] | None
+    ) -> OptimizerLayout:
         state = self.value.state
         place = {id(owner): i for i, owner in enumerate(state)}
         named = zip(chain.from_iterable(fqns), parameters(self.value), strict=True)
-        pairs = [(fqn, parameter) for fqn, parameter in named if id(parameter) in place]
-        if len(pairs) != len(state):
-            return None  # state that is shared, or of parameters outside of all groups
-        rows = [(fqn, p, key, value) for fqn, p in pairs for key, value in state[p].items()]
-        is_tensor = [isinstance(v, torch.Tensor) and is_state_tensor_name(key) for _, _, key, v in rows]
+        pairs = [(fqn, one) for fqn, one in named if id(one) in place and state[one]]
+        roles = {fqn: self._role(collector, fqn, parameter) for fqn, parameter in pairs}
+        rows = [(fqn, key, value) for fqn, parameter in pairs for key, value in state[parameter].items()]
+        is_tensor = [
+            isinstance(value, torch.Tensor) and is_state_tensor_name(key) and not is_composite(value)
+            for _, key, value in rows
+        ]
         tensors = list(compress(rows, is_tensor))
-        leaves = [(i, *row) for i, row in enumerate(rows) if not is_tensor[i]]
-        are_plain = all(type(value) in PLAIN_TYPES for *_, value in leaves)
-        if not are_plain or any(is_composite(value) for *_, value in tensors):
-            return None
         return OptimizerLayout(
             facts=facts,
             alive=(collector.table.parameter_names, parameters(self.value), list(state)),
             order=[place[id(parameter)] for _, parameter in pairs],
             is_tensor=is_tensor,
-            leaves=[(i, fqn, key) for i, fqn, _, key, _ in leaves],
+            leaves=[(i, fqn, key, roles[fqn]) for i, (fqn, key, _) in enumerate(rows) if not is_tensor[i]],
             fqns=fqns,
-            names=[f"{self.key}.state.{fqn}.{key}" for fqn, _, key, _ in tensors],
-            roles=[self._role(collector, fqn, parameter) for fqn, parameter, _, _ in tensors],
+            names=[f"{self.key}.state.{fqn}.{key}" for fqn, key, _ in tensors],
+            roles=[roles[fqn] for fqn, _, _ in tensors],
         )
 
-    def _capture_each(self, collector: TensorCollector, fqns: list[list[str]]) -> Any:
-        """Capture state of any kind: with containers, or without a parameter."""
-        other: dict[str, Any] = {}
-        groups = capture_groups(self, self.value.param_groups, fqns, collector, named_types=True)
-        for fqn, parameter in zip(chain.from_iterable(fqns), parameters(self.value), strict=True):
-            prefix, role = f"{self.key}.state.{fqn}.", self._role(collector, fqn, parameter)
-            for name, value in (self.value.state.get(parameter) or {}).items():
-                is_tensor = isinstance(value, torch.Tensor)
-                if is_tensor and is_state_tensor_name(name) and not is_composite(value):
-                    collector.collect(prefix + name, value, role)
-                else:  # the description of a composite tensor may have types of the program
-                    tree = collector.extract(value, f"{prefix}{name}", role, named_types=is_tensor)
-                    other.setdefault(fqn, {})[name] = tree
+    def _extract_shared(self, collector: TensorCollector) -> dict[Any, Any]:
+        """Return the state that is of no parameter."""
         role = Role(self.replication or Replication.REPLICATED, is_owned=True)
-        shared = {
+        return {
             name: collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
             for name, value in self.value.state.items()
             if not isinstance(name, torch.Tensor)
         }
-        values = {"param_groups": groups, "state": encode(other, f"{self.key}.state")}
-        return {**values, "shared": encode(shared, f"{self.key}.state")} if shared else values
 
     def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
         """Return the role of state. It is replicated as its parameter, unless that is outside the state."""
@@ -344,7 +334,7 @@ class OptimizerEntry(StateEntry):
         return Role(replication, is_owned=True, follows=follows)
 
     @override
-    def plan(self, plan: Load, put: Callable[[Any], None]) -> None:
+    def plan(self, plan: Load) -> None:
         if plan.lacks(self.key):
             return
         optimizer: Optimizer = self.value
@@ -357,7 +347,7 @@ class OptimizerEntry(StateEntry):
                     make = self._plan_state(plan, parameter, *saved.states[fqn], options or {})
                     made.append((parameter, make))
         set_options = self._plan_options(plan, saved.options)
-        plan.read_tree(saved.shared)
+        make_shared = plan.read_tree(saved.shared)
 
         def finish() -> None:
             for parameter, make in made:
@@ -369,7 +359,7 @@ class OptimizerEntry(StateEntry):
             for name in list(optimizer.state):
                 if not isinstance(name, torch.Tensor) and name not in saved.shared:
                     del optimizer.state[name]
-            optimizer.state.update(plan.insert(saved.shared))
+            optimizer.state.update(make_shared())
             # All of the state is there now, and passed on as `Optimizer.load_state_dict` does.
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
@@ -378,10 +368,7 @@ class OptimizerEntry(StateEntry):
     def _plan_state(
         self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_shared: bool, options: dict[str, Any]
     ) -> Callable[[], dict[Any, Any]]:
-        """Plan to read the state of a parameter; return a function that returns it.
-
-        It is a copy if another parameter gets the same one.
-        """
+        """Plan to read the state of a parameter; return a function that returns it, a copy if `is_shared`."""
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         device = plan.device_of(parameter)
         kept: dict[str, torch.Tensor] = {}
@@ -404,10 +391,10 @@ class OptimizerEntry(StateEntry):
                 trees[name] = tree
             elif (found := plan.fit(tree, live.get(name), label)) is not None:
                 trees[name] = found.tree
-        plan.read_tree(trees, device)
+        make_trees = plan.read_tree(trees, device)
 
         def make() -> dict[Any, Any]:
-            found = insert_tensors(trees, lambda name: plan.tensor(name, device))
+            found = make_trees()
             found |= {name: make() for name, make in made.items()}
             ordered = {name: found[name] for name in (*saved.tensors, *saved.trees) if name in found}
             return kept | (deepcopy(ordered) if is_shared else ordered)
@@ -450,7 +437,7 @@ def capture_groups(
 ) -> list[dict[str, Any]]:
     """Return the encoded groups of an optimizer, with names in place of their parameters.
 
-    `options` are those of `extract_tensors`.
+    `options` are those of `Extraction`.
     """
     role, found = Role(entry.replication or Replication.REPLICATED), []
     for i, (group, names) in enumerate(zip(groups, fqns, strict=True)):

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.state.loader_watch import loader_doubts
-from holdfast.checkpoint.state.tensors import describe_read_only
+from holdfast.checkpoint.state.tensors import described_read_only
 from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
@@ -115,8 +115,10 @@ def find_resume_risks(
     A restore could not write to the `read_only` tensors. Optimizers that have begun a step and are not saved
     are `forgotten`. A state without live objects may be made of snapshots.
     """
-    hidden = [describe_read_only(read_only)] if read_only else []
-    hidden += _forgotten_doubts(values, forgotten)
+    hidden = list(_forgotten_doubts(values, forgotten))
+    if read_only:
+        fix = "Put a copy into the state: tensor.clone()."
+        hidden.insert(0, f"{described_read_only(read_only)}, so a restore would be refused. {fix}")
     shown: list[str] = []
     strays: list[str] = []
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]

@@ -27,10 +27,7 @@ MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 
 
 def capture(collector: TensorCollector) -> dict[str, Any]:
-    """Collect the states of the process-wide generators.
-
-    Those of python, numpy (if imported), torch, and the current CUDA device.
-    """
+    """Collect the states of the generators of python, numpy (if imported), torch and the current device."""
     values: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "python": python_state(random),
@@ -52,10 +49,10 @@ def plan(load: Load, rank: int, world_size: int, *, own_rank: bool) -> None:
         load.generator_notes.append("rng: the checkpoint has no generator states; the current ones are kept.")
         return
     check(tree)
-    load.read_tree(tree)
+    make = load.read_tree(tree)
 
     def finish() -> None:
-        values = load.insert(tree)
+        values = make()
         notes = restore(values) if own_rank else [derive(values, rank=rank, world_size=world_size)]
         load.generator_notes.extend(notes)
 

@@ -27,7 +27,7 @@ from holdfast.checkpoint.state.tensors import (
 from holdfast.errors import InvalidInput, Unsupported
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardLayout:
     """Split of tensors over ranks, independent of their shapes. Thousands of tensors share a few."""
 
@@ -37,47 +37,39 @@ class ShardLayout:
     regions: tuple[Region, ...] | None = None  # of a tensor split by no rule, in the order of a copy's ranks
     is_own: bool = False  # lists what this rank holds, as a tensor with shard attributes shows no more
     places: tuple[Region, ...] = field(default=(), compare=False)  # of such shards in the live tensor
-    _partitionings: dict[int, Partitioning] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _indices: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def partitioning(self, copy: int) -> Partitioning:
-        """Return the partitioning for writing one of `copies`, the same object at every call."""
-        if copy not in self._partitionings:
-            ranks = self.copies[copy]
-            self._partitionings[copy] = (
-                EvenPartitioning(self.splits, ranks)
-                if self.regions is None
-                else ListedPartitioning(tuple(zip(ranks, self.regions, strict=True)))
-            )
-        return self._partitionings[copy]
+    @functools.cached_property
+    def partitionings(self) -> list[Partitioning]:
+        """Partitionings for writing each of `copies`."""
+        if self.regions is None:
+            return [EvenPartitioning(self.splits, ranks) for ranks in self.copies]
+        return [ListedPartitioning(tuple(zip(ranks, self.regions, strict=True))) for ranks in self.copies]
 
     def regions_of(self, rank: int, shape: tuple[int, ...]) -> tuple[Region, ...]:
         """Return the regions that a rank holds, perhaps empty ones."""
-        indices = self._indices_of().get(rank, ())
+        indices = self._indices.get(rank, ())
         if self.regions is None:
-            return tuple(self.partitioning(0).region_at(index, shape) for index in indices)
+            return tuple(self.partitionings[0].region_at(index, shape) for index in indices)
         return tuple(self.regions[index] for index in indices)
 
     def region_number(self, rank: int) -> int | None:
         """Return the number of the only region that a rank holds, or None."""
-        indices = self._indices_of().get(rank, ())
+        indices = self._indices.get(rank, ())
         return indices[0] if len(indices) == 1 else None
 
     @property
     def holders(self) -> frozenset[int]:
         """All ranks that hold a region."""
-        return frozenset(self._indices_of())
+        return frozenset(self._indices)
 
-    def _indices_of(self) -> dict[int, tuple[int, ...]]:
-        if not self._indices:
-            found: dict[int, set[int]] = {}
-            for copy in self.copies:
-                for index, rank in enumerate(copy):
-                    found.setdefault(rank, set()).add(index)
-            self._indices.update({rank: tuple(sorted(indices)) for rank, indices in found.items()})
-        return self._indices
+    @functools.cached_property
+    def _indices(self) -> dict[int, tuple[int, ...]]:
+        """Indices of the regions that each rank holds."""
+        found: dict[int, set[int]] = {}
+        for ranks in self.copies:
+            for index, rank in enumerate(ranks):
+                found.setdefault(rank, set()).add(index)
+        return {rank: tuple(sorted(indices)) for rank, indices in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,18 +48,18 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateStructure:
-    """All facts about a captured state except its bytes; the same object while nothing changes."""
+    """All facts about a captured state except its bytes and values."""
 
     names: list[str]
     dtypes: list[torch.dtype]
     shapes: list[torch.Size]
     devices: list[torch.device]
-    shardings: dict[str, Sharding]
-    per_rank: frozenset[str]
-    owned: frozenset[str]
-    temporary: frozenset[str]
-    frozen: frozenset[str]
-    tied: dict[str, str]
+    shardings: dict[str, Sharding]  # of every name that is not per rank: the region of each rank
+    per_rank: frozenset[str]  # names with a different tensor on every rank
+    owned: frozenset[str]  # changed only by a step of an optimizer in the state
+    temporary: frozenset[str]  # in memory that their object may release
+    frozen: frozenset[str]  # module parameters that no optimizer trains, if the state has an optimizer
+    tied: dict[str, str]  # alias -> name of the same tensor
     lowest: dict[str, ShardLayout]  # the layouts of all holders, where only the lowest has the true bytes
     places: dict[str, dict[Region, Region]]  # of tensors with shard attributes: where each region is in it
 
@@ -81,9 +81,8 @@ class TensorTable:
         self.world_size = world_size
         self.names: list[str] = []
         self.roles: list[Role] = []
-        self.holders: list[str] = []  # name that holds the bytes of a row, another one if it is tied
         self.tensors: dict[str, torch.Tensor] = {}  # aliases of the rows that hold bytes, by name
-        self.tied: dict[str, str] = {}
+        self.tied: dict[str, str] = {}  # name of a row -> that of the row that holds its bytes
         self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
         self.owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
         self.composites: dict[str, tuple[torch.Tensor, list[str]]] = {}  # parameters, with their inner names
@@ -100,10 +99,8 @@ class TensorTable:
         self._named: dict[int, str] = {}  # id of a sharded tensor -> name
         self._per_rank: set[str] = set()
         self._owned: set[str] = set()
-        self._temporary: set[str] = set()
         self._checked = checked  # names that have passed the check for reserved names; grows
-        self._at: dict[int, str] = {}  # address -> first tensor that starts there
-        self._more: dict[int, list[str]] = {}  # address -> other tensors that start there
+        self._at: dict[int, list[str]] = {}  # address -> tensors that start there
 
     def add(self, name: str, tensor: torch.Tensor, role: Role) -> None:
         """Add a row."""
@@ -132,13 +129,10 @@ class TensorTable:
         self._row_of[name] = len(self.names)
         if role.is_owned and is_here:
             self._owned.add(holder)
-        if role.is_temporary:
-            self._temporary.add(holder)
         if role.is_named:
             self.parameter_names.setdefault(id(tensor), name)
         self.names.append(name)
         self.roles.append(role)
-        self.holders.append(holder)
         self.live.append(tensor)
         self._aliases.append(alias)
         self._types.append(type(tensor))
@@ -174,8 +168,8 @@ class TensorTable:
         for tensor in tensors:
             local = local_of(tensor)
             address = local.data_ptr()
-            for name in (self._at.get(address), *self._more.get(address, ())):
-                if address and name is not None and _is_within(self.tensors.get(name), local):
+            for name in self._at.get(address, ()):
+                if address and _is_within(self.tensors.get(name), local):
                     self._owned.add(name)
 
     def is_per_rank(self, name: str) -> bool:
@@ -203,6 +197,7 @@ class TensorTable:
             if raw is not None and raw.is_own:
                 places[name] = dict(zip(raw.regions_of(self.rank, shape), raw.places, strict=True))
         tensors = self.tensors.values()
+        temporary = (name for name, role in zip(self.names, self.roles, strict=True) if role.is_temporary)
         return StateStructure(
             names=list(self.tensors),
             dtypes=[tensor.dtype for tensor in tensors],
@@ -211,7 +206,7 @@ class TensorTable:
             shardings=shardings,
             per_rank=frozenset(self._per_rank),
             owned=frozenset(self._owned),
-            temporary=frozenset(self._temporary),
+            temporary=frozenset(self.tied.get(name, name) for name in temporary),
             frozen=self._frozen() if is_frozen_known and self.owners else frozenset(),
             tied=dict(self.tied),
             lowest=lowest,
@@ -248,14 +243,12 @@ class TensorTable:
             if first is not name:
                 return first
         address = local.data_ptr()
-        if self._at.setdefault(address, name) is name:
-            return name
-        # An empty tensor has no address and no twin.
-        others = [self._at[address], *self._more.get(address, ())] if address and layout is None else []
-        for other in others:
-            if self._layouts[self._row_of[other]] is None and is_same_view(self.tensors[other], local):
-                return other
-        self._more.setdefault(address, []).append(name)
+        others = self._at.setdefault(address, [])
+        if address and layout is None:  # an empty tensor has no address and no twin
+            for other in others:
+                if self._layouts[self._row_of[other]] is None and is_same_view(self.tensors[other], local):
+                    return other
+        others.append(name)
         return name
 
     def _layout(self, row: int, agreement: HolderAgreement) -> ShardLayout:
@@ -280,11 +273,12 @@ class TensorTable:
 
     def _frozen(self) -> frozenset[str]:
         """Return module parameters that no optimizer owns."""
-        return frozenset(
-            holder
-            for holder, role in zip(self.holders, self.roles, strict=True)
-            if (role.is_named or role.is_inner) and role.in_module and holder in self.tensors
-        ).difference(self._owned, self._per_rank)
+        holders = {
+            self.tied.get(name, name)
+            for name, role in zip(self.names, self.roles, strict=True)
+            if (role.is_named or role.is_inner) and role.in_module
+        }
+        return frozenset(holders & self.tensors.keys()).difference(self._owned, self._per_rank)
 
     def is_same(self, row: int, tensor: torch.Tensor, part: torch.Tensor) -> bool:
         """Return True if a tensor shows a row's memory alike; a parameter must be the same object."""
@@ -354,9 +348,9 @@ class TensorTable:
                 self._layouts[row] is None
                 or (id(tensor) not in self._named and part.shape == self._aliases[row].shape)
             )
-            and self.holders[row] == name
+            and name not in self.tied
             and name not in self.tied.values()
-            and not (old and old in self._more)
+            and not (old and len(self._at[old]) > 1)
             and not (new and new in self._at)
         )
 
@@ -369,7 +363,7 @@ class TensorTable:
             self._named[id(tensor)] = name
         if old.data_ptr():
             del self._at[old.data_ptr()]
-        self._at.setdefault(alias.data_ptr(), name)
+        self._at.setdefault(alias.data_ptr(), [name])
         self.live[row], self._aliases[row], self.tensors[name] = tensor, alias, alias
         self._shapes[row] = tuple(alias.shape) if self._layouts[row] is None else shape_of(tensor)
         self._types[row], self._dtypes[row], self._specs[row] = type(tensor), local.dtype, _spec(tensor)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from holdfast.checkpoint.format.composites import RAW_DTYPES, SPARSE
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
-from holdfast.errors import InvalidInput, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.system.linux.memory_mappings import read_mappings
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -276,7 +276,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-_ORIGIN = 'memory that is mapped read-only, such as that of np.load(mmap_mode="r")'
 _MAX_NAMED = 5
 
 
@@ -301,23 +300,8 @@ def find_read_only(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return found
 
 
-def read_only_error(names: Sequence[str]) -> InvalidInput:
-    """Return the error of a restore that would write to memory that is mapped read-only."""
-    return InvalidInput(
-        f"{_listed(names)} in {_ORIGIN}, so a restore cannot write to it. Nothing was changed. "
-        "Put a copy into the state: tensor.clone(). Or leave it out with only=.",
-        key=names[0],
-    )
-
-
-def describe_read_only(names: Sequence[str]) -> str:
-    """Return a sentence about tensors in memory that is mapped read-only."""
-    return (
-        f"{_listed(names)} in {_ORIGIN}, so a restore would be refused. Put a copy into the state: "
-        "tensor.clone()."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
+def described_read_only(names: Sequence[str]) -> str:
+    """Return the beginning of a sentence about the tensors of `find_read_only`."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return f"{', '.join(names[:_MAX_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
+    listed = f"{', '.join(names[:_MAX_NAMED])}{more} {'is' if len(names) == 1 else 'are'}"
+    return f'{listed} in memory that is mapped read-only, such as that of np.load(mmap_mode="r")'

@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
 from holdfast.checkpoint.format.values import NAMED_TYPES
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import CapturedState, TensorCollector
+from holdfast.checkpoint.state.capture import CapturedState, TensorCollector, TensorLister
 from holdfast.checkpoint.state.entry import (
     FoundEntry,
     Replication,
@@ -35,7 +35,7 @@ from holdfast.checkpoint.state.entry import (
     is_stream,
 )
 from holdfast.checkpoint.state.fsdp1 import FSDP1ModuleEntry, FSDP1OptimizerEntry, is_fsdp1
-from holdfast.checkpoint.state.holders import Gather, HeldTensor, HolderAgreement, RankInventory, agree
+from holdfast.checkpoint.state.holders import Gather, Held, HolderAgreement, agree, inventory
 from holdfast.checkpoint.state.load import Load, LoadPhase, leftover, renamer
 from holdfast.checkpoint.state.loader_watch import loader_doubts
 from holdfast.checkpoint.state.modules import ModuleEntry
@@ -86,19 +86,17 @@ class State:
         self._entries: dict[str, StateEntry] = {}
         self._found: dict[str, FoundEntry] = {}
         self._followers: list[Any] | None = None
-        self._ranks_of: dict[str, tuple[int, ...]] = {}  # as the user has marked them
         self._checked: set[str] = set()
         self._table: TensorTable | None = None  # of the previous capture
         self._structure: StateStructure | None = None
         self._marked: TensorTable | None = None  # of the last mark
         self._memory_number = 0  # of its memory, different from that of any other state
         self._agreement: HolderAgreement | None = None
-        rank, world_size = self._world()
         for key, entry in self._current().items():
             if isinstance(entry, ModuleEntry) and entry.has_meta():
                 continue  # it will be restored
             if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
-                _capture({key: entry}, TensorCollector(rank, world_size, self._checked))
+                _capture({key: entry}, TensorCollector(*self._world(), self._checked))
 
     def agree(self, gather: Gather) -> None:
         """Agree with all ranks on the holders of each tensor, for later captures and loads.
@@ -115,22 +113,24 @@ class State:
         self._agreement = agree(self._inventory(), rank, world_size, gather) if world_size > 1 else None
         self._table = None  # facts about the structure have changed
 
-    def _inventory(self) -> RankInventory:
+    def _inventory(self) -> dict[str, Any]:
         """Return the tensors that this rank announces to the others, also those on meta."""
-        tensors: dict[str, HeldTensor] = {}
+        tensors: dict[str, Held] = {}
         others: set[str] = set()
-        entries = self._current()
+        entries, listed = self._current(), TensorLister()
         for entry in entries.values():
-            for name, tensor, role in entry.named_tensors():
-                try:
-                    layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
-                except Unsupported as error:
-                    raise unsavable(tensor, name, str(error)) from error
-                if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
-                    others.add(name)
-                elif layout is None or layout.is_own or self._world()[0] in layout.holders:
-                    tensors[name] = HeldTensor(str(tensor.dtype), shape_of(tensor), layout)
-        return RankInventory(frozenset(entries), tensors, frozenset(others))
+            if isinstance(entry, (ModuleEntry, TensorEntry)):
+                entry.capture(listed)
+        for name, tensor, role in listed.rows:
+            try:
+                layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
+            except Unsupported as error:
+                raise unsavable(tensor, name, str(error)) from error
+            if layout is None and role.replication in (Replication.PER_RANK, Replication.OWN):
+                others.add(name)
+            elif layout is None or layout.is_own or self._world()[0] in layout.holders:
+                tensors[name] = str(tensor.dtype), shape_of(tensor), layout
+        return inventory(entries, tensors, others)
 
     def capture(self) -> CapturedState:
         """Return all tensors and values of the state now, with the process-wide RNG states.
@@ -145,13 +145,11 @@ class State:
         values = _capture(entries, collector)
         optimizers = _optimizers_of(entries)
         hooked = [one for one in optimizers if has_step_hooks(one)]
-        for optimizer in hooked:
-            collector.own(parameters(optimizer))
         for optimizer in self._lent_optimizers:
             collector.table.own_memory(tensors_of(optimizer))  # no table is followed while a state is lent
         values[rng.KEY] = rng.capture(collector)
-        is_known = len(hooked) == len(optimizers)
-        now = collector.captured(values, self._structure, self._agreed(), is_frozen_known=is_known)
+        owners, is_known = list(map(parameters, hooked)), len(hooked) == len(optimizers)
+        now = collector.captured(values, self._structure, self._agreed(), owners, is_frozen_known=is_known)
         self._table, self._structure = collector.table, now.structure
         return now
 
@@ -266,19 +264,11 @@ class State:
     ) -> Load:
         """Plan how the live state is filled from a checkpoint. Nothing live is changed.
 
-        Args:
-            tensors: the checkpoint's tensors by name; `tied` has their aliases.
-            values: encoded values of the part that is chosen for this rank; `others` those of further parts,
-                one for each other structure, such as other pipeline stages, with further parameters.
-            strict: raise if only one side has a name. Otherwise such names are listed in the plan and left
-                unchanged. Names that only other ranks hold now (see `agree`) do not count.
-            only: top-level keys (live names) to restore, or key paths of objects in containers; all of them
-                by default, but those in `kept`.
-            rename: saved names to live names: a mapping of prefixes, or a function. Applies to names of
-                tensors, of top-level keys and of parameters inside an optimizer's state.
-            with_rng: restore the process-wide random number generators, unless `only` leaves them out.
-            own_rank: `values` were saved by this very rank. Otherwise RNG states are not restored; seeds are
-                derived from them, so that no two ranks draw the same numbers.
+        `values` are of the part that is chosen for this rank; `others` of one part for each other structure,
+        such as other pipeline stages, with further parameters. Names that only other ranks hold now (see
+        `agree`) are no error. `only` and `kept` have live top-level keys, or key paths of objects in
+        containers. Unless `own_rank` itself has saved `values`, RNG states are not restored; seeds are
+        derived from them, so that no two ranks draw the same numbers.
 
         Ranks: not collective by itself; FSDP1 is, and a user's state_dict() may be: if tensors may be
         sharded, it is called to find its DTensors.
@@ -289,7 +279,8 @@ class State:
         plan = Load(tensors, tied, values, renamer(rename), others=others, rank=self._world()[0])
         for entry in sorted(entries.values(), key=_get_is_first, reverse=True):
             if wanted is None or entry.key in wanted:
-                entry.plan(plan, partial(self._objects.__setitem__, entry.key))
+                entry.plan(plan)
+        plan.add_step(LoadPhase.VALUE, partial(self._objects.update, plan.replaced))  # after those of entries
         if not with_rng:
             plan.leave(rng.KEY)
         elif wanted is None or rng.KEY in wanted:
@@ -338,7 +329,6 @@ class State:
         """Return the entries of the current mapping. Entries of unchanged objects are kept."""
         entries: dict[str, StateEntry] = {}
         self._found, self._followers = find_entries(self._objects), None
-        self._ranks_of = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
         for key, found in self._found.items():
             known = self._entries.get(key)
             is_kept = known is not None and known.value is found.value
@@ -382,11 +372,9 @@ class State:
         names: dict[int, str] = {}
         for entry in self._entries.values():
             if isinstance(entry, ModuleEntry):
-                for name, tensor, role in entry.named_tensors():
-                    if role.is_named:
-                        names.setdefault(id(tensor), name)
-        for entry in self._entries.values():
-            if isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
+                for name, parameter in entry.named_parameters():
+                    names.setdefault(id(parameter), name)
+            elif isinstance(entry, TensorEntry) and isinstance(entry.value, torch.nn.Parameter):
                 names.setdefault(id(entry.value), entry.key)
         return names
 
@@ -396,7 +384,8 @@ class State:
         agreed = self._agreement
         if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
             agreed = HolderAgreement(rank, world_size)
-        return dataclasses.replace(agreed, marked=self._ranks_of) if self._ranks_of else agreed
+        marked = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
+        return dataclasses.replace(agreed, marked=marked) if marked else agreed
 
     def _release_memory(self) -> None:
         self._table = self._marked = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from holdfast.checkpoint.format.values import (
     SavedNamedTuple,
     TensorRef,
 )
-from holdfast.checkpoint.state.composites import Composite, put_together, take_apart
+from holdfast.checkpoint.state.composites import put_together, take_apart
 from holdfast.checkpoint.state.entry import is_entry
 from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unsavable
 from holdfast.errors import InvalidInput, Unsupported
@@ -154,40 +154,19 @@ _PLAIN_CONTAINERS = frozenset({dict, collections.OrderedDict, list, tuple})
 Emit = Callable[[str, torch.Tensor], object]
 
 
-def extract_tensors(
-    value: Any,
-    name: str,
-    emit: Emit,
-    *,
-    per_rank: Emit | None = None,
-    named_types: bool = False,
-    entries: bool = False,
-    composites: bool = True,
-) -> Any:
-    """Return a tree with a `TensorRef` for every tensor; `emit` receives each tensor with its name.
-
-    Args:
-        name: name of the tree; a tensor's name is this and its path, joined by dots.
-        per_rank: called in place of `emit` with tensors that are different on every rank by their kind.
-        named_types: replace values of the program's own types by their saved forms. Only for values that are
-            restored into live ones.
-        entries: replace objects that are entries of their own by an `EntryRef`.
-        composites: replace composite tensors by a `SavedTensor`, and emit their inner tensors.
-    """
-    return _Extraction(emit, per_rank, named_types, entries, composites).extract(value, name)
-
-
 @dataclass(slots=True)
-class _Extraction:
-    """One walk over a tree, with the options of `extract_tensors`."""
+class Extraction:
+    """Walk over trees that takes the tensors out of them."""
 
-    emit: Emit
-    per_rank: Emit | None
-    named_types: bool
-    entries: bool
-    composites: bool
+    emit: Emit  # receives each tensor with its name
+    _: KW_ONLY
+    per_rank: Emit | None = None  # receives those that are different on every rank by their kind
+    named_types: bool = False  # replace values of the program's own types by forms to restore live ones from
+    entries: bool = False  # replace objects that are entries of their own by an `EntryRef`
+    composites: bool = True  # replace composite tensors by a `SavedTensor`, and emit their inner tensors
 
     def extract(self, value: Any, name: str) -> Any:
+        """Return a tree with a `TensorRef` for every tensor, named by the tree's name and its path."""
         kind = type(value)
         if kind in _LEAVES:
             return value
@@ -224,17 +203,17 @@ class _Extraction:
 
     def _composite(self, value: torch.Tensor, name: str) -> SavedTensor:
         try:
-            composite = take_apart(value)
+            apart = take_apart(value)
         except Unsupported as error:
             raise unsavable(value, name, str(error)) from error
         walk = self
-        if composite.type == DTENSOR:
+        if apart.type == DTENSOR:
             if self.per_rank is None:
                 why = "it is a DTensor over a tensor of another class. Save its to_local()."
                 raise unsavable(value, name, why)
-            walk = _Extraction(self.per_rank, None, named_types=True, entries=False, composites=True)
-        inner = {part: walk.extract(item, f"{name}.{part}") for part, item in composite.inner.items()}
-        return SavedTensor(composite.type, inner, facts_of(composite, name))
+            walk = Extraction(self.per_rank, named_types=True)
+        inner = {part: walk.extract(item, f"{name}.{part}") for part, item in apart.inner.items()}
+        return SavedTensor(apart.type, inner, facts_of(apart, name))
 
 
 def _misplaced(value: Any, name: str, *, may_be_entry: bool) -> InvalidInput:
@@ -254,17 +233,17 @@ def _misplaced(value: Any, name: str, *, may_be_entry: bool) -> InvalidInput:
     return InvalidInput(message, key=name)
 
 
-def facts_of(composite: Composite, name: str) -> dict[str, Any]:
-    """Return the facts about a composite tensor in their saved forms, its context included."""
-    if not composite.has_context:
-        return composite.facts
+def facts_of(apart: SavedTensor, name: str) -> dict[str, Any]:
+    """Return the facts about a composite tensor that was taken apart, in their saved forms."""
+    if not apart.is_class:
+        return apart.facts
 
     def refuse(path: str, tensor: torch.Tensor) -> None:
         why = "it is in the context of a __tensor_flatten__(). Return its name among the tensors there."
         raise unsavable(tensor, path, why)
 
-    context = extract_tensors(composite.context, f"{name}.<context>", refuse, named_types=True)
-    return {**composite.facts, "context": context}
+    context = Extraction(refuse, named_types=True).extract(apart.facts["context"], f"{name}.<context>")
+    return {**apart.facts, "context": context}
 
 
 def is_plain_value(value: Any) -> bool:
@@ -284,7 +263,7 @@ def references(tree: Any) -> Iterator[str]:
 
 
 def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live: bool = True) -> Any:
-    """Return an extracted and fitted tree with its tensors inserted again; the reverse of `extract_tensors`.
+    """Return an extracted and fitted tree with its tensors inserted again; the reverse of `Extraction`.
 
     If it is not for live objects, a composite tensor of a class of the program stays a `SavedTensor`.
     """
@@ -297,7 +276,7 @@ def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live:
     new = kind.rebuild(tree, pairs)
     if type(new) is not SavedTensor:
         return new
-    made = put_together(new, new.live)
+    made = put_together(new)
     if is_live and type(made) is SavedTensor:
         raise InvalidInput(
             f"A tensor was saved as a {made.type.replace(':', '.')}, which is only restored into a live "

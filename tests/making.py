@@ -52,6 +52,14 @@ def make_home(store: Store, *, run_id: str = RUN_ID, attempts: Sequence[int] = (
         store.put(names.attempt(number), run.document(claim))
 
 
+def flip(store: Store, name: str, *positions: int) -> None:
+    """Flip a bit of some bytes of an object, by default of the last one."""
+    content = bytearray(store.get(name))
+    for position in positions or (-1,):
+        content[position] ^= 16
+    store.put(name, content)
+
+
 def make_checkpoint(
     store: Store,
     step: int,

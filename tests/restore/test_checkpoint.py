@@ -14,7 +14,7 @@ from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
-from making import LocalShard, make_checkpoint, make_home, reseal
+from making import LocalShard, flip, make_checkpoint, make_home, reseal
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 RANKS: list[dict[str, torch.Tensor | LocalShard]] = [
@@ -161,9 +161,7 @@ def test_values_come_back_decoded_by_rank() -> None:
 
 def test_damage_is_found_when_a_tensor_is_read() -> None:
     store = make_store()
-    image = bytearray(store.get(names.data(450, 2, 0)))
-    image[-1] ^= 1
-    store.put(names.data(450, 2, 0), image)
+    flip(store, names.data(450, 2, 0))
     opened = open_checkpoint(store)
     with pytest.raises(Corrupt, match="damaged in chunk"):
         opened["model.w"]
@@ -187,9 +185,7 @@ def test_an_export_is_one_plain_safetensors_file(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
     store = make_store()
-    image = bytearray(store.get(names.data(450, 2, 1)))
-    image[-1] ^= 1
-    store.put(names.data(450, 2, 1), image)
+    flip(store, names.data(450, 2, 1))
     with pytest.raises(Corrupt):
         open_checkpoint(store).export(tmp_path / "out.safetensors")
     assert list(tmp_path.iterdir()) == []

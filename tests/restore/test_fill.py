@@ -16,7 +16,7 @@ from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.layout import EvenPartitioning, FillTarget, Region, whole
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.restore import fill as filling
-from holdfast.checkpoint.restore.fill import TensorSink, region_sink
+from holdfast.checkpoint.restore.fill import region_sink, tensor_sink
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import ReadStats
 from holdfast.checkpoint.state.tensors import torch_dtype
@@ -38,10 +38,17 @@ class Recorder(MemoryStore):
         return super().get(name)
 
 
-def fill(store: Store, manifest: Manifest, tensors: dict[str, Any], rank: int, **options: Any) -> ReadStats:
+def fill(
+    store: Store,
+    manifest: Manifest,
+    tensors: dict[str, Any],
+    rank: int,
+    parts: Parts | None = None,
+    **options: Any,
+) -> ReadStats:
     """Fill whole tensors, or `FillTarget`s where they are regions."""
     targets = {n: [one if isinstance(one, FillTarget) else FillTarget(one)] for n, one in tensors.items()}
-    return filling.fill(store, manifest, targets, rank, **options)
+    return filling.fill(parts or Parts(store, manifest), targets, rank, **options)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -359,7 +366,7 @@ def test_a_region_that_does_not_fit_is_refused_before_anything_changes(region: R
 
 def test_sinks_write_at_their_base() -> None:
     tensor = torch.zeros(8, dtype=torch.int16)
-    TensorSink(tensor, base=4).write(2, memoryview(bytearray(b"\x01\x00\x02\x00")))
+    tensor_sink(tensor, base=4)(2, memoryview(bytearray(b"\x01\x00\x02\x00")))
     assert tensor.tolist() == [0, 0, 0, 1, 2, 0, 0, 0]
 
 
@@ -368,9 +375,9 @@ def test_a_region_is_placed_only_when_it_is_complete() -> None:
     tensor = torch.zeros(2, 4, dtype=torch.uint8)
     place, wanted, rows = Region((0, 1), (2, 4)), Region((0, 1), (2, 2)), Region((0, 0), (2, 3))
     sink = region_sink(tensor, place, wanted, rows)
-    sink.write(3, memoryview(bytearray([4, 5, 6])))
+    sink(3, memoryview(bytearray([4, 5, 6])))
     assert not tensor.any()
-    sink.write(0, memoryview(bytearray([1, 2, 3])))
+    sink(0, memoryview(bytearray([1, 2, 3])))
     assert tensor.tolist() == [[2, 3, 0, 0], [5, 6, 0, 0]]
 
 

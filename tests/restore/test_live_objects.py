@@ -12,7 +12,10 @@ from torch import nn
 from torch.optim import AdamW
 
 import holdfast
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Corrupt, InvalidInput, NotFound
+from making import flip
 from stage.training import make_checkpointer, make_model, train
 
 WAIT_S = 600.0
@@ -122,10 +125,7 @@ def test_what_does_not_fit_changes_nothing_unless_it_is_allowed(saved: tuple[Pat
 
 def test_damage_is_found(saved: tuple[Path, dict[str, Any]]) -> None:
     home, state = saved
-    (path,) = home.glob("step-*/*.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    flip(open_store(home), names.data(7, 1, 0), -5)
     with pytest.raises(Corrupt, match="rank-00000-a0001"):
         holdfast.open(home).load_into(state)
 

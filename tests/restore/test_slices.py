@@ -17,7 +17,7 @@ from holdfast.checkpoint.restore.slices import split_into_slices
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt
-from making import make_checkpoint, make_home, raw_bytes
+from making import flip, make_checkpoint, make_home, raw_bytes
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
@@ -94,10 +94,7 @@ def test_damage_is_found_before_the_slice_is_returned(tmp_path: Path) -> None:
     make_checkpoint(
         store, 1, 1, [{"a": torch.zeros(1 << 15), "b": torch.zeros(1 << 15)}], chunk_bytes=1 << 16
     )
-    path = tmp_path / names.data(1, 1, 0)
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip(store, names.data(1, 1, 0))
     seen = []
     with pytest.raises(Corrupt, match="b"):
         seen += [one.name for one in holdfast.open(store).slices(slice_bytes=1 << 16)]

@@ -8,7 +8,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.restore.verify import verify
 from holdfast.checkpoint.store.memory import MemoryStore
-from making import make_checkpoint, make_home
+from making import flip, make_checkpoint, make_home
 
 RANKS = [{"a": torch.randn(5000), "c": torch.randn(3000)}, {"b": torch.randn(4000), "d": torch.ones(())}]
 
@@ -65,9 +65,8 @@ def test_a_hole_of_zeros_is_found_in_every_chunk_it_touches() -> None:
 def test_a_truncated_file_is_one_problem_and_the_rest_is_still_checked() -> None:
     store = make_store()
     name = names.data(5, 1, 1)
-    image = bytearray(store.get(name))
-    image[4096] ^= 1
-    store.put(name, image[:-5000])
+    flip(store, name, 4096)
+    store.put(name, store.get(name)[:-5000])
     messages = [problem.message for problem in open_checkpoint(store).verify().problems]
     assert len(messages) == 2
     assert any("truncated" in message for message in messages)
@@ -122,9 +121,7 @@ def test_damage_in_a_file_of_frozen_tensors_is_named_with_its_file_and_tensor() 
     assert report.is_good
     assert (report.num_files, report.num_bytes) == (4, made.data_bytes)
     name = names.frozen(1, 1, 0)
-    image = bytearray(store.get(name))
-    image[4096 + 2 * 5000 * 4 - 1] ^= 1
-    store.put(name, image)
+    flip(store, name, 4096 + 2 * 5000 * 4 - 1)
     (problem,) = verify(store, made).problems
     assert (problem.kind, problem.rank, problem.key) == ("corrupt", 0, "other")
     assert problem.message.startswith(f"{name} is damaged in chunk 10 ")

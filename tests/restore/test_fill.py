@@ -23,7 +23,7 @@ from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, InvalidInput, NotFound
-from making import LocalShard, make_checkpoint, raw_bytes
+from making import LocalShard, make_checkpoint, random_tensor, raw_bytes
 
 
 class Recorder(MemoryStore):
@@ -49,14 +49,6 @@ def fill(
     """Fill whole tensors, or `FillTarget`s where they are regions."""
     targets = {n: [one if isinstance(one, FillTarget) else FillTarget(one)] for n, one in tensors.items()}
     return filling.fill(parts or Parts(store, manifest), targets, rank, **options)
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Random bits of any dtype (0 and 1 for bool)."""
-    count = math.prod(shape) * dtype.itemsize
-    top = 2 if dtype is torch.bool else 256
-    bits = torch.randint(0, top, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    return bits.view(dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("name", [name for name in TORCH_NAMES if hasattr(torch, TORCH_NAMES[name])])
@@ -217,10 +209,6 @@ def test_parts_that_contradict_the_manifest_are_refused() -> None:
 # -- regions of tensors --------------------------------------------------------------------------------------
 
 
-def region_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    return tensor[tuple(slice(at, at + length) for at, length in zip(*region, strict=True))]
-
-
 def save_partitioned(
     store: Store,
     saved: torch.Tensor,
@@ -233,7 +221,7 @@ def save_partitioned(
     shape = tuple(saved.shape)
     ranks: list[dict[str, torch.Tensor | LocalShard]] = [{} for _ in partitioning.ranks]
     for rank, region in partitioning.regions(shape):
-        ranks[rank]["t"] = (region_of(saved, region).contiguous(), region.offsets, shape)
+        ranks[rank]["t"] = (saved[region.slices].contiguous(), region.offsets, shape)
     names_of = ["t"] if frozen else []
     return make_checkpoint(
         store, 1, 1, ranks, partitionings={"t": partitioning}, frozen=names_of, chunk_bytes=chunk_bytes
@@ -267,7 +255,7 @@ def test_any_region_of_a_tensor_equals_the_same_slice_of_the_whole(
     for region in wanted:
         target = torch.zeros(region.sizes, dtype=saved.dtype)
         fill(store, made, {"t": FillTarget(target, region)}, 0, num_threads=2)
-        assert raw_bytes(target) == raw_bytes(region_of(saved, region))
+        assert raw_bytes(target) == raw_bytes(saved[region.slices])
 
 
 @settings(max_examples=40)
@@ -298,7 +286,7 @@ def test_another_number_of_ranks_reads_little_more_than_the_tensor(num_saved: in
     for _, region in loading.regions((1000, 64)):
         target = torch.zeros(region.sizes)
         stats = fill(store, made, {"t": FillTarget(target, region)}, 0)
-        assert torch.equal(target, region_of(saved, region))
+        assert torch.equal(target, saved[region.slices])
         num_files = len(list(made.tensors["t"].partitioning.touching(region, (1000, 64))))  # pyright: ignore
         assert target.nbytes <= stats.num_bytes <= target.nbytes + num_files * 2 * 4096
 
@@ -310,7 +298,7 @@ def test_columns_are_read_with_the_rows_that_they_are_in_and_no_others() -> None
     region = Region((10, 4, 8), (2, 3, 5))
     target = torch.zeros(region.sizes)
     stats = fill(store, made, {"t": FillTarget(target, region)}, 0)
-    assert torch.equal(target, region_of(saved, region))
+    assert torch.equal(target, saved[region.slices])
     assert stats.num_bytes <= 2 * 32 * 32 * 4 + 4096
     one_row = Region((10, 4, 8), (1, 3, 5))
     stats = fill(store, made, {"t": FillTarget(torch.zeros(one_row.sizes), one_row)}, 0)

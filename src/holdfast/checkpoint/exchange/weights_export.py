@@ -14,7 +14,7 @@ from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import write_archive
 from holdfast.checkpoint.exchange.trees import make_plain, nest, rename, rename_top_level
 from holdfast.checkpoint.format.layout import Shard
-from holdfast.checkpoint.format.nesting import plain_form, unflatten
+from holdfast.checkpoint.format.nesting import change_items, plain_form, unflatten
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.restore.slices import write_safetensors
 
@@ -101,7 +101,7 @@ def build_tree(selection: ExportSelection) -> tuple[dict[str, Shard], dict[str, 
 
     index = selection.checkpoint.value_index()
     if index is None:
-        tree = unflatten(selection.tensors, selection.values(), tensor, selection.only)
+        tree = unflatten(selection.tensors, selection.values(), tensor)
     else:
         leaves = {name: plain_form(value) for name, value in selection.values().items()}
         leaves |= {name: tensor(name) for name in selection.tensors}
@@ -133,8 +133,6 @@ def _flatten(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    from holdfast.checkpoint.format.containers import kind_of
-
     by_id: dict[int, Shard] = {}
     tensors: list[torch.Tensor] = []
 
@@ -143,10 +141,7 @@ def _flatten(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             tensors.append(torch.empty(0, device="meta"))
             by_id[id(tensors[-1])] = node
             return tensors[-1]
-        container = kind_of(node)
-        if container is None:
-            return node
-        return container.rebuild(node, [(key, replace(item)) for key, item in container.items(node)])
+        return change_items(node, lambda item, _: replace(item))
 
     flat, paths = flatten_state_dict(replace(tree))
     return {key: by_id.get(id(item), item) for key, item in flat.items()}, paths

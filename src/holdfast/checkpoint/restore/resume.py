@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -67,57 +67,6 @@ def _judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors
     return Verdict(kinds, " | ".join(lines), ancestors)
 
 
-def _unread_error(
-    url: str, newest: Skipped, seconds: float, older: Sequence[int], touched: Iterable[str]
-) -> RetryLater:
-    """Return the error for a checkpoint that cannot be read; `older` are steps to restore in its place."""
-    step, names = newest.step, sorted(touched)
-    choice = (
-        f" To resume from an older one instead, call restore(step={older[0]}); step {step} then stays until "
-        f"you delete it with `holdfast rm {url} --step {step}`."
-        if older
-        else ""
-    )
-    mixed = f" {some(names, 3)} may hold bytes of it: do not train with them." if names else ""
-    return RetryLater(
-        f"Step {step} of attempt {newest.attempt} in {url} could not be read for {format_duration(seconds)}: "
-        f"{newest.reason} It may be whole, so no older one was restored in its place.{mixed} Start again "
-        f"when the store answers.{choice}",
-        step=step,
-    )
-
-
-def _mixed_error(left: Sequence[str], step: int, rank: int) -> Corrupt:
-    """Return the error for tensors filled from a damaged checkpoint that this one cannot overwrite."""
-    return Corrupt(
-        f"A newer checkpoint was found to be damaged after {some(left, 10)} had been read from it, and "
-        f"step {step} does not hold these. The live state mixes steps: make it anew, then restore step "
-        f"{step} by its number.",
-        step=step,
-        rank=rank,
-        key=left[0],
-    )
-
-
-def _none_good_error(
-    url: str, skipped: Sequence[Skipped], kinds: Collection[str], touched: Collection[str], step: int | None
-) -> HoldfastError:
-    """Return the error for a home without a usable checkpoint: Corrupt, or the kind that all reasons have."""
-    every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in skipped)
-    asked = plural(len(skipped), "checkpoint") + ("" if step is None else f" of step {step}")
-    mixed = (
-        f" {len(touched)} live tensors may hold bytes of a damaged checkpoint: do not train with them."
-        if touched
-        else ""
-    )
-    message = (
-        f"{url} has {asked}, but none could be restored, and training must not start from zero "
-        f"unnoticed.{mixed} Repair one, or start afresh in another home.{every}"
-    )
-    (kind,) = set(kinds) if len(set(kinds)) == 1 else {Corrupt.kind}
-    return _KINDS.get(kind, Corrupt)(message, step=step)
-
-
 def _shown(checkpoint: CheckpointId) -> str:
     return f"step {checkpoint.step} of attempt {checkpoint.attempt}"
 
@@ -148,7 +97,7 @@ class _Restore:
         self._patience = Patience(request.patience_s, request.show)
         self._found = find_candidates(request, self._patience)
         self._skipped = list(self._found.skipped)
-        self._kinds = [Denied.kind] * len(self._skipped)
+        self._kinds = {Denied.kind} if self._skipped else set[str]()  # of the reasons
         self._lines: dict[int, dict[int, int]] = {}  # attempt -> last step of each attempt that it continues
         self._unhealthy: list[str] = []  # checkpoints that were passed, with their health
         self._touched: set[str] = set()  # live tensors that may hold bytes of a skipped checkpoint
@@ -176,7 +125,7 @@ class _Restore:
         if not order and selection.step is None and not self._skipped:
             check_no_losses(list(self._found.survey.losses), self._url)
             return None
-        raise _none_good_error(self._url, self._skipped, self._kinds, self._touched, selection.step)
+        raise self._make_none_good_error()
 
     # -- one candidate ---------------------------------------------------------------------------------------
 
@@ -216,7 +165,15 @@ class _Restore:
             verdict = _judge(outcomes, group.rank, ancestors)
             for outcome in outcomes:
                 if outcome.value and verdict.is_good:
-                    raise _mixed_error(outcome.value, stages.manifest.step, outcome.rank)
+                    step = stages.manifest.step
+                    raise Corrupt(
+                        f"A newer checkpoint was found to be damaged after {some(outcome.value, 10)} had "
+                        f"been read from it, and step {step} does not hold these. The live state mixes "
+                        f"steps: make it anew, then restore step {step} by its number.",
+                        step=step,
+                        rank=outcome.rank,
+                        key=outcome.value[0],
+                    )
         if verdict.is_good and not only_open:
             raise_first(group.agree(stages.finish), group.rank, _FAILURE)
         return verdict
@@ -288,7 +245,7 @@ class _Restore:
         self._skipped.append(
             Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=reason, is_superseded=True)
         )
-        self._kinds.append(SUPERSEDED)
+        self._kinds.add(SUPERSEDED)
         return True
 
     def _resumed_before(self, checkpoint: CheckpointId) -> int | None:
@@ -304,7 +261,7 @@ class _Restore:
 
     def _skip(self, checkpoint: CheckpointId, verdict: Verdict) -> None:
         self._skipped.append(Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=verdict.reason))
-        self._kinds += verdict.kinds
+        self._kinds |= {*verdict.kinds}
         if verdict.ancestors is not None:
             self._note_line(checkpoint, verdict.ancestors)
 
@@ -358,8 +315,32 @@ class _Restore:
             self._note_line(checkpoint, verdict.ancestors)
         wanted = request.selection
         steps = [other.step for other in older if wanted.best or self._resumed_before(other) is None]
-        choices = steps if wanted.step is None else []
-        raise _unread_error(self._url, newest, self._patience.spent_s, choices, self._touched)
+        step, touched, choice = newest.step, sorted(self._touched), ""
+        if wanted.step is None and steps:
+            choice = (
+                f" To resume from an older one instead, call restore(step={steps[0]}); step {step} then "
+                f"stays until you delete it with `holdfast rm {self._url} --step {step}`."
+            )
+        mixed = f" {some(touched, 3)} may hold bytes of it: do not train with them." if touched else ""
+        raise RetryLater(
+            f"Step {step} of attempt {newest.attempt} in {self._url} could not be read for "
+            f"{format_duration(self._patience.spent_s)}: {newest.reason} It may be whole, so no older one "
+            f"was restored in its place.{mixed} Start again when the store answers.{choice}",
+            step=step,
+        )
+
+    def _make_none_good_error(self) -> HoldfastError:
+        """Return the error for no usable checkpoint: Corrupt, or the kind that all reasons have."""
+        step, num_touched = self._request.selection.step, len(self._touched)
+        every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in self._skipped)
+        asked = plural(len(self._skipped), "checkpoint") + ("" if step is None else f" of step {step}")
+        mixed = f" {num_touched} live tensors may hold bytes of a damaged checkpoint: do not train with them."
+        message = (
+            f"{self._url} has {asked}, but none could be restored, and training must not start from zero "
+            f"unnoticed.{mixed if num_touched else ''} Repair one, or start afresh in another home.{every}"
+        )
+        kind = next(iter(self._kinds)) if len(self._kinds) == 1 else Corrupt.kind
+        return _KINDS.get(kind, Corrupt)(message, step=step)
 
     def _show_lacking(self, restored: CheckpointId) -> None:
         """Name the newer saves that are not complete, with the ranks whose files are missing."""

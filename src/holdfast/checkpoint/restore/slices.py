@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -56,14 +56,6 @@ class TensorSlice:
     view: memoryview
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Runs of bytes of tensors that are read together."""
-
-    slices: list[tuple[str, int, Region, int]] = field(default_factory=list)  # name, start, region, bytes
-    num_bytes: int = 0
-
-
 def copy_part(room: memoryview, inside: Shard, offset: int, view: memoryview) -> None:
     """Copy bytes of a part of a tensor, from byte `offset` of the part on, into the tensor's bytes."""
     for start, at, num_bytes in byte_ranges(inside, offset, offset + len(view)):
@@ -90,43 +82,41 @@ def read_slices(
         slice_bytes: bytes that are read together.
         on_read: called with the statistics of each read, before its slices are yielded.
     """
-    room = memoryview(bytearray(slice_bytes))
-    for batch in _batches(parts, wanted, rank, slice_bytes):
+    for batch in _batches(parts, wanted, rank, memoryview(bytearray(slice_bytes))):
         wants_of: dict[tuple[int, bool], list[Want]] = {}
-        at = 0
-        for name, _, region, num_bytes in batch.slices:
-            for key, want in _wants(parts, name, rank, region, room[at : at + num_bytes]):
+        for one, region in batch:
+            for key, want in _wants(parts, one.name, rank, region, one.view):
                 wants_of.setdefault(key, []).append(want)
-            at += num_bytes
         jobs = [
             FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())
         ]
         stats = read(parts.store, jobs, num_threads=num_threads)
         if on_read is not None:
             on_read(stats)
-        at = 0
-        for name, start, _, num_bytes in batch.slices:
-            yield TensorSlice(name, start, room[at : at + num_bytes])
-            at += num_bytes
+        yield from (one for one, _ in batch)
 
 
-def _batches(parts: Parts, wanted: Sequence[str], rank: int, limit_bytes: int) -> Iterator[_Batch]:
-    batch = _Batch()
+def _batches(
+    parts: Parts, wanted: Sequence[str], rank: int, room: memoryview
+) -> Iterator[list[tuple[TensorSlice, Region]]]:
+    """Yield slices that are read together, as many as fit into `room`, each with its region."""
+    batch: list[tuple[TensorSlice, Region]] = []
+    filled = 0
     for name in wanted:
         saved = parts.shape_of(name, rank)
         if saved is None:
             continue
         dtype, shape = saved
         start = 0
-        for region in split_into_slices(shape, ITEM_BYTES[dtype], limit_bytes):
+        for region in split_into_slices(shape, ITEM_BYTES[dtype], len(room)):
             num_bytes = region.num_items * ITEM_BYTES[dtype]
-            if batch.num_bytes + num_bytes > limit_bytes:
+            if filled + num_bytes > len(room):
                 yield batch
-                batch = _Batch()
-            batch.slices.append((name, start, region, num_bytes))
-            batch.num_bytes += num_bytes
+                batch, filled = [], 0
+            batch.append((TensorSlice(name, start, room[filled : filled + num_bytes]), region))
+            filled += num_bytes
             start += num_bytes
-    if batch.slices:
+    if batch:
         yield batch
 
 

@@ -18,7 +18,7 @@ from holdfast.checkpoint.home.listing import Listing, candidates, list_home
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater, Unsupported
-from making import RUN_ID, make_checkpoint, make_home, reseal
+from making import RUN_ID, flip, make_checkpoint, make_home, reseal
 
 TWO_RANKS = [{"a": torch.arange(10.0)}, {"b": torch.arange(4)}]
 AT_5 = CheckpointId(attempt=1, step=5)
@@ -88,10 +88,9 @@ def test_an_unused_home_has_no_run_and_no_candidates() -> None:
 def test_the_run_is_read_and_its_damage_found() -> None:
     store = make_store()
     assert read_run(store) == run.Run(RUN_ID, 1_700_000_000.0)
-    damaged = bytearray(store.get(names.RUN))
-    damaged[60] ^= 1
     alone = MemoryStore()
-    alone.put(names.RUN, damaged)
+    alone.put(names.RUN, store.get(names.RUN))
+    flip(alone, names.RUN, 60)
     with pytest.raises(Corrupt, match="seal"):
         read_run(alone)
 

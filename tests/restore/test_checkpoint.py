@@ -1,7 +1,5 @@
 """`holdfast.open`: which checkpoint it opens, what can be taken out, export."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
 from making import LocalShard, flip, make_checkpoint, make_home, reseal
+from programs import run_python
 
 WHOLE = torch.arange(24.0).reshape(4, 6)
 RANKS: list[dict[str, torch.Tensor | LocalShard]] = [
@@ -198,10 +197,7 @@ def test_opening_listing_and_exporting_do_not_import_torch(tmp_path: Path) -> No
         "c = open(sys.argv[1]); c.keys(); c.info('s'); c.values(); assert c.verify().is_good\n"
         "c.export(sys.argv[1] + '/../out.safetensors'); print('torch' in sys.modules)"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "home")], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == "False"
+    assert run_python(code, tmp_path / "home") == "False"
     assert torch.equal(load_file(tmp_path / "out.safetensors")["s"], WHOLE)
 
 
@@ -212,7 +208,4 @@ def test_reading_a_tensor_does_not_import_what_only_training_needs(tmp_path: Pat
         "parts = {name.split('.')[1] for name in sys.modules if name.startswith('holdfast.')}\n"
         "print(sorted(parts & {'checkpointer', 'keeper', 'stage', 'state'}))"
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "home")], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == "[]"
+    assert run_python(code, tmp_path / "home") == "[]"

@@ -178,15 +178,6 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(harm: str) -> None:
     assert live.finished == [200]
 
 
-def test_each_skipped_checkpoint_has_its_reason() -> None:
-    store, live = make_store(), empty_live()
-    flip(store, names.data(300, 1, 0))
-    store.delete(names.part(200, 1, 0))
-    restored = restore(store, live)
-    assert restored.step == 100
-    assert [one.step for one in restored.skipped] == [300, 200]
-
-
 def test_an_extra_file_is_harmless() -> None:
     store = make_store()
     store.put("step-00000300/notes.txt", b"mine")

@@ -73,13 +73,6 @@ def test_a_truncated_file_is_one_problem_and_the_rest_is_still_checked() -> None
     assert any("chunk 1 " in message for message in messages)
 
 
-def test_a_file_that_grew_is_a_problem() -> None:
-    store = make_store()
-    store.put(names.data(5, 1, 1), store.get(names.data(5, 1, 1)) + b"more")
-    (problem,) = open_checkpoint(store).verify().problems
-    assert "too long" in problem.message
-
-
 def test_all_problems_of_all_ranks_are_collected() -> None:
     store = make_store()
     opened = open_checkpoint(store)

@@ -25,7 +25,7 @@ class Network:
         self.barrier = threading.Barrier(world_size, timeout=WAIT_S)
         self.slots: list[Any] = [None] * world_size
         # All at once: two threads that each make the missing one would send into different queues.
-        routes = itertools.product(range(world_size), repeat=2)
+        routes = itertools.product(range(world_size), range(world_size))
         self.sent: dict[tuple[int, int], queue.Queue[bytes]] = {route: queue.Queue() for route in routes}
 
 

@@ -29,7 +29,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks
 from holdfast.checkpoint.format.part import DataFile, Part
 from holdfast.checkpoint.keeper.persist import persist
-from holdfast.checkpoint.restore.fill import TensorSink
+from holdfast.checkpoint.restore.fill import tensor_sink
 from holdfast.checkpoint.restore.read import FileRead, Want, read
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.checkpoint.store.bucket import READ_BYTES, ObjectStore
@@ -88,7 +88,7 @@ class Subject:
 
     def read(self) -> None:
         """Read as a restore does: ranges, each chunk compared with its hash, then passed on."""
-        want = Want(0, self.num_bytes, TensorSink(self.tensor))
+        want = Want(0, self.num_bytes, tensor_sink(self.tensor))
         read(self.store, [FileRead(self.part, [want])], num_threads=self.store.properties.parallel_reads)
 
     def read_bare(self) -> None:

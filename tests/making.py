@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -56,6 +57,14 @@ def make_home(store: Store, *, run_id: str = RUN_ID, attempts: Sequence[int] = (
 def history_lines(home: str | os.PathLike[str], *events: str) -> list[dict[str, Any]]:
     """Return the lines of some kinds in the history of a home, by time."""
     return [line for line in read_lines(open_store(home))[0] if line["event"] in events]
+
+
+def flip(store: Store, name: str, *positions: int) -> None:
+    """Flip a bit of some bytes of an object, by default of the last one."""
+    content = bytearray(store.get(name))
+    for position in positions or (-1,):
+        content[position] ^= 16
+    store.put(name, content)
 
 
 def make_checkpoint(
@@ -196,6 +205,13 @@ def data_file(image: bytes, chunk_bytes: int | None = None) -> part.DataFile:
     """Size and chunk hashes of a file image."""
     size = chunk_bytes or chunk_bytes_for(len(image))
     return part.DataFile(len(image), size, hash_chunks(memoryview(image), size))
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Random bits of any dtype; 0 and 1 for bool."""
+    count, top = math.prod(shape) * dtype.itemsize, 2 if dtype is torch.bool else 256
+    bits = torch.randint(0, top, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return bits.view(dtype).reshape(shape)
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:

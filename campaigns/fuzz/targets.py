@@ -874,7 +874,7 @@ def _run_words(data: bytes) -> None:
         lambda: place_of(text),
         lambda: check_name(text),
         lambda: names.parse(text),
-        lambda: names.parse_history(text),
+        lambda: names.parse_record("history", text),
     ):
         with contextlib.suppress(*_ours()):
             act()

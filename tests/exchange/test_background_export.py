@@ -12,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast.checkpoint.exchange import BackgroundExport, export_in_background
+from holdfast.checkpoint.format import names
 from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, SaveWarning, TimedOut
+from making import flip
 from stage.training import make_checkpointer
 
 
@@ -86,10 +89,7 @@ def test_a_save_that_is_not_in_home_is_named_with_the_reason(
 
 
 def test_damage_is_reported_and_nothing_is_written(home: Path, tmp_path: Path) -> None:
-    data = max((home).rglob("*.safetensors"), key=lambda file: file.stat().st_size)
-    content = bytearray(data.read_bytes())
-    content[-5] ^= 1
-    data.write_bytes(content)
+    flip(open_store(home), names.data(1, 1, 0), -5)
     with pytest.warns(SaveWarning, match=r"out\.safetensors failed"):
         error = export_in_background(home, tmp_path / "out.safetensors").exception()
     assert isinstance(error, Corrupt)

@@ -11,7 +11,10 @@ from torch import nn
 
 import holdfast
 from holdfast.checkpoint.exchange.exporter import map_weights
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import open_store
 from holdfast.errors import Corrupt, NotFound
+from making import flip
 from programs import run_python
 from stage.training import make_checkpointer
 
@@ -56,10 +59,7 @@ def test_mapped_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
 def test_damaged_weights_are_refused_and_leave_no_file(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path / "home", {"model": Tied()}) as ckpt:
         ckpt.save(1)
-    (data,) = (tmp_path / "home").rglob("*.safetensors")
-    content = bytearray(data.read_bytes())
-    content[-5] ^= 1
-    data.write_bytes(content)
+    flip(open_store(tmp_path / "home"), names.data(1, 1, 0), -5)
     with pytest.raises(Corrupt):
         map_weights(holdfast.open(tmp_path / "home"), "model", tmp_path)
     with pytest.raises(NotFound):

@@ -21,11 +21,6 @@ def test_chunk_sizes_stay_within_their_bounds(file_bytes: int) -> None:
     assert chunk_bytes == hashes.MIN_CHUNK_BYTES or file_bytes > chunk_bytes // 2 * hashes.CHUNKS_PER_FILE
 
 
-@given(sizes, sizes)
-def test_larger_files_never_have_smaller_chunks(a: int, b: int) -> None:
-    assert hashes.chunk_bytes_for(min(a, b)) <= hashes.chunk_bytes_for(max(a, b))
-
-
 @given(st.integers(0, 10_000), st.integers(1, 700))
 def test_chunks_cover_the_file_in_order(file_bytes: int, chunk_bytes: int) -> None:
     """Without gap or overlap, all full but the last."""

@@ -24,7 +24,9 @@ from holdfast.checkpoint.format.layout import (
     lay_out,
     parse_header,
 )
+from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.errors import Corrupt, InvalidInput
+from making import random_tensor, raw_bytes
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
     lambda key: key != "__metadata__" and not key.rstrip("0123456789").endswith("@r")
@@ -35,28 +37,12 @@ wholes = st.builds(Shard.whole, keys, st.sampled_from(DTYPES), shapes, per_rank=
 shard_lists = st.lists(wholes, max_size=8, unique_by=lambda shard: shard.name)
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, TORCH_NAMES[name])
-
-
-def random_tensor(shard: Shard, seed: int = 0) -> torch.Tensor:
-    """Random bytes in the shard's shape; 0 and 1 where others are no valid element."""
-    generator = torch.Generator().manual_seed(seed)
-    high = 2 if shard.dtype == "BOOL" else 256
-    flat = torch.randint(0, high, (shard.num_bytes,), dtype=torch.uint8, generator=generator)
-    return flat.view(torch_dtype(shard.dtype)).reshape(shard.sizes)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-
-
 def filled(layout: FileLayout, tensors: list[torch.Tensor]) -> bytes:
     """The file image, each tensor at its place."""
     image = bytearray(layout.file_bytes)
     image[: len(layout.header)] = layout.header
     for start, tensor in zip(layout.starts, tensors, strict=True):
-        data = raw(tensor)
+        data = raw_bytes(tensor)
         image[start : start + len(data)] = data
     return bytes(image)
 
@@ -65,7 +51,9 @@ def filled(layout: FileLayout, tensors: list[torch.Tensor]) -> bytes:
 def test_stock_safetensors_reads_every_layout(shards: list[Shard], rank: int) -> None:
     """All dtypes, no dimensions, no elements, any names: the library's own validation accepts them."""
     layout = lay_out(shards, rank)
-    tensors = [random_tensor(shard, seed) for seed, shard in enumerate(shards)]
+    tensors = [
+        random_tensor(torch_dtype(shard.dtype), shard.sizes, seed) for seed, shard in enumerate(shards)
+    ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "f.safetensors"
         path.write_bytes(filled(layout, tensors))
@@ -75,7 +63,7 @@ def test_stock_safetensors_reads_every_layout(shards: list[Shard], rank: int) ->
         found = loaded[shard.file_key(rank)]
         assert found.dtype == tensor.dtype
         assert found.shape == tensor.shape
-        assert raw(found) == raw(tensor)
+        assert raw_bytes(found) == raw_bytes(tensor)
 
 
 @given(shard_lists, st.integers(0, 3))
@@ -114,12 +102,12 @@ def test_a_file_is_opened_lazily_by_safe_open(tmp_path: Path) -> None:
     """One tensor can be read without the rest, and the metadata has `format` "pt"."""
     facts = ("w", "BF16", (3, 5)), ("step", "I64", ()), ("none", "F32", (0, 4))
     shards = [Shard.whole(*one) for one in facts]
-    tensors = [random_tensor(shard) for shard in shards]
+    tensors = [random_tensor(torch_dtype(shard.dtype), shard.sizes) for shard in shards]
     (tmp_path / "f.safetensors").write_bytes(filled(lay_out(shards, 0), tensors))
     with safe_open(tmp_path / "f.safetensors", framework="pt") as opened:
         assert opened.metadata()["format"] == "pt"
-        assert raw(opened.get_tensor("w")) == raw(tensors[0])
-        assert raw(opened.get_slice("w")[1:2]) == raw(tensors[0][1:2])
+        assert raw_bytes(opened.get_tensor("w")) == raw_bytes(tensors[0])
+        assert raw_bytes(opened.get_slice("w")[1:2]) == raw_bytes(tensors[0][1:2])
         assert opened.get_tensor("step").shape == ()
         assert opened.get_tensor("none").shape == (0, 4)
 

@@ -28,7 +28,9 @@ def test_object_names_round_trip(step: int, attempt: int, rank: int) -> None:
     }
     assert {name: names.parse(name) for name in facts} == facts
     assert all(check_name(name) for name in [*facts, names.RUN, names.DONE, names.history(attempt, rank)])
-    assert names.parse_history(names.history(attempt, rank)) == (attempt, rank)
+    assert names.parse_record("history", names.history(attempt, rank)) == Parsed(
+        "history", attempt=attempt, rank=rank
+    )
 
 
 @given(st.lists(st.tuples(steps, attempts, ranks), unique=True))

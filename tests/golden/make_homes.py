@@ -157,8 +157,7 @@ def make_sharded(root: Path) -> None:
     for name, partitioning in partitionings.items():
         whole = torch.arange(math.prod(shapes[name]), dtype=torch.int32).reshape(shapes[name])
         for rank, region in partitioning.regions(shapes[name]):
-            at = tuple(slice(start, start + length) for start, length in zip(*region, strict=True))
-            ranks[rank][name] = (whole[at].contiguous(), region.offsets, shapes[name])
+            ranks[rank][name] = (whole[region.slices].contiguous(), region.offsets, shapes[name])
     ranks[0]["listed"] = (torch.arange(3), (0,), (4,))
     ranks[2]["listed"] = (torch.arange(3, 4), (3,), (4,))
     ranks[1]["scalar"] = torch.tensor(2.5)

@@ -24,6 +24,7 @@ from holdfast.checkpoint.state import tensors
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Unsupported
 from holdfast.watch.report.summary import read_summary
+from making import raw_bytes
 
 GOLDEN = Path(__file__).parent / "homes"
 
@@ -36,10 +37,6 @@ DTYPES = {
     **{"F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": getattr(torch, "float8_e8m0fnu", None)},
     **{"I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool},
 }
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def is_known(tensor: str) -> bool:
@@ -123,7 +120,7 @@ def test_every_dtype(name: str) -> None:
         return
     found = opened[f"dtype.{name}"]
     expected = b"\1\0\1" if dtype is torch.bool else bytes(range(1, 3 * dtype.itemsize + 1))
-    assert (found.dtype, found.shape, raw(found)) == (dtype, (3,), expected)
+    assert (found.dtype, found.shape, raw_bytes(found)) == (dtype, (3,), expected)
 
 
 def test_a_dtype_that_this_torch_lacks_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +141,7 @@ def test_shapes_ties_splits_and_tensors_per_rank() -> None:
     assert opened["empty"].shape == (0, 3)
     assert opened["scalar"].shape == ()
     assert opened["scalar"].item() == 2.5
-    assert raw(opened["head"]) == raw(opened["dtype.F32"])
+    assert raw_bytes(opened["head"]) == raw_bytes(opened["dtype.F32"])
     assert opened.tensor("rng", rank=0).tolist() == [0, 1, 2, 3]
     assert opened.tensor("rng", rank=1).tolist() == [100, 101, 102, 103, 104]
     assert opened.info("rng").owner == "each"
@@ -264,8 +261,8 @@ def test_the_run_continues_from_its_last_step(tmp_path: Path) -> None:
         assert ckpt.restore() == 64
     opened = open_checkpoint(home, 64)
     for name, tensor in model.state_dict().items():
-        assert raw(tensor) == raw(opened[f"model.{name}"])
-    assert raw(optimizer.state[model.weight]["momentum_buffer"]) == raw(
+        assert raw_bytes(tensor) == raw_bytes(opened[f"model.{name}"])
+    assert raw_bytes(optimizer.state[model.weight]["momentum_buffer"]) == raw_bytes(
         opened["optimizer.state.model.weight.momentum_buffer"]
     )
     assert (optimizer.param_groups[0]["lr"], data.position, data.skipped) == (0.01, 624, ((320, 432),))

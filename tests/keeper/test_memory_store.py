@@ -25,6 +25,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_ke
 from holdfast.checkpoint.keeper.memory_store import offer_images
 from holdfast.checkpoint.keeper.messages import Image
 from holdfast.checkpoint.restore.fill import fill
+from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore
@@ -201,7 +202,7 @@ def test_a_restore_reads_good_chunks_from_memory_and_the_others_from_home(
         holder.map[5000:6000] = bytes(1000)
     target = torch.zeros(5_000_000)
     manifest = read_manifest(home, CheckpointId(attempt=1, step=7), None)
-    stats = fill(TieredStore([MemoryTierStore(HOME), home]), manifest, {"w": [FillTarget(target)]}, 0)
+    stats = fill(Parts(TieredStore([MemoryTierStore(HOME), home]), manifest), {"w": [FillTarget(target)]}, 0)
     assert torch.equal(target, saved)
     assert set(stats.sources) == ({"memory", "memory://home"} if is_overwritten else {"memory"})
     assert len(stats.recovered_from) == is_overwritten

@@ -35,7 +35,7 @@ def test_byte_ranges_equal_a_copy_of_the_region(
     shard = Shard("t", "I16", shape, offsets, sizes)
     values = torch.arange(1, shard.num_bytes // 2 + 1, dtype=torch.int16).reshape(sizes)
     expected = torch.zeros(shape, dtype=torch.int16)
-    expected[tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))] = values
+    expected[shard.region.slices] = values
     source = values.numpy().tobytes()
     target = bytearray(expected.numel() * 2)
     middle = data.draw(st.integers(0, len(source)))
@@ -68,9 +68,8 @@ def nested(draw: st.DrawFn) -> tuple[Region, Region]:
 def numbers(inner: Region, outer: Region) -> list[int]:
     """The number in the row-major order of `outer` of each element of `inner`, in its own order."""
     every = torch.arange(math.prod(outer.sizes)).reshape(outer.sizes)
-    starts = (at - start for at, start in zip(inner.offsets, outer.offsets, strict=True))
-    sides = zip(starts, inner.sizes, strict=True)
-    return every[tuple(slice(at, at + length) for at, length in sides)].reshape(-1).tolist()
+    starts = tuple(at - start for at, start in zip(inner.offsets, outer.offsets, strict=True))
+    return every[Region(starts, inner.sizes).slices].reshape(-1).tolist()
 
 
 @given(nested())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,54 +14,15 @@ from holdfast.checkpoint.restore.candidates import Holding, Request, Selection, 
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.share import OTHER_RANKS, assign_blocks
 from holdfast.checkpoint.restore.stages import Restored
-from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, NotFound
-from making import RUN_ID, make_checkpoint, make_home
-from restore.test_resume import Live, Member, Threads
+from making import RUN_ID, flip, make_checkpoint, make_home
+from restore.test_resume import Live
+from restore.thread_ranks import ThreadRank, on_threads
 
-WAIT_S = 600.0
 NUMBERS = torch.arange(40_000, dtype=torch.float32)
 HALF = len(NUMBERS) // 2
-
-
-class Post:
-    """Messages on their way between ranks that are threads."""
-
-    def __init__(self) -> None:
-        # All at once: two threads that each make the missing one would write into different regions.
-        routes = [(source, to) for source in (0, 1) for to in (0, 1)]
-        self.regions: dict[tuple[int, int], queue.Queue[bytes]] = {route: queue.Queue() for route in routes}
-
-
-@dataclass
-class Done:
-    """A transfer that is over, or is when it is waited for."""
-
-    post: Post
-    route: tuple[int, int]
-    data: torch.Tensor | None = None
-
-    def wait(self) -> None:
-        if self.data is not None:
-            content = self.post.regions[self.route].get(timeout=WAIT_S)
-            self.data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-
-
-class Rank(Member):
-    """A rank's end of a group that can send bytes."""
-
-    def __init__(self, threads: Threads, post: Post, rank: int) -> None:
-        super().__init__(threads, rank)
-        self.post = post
-
-    def send(self, data: torch.Tensor, to: int) -> Any:
-        self.post.regions[self.rank, to].put(data.numpy().tobytes())
-        return Done(self.post, (self.rank, to))
-
-    def receive(self, data: torch.Tensor, source: int) -> Any:
-        return Done(self.post, (source, self.rank), data)
 
 
 @dataclass
@@ -94,26 +53,21 @@ class Hosts:
 
     def restore(self, step: int | None = None) -> tuple[list[Live], list[Any]]:
         """What both ranks have afterwards, and what their restores return or raise."""
-        threads, post = Threads(2), Post()
         lives = [Live({"w": torch.zeros(len(NUMBERS))}) for _ in (0, 1)]
 
-        def one(rank: int) -> Restored | Exception | None:
-            try:
-                request = Request(
-                    TieredStore([self.local[rank], self.home]),
-                    lives[rank].load,
-                    Rank(threads, post, rank),
-                    Selection(step),
-                    num_threads=2,
-                    own_local=self.local[rank],
-                    show=self.said.append,
-                )
-                return restore_newest(request)
-            except Exception as error:  # noqa: BLE001 - the test looks at it
-                return error
+        def work(rank: ThreadRank) -> Restored | None:
+            request = Request(
+                TieredStore([self.local[rank.rank], self.home]),
+                lives[rank.rank].load,
+                rank,
+                Selection(step),
+                num_threads=2,
+                own_local=self.local[rank.rank],
+                show=self.said.append,
+            )
+            return restore_newest(request)
 
-        with ThreadPoolExecutor(2) as pool:
-            return lives, list(pool.map(one, (0, 1)))
+        return lives, on_threads(work, 2)
 
     def check_restores(self, step: int) -> list[Restored]:
         lives, found = self.restore()
@@ -255,9 +209,3 @@ def test_blocks_are_read_by_ranks_that_have_the_files() -> None:
     assert {block.ranks for block in blocks} == {(2,)}
     assert {block.reader for block in blocks if block.key == (1, False)} == {1}
     assert {block.reader for block in blocks if block.key == (0, False)} == {0, 1}
-
-
-def flip(store: Store, name: str) -> None:
-    content = bytearray(store.get(name))
-    content[-5] ^= 2
-    store.put(name, content)

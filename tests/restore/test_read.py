@@ -16,7 +16,7 @@ from holdfast.checkpoint.store.contract import Properties
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater
-from making import make_checkpoint
+from making import flip, make_checkpoint
 
 CHUNK = 4096
 
@@ -41,7 +41,7 @@ class Taker:
         self.count = 0
         self.lock = threading.Lock()
 
-    def write(self, offset: int, view: memoryview) -> None:
+    def __call__(self, offset: int, view: memoryview) -> None:
         with self.lock:
             self.data[offset : offset + len(view)] = view
             self.count += len(view)
@@ -158,10 +158,9 @@ def copies(draw: st.DrawFn) -> tuple[list[MemoryStore], list[set[int]]]:
         copy.url = f"copy {number}"
         bad = draw(st.sets(st.sampled_from(sorted(every)), max_size=4))
         if draw(st.integers(0, 4)):
-            image = bytearray(IMAGE)
-            for chunk in bad:
-                image[min(chunk * CHUNK + 7, len(IMAGE) - 1)] ^= 8
-            copy.put(names.data(1, 1, 0), image)
+            copy.put(names.data(1, 1, 0), IMAGE)
+            if bad:
+                flip(copy, names.data(1, 1, 0), *(min(chunk * CHUNK + 7, len(IMAGE) - 1) for chunk in bad))
         else:
             bad = every
         found.append(copy)
@@ -194,9 +193,8 @@ def test_each_chunk_comes_from_its_nearest_good_copy(made: tuple[list[MemoryStor
 @pytest.mark.parametrize("position", [0, 5, CHUNK, 20 * CHUNK + 1, len(IMAGE) - 1])
 def test_a_damaged_chunk_is_named_and_not_handed_on(position: int) -> None:
     store = Recorder()
-    bad = bytearray(IMAGE)
-    bad[position] ^= 4
-    store.put(names.data(1, 1, 0), bad)
+    store.put(names.data(1, 1, 0), IMAGE)
+    flip(store, names.data(1, 1, 0), position)
     taker = Taker(len(IMAGE))
     with pytest.raises(Corrupt, match=f"chunk {position // CHUNK} ") as caught:
         read(store, [FileRead(PART, [Want(0, len(IMAGE), taker)])], num_threads=1)
@@ -209,19 +207,16 @@ def test_a_damaged_chunk_is_named_and_not_handed_on(position: int) -> None:
 
 def test_damage_in_a_chunk_that_is_not_needed_is_not_read() -> None:
     store = Recorder()
-    bad = bytearray(IMAGE)
-    bad[30 * CHUNK] ^= 1
-    store.put(names.data(1, 1, 0), bad)
+    store.put(names.data(1, 1, 0), IMAGE)
+    flip(store, names.data(1, 1, 0), 30 * CHUNK)
     read(store, [FileRead(PART, wants([(2 * CHUNK, 10)]))])
     assert store.reads == [(names.data(1, 1, 0), 2 * CHUNK, CHUNK)]
 
 
 def test_with_on_error_all_damage_is_collected_and_the_rest_is_read() -> None:
     store = Recorder()
-    bad = bytearray(IMAGE)
-    for chunk in (3, 4, 11):
-        bad[chunk * CHUNK + 9] ^= 1
-    store.put(names.data(1, 1, 0), bad)
+    store.put(names.data(1, 1, 0), IMAGE)
+    flip(store, names.data(1, 1, 0), *(chunk * CHUNK + 9 for chunk in (3, 4, 11)))
     errors: list[HoldfastError] = []
     stats = read(store, [FileRead(PART, wants([(0, len(IMAGE))]))], on_error=errors.append)
     assert sorted(str(error).split("chunk ")[1].split()[0] for error in errors) == ["11", "3", "4"]
@@ -253,15 +248,14 @@ def test_all_threads_have_ended_when_an_error_is_raised() -> None:
 
 
 def test_an_error_of_a_sink_or_a_callback_is_raised_too() -> None:
-    class Broken:
-        def write(self, offset: int, view: memoryview) -> None:
-            raise ZeroDivisionError
+    def broken_sink(offset: int, view: memoryview) -> None:
+        raise ZeroDivisionError
 
     def broken(num_bytes: int) -> None:
         raise KeyError(num_bytes)
 
     with pytest.raises(ZeroDivisionError):
-        read(STORE, [FileRead(PART, [Want(0, 9, Broken())])])
+        read(STORE, [FileRead(PART, [Want(0, 9, broken_sink)])])
     with pytest.raises(KeyError):
         read(STORE, [FileRead(PART, wants([(0, 9)]))], on_bytes=broken)
 

@@ -6,7 +6,6 @@ import itertools
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +17,9 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.layout import FillTarget, whole
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.messages import pack, unpack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import recover_commit
 from holdfast.checkpoint.home.listing import list_home
-from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.restore.candidates import Mark, RankFrom, Request, Selection
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.stages import Restored
@@ -30,71 +27,10 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from making import make_checkpoint, make_home, reseal
+from making import flip, make_checkpoint, make_home, reseal
+from restore.thread_ranks import ThreadRank, alone, on_threads
 
 IGNORE: Mark = lambda skipped, restored: None  # noqa: E731 - a default
-
-
-class Silent(RankGroup):
-    """A group whose ranks share no reads and exchange no flags."""
-
-    def send(self, data: torch.Tensor, to: int) -> Any:
-        raise AssertionError(f"sent to rank {to}")
-
-    def receive(self, data: torch.Tensor, source: int) -> Any:
-        raise AssertionError(f"received from rank {source}")
-
-    def exchange_flags(
-        self, step: int, flags: tuple[bool, ...], numbers: tuple[int, ...]
-    ) -> tuple[tuple[bool, ...], tuple[int, ...]]:
-        raise AssertionError(f"flags of step {step}")
-
-    def barrier_and_close(self) -> None:
-        raise AssertionError("ranks part")
-
-
-class Alone(Silent):
-    """A group of one."""
-
-    rank, world_size = 0, 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [unpack(pack(value), "rank 0")]
-
-    def share(self, value: Any) -> Any:
-        return value
-
-
-class Threads:
-    """A group whose ranks are threads; values travel as over a network."""
-
-    def __init__(self, world_size: int) -> None:
-        self.size = world_size
-        self.barrier = threading.Barrier(world_size, timeout=600)
-        self.slots: list[Any] = [None] * world_size
-
-    def member(self, rank: int) -> Member:
-        return Member(self, rank)
-
-    def exchange(self, rank: int, value: Any) -> list[Any]:
-        self.slots[rank] = pack(value)
-        self.barrier.wait()
-        found = list(self.slots)
-        self.barrier.wait()
-        return [unpack(data, f"rank {source}") for source, data in enumerate(found)]
-
-
-class Member(Silent):
-    """One rank's end of `Threads`."""
-
-    def __init__(self, threads: Threads, rank: int) -> None:
-        self.threads, self.rank, self.world_size = threads, rank, threads.size
-
-    def gather(self, value: Any) -> list[Any]:
-        return self.threads.exchange(self.rank, value)
-
-    def share(self, value: Any) -> Any:
-        return self.threads.exchange(self.rank, value)[0]
 
 
 @dataclass
@@ -131,7 +67,7 @@ def restore(
     store: Store, live: Live, step: int | None = None, *, patience_s: float = 60.0, mark: Mark = IGNORE
 ) -> Restored:
     restored = restore_newest(
-        Request(store, live.load, Alone(), Selection(step), num_threads=2, patience_s=patience_s, mark=mark)
+        Request(store, live.load, alone(), Selection(step), num_threads=2, patience_s=patience_s, mark=mark)
     )
     assert restored is not None
     return restored
@@ -141,24 +77,19 @@ def on_ranks(
     store: Store, lives: list[Live], source_rank: RankFrom | None = None, *, patience_s: float = 60.0
 ) -> list[Any]:
     """Return the result or the error of each rank's restore."""
-    threads = Threads(len(lives))
 
-    def one(rank: int) -> Any:
-        try:
-            request = Request(
-                store,
-                lives[rank].load,
-                threads.member(rank),
-                num_threads=2,
-                source_rank=source_rank,
-                patience_s=patience_s,
-            )
-            return restore_newest(request)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            return error
+    def work(rank: ThreadRank) -> Restored | None:
+        request = Request(
+            store,
+            lives[rank.rank].load,
+            rank,
+            num_threads=2,
+            source_rank=source_rank,
+            patience_s=patience_s,
+        )
+        return restore_newest(request)
 
-    with ThreadPoolExecutor(len(lives)) as pool:
-        return list(pool.map(one, range(len(lives))))
+    return on_threads(work, len(lives))
 
 
 def state_of(step: int) -> dict[str, torch.Tensor]:
@@ -175,12 +106,6 @@ def make_store(steps: tuple[int, ...] = (100, 200, 300)) -> MemoryStore:
     for step in steps:
         make_checkpoint(store, step, 1, [state_of(step)], chunk_bytes=4096)
     return store
-
-
-def flip(store: Store, name: str, position: int = -1) -> None:
-    data = bytearray(store.get(name))
-    data[position] ^= 16
-    store.put(name, data)
 
 
 def zero(store: Store, name: str, start: int, num_bytes: int) -> None:
@@ -203,7 +128,7 @@ def test_the_newest_is_restored() -> None:
 
 def test_an_empty_home_is_a_fresh_start() -> None:
     store = MemoryStore()
-    request = Request(store, empty_live().load, Alone())
+    request = Request(store, empty_live().load, alone())
     assert restore_newest(request) is None
     make_home(store)
     make_checkpoint(store, 5, 1, [{"w": torch.zeros(1)}, {}], commit=False)
@@ -251,15 +176,6 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(harm: str) -> None:
     assert re.search(reason, skipped.reason)
     assert live.tensors["w"].eq(200).all()
     assert live.finished == [200]
-
-
-def test_each_skipped_checkpoint_has_its_reason() -> None:
-    store, live = make_store(), empty_live()
-    flip(store, names.data(300, 1, 0))
-    store.delete(names.part(200, 1, 0))
-    restored = restore(store, live)
-    assert restored.step == 100
-    assert [one.step for one in restored.skipped] == [300, 200]
 
 
 def test_an_extra_file_is_harmless() -> None:
@@ -485,7 +401,7 @@ def test_a_foreign_error_of_the_live_objects_is_raised_as_it_is() -> None:
         raise ZeroDivisionError("in the user's code")
 
     with pytest.raises(ZeroDivisionError):
-        restore_newest(Request(make_store(), broken, Alone()))
+        restore_newest(Request(make_store(), broken, alone()))
 
 
 def test_tensors_left_over_from_a_damaged_checkpoint_are_not_hidden() -> None:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ceph import ceph_rgw
 from fault_proxy import FaultProxy
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
-from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore
+from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore, cut_segments
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
 from programs import run_python
@@ -372,3 +374,27 @@ def test_an_upload_takes_little_memory_beyond_its_buffer(home: Home, way: str) -
     url = home(part_bytes=str(PART_BYTES), parallel="2")
     assert int(run_python(MEASURING, url, num_bytes, way)) < 64 << 20
     assert open_store(url).size("a") == num_bytes
+
+
+@given(st.lists(st.binary(max_size=30), max_size=10), st.integers(1, 40))
+def test_segments_have_equal_length_and_the_same_bytes(parts: list[bytes], length: int) -> None:
+    whole = b"".join(parts)
+    room = bytearray(30)
+
+    def reused() -> Iterator[memoryview]:
+        for part in parts:
+            room[: len(part)] = part
+            yield memoryview(room)[: len(part)]
+
+    found = list(cut_segments("a", reused(), len(whole), length))
+    assert b"".join(found) == whole
+    assert all(len(one) == length for one in found[:-1])
+    assert all(found)
+
+
+@given(st.lists(st.binary(max_size=30), max_size=5), st.integers(0, 100))
+def test_a_wrong_total_length_is_refused(parts: list[bytes], num_bytes: int) -> None:
+    if sum(map(len, parts)) == num_bytes:
+        return
+    with pytest.raises(InvalidInput):
+        list(cut_segments("a", parts, num_bytes, 10))

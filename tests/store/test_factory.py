@@ -1,4 +1,4 @@
-"""Opening of stores from paths and URLs."""
+"""Opening of stores from paths and URLs; the memory store keeps the store contract."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.bucket import ObjectStore
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput
+from holdfast.testing import StoreSuite
 from programs import run_python
+
+
+class TestMemoryStore(StoreSuite):
+    @pytest.fixture
+    def store(self) -> Store:
+        return MemoryStore()
 
 
 def test_a_path_is_a_local_store_and_nothing_is_created_yet(tmp_path: Path) -> None:

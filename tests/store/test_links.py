@@ -13,22 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.store import ObjectInfo, Store, lookup
+from holdfast.checkpoint.store import ObjectInfo, Store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
-from holdfast.testing import StoreSuite
 
 SECRET = b"export TOKEN=not-for-you\n"
 LIMIT_S = 600
-
-
-@pytest.fixture(params=["openat2", "by parts"], autouse=True)
-def _lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try everything with the kernel's own call and with the fallback for sandboxes that forbid it."""
-    if request.param == "by parts":
-        monkeypatch.setattr(lookup, "_has_openat2", lambda: False)
-    elif not lookup._has_openat2():
-        pytest.skip("this kernel or sandbox has no openat2")
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +34,6 @@ def _alarm() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
-
-
-class TestLocalStore(StoreSuite):
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        return LocalStore(tmp_path / "home")
 
 
 @pytest.fixture

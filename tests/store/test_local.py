@@ -19,7 +19,7 @@ import pytest
 
 from holdfast.checkpoint.store import ObjectInfo, Store, direct_io
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, RetryLater, Unsupported
+from holdfast.errors import Corrupt, Denied, InvalidInput, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
 from small_disk import small_disk
 
@@ -446,12 +446,6 @@ def test_a_killed_put_leaves_the_old_or_the_new_object(tmp_path: Path, point: st
     assert (tmp_path / "home" / "d").exists() == bool(expected)
     store.put("d/a", b"after")
     assert store.get("d/a") == b"after"
-
-
-def test_a_name_taken_by_a_killed_put_stays_taken(tmp_path: Path) -> None:
-    _put_killed(tmp_path, "store.linked", if_absent=True)
-    with pytest.raises(Conflict):
-        LocalStore(tmp_path).put("d/a", b"x", if_absent=True)
 
 
 def test_sweep_leaves_the_unfinished_file_of_a_live_process(tmp_path: Path) -> None:

@@ -216,28 +216,22 @@ def test_a_full_quota_is_not_an_error_of_keys(store: Store, proxy: FaultProxy) -
     assert len(proxy.requests("PUT")) == 1  # trying again would not help
 
 
-class Taker:
-    """A sink that keeps all it receives."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.data = bytearray(num_bytes)
-
-    def write(self, offset: int, view: memoryview) -> None:
-        self.data[offset : offset + len(view)] = view
-
-
 def test_a_byte_flipped_during_a_read_is_detected(store: Store, behind: Store, proxy: FaultProxy) -> None:
     """The client returns it silently; the reader compares every chunk."""
     made = make_checkpoint(behind, 1, 1, [{"t": torch.arange(100_000, dtype=torch.uint8)}])
     part, name = Parts(behind, made).part(0), names.data(1, 1, 0)
     image = behind.get(name)
-    taker = Taker(len(image))
+    got = bytearray(len(image))
+
+    def take(offset: int, view: memoryview) -> None:
+        got[offset : offset + len(view)] = view
+
     proxy.inject("corrupt", method="GET", target="safetensors", after_bytes=5000)
     with pytest.raises(Corrupt, match="damaged in chunk"):
-        read(store, [FileRead(part, [Want(0, len(image), taker)])])
+        read(store, [FileRead(part, [Want(0, len(image), take)])])
     assert faults(proxy) == 1
-    read(store, [FileRead(part, [Want(0, len(image), taker)])])
-    assert bytes(taker.data) == image
+    read(store, [FileRead(part, [Want(0, len(image), take)])])
+    assert bytes(got) == image
 
 
 @pytest.mark.parametrize("num_bytes", [1000, 2 * PART_BYTES])

@@ -205,7 +205,7 @@ def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:
         if saved is not None:
             found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]), device="cpu")
     targets = {name: [FillTarget(tensor)] for name, tensor in found.items()}
-    fill(side.store, manifest, targets, rank, parts=parts)
+    fill(parts, targets, rank)
     return found
 
 

@@ -1,10 +1,11 @@
-"""Sizes ("8GiB"), durations ("10m") and step numbers: parsed from and formatted as text."""
+"""Sizes ("8GiB"), durations ("10m"), step numbers and lists: parsed from and formatted as text."""
 
 from __future__ import annotations
 
 import datetime
 import operator
 import re
+from collections.abc import Iterable
 
 from holdfast.errors import InvalidInput
 
@@ -97,3 +98,10 @@ def format_duration(seconds: float) -> str:
 def plural(number: int, noun: str, nouns: str = "") -> str:
     """Return a number with its noun: `1 checkpoint`, `2 checkpoints`; by default several have an s."""
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
+
+
+def some(items: Iterable[object], most: int = 8) -> str:
+    """Return the first of several texts or numbers as text, and how many more there are."""
+    found = list(map(str, items))
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more

@@ -36,7 +36,7 @@ from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.documents import check_files, read_manifest
 from holdfast.checkpoint.home.listing import candidates
 from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped, from_listing, list_patiently, usable
-from holdfast.checkpoint.restore.fill import CollectingSink, TensorSink
+from holdfast.checkpoint.restore.fill import collecting_sink, tensor_sink
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, Sink, Want, read
 from holdfast.checkpoint.state.tensors import torch_dtype
@@ -75,9 +75,9 @@ def make_sinks(
         run, part = saved[index], target[index]
         is_dense = num_items == run.numel() and part.is_contiguous()
         if is_dense and part.is_cpu and part.dtype is dtype:
-            sink: Sink = TensorSink(part)
+            sink: Sink = tensor_sink(part)
         else:
-            sink = CollectingSink((num_items,), dtype, partial(_copy_run, run, part))
+            sink = collecting_sink((num_items,), dtype, partial(_copy_run, run, part))
         yield int(run.storage_offset()) * item_bytes, num_items * item_bytes, sink
 
 
@@ -295,7 +295,7 @@ def _jobs(parts: Parts, targets: Iterable[tuple[ReadItem, torch.Tensor]]) -> lis
         for found in parts.shards_of(name, 0, region):
             wants = wanted.setdefault((found.rank, found.shard.frozen), [])
             gap = FileRead(parts.part(found.rank), wants, found.shard.frozen).file.chunk_bytes
-            inside = Region(tuple(map(int.__sub__, region.offsets, found.region.offsets)), region.sizes)
+            inside = Region(tuple(map(int.__sub__, region.offsets, found.shard.region.offsets)), region.sizes)
             for at, num_bytes, sink in make_sinks(found.shard, inside, target, max_gap_bytes=gap):
                 wants.append(Want(found.start + at, num_bytes, sink))
     return [FileRead(parts.part(rank), wants, frozen) for (rank, frozen), wants in wanted.items()]

@@ -14,7 +14,7 @@ from holdfast.checkpoint.exchange.home_writer import refuse_existing_home, write
 from holdfast.checkpoint.exchange.source import Source, read_range
 from holdfast.checkpoint.exchange.trees import select, touched_by
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.nesting import prune
+from holdfast.checkpoint.format.nesting import change_items, prune
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import InvalidInput, NotFound, RetryLater
@@ -241,11 +241,6 @@ def _nest_under(source: Source, under: str | None) -> Source:
 
 
 def _nest_references(value: Any, under: str) -> Any:
-    from holdfast.checkpoint.format.containers import kind_of
-
     if isinstance(value, TensorRef):
         return TensorRef(f"{under}.{value.name}")
-    if (container := kind_of(value)) is None:
-        return value
-    pairs = container.items(value)
-    return container.rebuild(value, [(key, _nest_references(item, under)) for key, item in pairs])
+    return change_items(value, lambda item, _: _nest_references(item, under))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_offset
+from holdfast.checkpoint.format.layout import Region, Shard, item_offset
+from holdfast.checkpoint.restore.slices import copy_part
 from holdfast.errors import Corrupt, NotFound, RetryLater
 
 
@@ -94,8 +95,7 @@ class SourceTensor:
             view = reader.read(common)
             offsets = tuple(map(int.__sub__, common.offsets, region.offsets))
             inside = Shard(self.name, self.dtype, region.sizes, offsets, common.sizes)
-            for start, at, num_bytes in byte_ranges(inside, 0, len(view)):
-                buffer[at : at + num_bytes] = view[start : start + num_bytes]
+            copy_part(buffer, inside, 0, view)
         if covered != region.num_items:
             raise Corrupt(
                 f"The source contains {covered} of {region.num_items} elements of {self.name} at "

@@ -20,6 +20,7 @@ from holdfast.checkpoint.exchange import safe_unpickler
 from holdfast.checkpoint.exchange.safe_unpickler import DTYPE_NAMES, TensorStandIn
 from holdfast.checkpoint.exchange.source import read_range
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.layout import Shard
 from holdfast.errors import Corrupt
 
 _END, _END64, _LOCATOR = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
@@ -201,20 +202,6 @@ class _FileRange(io.RawIOBase):
 
 
 @dataclass(frozen=True, slots=True)
-class ArchivedTensor:
-    """Stand-in for a tensor in a tree to be pickled. The tensor's bytes are a record of the archive."""
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the tensor in bytes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
 class Record:
     """Record of an archive: its name, its size, and a function that yields its bytes."""
 
@@ -231,16 +218,17 @@ class Record:
 def write_archive(
     out: IO[bytes],
     tree: Any,
-    stored: Iterable[ArchivedTensor],
-    read: Callable[[ArchivedTensor], Iterator[memoryview]],
+    stored: Iterable[Shard],
+    read: Callable[[Shard], Iterator[memoryview]],
 ) -> int:
-    """Write a tree with `ArchivedTensor` in place of tensors, as `torch.save` does; return the bytes.
+    """Write a tree with a whole `Shard` in place of each tensor, as `torch.save` does; return the bytes.
 
-    `stored` has each storage once, in the order of the archive; `read` yields its bytes.
+    `stored` has each storage once, by the name of its record, in the order of the archive; `read` yields its
+    bytes.
     """
     data = io.BytesIO()
     _Pickler(data, protocol=2).dump(tree)  # the protocol of torch.save, which torch.load expects
-    storages = (Record(f"data/{one.key}", one.num_bytes, partial(read, one)) for one in stored)
+    storages = (Record(f"data/{one.name}", one.num_bytes, partial(read, one)) for one in stored)
     return write_records(out, data.getvalue(), storages)
 
 
@@ -305,10 +293,10 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that writes an `ArchivedTensor` as torch.save writes a tensor."""
+    """Pickler that writes a `Shard` as torch.save writes a tensor."""
 
     def reducer_override(self, obj: Any, /) -> Any:
-        if not isinstance(obj, ArchivedTensor):
+        if not isinstance(obj, Shard):
             return NotImplemented
         import torch  # imported here, because only writing needs torch
         from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
@@ -319,7 +307,7 @@ class _Pickler(pickle.Pickler):
         name = torch.storage._dtype_to_storage_type_map().get(dtype)
         kind = torch.UntypedStorage if name is None else getattr(torch, name)
         count = obj.num_bytes if name is None else math.prod(obj.shape)
-        storage = _Storage(("storage", kind, obj.key, "cpu", count))
+        storage = _Storage(("storage", kind, obj.name, "cpu", count))
         stride = torch.empty(obj.shape, device="meta").stride()
         arguments = (storage, 0, obj.shape, stride, False, OrderedDict())
         return (_rebuild_tensor_v3, (*arguments, dtype)) if name is None else (_rebuild_tensor_v2, arguments)

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.torch_archive import ArchivedTensor, write_archive
+from holdfast.checkpoint.exchange.torch_archive import write_archive
 from holdfast.checkpoint.exchange.trees import make_plain, nest, rename, rename_top_level
 from holdfast.checkpoint.format.layout import Shard
-from holdfast.checkpoint.format.nesting import plain_form, unflatten
+from holdfast.checkpoint.format.nesting import change_items, plain_form, unflatten
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.restore.slices import write_safetensors
 
@@ -81,7 +81,7 @@ def write_torch_file(selection: ExportSelection, path: Path, *, overwrite: bool)
 
 
 def write_tree(
-    path: Path, selection: ExportSelection, stored: dict[str, ArchivedTensor], tree: Any, *, overwrite: bool
+    path: Path, selection: ExportSelection, stored: dict[str, Shard], tree: Any, *, overwrite: bool
 ) -> None:
     """Write a file of torch.save with a tree from `build_tree`, or a part of it that has all its tensors."""
     read = selection.stream(list(stored))
@@ -89,24 +89,24 @@ def write_tree(
         write_archive(file, tree, stored.values(), lambda one: read(one.num_bytes))
 
 
-def build_tree(selection: ExportSelection) -> tuple[dict[str, ArchivedTensor], dict[str, Any]]:
+def build_tree(selection: ExportSelection) -> tuple[dict[str, Shard], dict[str, Any]]:
     """Return a placeholder per stored tensor, and the nested state dict that refers to them."""
-    stored: dict[str, ArchivedTensor] = {}
+    stored: dict[str, Shard] = {}
     for name, info in selection.tensors.items():
         if selection.original(name) == name:
-            stored[name] = ArchivedTensor(str(len(stored)), info.dtype, info.shape)
+            stored[name] = Shard.whole(str(len(stored)), info.dtype, info.shape)
 
-    def tensor(name: str) -> ArchivedTensor:
+    def tensor(name: str) -> Shard:
         return stored[selection.original(name)]
 
     index = selection.checkpoint.value_index()
     if index is None:
-        tree = unflatten(selection.tensors, selection.values(), tensor, selection.only)
+        tree = unflatten(selection.tensors, selection.values(), tensor)
     else:
         leaves = {name: plain_form(value) for name, value in selection.values().items()}
         leaves |= {name: tensor(name) for name in selection.tensors}
         tree = nest({index.path(name): leaf for name, leaf in leaves.items()})
-    return stored, rename_top_level(make_plain(tree, ArchivedTensor), selection.rename)
+    return stored, rename_top_level(make_plain(tree, Shard), selection.rename)
 
 
 def write_dcp_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -> None:
@@ -120,9 +120,9 @@ def write_dcp_folder(selection: ExportSelection, folder: Path, *, overwrite: boo
     with atomic_folder(folder, _DCP_PATTERNS, overwrite=overwrite) as partial:
         with (partial / _DCP_DATA).open("wb") as file:
             for tensor in stored.values():
-                start, alone = file.tell(), ArchivedTensor("0", tensor.dtype, tensor.shape)
+                start, alone = file.tell(), Shard.whole("0", tensor.dtype, tensor.shape)
                 length = write_archive(file, alone, [alone], lambda part: read(part.num_bytes))
-                places[tensor.key] = start, length
+                places[tensor.name] = start, length
             metadata = _describe(file, flat, paths, places)
         metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # since torch 2.7
         (partial / _DCP_METADATA).write_bytes(pickle.dumps(metadata))
@@ -133,20 +133,15 @@ def _flatten(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    from holdfast.checkpoint.format.containers import kind_of
-
-    by_id: dict[int, ArchivedTensor] = {}
+    by_id: dict[int, Shard] = {}
     tensors: list[torch.Tensor] = []
 
     def replace(node: Any) -> Any:
-        if isinstance(node, ArchivedTensor):
+        if isinstance(node, Shard):
             tensors.append(torch.empty(0, device="meta"))
             by_id[id(tensors[-1])] = node
             return tensors[-1]
-        container = kind_of(node)
-        if container is None:
-            return node
-        return container.rebuild(node, [(key, replace(item)) for key, item in container.items(node)])
+        return change_items(node, lambda item, _: replace(item))
 
     flat, paths = flatten_state_dict(replace(tree))
     return {key: by_id.get(id(item), item) for key, item in flat.items()}, paths
@@ -163,12 +158,12 @@ def _describe(file: IO[bytes], flat: dict[str, Any], paths: Any, places: dict[st
     kinds: dict[str, Any] = {}
     items: dict[Any, Any] = {}
     for key, value in flat.items():
-        if isinstance(value, ArchivedTensor):
+        if isinstance(value, Shard):
             size = torch.Size(value.shape)
             none = torch.Size([0] * len(size))
             properties = dcp.TensorProperties(dtype=torch_dtype(value.dtype))
             kinds[key] = dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(none, size)])
-            items[dcp.MetadataIndex(key, none, 0)] = _StorageInfo(_DCP_DATA, *places[value.key])
+            items[dcp.MetadataIndex(key, none, 0)] = _StorageInfo(_DCP_DATA, *places[value.name])
             continue
         data = io.BytesIO()
         torch.save(value, data)

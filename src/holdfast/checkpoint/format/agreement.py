@@ -13,7 +13,7 @@ from holdfast.checkpoint.format.catalog import Catalog, Tensor, parse_catalog
 from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.format.limits import MAX_SPLIT_DIMS
 from holdfast.errors import InvalidInput
-from holdfast.system.units import plural
+from holdfast.system.units import plural, some
 
 Row = tuple[int, Region]
 
@@ -116,8 +116,8 @@ def _check_writers(name: str, writers: Iterable[int], held_by: tuple[int, ...]) 
     if not holders.issuperset(writers):
         others = sorted({*writers} - holders)
         raise InvalidInput(
-            f"Ranks {_some(others)} are listed as writers of {name}, but its holders are ranks "
-            f"{_some(held_by)}.",
+            f"Ranks {some(others)} are listed as writers of {name}, but its holders are ranks "
+            f"{some(held_by)}.",
             rank=others[0],
             key=name,
         )
@@ -196,7 +196,7 @@ def _union(name: str, listed: Sequence[Tensor], work: _Work) -> tuple[ListedPart
             if regions.setdefault(rank, own) != own:
                 raise InvalidInput(
                     f"Ranks disagree about the regions of {name} on rank {rank}: one lists "
-                    f"{_some(map(_as_slices, regions[rank]))}, another {_some(map(_as_slices, own))}.",
+                    f"{some(map(_as_slices, regions[rank]))}, another {some(map(_as_slices, own))}.",
                     rank=rank,
                     key=name,
                 )
@@ -222,8 +222,8 @@ def _check_alike(name: str, a: Tensor, b: Tensor, ranks: tuple[int, int], *, are
         )
     if not are_held_alike:
         raise InvalidInput(
-            f"Ranks disagree about the holders of {name}: rank {ranks[0]} lists {_some(a.held_by)}, rank "
-            f"{ranks[1]} lists {_some(b.held_by)}. If ranks hold different parts of a model, they must hold "
+            f"Ranks disagree about the holders of {name}: rank {ranks[0]} lists {some(a.held_by)}, rank "
+            f"{ranks[1]} lists {some(b.held_by)}. If ranks hold different parts of a model, they must hold "
             "them when the Checkpointer first restores or saves.",
             rank=ranks[1],
             key=name,
@@ -247,7 +247,7 @@ def _check_held(
                 have = next(r[0] for r, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)
                 raise InvalidInput(
                     f"Rank {rank} lacks {name}, which rank {have} has and lists as held by ranks "
-                    f"{_some(tensor.held_by)}.",
+                    f"{some(tensor.held_by)}.",
                     rank=rank,
                     key=name,
                 )
@@ -257,7 +257,7 @@ def _catalogs_of(name: str, held_by: tuple[int, ...], index_of: dict[int, int]) 
     outside = [rank for rank in held_by if rank not in index_of]
     if outside:
         raise InvalidInput(
-            f"{name} is listed as held by ranks {_some(outside)}, of {plural(len(index_of), 'rank')}.",
+            f"{name} is listed as held by ranks {some(outside)}, of {plural(len(index_of), 'rank')}.",
             key=name,
         )
     return {index_of[rank]: rank for rank in reversed(held_by)}
@@ -270,7 +270,7 @@ def _check_even(name: str, partitioning: EvenPartitioning, world_size: int) -> N
     if not (are_ranks and len(partitioning.ranks) == num_regions == len(set(partitioning.ranks))):
         raise InvalidInput(
             f"{name} is split into {num_regions} regions, but its writers are ranks "
-            f"{_some(partitioning.ranks)} of {world_size}, one region each.",
+            f"{some(partitioning.ranks)} of {world_size}, one region each.",
             key=name,
         )
 
@@ -380,10 +380,3 @@ def _find_gap(shape: tuple[int, ...], regions: list[Region]) -> Region | None:
 def _as_slices(region: Region) -> str:
     """Return a region in slice notation."""
     return "[" + ", ".join(f"{at}:{at + long}" for at, long in zip(*region, strict=True)) + "]"
-
-
-def _some(texts: Iterable[object], most: int = 8) -> str:
-    """Return the first of several texts or numbers, and how many more there are."""
-    found = list(map(str, texts))
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more

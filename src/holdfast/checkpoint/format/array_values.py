@@ -15,35 +15,31 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.documents import MAX_TEXT_CHARS, read_integers, shown
 
 
-class Refused(Exception):
-    """The body of a tag is invalid."""
-
-
 def read_text(body: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
     """Return a body that is a text of limited length."""
     if type(body) is not str or len(body) > max_chars:
-        raise Refused(f"expected a text of at most {max_chars} characters, found {shown(body)}")
+        raise ValueError(f"expected a text of at most {max_chars} characters, found {shown(body)}")
     return body
 
 
 def read_array(body: Any, count: int | None = None) -> list[Any]:
     """Return a body that is an array, of `count` items if given."""
     if type(body) is not list or count not in (None, len(body)):
-        raise Refused(f"expected an array{'' if count is None else f' of {count}'}, found {shown(body)}")
+        raise ValueError(f"expected an array{'' if count is None else f' of {count}'}, found {shown(body)}")
     return body
 
 
 def read_object(body: Any) -> dict[str, Any]:
     """Return a body that is an object."""
     if type(body) is not dict:
-        raise Refused(f"expected an object, found {shown(body)}")
+        raise ValueError(f"expected an object, found {shown(body)}")
     return body
 
 
 def read_integer(body: Any) -> int:
     """Return a body that is an integer."""
     if type(body) is not int:
-        raise Refused(f"expected an integer, found {shown(body)}")
+        raise ValueError(f"expected an integer, found {shown(body)}")
     return body
 
 
@@ -165,7 +161,7 @@ def decode_structured(body: Any) -> Any:
 
 def _plain_name(name: Any) -> str:
     if not _DTYPE.fullmatch(read_text(name, 32)):
-        raise Refused(f"expected a plain numpy dtype, found {shown(name)}")
+        raise ValueError(f"expected a plain numpy dtype, found {shown(name)}")
     return name
 
 
@@ -174,7 +170,7 @@ def _decode_fields(body: Any, depth: int) -> Any:
     members = read_object(body)
     rows = read_array(members.get("fields"))
     if members.keys() != {"itemsize", "fields"} or len(rows) > _MAX_FIELDS or not depth:
-        raise Refused(f"expected a structured numpy dtype, found {shown(body)}")
+        raise ValueError(f"expected a structured numpy dtype, found {shown(body)}")
     names, formats, offsets = [], [], []
     item_bytes = read_integer(members["itemsize"])
     for row in rows:
@@ -185,9 +181,9 @@ def _decode_fields(body: Any, depth: int) -> Any:
         else:
             element = numpy.dtype(_plain_name(format_))
         if not 0 <= read_integer(offset) <= item_bytes <= _MAX_ITEM_BYTES:
-            raise Refused(f"a field at {offset} of {item_bytes} bytes")
+            raise ValueError(f"a field at {offset} of {item_bytes} bytes")
         if max(element.itemsize, 1) * math.prod(shape) > _MAX_ITEM_BYTES:
-            raise Refused(f"a field of shape {shown(sizes)}")
+            raise ValueError(f"a field of shape {shown(sizes)}")
         names.append(read_text(name))
         formats.append((element, shape) if shape else element)
         offsets.append(offset)
@@ -200,10 +196,10 @@ def _array_of(dtype: Any, sizes: Any, text: Any) -> Any:
     num_items = math.prod(shape)
     if dtype.itemsize and num_items:
         if dtype.itemsize * num_items != len(data):
-            raise Refused(f"an array {dtype}{list(shape)} of {len(data)} bytes")
+            raise ValueError(f"an array {dtype}{list(shape)} of {len(data)} bytes")
         return numpy.frombuffer(data, dtype=dtype).reshape(shape).copy()
     if num_items > _MAX_EMPTY_ITEMS:  # items without bytes, for which numpy takes memory
-        raise Refused(f"an array of {num_items} items without bytes")
+        raise ValueError(f"an array of {num_items} items without bytes")
     return numpy.zeros(shape, dtype)  # frombuffer takes neither
 
 
@@ -223,7 +219,7 @@ def decode_torch(body: Any) -> Any:
         try:
             return torch.device(read_text(value, 64))
         except RuntimeError as error:
-            raise Refused(f"no device of torch is called {shown(value)}") from error
+            raise ValueError(f"no device of torch is called {shown(value)}") from error
     expected = _kinds_of(torch).get(kind) if type(kind) is str else None
     found = vars(torch).get(read_text(value, 64)) if expected is not None else None  # not getattr: may import
     if expected is None or not isinstance(found, expected):

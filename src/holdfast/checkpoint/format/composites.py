@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.checkpoint.format.array_values import Refused, read_array, read_integer, read_object, read_text
+from holdfast.checkpoint.format.array_values import read_array, read_integer, read_object, read_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.limits import MAX_DIMS
 from holdfast.errors import Unsupported
@@ -61,7 +61,7 @@ def read_composite(body: Any) -> tuple[str, dict[str, Any], Any]:
     kind, inner, facts = read_array(body, 3)
     inner = read_object(inner)
     if not 0 < len(inner) <= MAX_INNER or "" in inner:
-        raise Refused(f"a composite tensor of {len(inner)} inner tensors")
+        raise ValueError(f"a composite tensor of {len(inner)} inner tensors")
     return read_text(kind, MAX_TYPE_CHARS), inner, facts
 
 
@@ -74,7 +74,7 @@ def check_composite(saved: SavedTensor) -> SavedTensor:
         _check_inner(saved, SPARSE[saved.type])
         _check_numbers(facts.get("size"))
         if saved.type == "sparse_coo" and type(facts.get("coalesced")) is not bool:
-            raise Refused("a sparse tensor without the member coalesced")
+            raise ValueError("a sparse tensor without the member coalesced")
     elif saved.type == DTYPE:
         _check_inner(saved, ("raw",))
         name = read_text(facts.get("dtype"), MAX_TYPE_CHARS)
@@ -96,13 +96,13 @@ def check_composite(saved: SavedTensor) -> SavedTensor:
 
 def _check_inner(saved: SavedTensor, names: tuple[str, ...]) -> None:
     if tuple(saved.inner) != names:
-        raise Refused(f"a {saved.type} tensor of {shown(list(saved.inner))} instead of {list(names)}")
+        raise ValueError(f"a {saved.type} tensor of {shown(list(saved.inner))} instead of {list(names)}")
 
 
 def _check_numbers(found: Any) -> None:
     numbers = read_array(found)
     if len(numbers) > MAX_DIMS or not all(0 <= read_integer(one) <= _MAX_SIZE for one in numbers):
-        raise Refused(f"expected sizes of up to {MAX_DIMS} dimensions, found {shown(numbers)}")
+        raise ValueError(f"expected sizes of up to {MAX_DIMS} dimensions, found {shown(numbers)}")
 
 
 def composite_items(value: SavedTensor) -> dict[str, Any]:

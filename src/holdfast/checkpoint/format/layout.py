@@ -198,6 +198,11 @@ class Shard:
         return cls(name, dtype, shape, (0,) * len(shape), shape, per_rank)
 
     @property
+    def region(self) -> Region:
+        """Its region of the whole tensor."""
+        return Region(self.offsets, self.sizes)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of this shard."""
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]

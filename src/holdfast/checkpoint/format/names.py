@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
@@ -12,29 +13,34 @@ from holdfast.errors import Corrupt
 RUN = "holdfast.json"  # document with the run's id and the format of the home
 DONE = "done.json"  # durable marker of a finished run
 
-# Only names that the functions below write: ASCII digits, leading zeros only up to the fixed width, so that
-# no two names mean the same, and numbers within the limits of the format.
-_STEP = r"step-(?P<step>[0-9]{8}|[1-9][0-9]{8,14})"
-_A = r"a(?P<attempt>[0-9]{4}|[1-9][0-9]{4,8})"
-_RANK = r"rank-(?P<rank>[0-9]{5}|[1-9][0-9]{5,6})"
-_FORMS = {
-    "part": (rf"{_STEP}/{_RANK}-{_A}\.json", MAX_DOCUMENT_BYTES),
-    "data": (rf"{_STEP}/{_RANK}-{_A}\.safetensors", None),
-    "frozen": (rf"{_STEP}/{_RANK}-{_A}-frozen\.safetensors", None),
-    "manifest": (rf"{_STEP}/manifest-{_A}\.json", MAX_DOCUMENT_BYTES),
-    "refusal": (rf"{_STEP}/refused-{_A}\.json", MAX_SMALL_BYTES),
-    "skipped": (rf"{_STEP}/passed-{_A}\.json", MAX_SMALL_BYTES),
-    "metrics": (rf"{_STEP}/metrics-{_A}\.json", MAX_SMALL_BYTES),
-    "attempt": (rf"attempts/{_A}\.json", MAX_SMALL_BYTES),
-    "emptied": (rf"attempts/{_A}-emptied\.json", MAX_SMALL_BYTES),
-    "rollback": (rf"attempts/{_A}-rollback\.json", MAX_SMALL_BYTES),
-    "history": (rf"history/{_A}-{_RANK}\.jsonl", MAX_LOG_BYTES),
-    "run": (rf"{re.escape(RUN)}|{re.escape(DONE)}", MAX_SMALL_BYTES),
-    "step-other": (rf"{_STEP}(?:/(?s:.)*)?", None),
+# Only names that `_of_step` writes are parsed: ASCII digits, leading zeros only up to the fixed width, so
+# that no two names mean the same, and numbers within the limits of the format.
+_NUMBERS = {
+    "step": r"step-(?P<step>[0-9]{8}|[1-9][0-9]{8,14})",
+    "attempt": r"a(?P<attempt>[0-9]{4}|[1-9][0-9]{4,8})",
+    "rank": r"rank-(?P<rank>[0-9]{5}|[1-9][0-9]{5,6})",
+}
+_FORMS: dict[str, tuple[str, int | None]] = {
+    "part": ("{step}/{rank}-{attempt}.json", MAX_DOCUMENT_BYTES),
+    "data": ("{step}/{rank}-{attempt}.safetensors", None),
+    "frozen": ("{step}/{rank}-{attempt}-frozen.safetensors", None),
+    "manifest": ("{step}/manifest-{attempt}.json", MAX_DOCUMENT_BYTES),
+    "refusal": ("{step}/refused-{attempt}.json", MAX_SMALL_BYTES),
+    "skipped": ("{step}/passed-{attempt}.json", MAX_SMALL_BYTES),
+    "metrics": ("{step}/metrics-{attempt}.json", MAX_SMALL_BYTES),
+    "attempt": ("attempts/{attempt}.json", MAX_SMALL_BYTES),
+    "saved": ("attempts/{attempt}-saved.json", MAX_SMALL_BYTES),
+    "emptied": ("attempts/{attempt}-emptied.json", MAX_SMALL_BYTES),
+    "rollback": ("attempts/{attempt}-rollback.json", MAX_SMALL_BYTES),
+    "history": ("history/{attempt}-{rank}.jsonl", MAX_LOG_BYTES),
+    "run": (f"{RUN}|{DONE}", MAX_SMALL_BYTES),
 }
 """Form of the names of each kind of object, and the most bytes that one may have."""
-_PATTERNS = {kind: re.compile(form) for kind, (form, _) in _FORMS.items()}
-_OF_THE_RUN = ("emptied", "rollback", "history", "run")
+_PATTERNS = {
+    **{kind: re.compile(form.replace(".", r"\.").format(**_NUMBERS)) for kind, (form, _) in _FORMS.items()},
+    "step-other": re.compile(_NUMBERS["step"] + r"(?:/(?s:.)*)?"),  # the last, as it also matches the others
+}
+_OF_THE_RUN = ("saved", "emptied", "rollback", "history", "run")
 _NUMBERED = re.compile(
     r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
 )
@@ -69,67 +75,30 @@ def step_dir(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def attempt(number: int) -> str:
-    """Return the name of an attempt's claim: `attempts/a0003.json`."""
-    return f"attempts/a{number:04d}.json"
+def _of_step(kind: str, step: int, attempt_number: int, rank: int = 0) -> str:
+    """Return the name of an object of one kind."""
+    numbers = {"step": step_dir(step), "attempt": f"a{attempt_number:04d}", "rank": f"rank-{rank:05d}"}
+    return _FORMS[kind][0].format(**numbers)
 
 
-def first_saved(attempt_number: int) -> str:
-    """Return the name of the proof that an attempt had a checkpoint: `attempts/a0003-saved.json`."""
-    return f"attempts/a{attempt_number:04d}-saved.json"
+def _of_attempt(kind: str, attempt_number: int, rank: int = 0) -> str:
+    return _of_step(kind, 0, attempt_number, rank)
 
 
-def emptied(attempt_number: int) -> str:
-    """Return the name of a record of deletion: `attempts/a0003-emptied.json`.
-
-    Every checkpoint up to this attempt was deleted on purpose.
-    """
-    return f"attempts/a{attempt_number:04d}-emptied.json"
-
-
-def rollback(attempt_number: int) -> str:
-    """Return the name of the record of an attempt that went back: `attempts/a0003-rollback.json`."""
-    return f"attempts/a{attempt_number:04d}-rollback.json"
-
-
-def manifest(step: int, attempt_number: int) -> str:
-    """Return `step-00000500/manifest-a0003.json`."""
-    return f"{step_dir(step)}/manifest-a{attempt_number:04d}.json"
-
-
-def refusal(step: int, attempt_number: int) -> str:
-    """Return `step-00000500/refused-a0003.json`."""
-    return f"{step_dir(step)}/refused-a{attempt_number:04d}.json"
-
-
-def skipped(step: int, attempt_number: int) -> str:
-    """Return `step-00000500/passed-a0003.json`."""
-    return f"{step_dir(step)}/passed-a{attempt_number:04d}.json"
-
-
-def metrics(step: int, attempt_number: int) -> str:
-    """Return `step-00000500/metrics-a0003.json`."""
-    return f"{step_dir(step)}/metrics-a{attempt_number:04d}.json"
-
-
-def data(step: int, attempt_number: int, rank: int) -> str:
-    """Return `step-00000500/rank-00001-a0003.safetensors`."""
-    return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.safetensors"
-
-
-def frozen(step: int, attempt_number: int, rank: int) -> str:
-    """Return `step-00000500/rank-00001-a0003-frozen.safetensors`."""
-    return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}-frozen.safetensors"
-
-
-def part(step: int, attempt_number: int, rank: int) -> str:
-    """Return `step-00000500/rank-00001-a0003.json`."""
-    return f"{step_dir(step)}/rank-{rank:05d}-a{attempt_number:04d}.json"
-
-
-def history(attempt_number: int, rank: int) -> str:
-    """Return `history/a0003-rank-00001.jsonl`."""
-    return f"history/a{attempt_number:04d}-rank-{rank:05d}.jsonl"
+# Of step and attempt, and those of a rank also of its number:
+manifest = partial(_of_step, "manifest")  # step-00000500/manifest-a0003.json
+refusal = partial(_of_step, "refusal")  # step-00000500/refused-a0003.json
+skipped = partial(_of_step, "skipped")  # step-00000500/passed-a0003.json
+metrics = partial(_of_step, "metrics")  # step-00000500/metrics-a0003.json
+part = partial(_of_step, "part")  # step-00000500/rank-00001-a0003.json
+data = partial(_of_step, "data")  # step-00000500/rank-00001-a0003.safetensors
+frozen = partial(_of_step, "frozen")  # step-00000500/rank-00001-a0003-frozen.safetensors
+# Of an attempt:
+attempt = partial(_of_attempt, "attempt")  # attempts/a0003.json, its claim
+first_saved = partial(_of_attempt, "saved")  # attempts/a0003-saved.json, the proof that it had a checkpoint
+emptied = partial(_of_attempt, "emptied")  # attempts/a0003-emptied.json, of deletions on purpose up to it
+rollback = partial(_of_attempt, "rollback")  # attempts/a0003-rollback.json, if it went back
+history = partial(_of_attempt, "history")  # history/a0003-rank-00001.jsonl
 
 
 def attempt_in(name: str) -> int | None:
@@ -157,28 +126,16 @@ def parse(name: str) -> Parsed | None:
     return None if found is None or found.kind in _OF_THE_RUN else found
 
 
-def parse_history(name: str) -> tuple[int, int] | None:
-    """Return attempt and rank of a log, or None for another name."""
+def parse_record(kind: str, name: str) -> Parsed | None:
+    """Return the facts in the name of a record of the run, such as "history"; None for another name."""
     found = _parse(name)
-    return (found.attempt, found.rank) if found is not None and found.kind == "history" else None
-
-
-def parse_emptied(name: str) -> int | None:
-    """Return the attempt number of a record of deletion, or None for another name."""
-    found = _parse(name)
-    return found.attempt if found is not None and found.kind == "emptied" else None
-
-
-def parse_rollback(name: str) -> int | None:
-    """Return the attempt number of the record of a rollback, or None for another name."""
-    found = _parse(name)
-    return found.attempt if found is not None and found.kind == "rollback" else None
+    return found if found is not None and found.kind == kind else None
 
 
 def check_size(name: str, num_bytes: int) -> None:
     """Raise for a document larger than its kind allows, before it is read."""
     found = _parse(name)
-    limit = None if found is None else _FORMS[found.kind][1]
+    limit = None if found is None else _FORMS.get(found.kind, ("", None))[1]
     if limit is not None and num_bytes > limit:
         raise Corrupt(
             f"{name} was not read: it has {num_bytes} bytes; documents of its kind have at most {limit}.",

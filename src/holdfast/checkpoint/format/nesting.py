@@ -18,7 +18,7 @@ def is_under(name: str, prefix: str) -> bool:
 
 
 def unflatten(
-    names: Iterable[str], values: Mapping[str, Any], tensor: Callable[[str], Any], only: Iterable[str] | None
+    names: Iterable[str], values: Mapping[str, Any], tensor: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Rebuild a tree, or make one of a training run's checkpoint.
 
@@ -28,19 +28,11 @@ def unflatten(
     their plain forms, and objects in containers are in their places.
 
     `values` are by top-level key, with a `TensorRef` in place of each tensor; `tensor` returns the
-    replacement for one of the selected `names`. `only` are selected prefixes, None for all.
+    replacement for one of the `names`.
     """
-    chosen = list(names)
-    prefixes = None if only is None else list(only)
-    kept = {
-        key: value
-        for key, value in values.items()
-        if prefixes is None or any(is_under(key, p) or is_under(p, key) for p in prefixes)
-    }
-    used: set[str] = set()
-    tree = {key: _fill(plain_form(value), set(chosen), tensor, used) for key, value in kept.items()}
-    if prefixes is not None:
-        tree = {key: value for key, value in tree.items() if value is not _GONE}
+    chosen, used = list(names), set[str]()
+    filled = {key: _fill(plain_form(value), set(chosen), tensor, used) for key, value in values.items()}
+    tree = {key: value for key, value in filled.items() if value is not _GONE}
     for name in chosen:
         if name not in used:
             insert(tree, name, tensor(name))
@@ -60,14 +52,14 @@ def _fill(value: Any, names: set[str], tensor: Callable[[str], Any], used: set[s
     References to tensors that are not in `names` are left out.
     """
     if not isinstance(value, TensorRef):
-        return _changed(value, lambda item, _: _fill(item, names, tensor, used), "")
+        return change_items(value, lambda item, _: _fill(item, names, tensor, used))
     if value.name not in names:
         return _GONE
     used.add(value.name)
     return tensor(value.name)
 
 
-def _changed(value: Any, change: Callable[[Any, str], Any], path: str) -> Any:
+def change_items(value: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
     """Return a container with `change(item, key path)` in place of each item; another value as it is."""
     kind = kind_of(value)
     if kind is None:
@@ -152,7 +144,7 @@ def place_entries(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     def place(value: Any, path: str) -> Any:
         if not isinstance(value, EntryRef):
-            return _changed(value, place, path)
+            return change_items(value, place, path)
         # An object's key is the path of its place. So no document can put one into itself.
         found = waiting.pop(path, _GONE) if value.key == path else _GONE
         return _GONE if isinstance(found, EntryRef) else found

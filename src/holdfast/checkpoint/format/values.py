@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint.format.array_values import (
-    Refused,
     decode_dtype,
     decode_ndarray,
     decode_structured,
@@ -167,7 +166,6 @@ def decode(value: Any) -> Any:
     try:
         return _decode(value)
     except (
-        Refused,
         ArithmeticError,
         AttributeError,
         LookupError,
@@ -342,7 +340,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
 def _decode_int(body: Any) -> int:
     digits = read_text(body, _MAX_INT_DIGITS + 1)
     if not _INT.fullmatch(digits):
-        raise Refused(f"expected an integer, found {shown(digits)}")
+        raise ValueError(f"expected an integer, found {shown(digits)}")
     return int(digits)
 
 
@@ -355,7 +353,7 @@ def _hashable(items: Iterable[Any]) -> list[Any]:
     found = list(items)
     alike = collections.Counter(map(hash, found))
     if sum(count * count for count in alike.values() if count > 1) > _MAX_CLASHES:
-        raise Refused(f"too many of {len(found)} items have the same hash")
+        raise ValueError(f"too many of {len(found)} items have the same hash")
     return found
 
 
@@ -368,7 +366,7 @@ def _decode_pairs(body: Any) -> list[tuple[Any, Any]]:
 def _decode_deque(body: Any) -> Any:
     length, items = read_array(body, 2)
     if length is not None and not 0 <= read_integer(length) <= sys.maxsize:
-        raise Refused(f"a deque of length {shown(length)}")
+        raise ValueError(f"a deque of length {shown(length)}")
     return collections.deque(map(_decode, read_array(items)), maxlen=length)
 
 
@@ -383,14 +381,14 @@ def _decode_decimal(body: Any) -> decimal.Decimal:
     text = read_text(body, _MAX_DECIMAL_CHARS)
     found = decimal.Decimal(text)
     if str(found) != text:  # Python also accepts spaces, underscores and other digits
-        raise Refused(f"expected a decimal number, found {shown(text)}")
+        raise ValueError(f"expected a decimal number, found {shown(text)}")
     return found
 
 
 def _decode_fraction(body: Any) -> fractions.Fraction:
     numerator, denominator = (read_integer(_decode(part)) for part in read_array(body, 2))
     if denominator < 1 or math.gcd(numerator, denominator) != 1:
-        raise Refused(f"expected a fraction in lowest terms, found {shown(body)}")
+        raise ValueError(f"expected a fraction in lowest terms, found {shown(body)}")
     return fractions.Fraction(numerator, denominator)
 
 
@@ -398,7 +396,7 @@ def _decode_pure_path(body: Any) -> pathlib.PurePath:
     flavour, text = read_array(body, 2)
     found = next((kind for kind, name in _FLAVOURS.items() if name == flavour), None)
     if found is None:
-        raise Refused(f"expected the kind of a path, found {shown(flavour)}")
+        raise ValueError(f"expected the kind of a path, found {shown(flavour)}")
     return found(read_text(text))
 
 
@@ -406,7 +404,7 @@ def _decode_uuid(body: Any) -> uuid.UUID:
     text = read_text(body, 36)
     found = uuid.UUID(text)
     if str(found) != text:
-        raise Refused(f"expected a UUID, found {shown(text)}")
+        raise ValueError(f"expected a UUID, found {shown(text)}")
     return found
 
 
@@ -424,7 +422,7 @@ def _decode_namedtuple(body: Any) -> SavedNamedTuple:
     pairs = [read_array(row, 2) for row in read_array(rows)]
     fields = tuple((read_text(name), _decode(item)) for name, item in pairs)
     if len({name for name, _ in fields}) != len(fields):
-        raise Refused("a field twice in a named tuple")
+        raise ValueError("a field twice in a named tuple")
     return SavedNamedTuple(read_text(kind, _MAX_TYPE_CHARS), fields)
 
 
@@ -437,7 +435,7 @@ def _decode_composite(body: Any) -> SavedTensor:
     kind, rows, facts = read_composite(body)
     inner = {name: _decode(item) for name, item in rows.items()}
     if not all(isinstance(item, (TensorRef, SavedTensor)) for item in inner.values()):
-        raise Refused("an inner tensor that is not a tensor")
+        raise ValueError("an inner tensor that is not a tensor")
     return check_composite(SavedTensor(kind, inner, _decode(facts)))
 
 

@@ -231,8 +231,8 @@ def note_emptied(store: Store, run: str, attempt: int) -> None:
 
 def emptied_upto(store: Store) -> int:
     """Return the newest attempt whose checkpoints were deleted on purpose; 0 by default."""
-    found = (names.parse_emptied(entry.name) for entry in store.list("attempts/"))
-    return max((one for one in found if one is not None and _is_sound(store, one)), default=0)
+    found = (names.parse_record("emptied", entry.name) for entry in store.list("attempts/"))
+    return max((one.attempt for one in found if one and _is_sound(store, one.attempt)), default=0)
 
 
 def _is_sound(store: Store, attempt: int) -> bool:

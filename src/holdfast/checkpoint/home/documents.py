@@ -10,7 +10,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as part_format
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.hashes import MAX_CHUNK_BYTES, digest
-from holdfast.checkpoint.format.layout import BLOCK_BYTES, Shard
+from holdfast.checkpoint.format.layout import BLOCK_BYTES
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
@@ -143,21 +143,14 @@ def check_part(part: Part, rank: int, name: str) -> None:
     sizes = {False: part.file.num_bytes, True: part.frozen.num_bytes if part.frozen else -1}
     left = dict(sizes)  # bytes that no shard has: shared ones would let a small file ask for any memory
     for shard, start in zip(part.shards, part.starts, strict=True):
-        is_inside = _is_region(shard) and 0 <= start <= sizes[shard.frozen] - shard.num_bytes
+        is_inside = (
+            shard.region.is_inside(shard.shape) and 0 <= start <= sizes[shard.frozen] - shard.num_bytes
+        )
         left[shard.frozen] -= shard.num_bytes if is_inside else 0
         if not is_inside or (left[shard.frozen] < 0 and shard.num_bytes):
             where = f"{list(shard.sizes)} at {list(shard.offsets)} of {shard.dtype}{list(shard.shape)}"
             message = f"{name} places {shown(shard.name)} at byte {start} as {where}, which cannot be."
             raise Corrupt(message, step=part.step, rank=rank, key=shard.name)
-
-
-def _is_region(shard: Shard) -> bool:
-    if shard.sizes == shard.shape and not any(shard.offsets):
-        return len(shard.offsets) == len(shard.shape) and min(shard.shape, default=0) >= 0
-    if not len(shard.offsets) == len(shard.sizes) == len(shard.shape):
-        return False
-    sides = zip(shard.offsets, shard.sizes, shard.shape, strict=True)
-    return all(0 <= offset <= offset + length <= size for offset, length, size in sides)
 
 
 def read_draft(store: Store, saved: ListedSave, rank: int) -> tuple[Part, bytes]:

@@ -230,9 +230,9 @@ def read_failures(store: Store, *, before: int) -> FailureRate:
     """Return the failures of the newest attempts before one, from the logs of their ranks 0."""
     logs: dict[int, str] = {}
     for entry in store.list("history/"):
-        found = names.parse_history(entry.name)
-        if found is not None and found[1] == 0 and found[0] < before and entry.num_bytes <= _MAX_LOG_BYTES:
-            logs[found[0]] = entry.name
+        found = names.parse_record("history", entry.name)
+        if found and found.rank == 0 and found.attempt < before and entry.num_bytes <= _MAX_LOG_BYTES:
+            logs[found.attempt] = entry.name
     newest = sorted(logs, reverse=True)[:_MAX_ATTEMPTS]
     return count_failures(_read_log(store, logs[attempt])[0] for attempt in newest)
 

@@ -46,9 +46,10 @@ def _signs(store: Store, emptied: int) -> Iterator[str]:
     if store.size(names.DONE) is not None and _done_attempt(store) > emptied:
         yield f"{names.DONE}, which is written when a run has finished"
     for entry in store.list("attempts/"):
-        number = names.attempt_in(entry.name)
-        if number is not None and number > emptied and entry.name == names.first_saved(number):
-            yield f"{entry.name}: attempt {number} has had a complete checkpoint, and its files are gone"
+        proof = names.parse_record("saved", entry.name)
+        if proof is not None and proof.attempt > emptied:
+            saver = f"attempt {proof.attempt} has had a complete checkpoint"
+            yield f"{entry.name}: {saver}, and its files are gone"
     for saved in reversed(home.by_step()):
         if saved.attempt > emptied:
             yield from _damage(store, saved, f"step {saved.step} of attempt {saved.attempt}")
@@ -96,8 +97,8 @@ def _without_parts(home: Listing, emptied: int) -> Iterator[str]:
 def _recorded(store: Store, emptied: int) -> Iterator[str]:
     """Yield signs in the history: events of steps that became complete in home."""
     for entry in store.list("history/"):
-        log = names.parse_history(entry.name)
-        if log is None or log[0] <= emptied or not 0 < entry.num_bytes <= _MAX_LOG_BYTES:
+        log = names.parse_record("history", entry.name)
+        if log is None or log.attempt <= emptied or not 0 < entry.num_bytes <= _MAX_LOG_BYTES:
             continue
         found = max(_committed_steps(store.get(entry.name)), default=None)
         if found is not None:

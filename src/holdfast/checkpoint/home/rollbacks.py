@@ -62,8 +62,8 @@ def read_rollbacks(stores: Iterable[Store], run_id: str | None) -> Rollbacks:
     found: dict[int, run.Rollback] = {}
     unreadable: dict[int, str] = {}
     for store in stores:
-        numbers = {names.parse_rollback(entry.name) for entry in store.list("attempts/")} - {None}
-        for number in sorted((one for one in numbers if one is not None), reverse=True)[:_MAX_RECORDS]:
+        records = (names.parse_record("rollback", entry.name) for entry in store.list("attempts/"))
+        for number in sorted({one.attempt for one in records if one}, reverse=True)[:_MAX_RECORDS]:
             name = names.rollback(number)
             if number in found:
                 continue

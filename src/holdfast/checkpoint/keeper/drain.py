@@ -360,8 +360,9 @@ class Drain:
             return
         config = self._config
         for entry in self._local.list("history/"):
-            attempt, rank = names.parse_history(entry.name) or (config.attempt, 0)
-            is_own = attempt < config.attempt and config.is_responsible_for(rank)
-            if is_own and (self._home.size(entry.name) or 0) < entry.num_bytes:
+            log = names.parse_record("history", entry.name)
+            if log is None or log.attempt >= config.attempt or not config.is_responsible_for(log.rank):
+                continue
+            if (self._home.size(entry.name) or 0) < entry.num_bytes:
                 self._home.put(entry.name, self._local.get(entry.name))
         self._has_copied_older_histories = True

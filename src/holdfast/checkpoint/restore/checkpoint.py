@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -57,10 +58,7 @@ class TensorInfo:
     @property
     def num_items(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -79,11 +77,10 @@ class Checkpoint:
     def __init__(self, store: Store, manifest: Manifest, skipped: tuple[Skipped, ...] = ()) -> None:
         self.manifest = manifest
         self.skipped = skipped
-        self._store = store
         self._parts = Parts(store, manifest)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint of {self._store.url}: step {self.step}, attempt {self.attempt}>"
+        return f"<Checkpoint of {self._parts.store.url}: step {self.step}, attempt {self.attempt}>"
 
     @property
     def step(self) -> int:
@@ -118,7 +115,7 @@ class Checkpoint:
             Unsupported: it was written by a newer format.
             RetryLater: the store failed.
         """
-        return read_metrics(self._store, self.manifest.checkpoint_id)
+        return read_metrics(self._parts.store, self.manifest.checkpoint_id)
 
     def keys(self) -> list[str]:
         """Names of all tensors, tied ones included."""
@@ -258,9 +255,7 @@ class Checkpoint:
         """
         from holdfast.checkpoint.restore.fill import load_into  # not above: reading does not need torch
 
-        return load_into(
-            self._store, self._parts, target, key, strict=strict, rename=rename, num_threads=num_threads
-        )
+        return load_into(self._parts, target, key, strict=strict, rename=rename, num_threads=num_threads)
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """Return the values that a rank saved, by top-level key. A `TensorRef` replaces each tensor.
@@ -308,7 +303,7 @@ class Checkpoint:
 
         Blocks: until everything has been read once.
         """
-        return verifying.verify(self._store, self.manifest, num_threads=num_threads, on_bytes=on_bytes)
+        return verifying.verify(self._parts.store, self.manifest, num_threads=num_threads, on_bytes=on_bytes)
 
     def export(
         self, path: str | os.PathLike[str], *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
@@ -325,9 +320,7 @@ class Checkpoint:
         Blocks: until the file is durable.
         """
         self._parts.part(rank)
-        return slices.export(
-            self._store, self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads
-        )
+        return slices.export(self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads)
 
     def slices(
         self,
@@ -353,9 +346,7 @@ class Checkpoint:
         """
         self._parts.part(rank)
         names = list(self.manifest.tensors) if keys is None else [self._name(key) for key in keys]
-        return read_slices(
-            self._store, self._parts, names, rank, slice_bytes=slice_bytes, num_threads=num_threads
-        )
+        return read_slices(self._parts, names, rank, slice_bytes=slice_bytes, num_threads=num_threads)
 
     def facts(self, rank: int = 0) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return the safetensors dtype and the shape of every tensor of a rank, aliases included.
@@ -412,7 +403,7 @@ class Checkpoint:
             if saved is not None:
                 found[name] = torch.empty(saved[1], dtype=torch_dtype(saved[0]), device="cpu")
         targets = {name: [FillTarget(tensor)] for name, tensor in found.items()}
-        fill(self._store, self.manifest, targets, rank, num_threads=num_threads, parts=self._parts)
+        fill(self._parts, targets, rank, num_threads=num_threads)
         return found
 
 

@@ -11,89 +11,67 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format.layout import FillTarget, Region, contiguous_cover, is_contiguous, item_offset
-from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.restore.parts import Located, Parts
-from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
+from holdfast.checkpoint.restore.read import FileRead, ReadStats, Sink, Want, read
 from holdfast.checkpoint.state import Load, State
 from holdfast.checkpoint.state.load import renamer
 from holdfast.checkpoint.state.tensors import may_be_sharded, torch_dtype
-from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import InvalidInput, MissingKey
 from holdfast.system.rawbytes import copy_to
+from holdfast.system.units import some
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class TensorSink:
-    """Sink that writes bytes into a contiguous tensor in row-major order, from byte `base` on.
+def tensor_sink(tensor: torch.Tensor, base: int = 0) -> Sink:
+    """Return a sink that writes bytes into a contiguous tensor in row-major order, from byte `base` on.
 
-    Args:
-        tensor: contiguous, of any dtype and device; filled in place, also if it requires grad.
-        base: byte of the tensor for byte 0 of the input.
+    The tensor is of any dtype and device, and filled in place, also if it requires grad.
     """
+    if not tensor.is_contiguous():
+        raise InvalidInput(f"A tensor of shape {list(tensor.shape)} must be contiguous to be filled.")
+    limit, address = tensor.nbytes, tensor.data_ptr() if tensor.is_cpu else 0
 
-    __slots__ = ("_address", "_base", "_limit", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor, base: int = 0) -> None:
-        self._tensor = tensor  # keeps the memory behind the address alive
-        self._limit = tensor.nbytes
-        self._base = base
-        self._address = tensor.data_ptr() if tensor.is_cpu else 0
-        if not tensor.is_contiguous():
-            raise InvalidInput(f"A tensor of shape {list(tensor.shape)} must be contiguous to be filled.")
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Copy `view` to byte `base + offset` of the tensor, without the GIL."""
-        num_bytes, at = len(view), self._base + offset
-        assert 0 <= at <= self._limit - num_bytes, (at, num_bytes, self._limit)
-        if self._address:
+    def write(offset: int, view: memoryview) -> None:
+        num_bytes, at = len(view), base + offset
+        assert 0 <= at <= limit - num_bytes, (at, num_bytes, limit)
+        if address:
             # Not Tensor.copy_: it costs five times as much for few bytes, and for many its thread
             # pool competes with the reader's threads.
-            copy_to(self._address + at, view)
+            copy_to(address + at, view)
             return
-        flat = self._tensor.detach().view(-1).view(torch.uint8)
+        flat = tensor.detach().view(-1).view(torch.uint8)  # also keeps the memory behind the address alive
         writable = bytearray(view) if view.readonly else view  # torch takes no other
         flat[at : at + num_bytes].copy_(torch.frombuffer(writable, dtype=torch.uint8))
 
+    return write
 
-class CollectingSink:
-    """Sink that collects a tensor, and passes it on when it is complete.
 
-    Args:
-        sizes: shape of the tensor.
-        dtype: its dtype.
-        pass_on: called once with the tensor, on the CPU.
-    """
+def collecting_sink(
+    sizes: tuple[int, ...], dtype: torch.dtype, pass_on: Callable[[torch.Tensor], None]
+) -> Sink:
+    """Return a sink that collects a tensor on the CPU, and passes it on once when it is complete."""
+    left, lock = math.prod(sizes) * dtype.itemsize, threading.Lock()
+    whole: torch.Tensor | None = None
 
-    __slots__ = ("_dtype", "_left", "_lock", "_pass_on", "_sink", "_sizes", "_whole")
-
-    def __init__(
-        self, sizes: tuple[int, ...], dtype: torch.dtype, pass_on: Callable[[torch.Tensor], None]
-    ) -> None:
-        self._sizes, self._dtype, self._pass_on = sizes, dtype, pass_on
-        self._left = math.prod(sizes) * dtype.itemsize
-        self._lock = threading.Lock()
-        self._whole: torch.Tensor | None = None
-        self._sink: TensorSink | None = None
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Add bytes of the tensor. The last ones complete it."""
-        with self._lock:
-            if self._sink is None:  # not earlier: regions come in turn, so few are in memory at once
-                self._whole = torch.empty(self._sizes, dtype=self._dtype, device="cpu")
-                self._sink = TensorSink(self._whole)
-            sink = self._sink
-        sink.write(offset, view)
-        with self._lock:
-            self._left -= len(view)
-            if self._left:
+    def write(offset: int, view: memoryview) -> None:
+        nonlocal left, whole
+        with lock:
+            if whole is None:  # not earlier: regions come in turn, so few are in memory at once
+                whole = torch.empty(sizes, dtype=dtype, device="cpu")
+            room = whole
+        tensor_sink(room)(offset, view)
+        with lock:
+            left -= len(view)
+            if left:
                 return
-        assert self._whole is not None
-        self._pass_on(self._whole)
-        self._whole = self._sink = None
+        whole = None
+        pass_on(room)
+
+    return write
 
 
-def region_sink(tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> CollectingSink:
+def region_sink(tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> Sink:
     """Return a sink that copies a region of collected rows into a tensor.
 
     Args:
@@ -108,7 +86,7 @@ def region_sink(tensor: torch.Tensor, place: Region, wanted: Region, rows: Regio
         target = _narrowed(tensor.detach().view(same_size), place, wanted)
         target.copy_(_narrowed(whole.view(same_size), rows, wanted))
 
-    return CollectingSink(rows.sizes, tensor.dtype, copy)
+    return collecting_sink(rows.sizes, tensor.dtype, copy)
 
 
 def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tensor:
@@ -118,9 +96,7 @@ def _narrowed(tensor: torch.Tensor, outer: Region, inner: Region) -> torch.Tenso
     return tensor
 
 
-def plan_fill(
-    manifest: Manifest, targets: Mapping[str, Sequence[FillTarget]], rank: int, parts: Parts
-) -> list[FileRead]:
+def plan_fill(parts: Parts, targets: Mapping[str, Sequence[FillTarget]], rank: int) -> list[FileRead]:
     """Return the reads that fill tensors. Changes nothing.
 
     Args:
@@ -128,10 +104,11 @@ def plan_fill(
             of the saved tensor.
         rank: rank whose per-rank tensors are read, modulo the saved world size.
     """
+    manifest = parts.manifest
     missing = [name for name in targets if name not in manifest.tensors and name not in manifest.tied]
     if missing:
-        shown = ", ".join(missing[:10]) + (f" and {len(missing) - 10} more" if len(missing) > 10 else "")
-        raise MissingKey(f"Step {manifest.step} holds no tensor {shown}.", step=manifest.step, key=missing[0])
+        message = f"Step {manifest.step} holds no tensor {some(missing, 10)}."
+        raise MissingKey(message, step=manifest.step, key=missing[0])
     wanted: dict[tuple[int, bool], list[Want]] = {}
     for name, target in ((name, one) for name, found in targets.items() for one in found):
         place = _place(parts, name, target, rank)
@@ -143,28 +120,13 @@ def plan_fill(
 
 
 def fill(
-    store: Store,
-    manifest: Manifest,
-    targets: Mapping[str, Sequence[FillTarget]],
-    rank: int,
-    *,
-    num_threads: int = 4,
-    on_bytes: Callable[[int], None] | None = None,
-    parts: Parts | None = None,
+    parts: Parts, targets: Mapping[str, Sequence[FillTarget]], rank: int, *, num_threads: int = 4
 ) -> ReadStats:
-    """Fill tensors from a checkpoint by name, verified. Reads nothing else.
+    """Fill tensors from a checkpoint by name, verified; see `plan_fill`. Reads nothing else.
 
-    Args:
-        targets: see `plan_fill`.
-        rank: rank whose per-rank tensors are read, modulo the saved world size.
-        on_bytes: called with the size of each read when it is done, by one thread at a time.
-        parts: parts of this checkpoint that have been read already.
-
-    Ranks: not collective.
     Blocks: until all targets are filled.
     """
-    jobs = plan_fill(manifest, targets, rank, parts or Parts(store, manifest))
-    return read(store, jobs, num_threads=num_threads, on_bytes=on_bytes)
+    return read(parts.store, plan_fill(parts, targets, rank), num_threads=num_threads)
 
 
 def _place(parts: Parts, name: str, target: FillTarget, rank: int) -> Region:
@@ -194,16 +156,16 @@ def _place(parts: Parts, name: str, target: FillTarget, rank: int) -> Region:
 
 def _want(tensor: torch.Tensor, place: Region, found: Located) -> Want:
     """Return the read from a saved region for a tensor that is the region `place`."""
-    if found.region == place:
-        return Want(found.start, found.shard.num_bytes, TensorSink(tensor))
-    common = place.overlap(found.region)
+    if found.shard.region == place:
+        return Want(found.start, found.shard.num_bytes, tensor_sink(tensor))
+    common = place.overlap(found.shard.region)
     assert common is not None
-    rows = contiguous_cover(common, found.region)
+    rows = contiguous_cover(common, found.shard.region)
     item_bytes = tensor.element_size()
-    start = found.start + item_offset(rows, found.region) * item_bytes
+    start = found.start + item_offset(rows, found.shard.region) * item_bytes
     num_bytes = rows.num_items * item_bytes
     if rows == common and is_contiguous(common, place):
-        return Want(start, num_bytes, TensorSink(tensor, item_offset(common, place) * item_bytes))
+        return Want(start, num_bytes, tensor_sink(tensor, item_offset(common, place) * item_bytes))
     return Want(start, num_bytes, region_sink(tensor, place, common, rows))
 
 
@@ -220,7 +182,6 @@ class Loaded:
 
 
 def load_into(
-    store: Store,
     parts: Parts,
     target: torch.nn.Module | MutableMapping[str, Any],
     key: str | None,
@@ -248,7 +209,7 @@ def load_into(
         )
     else:
         loading = _plan_objects(target, parts, source, strict=strict, rename=rename)
-    fill(store, parts.manifest, loading.targets, source, num_threads=num_threads, parts=parts)
+    fill(parts, loading.targets, source, num_threads=num_threads)
     loading.finish()
     return Loaded(tuple(loading.missing), tuple(loading.unexpected), tuple(loading.notes))
 

@@ -17,11 +17,10 @@ from holdfast.system.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A region of a tensor, with its position in a data file."""
+    """A shard, with its position in a data file."""
 
     rank: int  # the rank that wrote it
     shard: Shard
-    region: Region
     start: int  # its first byte in the data file
 
 
@@ -30,7 +29,7 @@ class Parts:
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._store = store
+        self.store = store
         self._parts: dict[int, Part] = {}
         self._shards: dict[int, dict[str, list[tuple[Shard, int]]]] = {}
 
@@ -45,7 +44,7 @@ class Parts:
                 rank=rank,
             )
         if rank not in self._parts:
-            self._parts[rank] = read_part(self._store, self.manifest, rank)
+            self._parts[rank] = read_part(self.store, self.manifest, rank)
         return self._parts[rank]
 
     def shards_of(self, name: str, rank: int, region: Region | None = None) -> Iterator[Located]:
@@ -62,18 +61,14 @@ class Parts:
         if tensor.partitioning is None:
             owner = self.holder(name, rank)
             shard, start = self._held(name, owner, NotFound)[0]
-            yield Located(owner, shard, Region(shard.offsets, shard.sizes), start)
+            yield Located(owner, shard, start)
             return
         wanted = Region.whole(tensor.shape) if region is None else region
         for owner, expected in tensor.partitioning.touching(wanted, tensor.shape):
             held = self._held(name, owner, Corrupt)
             for shard, start in held:
-                if (shard.dtype, shard.shape, shard.offsets, shard.sizes) == (
-                    tensor.dtype,
-                    tensor.shape,
-                    *expected,
-                ):
-                    yield Located(owner, shard, expected, start)
+                if (shard.dtype, shard.shape, shard.region) == (tensor.dtype, tensor.shape, expected):
+                    yield Located(owner, shard, start)
                     break
             else:
                 raise Corrupt(

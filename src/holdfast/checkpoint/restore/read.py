@@ -7,17 +7,18 @@ import mmap
 import threading
 import time
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from holdfast.checkpoint.format.hashes import DIGITS, chunk_ranges, hash_chunks
 from holdfast.checkpoint.format.part import DataFile, Part
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.tiered import decisive_error
 from holdfast.errors import Corrupt, HoldfastError, Internal, InvalidInput, NotFound
+from holdfast.system.units import some
 
 READ_BYTES = 8 << 20
 """Limit of bytes for reading adjacent chunks together, at least one chunk; a store may set another."""
@@ -26,22 +27,15 @@ ByteRange = tuple[int, int]
 """Start and stop in a file."""
 
 
-class Sink(Protocol):
-    """Receiver of verified bytes."""
+Sink = Callable[[int, memoryview], None]
+"""Receiver of the verified bytes of one `Want`: their offset in it, and a view that is valid during the call.
 
-    def write(self, offset: int, view: memoryview) -> None:
-        """Receive the bytes from `offset` on of one `Want`. `view` is valid only during the call.
-
-        Called from several threads at once, on disjoint ranges, each byte once.
-        """
-        ...
+Several threads call it at once, on disjoint ranges, each byte once.
+"""
 
 
-class Nowhere:
-    """Sink for bytes that are only verified."""
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Discard the bytes, which have been hashed."""
+def discard(offset: int, view: memoryview) -> None:
+    """Receive bytes that are only verified."""
 
 
 class Want(NamedTuple):
@@ -86,12 +80,11 @@ class ReadStats:
 
     def plus(self, other: ReadStats) -> ReadStats:
         """Return the sum of two reads, one after the other."""
-        urls = self.sources.keys() | other.sources.keys()
         return ReadStats(
             self.num_bytes + other.num_bytes,
             self.num_reads + other.num_reads,
             self.seconds + other.seconds,
-            {url: self.sources.get(url, 0) + other.sources.get(url, 0) for url in urls},
+            Counter(self.sources) + Counter(other.sources),  # without those of no bytes
             self.recovered_from + other.recovered_from,
         )
 
@@ -213,7 +206,7 @@ class _Crew:
         on_error: Callable[[HoldfastError], None] | None,
     ) -> None:
         self.num_delivered = 0
-        self.sources: dict[str, int] = {}
+        self.sources: Counter[str] = Counter()
         self.recovered_from: list[str] = []
         self._store = store
         self._todo = todo
@@ -267,8 +260,7 @@ class _Crew:
             else:
                 self.recovered_from += map(str, fetched.errors)
             self.num_delivered += num_bytes
-            for url, good_bytes in fetched.sources.items():
-                self.sources[url] = self.sources.get(url, 0) + good_bytes
+            self.sources.update(fetched.sources)
             if self._on_bytes is not None:
                 self._on_bytes(len(buffer))
 
@@ -361,10 +353,10 @@ def find_damage(
 
 def _damaged_chunk(read: Read, number: int, start: int, stop: int, found: str) -> Corrupt:
     inside = tensors_at(read.part, start, stop, frozen=read.name != read.part.file_name(frozen=False))
-    shown = ", ".join(inside[:5]) + (f" and {len(inside) - 5} more" if len(inside) > 5 else "")
     return Corrupt(
         f"{read.name} is damaged in chunk {number} (bytes {start} to {stop - 1}), which holds "
-        f"{shown or 'the header'}: expected xxh3:{read.file.hash_of(number)}, found xxh3:{found}.",
+        f"{some(inside, 5) or 'the header'}: expected xxh3:{read.file.hash_of(number)}, found "
+        f"xxh3:{found}.",
         step=read.part.step,
         rank=read.part.rank,
         key=inside[0] if inside else read.name,
@@ -387,6 +379,6 @@ def deliver(read: Read, view: memoryview) -> int:
     first, last, num_bytes = read.start, read.stop, 0
     for start, length, sink in read.wanted:
         low, high = max(start, first), min(start + length, last)
-        sink.write(low - start, view[low - first : high - first])
+        sink(low - start, view[low - first : high - first])
         num_bytes += high - low
     return num_bytes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
@@ -18,7 +18,7 @@ from holdfast.checkpoint.restore.candidates import Request, find_candidates, gat
 from holdfast.checkpoint.restore.stages import Restored, Stages
 from holdfast.checkpoint.retention import best_first, line_of
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
-from holdfast.system.units import format_duration, plural
+from holdfast.system.units import format_duration, plural, some
 
 SKIPPABLE = (Corrupt, NotFound, Unsupported, RetryLater)
 """Errors that count against the checkpoint. Any other is the caller's or ours, and is raised.
@@ -50,13 +50,8 @@ class Verdict:
         return bool(self.kinds) and all(kind == RetryLater.kind for kind in self.kinds)
 
 
-def judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors | None) -> Verdict:
-    """Return the verdict after one stage.
-
-    Args:
-        outcomes: of the stage, by rank.
-        ancestors: of the checkpoint, as far as they are known.
-    """
+def _judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors | None) -> Verdict:
+    """Return the verdict after one stage, from the outcomes of all ranks."""
     failed = [outcome for outcome in outcomes if outcome.error is not None]
     if not failed:
         return Verdict(ancestors=ancestors)
@@ -66,75 +61,10 @@ def judge(outcomes: Sequence[RankOutcome[Any]], rank: int, ancestors: Ancestors 
     for failure in failed:
         ranks.setdefault(str(failure.error), []).append(failure.rank)
     lines = [
-        f"{'rank' if len(those) == 1 else 'ranks'} {format_some(those)}: {text}"
-        for text, those in ranks.items()
+        f"{'rank' if len(those) == 1 else 'ranks'} {some(those, 10)}: {text}" for text, those in ranks.items()
     ]
     kinds = tuple(one.error.kind for one in failed if isinstance(one.error, HoldfastError))
     return Verdict(kinds, " | ".join(lines), ancestors)
-
-
-def format_some(items: Sequence[object], most: int = 10) -> str:
-    """Return items as text; only the number of those beyond `most`."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(str(item) for item in items[:most]) + more
-
-
-def make_unread_error(
-    url: str, newest: Skipped, seconds: float, older: Sequence[int], touched: Iterable[str]
-) -> RetryLater:
-    """Return the error for a checkpoint that cannot be read.
-
-    Args:
-        newest: the checkpoint, with the reason.
-        seconds: time that its reads were retried for.
-        older: steps that can be restored in its place, the next one first.
-        touched: names of live tensors that may hold bytes of it.
-    """
-    step, names = newest.step, sorted(touched)
-    choice = (
-        f" To resume from an older one instead, call restore(step={older[0]}); step {step} then stays until "
-        f"you delete it with `holdfast rm {url} --step {step}`."
-        if older
-        else ""
-    )
-    mixed = f" {format_some(names, 3)} may hold bytes of it: do not train with them." if names else ""
-    return RetryLater(
-        f"Step {step} of attempt {newest.attempt} in {url} could not be read for {format_duration(seconds)}: "
-        f"{newest.reason} It may be whole, so no older one was restored in its place.{mixed} Start again "
-        f"when the store answers.{choice}",
-        step=step,
-    )
-
-
-def make_mixed_error(left: Sequence[str], step: int, rank: int) -> Corrupt:
-    """Return the error for tensors filled from a damaged checkpoint that this one cannot overwrite."""
-    return Corrupt(
-        f"A newer checkpoint was found to be damaged after {format_some(left)} had been read from it, and "
-        f"step {step} does not hold these. The live state mixes steps: make it anew, then restore step "
-        f"{step} by its number.",
-        step=step,
-        rank=rank,
-        key=left[0],
-    )
-
-
-def make_none_good_error(
-    url: str, skipped: Sequence[Skipped], kinds: Collection[str], touched: Collection[str], step: int | None
-) -> HoldfastError:
-    """Return the error for a home without a usable checkpoint: Corrupt, or the kind that all reasons have."""
-    every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in skipped)
-    asked = plural(len(skipped), "checkpoint") + ("" if step is None else f" of step {step}")
-    mixed = (
-        f" {len(touched)} live tensors may hold bytes of a damaged checkpoint: do not train with them."
-        if touched
-        else ""
-    )
-    message = (
-        f"{url} has {asked}, but none could be restored, and training must not start from zero "
-        f"unnoticed.{mixed} Repair one, or start afresh in another home.{every}"
-    )
-    (kind,) = set(kinds) if len(set(kinds)) == 1 else {Corrupt.kind}
-    return _KINDS.get(kind, Corrupt)(message, step=step)
 
 
 def _shown(checkpoint: CheckpointId) -> str:
@@ -167,7 +97,7 @@ class _Restore:
         self._patience = Patience(request.patience_s, request.show)
         self._found = find_candidates(request, self._patience)
         self._skipped = list(self._found.skipped)
-        self._kinds = [Denied.kind] * len(self._skipped)
+        self._kinds = {Denied.kind} if self._skipped else set[str]()  # of the reasons
         self._lines: dict[int, dict[int, int]] = {}  # attempt -> last step of each attempt that it continues
         self._unhealthy: list[str] = []  # checkpoints that were passed, with their health
         self._touched: set[str] = set()  # live tensors that may hold bytes of a skipped checkpoint
@@ -184,10 +114,7 @@ class _Restore:
                 continue
             if selection.healthy and self._pass_unhealthy(checkpoint, order[index + 1 :]):
                 continue
-            stages, verdict = self._try_patiently(checkpoint)
-            if verdict.is_unread:  # it may be whole, so no older one is restored in its place: note 015
-                self._raise_unread(checkpoint, verdict, order[index + 1 :])
-            self._patience.reset()
+            stages, verdict = self._try_patiently(checkpoint, order[index + 1 :])
             if verdict.is_good:
                 return self._complete(stages, verdict.ancestors or ())
             self._skip(checkpoint, verdict)
@@ -198,17 +125,23 @@ class _Restore:
         if not order and selection.step is None and not self._skipped:
             check_no_losses(list(self._found.survey.losses), self._url)
             return None
-        raise make_none_good_error(self._url, self._skipped, self._kinds, self._touched, selection.step)
+        raise self._make_none_good_error()
 
     # -- one candidate ---------------------------------------------------------------------------------------
 
-    def _try_patiently(self, checkpoint: CheckpointId, *, only_open: bool = False) -> tuple[Stages, Verdict]:
-        """Try a checkpoint. Retry while some rank cannot read it, within rank 0's patience."""
+    def _try_patiently(
+        self, checkpoint: CheckpointId, older: Sequence[CheckpointId], *, only_open: bool = False
+    ) -> tuple[Stages, Verdict]:
+        """Try a checkpoint. Retry while some rank cannot read it, within rank 0's patience, then raise."""
         while True:
             stages = Stages(self._request, self._found, checkpoint, self._touched)
             verdict = self._try(stages, only_open=only_open)
-            if not (verdict.is_unread and self._group.share(self._patience.lasts())):
+            if not verdict.is_unread:
+                self._patience.reset()
                 return stages, verdict
+            if not self._group.share(self._patience.lasts()):
+                # It may be whole, so no older one is restored in its place: note 015.
+                self._raise_unread(checkpoint, verdict, older)
             self._patience.pause(_shown(checkpoint), verdict.reason)
 
     def _try(self, stages: Stages, *, only_open: bool) -> Verdict:
@@ -221,7 +154,7 @@ class _Restore:
             if rows is None:  # [] is a checkpoint without ancestors
                 rows = outcome.value
         ancestors = None if rows is None else tuple(CheckpointId(*row) for row in rows)
-        verdict = judge(opened, group.rank, ancestors)
+        verdict = _judge(opened, group.rank, ancestors)
         # Every rank judges the outcomes of all, and none begins a stage before all have completed the one
         # before. So nothing live changes unless every rank can read the checkpoint and fits it, and all ranks
         # end with the same step or the same error (note 043: nothing live changes before it is verified).
@@ -229,10 +162,18 @@ class _Restore:
             if not verdict.is_good:
                 return verdict
             outcomes = group.agree(stage)
-            verdict = judge(outcomes, group.rank, ancestors)
+            verdict = _judge(outcomes, group.rank, ancestors)
             for outcome in outcomes:
                 if outcome.value and verdict.is_good:
-                    raise make_mixed_error(outcome.value, stages.manifest.step, outcome.rank)
+                    step = stages.manifest.step
+                    raise Corrupt(
+                        f"A newer checkpoint was found to be damaged after {some(outcome.value, 10)} had "
+                        f"been read from it, and step {step} does not hold these. The live state mixes "
+                        f"steps: make it anew, then restore step {step} by its number.",
+                        step=step,
+                        rank=outcome.rank,
+                        key=outcome.value[0],
+                    )
         if verdict.is_good and not only_open:
             raise_first(group.agree(stages.finish), group.rank, _FAILURE)
         return verdict
@@ -261,23 +202,17 @@ class _Restore:
         superseding = self._found.survey.rollbacks.superseding
         order = [one for one in self._found.order if superseding(one) is None]
         for index, checkpoint in enumerate(order):
-            _, verdict = self._try_patiently(checkpoint, only_open=True)
-            if verdict.is_unread:
-                self._raise_unread(checkpoint, verdict, order[index + 1 :])
-            self._patience.reset()
+            _, verdict = self._try_patiently(checkpoint, order[index + 1 :], only_open=True)
             if verdict.is_good and verdict.ancestors is not None:
                 return checkpoint, verdict.ancestors
         return self._found.order[0], ()
 
-    def _pass_unhealthy(self, checkpoint: CheckpointId, left: Sequence[CheckpointId]) -> bool:
+    def _pass_unhealthy(self, checkpoint: CheckpointId, older: Sequence[CheckpointId]) -> bool:
         """Pass a checkpoint that is not marked as healthy. Return False if it is, or cannot be read.
 
         All ranks have its manifest, so all decide the same.
         """
-        stages, verdict = self._try_patiently(checkpoint, only_open=True)
-        if verdict.is_unread:
-            self._raise_unread(checkpoint, verdict, left)
-        self._patience.reset()
+        stages, verdict = self._try_patiently(checkpoint, older, only_open=True)
         if not verdict.is_good:
             return False  # it is tried, and skipped with the reason
         health = stages.manifest.health
@@ -310,7 +245,7 @@ class _Restore:
         self._skipped.append(
             Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=reason, is_superseded=True)
         )
-        self._kinds.append(SUPERSEDED)
+        self._kinds.add(SUPERSEDED)
         return True
 
     def _resumed_before(self, checkpoint: CheckpointId) -> int | None:
@@ -326,7 +261,7 @@ class _Restore:
 
     def _skip(self, checkpoint: CheckpointId, verdict: Verdict) -> None:
         self._skipped.append(Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=verdict.reason))
-        self._kinds += verdict.kinds
+        self._kinds |= {*verdict.kinds}
         if verdict.ancestors is not None:
             self._note_line(checkpoint, verdict.ancestors)
 
@@ -368,7 +303,9 @@ class _Restore:
         )
         raise_first(noted, self._group.rank, _FAILURE)
 
-    def _raise_unread(self, checkpoint: CheckpointId, verdict: Verdict, left: Sequence[CheckpointId]) -> None:
+    def _raise_unread(
+        self, checkpoint: CheckpointId, verdict: Verdict, older: Sequence[CheckpointId]
+    ) -> NoReturn:
         """Raise for a checkpoint that cannot be read, and mark it: an older one may be requested next."""
         request = self._request
         newest = Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=verdict.reason)
@@ -377,14 +314,38 @@ class _Restore:
         if verdict.ancestors is not None:
             self._note_line(checkpoint, verdict.ancestors)
         wanted = request.selection
-        older = [other.step for other in left if wanted.best or self._resumed_before(other) is None]
-        choices = older if wanted.step is None else []
-        raise make_unread_error(self._url, newest, self._patience.spent_s, choices, self._touched)
+        steps = [other.step for other in older if wanted.best or self._resumed_before(other) is None]
+        step, touched, choice = newest.step, sorted(self._touched), ""
+        if wanted.step is None and steps:
+            choice = (
+                f" To resume from an older one instead, call restore(step={steps[0]}); step {step} then "
+                f"stays until you delete it with `holdfast rm {self._url} --step {step}`."
+            )
+        mixed = f" {some(touched, 3)} may hold bytes of it: do not train with them." if touched else ""
+        raise RetryLater(
+            f"Step {step} of attempt {newest.attempt} in {self._url} could not be read for "
+            f"{format_duration(self._patience.spent_s)}: {newest.reason} It may be whole, so no older one "
+            f"was restored in its place.{mixed} Start again when the store answers.{choice}",
+            step=step,
+        )
+
+    def _make_none_good_error(self) -> HoldfastError:
+        """Return the error for no usable checkpoint: Corrupt, or the kind that all reasons have."""
+        step, num_touched = self._request.selection.step, len(self._touched)
+        every = "".join(f"\n  step {one.step}, attempt {one.attempt}: {one.reason}" for one in self._skipped)
+        asked = plural(len(self._skipped), "checkpoint") + ("" if step is None else f" of step {step}")
+        mixed = f" {num_touched} live tensors may hold bytes of a damaged checkpoint: do not train with them."
+        message = (
+            f"{self._url} has {asked}, but none could be restored, and training must not start from zero "
+            f"unnoticed.{mixed if num_touched else ''} Repair one, or start afresh in another home.{every}"
+        )
+        kind = next(iter(self._kinds)) if len(self._kinds) == 1 else Corrupt.kind
+        return _KINDS.get(kind, Corrupt)(message, step=step)
 
     def _show_lacking(self, restored: CheckpointId) -> None:
         """Name the newer saves that are not complete, with the ranks whose files are missing."""
         for checkpoint, ranks in sorted(self._found.lacking.items(), reverse=True):
             if checkpoint > restored:
                 self._request.show(
-                    f"{_shown(checkpoint)} is incomplete: the files of ranks {format_some(ranks)} are missing"
+                    f"{_shown(checkpoint)} is incomplete: the files of ranks {some(ranks, 10)} are missing"
                 )

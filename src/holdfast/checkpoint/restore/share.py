@@ -8,16 +8,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 
 from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.restore.read import READ_BYTES, FileRead, Read, ReadStats, deliver, distribute, fetch
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.tiered import decisive_error
 from holdfast.errors import Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.system.rawbytes import view_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
 
 OTHER_RANKS = "other ranks"
 """Source of bytes that came from local folders of other hosts."""
@@ -26,32 +31,6 @@ _MAX_AHEAD = 4  # blocks that are read, or being sent, before a rank waits
 
 Key = tuple[int, bool]  # a data file: the rank that wrote it, and whether it is that of the frozen tensors
 Need = tuple[int, int, int, int, int]  # rank, frozen, first chunk, chunk after the last, chunk_bytes
-
-
-class Transfer(Protocol):
-    """A transfer in progress."""
-
-    def wait(self) -> object:
-        """Wait until it is complete."""
-        ...
-
-
-class Exchange(Protocol):
-    """Ranks that can send bytes to each other."""
-
-    rank: int
-
-    def gather(self, value: list[Need]) -> list[list[Need]]:
-        """Return the values of all ranks, by rank. Collective."""
-        ...
-
-    def send(self, data: torch.Tensor, to: int) -> Transfer:
-        """Start sending a uint8 tensor, which must not change until the transfer is complete."""
-        ...
-
-    def receive(self, data: torch.Tensor, source: int) -> Transfer:
-        """Start receiving the next transfer of `source` into a uint8 tensor."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +105,7 @@ def _segments(
 def read_shared(
     store: Store,
     jobs: Sequence[FileRead],
-    exchange: Exchange,
+    group: RankGroup,
     *,
     on_bytes: Callable[[int], None] | None = None,
     lending: Lending | None = None,
@@ -147,29 +126,27 @@ def read_shared(
     """
     began = time.perf_counter()
     wanted = {(job.part.rank, job.frozen): job for job in jobs}
-    needs = exchange.gather([need for job in wanted.values() for need in _needs(job)])
+    needs = group.gather([need for job in wanted.values() for need in _needs(job)])
     blocks = assign_blocks(needs, lending.lenders if lending else None)
-    mine = [block for block in blocks if exchange.rank in (*block.ranks, block.reader)]
+    mine = [block for block in blocks if group.rank in (*block.ranks, block.reader)]
     if lending is not None:
         lent = {block.key for block in mine} - wanted.keys()
         wanted |= {key: FileRead(lending.part_of(key[0]), [], frozen=key[1]) for key in lent}
     reads = _reads(mine, wanted)
-    own = [one for block, one in zip(mine, reads, strict=True) if block.reader == exchange.rank]
+    own = [one for block, one in zip(mine, reads, strict=True) if block.reader == group.rank]
     ahead = _Ahead(store, own)
     try:
-        errors = _transfer(list(zip(mine, reads, strict=True)), ahead, exchange, on_bytes)
+        errors = _transfer(list(zip(mine, reads, strict=True)), ahead, group, on_bytes)
     finally:
         ahead.close()
     if errors:
         raise errors[0]
-    seconds = time.perf_counter() - began
     received = sum(
         one.stop - one.start
         for block, one in zip(mine, reads, strict=True)
-        if lending and block.reader != exchange.rank
+        if lending and block.reader != group.rank
     )
-    sources = ahead.sources | ({OTHER_RANKS: received} if received else {})
-    return ReadStats(ahead.num_bytes, ahead.num_reads, seconds, sources, tuple(ahead.recovered_from))
+    return ahead.stats.plus(ReadStats(0, 0, time.perf_counter() - began, {OTHER_RANKS: received}))
 
 
 def _needs(job: FileRead) -> list[Need]:
@@ -204,19 +181,19 @@ def _reads(mine: list[Block], wanted: dict[Key, FileRead]) -> list[Read]:
 
 
 def _transfer(
-    pairs: list[tuple[Block, Read]], ahead: _Ahead, exchange: Exchange, on_bytes: Callable[[int], None] | None
+    pairs: list[tuple[Block, Read]], ahead: _Ahead, group: RankGroup, on_bytes: Callable[[int], None] | None
 ) -> list[HoldfastError]:
     """Read, send or receive all blocks. The order is the same on every rank, which excludes deadlocks."""
     errors: list[HoldfastError] = []
-    sending: deque[tuple[torch.Tensor, list[Transfer]]] = deque()
+    sending: deque[tuple[torch.Tensor, list[Work]]] = deque()
     for block, read in pairs:
-        if block.reader == exchange.rank:
+        if block.reader == group.rank:
             data, error = ahead.next_block()
-            others = [rank for rank in block.ranks if rank != exchange.rank]
-            sending.append((data, [exchange.send(data, rank) for rank in others]))
+            others = [rank for rank in block.ranks if rank != group.rank]
+            sending.append((data, [group.send(data, rank) for rank in others]))
         else:
             data = torch.empty(read.stop - read.start + 1, dtype=torch.uint8, device="cpu")
-            _wait(exchange.receive(data, block.reader))
+            _wait(group.receive(data, block.reader))
             error = _received_error(data, block, read)
         if error is not None:
             errors.append(error)
@@ -232,12 +209,12 @@ def _transfer(
     return errors
 
 
-def _finish(sent: tuple[torch.Tensor, list[Transfer]]) -> None:
+def _finish(sent: tuple[torch.Tensor, list[Work]]) -> None:
     for transfer in sent[1]:
         _wait(transfer)
 
 
-def _wait(transfer: Transfer) -> None:
+def _wait(transfer: Work) -> None:
     try:
         transfer.wait()
     except RuntimeError as error:
@@ -270,16 +247,14 @@ class _Ahead:
     """Thread that reads and verifies a rank's own blocks, a few ahead of their use."""
 
     def __init__(self, store: Store, reads: list[Read]) -> None:
-        self.num_bytes = 0
-        self.num_reads = 0
-        self.sources: dict[str, int] = {}
-        self.recovered_from: list[str] = []
-        self._store = store
-        self._reads = reads
-        self._ready: deque[tuple[torch.Tensor, HoldfastError | None]] = deque()
-        self._lock = threading.RLock()  # taken directly: Ctrl+C in Condition.__enter__ leaves it locked
-        self._changed = threading.Condition(self._lock)
+        self.stats = ReadStats(0, 0, 0.0)
+        self._store, self._left = store, iter(reads)
         self._is_over = False
+        # Simple queues: Ctrl+C inside a Condition can leave its lock locked.
+        self._todo: SimpleQueue[Read | None] = SimpleQueue()  # None ends the thread
+        self._ready: SimpleQueue[tuple[torch.Tensor, HoldfastError | None]] = SimpleQueue()
+        for _ in range(_MAX_AHEAD):
+            self._todo.put(next(self._left, None))
         self._thread = threading.Thread(target=self._run, name="holdfast-read-ahead", daemon=True)
         self._thread.start()
 
@@ -288,10 +263,8 @@ class _Ahead:
 
         Blocks: until it is read.
         """
-        with self._lock:
-            self._changed.wait_for(lambda: self._ready)
-            block = self._ready.popleft()
-            self._changed.notify_all()
+        block = self._ready.get()
+        self._todo.put(next(self._left, None))
         return block
 
     def give_up(self) -> None:
@@ -300,20 +273,13 @@ class _Ahead:
 
     def close(self) -> None:
         """Stop the thread, and wait for its end."""
-        with self._lock:
-            self._is_over = True
-            self._ready.clear()
-            self._reads = []
-            self._changed.notify_all()
+        self.give_up()
+        self._todo.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        for read in self._reads:
-            block = self._read(read)
-            with self._lock:
-                self._changed.wait_for(lambda: len(self._ready) < _MAX_AHEAD or not self._reads)
-                self._ready.append(block)
-                self._changed.notify_all()
+        while (read := self._todo.get()) is not None:
+            self._ready.put(self._read(read))
 
     def _read(self, read: Read) -> tuple[torch.Tensor, HoldfastError | None]:
         # page-aligned, as direct reads need
@@ -333,9 +299,6 @@ class _Ahead:
             return decisive_error(fetched.errors)
         if fetched.view is not view:
             view[:] = fetched.view
-        self.num_bytes += len(view)
-        self.num_reads += 1
-        for url, num_bytes in fetched.sources.items():
-            self.sources[url] = self.sources.get(url, 0) + num_bytes
-        self.recovered_from += map(str, fetched.errors)
+        recovered_from = tuple(map(str, fetched.errors))
+        self.stats = self.stats.plus(ReadStats(len(view), 1, 0.0, fetched.sources, recovered_from))
         return None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
@@ -13,7 +14,7 @@ from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_o
 from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
-from holdfast.checkpoint.store.contract import Buffer, Store
+from holdfast.checkpoint.store.contract import Buffer
 
 SLICE_BYTES = 32 << 20
 """Bytes in memory at once: large enough for several parallel reads."""
@@ -55,29 +56,13 @@ class TensorSlice:
     view: memoryview
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Runs of bytes of tensors that are read together."""
-
-    slices: list[tuple[str, int, Region, int]] = field(default_factory=list)  # name, start, region, bytes
-    num_bytes: int = 0
-
-
-class _SliceSink:
-    """Sink that writes a part of a shard to its position in a slice."""
-
-    def __init__(self, room: memoryview, inside: Shard) -> None:
-        self._room = room
-        self._inside = inside
-
-    def write(self, offset: int, view: memoryview) -> None:
-        """Write bytes of the shard into the slice."""
-        for start, at, num_bytes in byte_ranges(self._inside, offset, offset + len(view)):
-            self._room[at : at + num_bytes] = view[start - offset : start - offset + num_bytes]
+def copy_part(room: memoryview, inside: Shard, offset: int, view: memoryview) -> None:
+    """Copy bytes of a part of a tensor, from byte `offset` of the part on, into the tensor's bytes."""
+    for start, at, num_bytes in byte_ranges(inside, offset, offset + len(view)):
+        room[at : at + num_bytes] = view[start - offset : start - offset + num_bytes]
 
 
 def read_slices(
-    store: Store,
     parts: Parts,
     wanted: Sequence[str],
     rank: int,
@@ -97,43 +82,41 @@ def read_slices(
         slice_bytes: bytes that are read together.
         on_read: called with the statistics of each read, before its slices are yielded.
     """
-    room = memoryview(bytearray(slice_bytes))
-    for batch in _batches(parts, wanted, rank, slice_bytes):
+    for batch in _batches(parts, wanted, rank, memoryview(bytearray(slice_bytes))):
         wants_of: dict[tuple[int, bool], list[Want]] = {}
-        at = 0
-        for name, _, region, num_bytes in batch.slices:
-            for key, want in _wants(parts, name, rank, region, room[at : at + num_bytes]):
+        for one, region in batch:
+            for key, want in _wants(parts, one.name, rank, region, one.view):
                 wants_of.setdefault(key, []).append(want)
-            at += num_bytes
         jobs = [
             FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())
         ]
-        stats = read(store, jobs, num_threads=num_threads)
+        stats = read(parts.store, jobs, num_threads=num_threads)
         if on_read is not None:
             on_read(stats)
-        at = 0
-        for name, start, _, num_bytes in batch.slices:
-            yield TensorSlice(name, start, room[at : at + num_bytes])
-            at += num_bytes
+        yield from (one for one, _ in batch)
 
 
-def _batches(parts: Parts, wanted: Sequence[str], rank: int, limit_bytes: int) -> Iterator[_Batch]:
-    batch = _Batch()
+def _batches(
+    parts: Parts, wanted: Sequence[str], rank: int, room: memoryview
+) -> Iterator[list[tuple[TensorSlice, Region]]]:
+    """Yield slices that are read together, as many as fit into `room`, each with its region."""
+    batch: list[tuple[TensorSlice, Region]] = []
+    filled = 0
     for name in wanted:
         saved = parts.shape_of(name, rank)
         if saved is None:
             continue
         dtype, shape = saved
         start = 0
-        for region in split_into_slices(shape, ITEM_BYTES[dtype], limit_bytes):
+        for region in split_into_slices(shape, ITEM_BYTES[dtype], len(room)):
             num_bytes = region.num_items * ITEM_BYTES[dtype]
-            if batch.num_bytes + num_bytes > limit_bytes:
+            if filled + num_bytes > len(room):
                 yield batch
-                batch = _Batch()
-            batch.slices.append((name, start, region, num_bytes))
-            batch.num_bytes += num_bytes
+                batch, filled = [], 0
+            batch.append((TensorSlice(name, start, room[filled : filled + num_bytes]), region))
+            filled += num_bytes
             start += num_bytes
-    if batch.slices:
+    if batch:
         yield batch
 
 
@@ -142,13 +125,16 @@ def _wants(
 ) -> Iterator[tuple[tuple[int, bool], Want]]:
     """Yield the requests of one slice, each with its file: the saved rank, and whether it is frozen."""
     for found in parts.shards_of(name, rank, region):
-        common = region.overlap(found.region)
+        common = region.overlap(found.shard.region)
         assert common is not None, (region, found)
         dtype = found.shard.dtype
         offsets = tuple(map(int.__sub__, common.offsets, region.offsets))
         inside = Shard(name, dtype, region.sizes, offsets, common.sizes)
-        start = found.start + item_offset(common, found.region) * ITEM_BYTES[dtype]
-        yield (found.rank, found.shard.frozen), Want(start, inside.num_bytes, _SliceSink(room, inside))
+        start = found.start + item_offset(common, found.shard.region) * ITEM_BYTES[dtype]
+        yield (
+            (found.rank, found.shard.frozen),
+            Want(start, inside.num_bytes, partial(copy_part, room, inside)),
+        )
 
 
 def write_safetensors(
@@ -171,7 +157,7 @@ def write_safetensors(
 
 
 def export(
-    store: Store, parts: Parts, path: Path, *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
+    parts: Parts, path: Path, *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
 ) -> ReadStats:
     """Write a rank's tensors of a checkpoint into one safetensors file.
 
@@ -192,10 +178,10 @@ def export(
 
     def feed(order: list[int]) -> Iterable[Buffer]:
         names = [tied.get(shards[index].name, shards[index].name) for index in order]
-        slices = read_slices(store, parts, names, rank, num_threads=num_threads, on_read=reads.append)
+        slices = read_slices(parts, names, rank, num_threads=num_threads, on_read=reads.append)
         return (one.view for one in slices)
 
-    with atomic_file(path, overwrite=overwrite) as partial:
-        write_safetensors(partial, shards, feed)
+    with atomic_file(path, overwrite=overwrite) as unfinished:
+        write_safetensors(unfinished, shards, feed)
     num_bytes, num_reads = (sum(one.num_bytes for one in reads), sum(one.num_reads for one in reads))
     return ReadStats(num_bytes, num_reads, time.perf_counter() - began)

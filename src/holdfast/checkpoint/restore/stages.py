@@ -25,7 +25,7 @@ from holdfast.checkpoint.restore.candidates import (
 )
 from holdfast.checkpoint.restore.fill import plan_fill
 from holdfast.checkpoint.restore.parts import Parts
-from holdfast.checkpoint.restore.read import FileRead, Nowhere, ReadStats, Want, read
+from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, discard, read
 from holdfast.checkpoint.restore.share import Lending, read_shared
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.tiered import TieredStore
@@ -121,7 +121,7 @@ class Stages:
         """Plan the reads. Returns overwritten tensors that this checkpoint does not hold."""
         own = replace(self.manifest, tensors=self._parts.tensors_for(self._source))
         self._loading = self._request.load(own, self._values)
-        self._jobs = plan_fill(self.manifest, self._loading.targets, self._source, self._parts)
+        self._jobs = plan_fill(self._parts, self._loading.targets, self._source)
         if self._request.selection.verify:
             self._jobs = [*self._jobs, *self._whole_files()]
         return sorted(self._touched - self._loading.targets.keys())[:100]
@@ -140,7 +140,7 @@ class Stages:
             part = parts.part(saved)
             for frozen in (False, True)[: len(part.files)]:
                 num_bytes = part.files[part.file_name(frozen=frozen)].num_bytes
-                yield FileRead(part, [Want(0, num_bytes, Nowhere())], frozen)
+                yield FileRead(part, [Want(0, num_bytes, discard)], frozen)
 
     def read(self) -> None:
         """Fill the live tensors with verified bytes."""

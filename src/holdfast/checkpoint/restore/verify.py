@@ -13,7 +13,7 @@ from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.home.documents import read_manifest, size_error
 from holdfast.checkpoint.home.listing import Listing, list_home
 from holdfast.checkpoint.restore.parts import Parts
-from holdfast.checkpoint.restore.read import FileRead, Nowhere, Want, read
+from holdfast.checkpoint.restore.read import FileRead, Want, discard, read
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater
 
@@ -86,7 +86,7 @@ def verify(
         num_parts += 1
         for frozen in (False, True)[: len(part.files)]:
             present = _present_bytes(home, part, note, frozen=frozen)
-            jobs.append(FileRead(part, [Want(0, present, Nowhere())], frozen))
+            jobs.append(FileRead(part, [Want(0, present, discard)], frozen))
     if num_parts == manifest.world_size:
         _check_tensors(parts, note)
     stats = read(store, jobs, num_threads=num_threads, on_bytes=on_bytes, on_error=note)

@@ -128,19 +128,12 @@ class LocalStore(Store):
         with translating(self.root, "write", name, num_bytes), self._made_root() as root:
             if if_absent and _kind(root, name) is not None:  # avoids a useless write; link() decides
                 raise already_exists(target, name)
-            folder_fd, temp, fd = self._create(root, folder)
-            with closing(folder_fd):
-                with closing(fd):  # which releases the lock
-                    try:
-                        write(fd)
-                        failpoint("store.written")
-                        os.fsync(fd)  # the data first: no name may lead to bytes that a power cut would lose
-                        failpoint("store.synced")
-                        _publish(folder_fd, temp, target, name, if_absent=if_absent)
-                    except BaseException:
-                        with suppress(OSError):  # the first error matters more; sweep() removes the file
-                            os.unlink(temp, dir_fd=folder_fd)
-                        raise
+            with self._created(root, folder) as (folder_fd, temp, fd):
+                write(fd)
+                failpoint("store.written")
+                os.fsync(fd)  # the data first: no name may lead to bytes that a power cut would lose
+                failpoint("store.synced")
+                _publish(folder_fd, temp, target, name, if_absent=if_absent)
                 sync_names(folder_fd)  # then the name
             self._names.sync_up(root, folder)
 
@@ -185,15 +178,16 @@ class LocalStore(Store):
     def append(self, name: str, data: bytes) -> None:
         check_name(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        with translating(self.root, "append to", name, len(data)), self._made_root() as root:
-            folder_fd, fd = self._open_in(root, folder_of(name), name.rpartition("/")[2], flags)
-            os.close(folder_fd)
-            with closing(fd):
-                if os.fstat(fd).st_nlink != 1:
-                    raise refused(f"Cannot append to {self.root / name}", name, _OTHER_NAMES)
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
+        with (
+            translating(self.root, "append to", name, len(data)),
+            self._made_root() as root,
+            self._opened_in(root, folder_of(name), name.rpartition("/")[2], flags) as (_, fd),
+        ):
+            if os.fstat(fd).st_nlink != 1:
+                raise refused(f"Cannot append to {self.root / name}", name, _OTHER_NAMES)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -316,39 +310,41 @@ class LocalStore(Store):
                 make_folders(root, folder)
         return open_for_sync(root, folder)
 
-    def _open_in(self, root: int, folder: str, name: str, flags: int) -> tuple[int, int]:
-        """Open a file, creating its folder if missing; return the descriptors of folder and file."""
+    @contextmanager
+    def _opened_in(self, root: int, folder: str, name: str, flags: int) -> Iterator[tuple[int, int]]:
+        """Open a file for the block, creating its folder if missing; yield the descriptors of both."""
         for tries in range(_MAX_CREATE_TRIES):
-            folder_fd = self._enter(root, folder)
-            try:
-                return folder_fd, open_regular(folder_fd, name, flags)
-            except FileNotFoundError:  # the folder was empty and was removed meanwhile
-                os.close(folder_fd)
-                if tries == _MAX_CREATE_TRIES - 1:
-                    raise
-            except BaseException:
-                os.close(folder_fd)
-                raise
-        raise AssertionError
+            with closing(self._enter(root, folder)) as folder_fd:
+                try:
+                    fd = open_regular(folder_fd, name, flags)
+                except FileNotFoundError:  # the folder was empty and was removed meanwhile
+                    if tries == _MAX_CREATE_TRIES - 1:
+                        raise
+                    continue
+                with closing(fd):
+                    yield folder_fd, fd
+                return
 
-    def _create(self, root: int, folder: str) -> tuple[int, str, int]:
-        """Create a locked unfinished file; return its folder's descriptor, its name and its own."""
+    @contextmanager
+    def _created(self, root: int, folder: str) -> Iterator[tuple[int, str, int]]:
+        """Create an unfinished file, locked for the block, and remove it if the block raises.
+
+        Yields the descriptor of its folder, its name, and its own descriptor.
+        """
         while True:
             temp = _unfinished()
-            folder_fd, fd = self._open_in(root, folder, temp, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            try:
-                with ignoring(*_CANNOT_LOCK):  # without locks, sweep() removes nothing
-                    fcntl.flock(fd, fcntl.LOCK_EX)
-                if os.fstat(fd).st_nlink:
-                    return folder_fd, temp, fd
-            except BaseException:
-                os.close(fd)
-                with suppress(FileNotFoundError):
-                    os.unlink(temp, dir_fd=folder_fd)
-                os.close(folder_fd)
-                raise
-            os.close(fd)  # a sweep came between creation and lock, and removed the file as abandoned
-            os.close(folder_fd)
+            with self._opened_in(root, folder, temp, os.O_RDWR | os.O_CREAT | os.O_EXCL) as (folder_fd, fd):
+                try:
+                    with ignoring(*_CANNOT_LOCK):  # without locks, sweep() removes nothing
+                        fcntl.flock(fd, fcntl.LOCK_EX)
+                    if not os.fstat(fd).st_nlink:
+                        continue  # a sweep came between creation and lock, and removed it as abandoned
+                    yield folder_fd, temp, fd
+                except BaseException:
+                    with suppress(OSError):  # the first error matters more; sweep() removes the file
+                        os.unlink(temp, dir_fd=folder_fd)
+                    raise
+                return
 
     def _remove_empty(self, root: int, folder: str) -> None:
         with suppress(OSError):  # not empty, gone, or not ours: an empty directory does no harm

@@ -1,46 +1,29 @@
 """Paths below a directory: lookup without following symbolic links, names made durable, and errors.
 
-The kernel resolves the whole path in one call (openat2, Linux 5.6). Where that call is missing or a sandbox
-forbids it, each part of the path is opened by itself with O_NOFOLLOW, with the same result.
+Each part of a path is opened by itself with O_NOFOLLOW, in the folder that was opened before it. So no part
+can become a link between a check and its use.
 
-Source: openat2(2). A directory that cannot be escaped is the idea of Go's `os.Root`.
+Source: a directory that cannot be escaped is the idea of Go's `os.Root`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 
 O_PATH = getattr(os, "O_PATH", os.O_RDONLY)
 """Flag for a descriptor that only identifies a file. Falls back to O_RDONLY where it does not exist."""
-_SYS_OPENAT2 = 437  # the same number on every architecture that Linux numbers uniformly
-_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
-_RESOLVE = _NO_MAGICLINKS | _NO_SYMLINKS | _BENEATH
-_MAX_TRIES = 100  # EAGAIN: a rename elsewhere interfered
 
 
 class NotRegular(OSError):
     """Error for opening a FIFO, socket or device in place of a regular file."""
-
-
-class _How(ctypes.Structure):
-    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
-
-
-_syscall = ctypes.CDLL(None, use_errno=True).syscall if sys.platform == "linux" else None
-if _syscall is not None:
-    _syscall.argtypes = ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_How), ctypes.c_size_t
-    _syscall.restype = ctypes.c_long
 
 
 def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
@@ -48,13 +31,11 @@ def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
 
     The path is relative, without "." and ".." parts; "" is the folder itself. A FIFO does not block.
     """
-    flags |= os.O_CLOEXEC
     if not flags & O_PATH:
         flags |= os.O_NONBLOCK | os.O_NOCTTY
-    fd = _open_whole(folder_fd, path or ".", flags, mode) if _has_openat2() else None
-    if fd is None:
-        fd = _open_by_parts(folder_fd, path or ".", flags, mode)
-    return fd
+    *folders, last = path.split("/")
+    with _descended(folder_fd, folders, _open_part) as above:
+        return _open_part(above, last or ".", flags, mode)
 
 
 @contextmanager
@@ -90,13 +71,20 @@ def open_regular(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> in
     return fd
 
 
+def _check_regular(kind: int) -> None:
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(kind):
+        raise NotRegular(errno.ENXIO, os.strerror(errno.ENXIO))
+
+
 def make_folders(folder_fd: int, path: str) -> None:
     """Create a folder below an open one, with its parents."""
 
     def make(above: int, part: str) -> int:
         with suppress(FileExistsError):
             os.mkdir(part, dir_fd=above)
-        return open_below(above, part, O_PATH | os.O_DIRECTORY)
+        return _open_part(above, part)
 
     with _descended(folder_fd, filter(None, path.split("/")), make):
         return
@@ -116,59 +104,13 @@ def _descended(folder_fd: int, parts: Iterable[str], enter: Callable[[int, str],
         os.close(above)
 
 
-def _check_regular(kind: int) -> None:
-    if stat.S_ISDIR(kind):
-        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if not stat.S_ISREG(kind):
-        raise NotRegular(errno.ENXIO, os.strerror(errno.ENXIO))
-
-
-def _open_whole(folder_fd: int, path: str, flags: int, mode: int) -> int | None:
-    for _ in range(_MAX_TRIES):
-        fd = _openat2(folder_fd, path, flags, mode)
-        if fd >= 0:
-            return fd
-        if -fd not in (errno.EAGAIN, errno.EINTR):
-            raise OSError(-fd, os.strerror(-fd), path)
-    return None
-
-
-def _openat2(folder_fd: int, path: str, flags: int, mode: int = 0) -> int:
-    """Return the descriptor of an opened path, or a negative error number."""
-    assert _syscall is not None
-    how = _How(flags, mode if flags & os.O_CREAT else 0, _RESOLVE)
-    fd = _syscall(_SYS_OPENAT2, folder_fd, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how))
-    return fd if fd >= 0 else -ctypes.get_errno()
-
-
-def _open_by_parts(folder_fd: int, path: str, flags: int, mode: int) -> int:
-    *folders, last = path.split("/")
-    with _descended(folder_fd, folders, _open_part) as above:
-        return _open_part(above, last, flags, mode)
-
-
-def _open_part(
-    folder_fd: int, name: str, flags: int = O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, mode: int = 0
-) -> int:
+def _open_part(folder_fd: int, name: str, flags: int = O_PATH | os.O_DIRECTORY, mode: int = 0) -> int:
     try:
-        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder_fd)
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=folder_fd)
     except NotADirectoryError:  # O_DIRECTORY also refuses a link with this error
         if stat.S_ISLNK(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise
-
-
-@cache
-def _has_openat2() -> bool:
-    """Return True if the kernel has openat2 and no sandbox forbids it."""
-    if _syscall is None:
-        return False
-    flags = O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-    with closing(os.open("/", flags)) as root:
-        fd = _openat2(root, ".", flags)
-    if fd >= 0:
-        os.close(fd)
-    return fd >= 0
 
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)

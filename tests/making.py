@@ -28,6 +28,7 @@ from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.keeper import KeeperConfig
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.messages import KeeperMessage
 from holdfast.checkpoint.keeper.reports import Reports
@@ -225,3 +226,9 @@ def make_reports(store: Store, config: KeeperConfig, tier: str = "home") -> tupl
     """An inbox, and the reports of a keeper to it."""
     inbox = RecordingInbox()
     return inbox, Reports(History(store, config.writer), inbox, tier, config.home)
+
+
+def make_components(store: Store, config: KeeperConfig, home: Store | None = None) -> KeeperComponents:
+    """The components of a keeper without watches."""
+    inbox, reports = make_reports(store, config, "home" if home is None else "local")
+    return KeeperComponents(config, inbox, reports, no_watches(), store, home)

@@ -264,10 +264,13 @@ def test_a_metric_that_improves_with_each_save_does_not_send_each_save_home(tmp_
     assert kept(home) == [(1, step) for step in (4, 5, 9, 10, 12)]
 
 
-def test_a_late_value_reaches_home(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newest", [2, 4])
+def test_a_late_value_reaches_home(tmp_path: Path, newest: int) -> None:
+    """Also if the local folder, which keeps two checkpoints, has deleted that of the value."""
     home, local = tmp_path / "home", tmp_path / "local"
     with make(home, Keep(last=5, best=1, metric="loss"), local=local) as ckpt:
-        save_all(ckpt, {1: None, 2: 2.0})
+        save_all(ckpt, dict.fromkeys(range(1, newest)) | {newest: 2.0})
+        wait_until(lambda: len(kept(local)) == 2)
         ckpt.record(1, loss=1.0)
     assert metrics(home, 1) == {"loss": 1.0}
 

@@ -17,6 +17,7 @@ from holdfast.system.environment import report_progress
 TRANSIENT_ERRORS = (Denied, RetryLater)
 """Errors of a store that another call may not raise. Nothing is given up after a single one."""
 _DELAYED = "Home cannot be reached. Training continues, and the upload is retried: "
+_NO_METRICS = "The last metrics of a checkpoint were not sent home: "
 _NOT_DELETED = "Old checkpoints could not be deleted: "
 _NOT_RECORDED = "The history of the run could not be written: "
 
@@ -82,6 +83,10 @@ class Reports:
         """Report that a checkpoint could not be sent home yet."""
         self._report("drain-failed", _warning(_DELAYED, error), step=step, detail=str(error), tier="home")
 
+    def metrics_lost(self, step: int, error: HoldfastError) -> None:
+        """Report that the last metrics of a checkpoint are not in home."""
+        self._report("drain-failed", _warning(_NO_METRICS, error), step=step, detail=str(error), tier="home")
+
     # -- retention -------------------------------------------------------------------------------------------
 
     def deleted(self, checkpoint: Deleted, tier: str) -> None:
@@ -94,7 +99,7 @@ class Reports:
     def retention_errors(self, step: int, tier: str) -> Iterator[None]:
         """Report errors of retention. The next one deletes what is left."""
         try:
-            with bugs_as_errors(step):
+            with bugs_as_errors(f"Step {step}"):
                 yield
         except HoldfastError as error:
             self._report(
@@ -131,11 +136,11 @@ def _warning(problem: str, reason: HoldfastError | str) -> messages.WarnOf:
 
 
 @contextlib.contextmanager
-def bugs_as_errors(step: int) -> Iterator[None]:
+def bugs_as_errors(what: str) -> Iterator[None]:
     """Raise a bug as the error of one save: if the keeper died, all other saves would fail with it."""
     try:
         yield
     except HoldfastError:
         raise
     except Exception as error:
-        raise Internal(f"Step {step} failed because of a bug in Holdfast: {error!r}.") from error
+        raise Internal(f"{what} failed because of a bug in Holdfast: {error!r}.") from error

@@ -213,16 +213,17 @@ class Pipeline:
         sections = self._watching.saving(save.step, tensors, has_room=copies.has_room)
         draft = parts.add_findings(draft, sections, rows)
         try:
-            keeper.submit(
-                save,
-                arena=arena.number,
-                arena_fd=arena.fd,
-                arenas=self.arenas.numbers(),
-                layout=_arena_layout(plan, staging),
-                draft=draft,
-                to_home=order.to_home,
-                metrics=self._metrics.of_save(save.step),
-            )
+            with self._metrics.of_save(save.step) as metrics:
+                keeper.submit(
+                    save,
+                    arena=arena.number,
+                    arena_fd=arena.fd,
+                    arenas=self.arenas.numbers(),
+                    layout=_arena_layout(plan, staging),
+                    draft=draft,
+                    to_home=order.to_home,
+                    metrics=metrics,
+                )
         except OSError as failure:
             self.release(arena.number)
             error = RetryLater(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,12 +28,14 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.messages import KeeperMessage
 from holdfast.checkpoint.keeper.reports import Reports
 from holdfast.checkpoint.keeper.watch import KeeperWatches
+from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.contract import Store
 
 RUN_ID = "run-one"
@@ -200,6 +203,16 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 def _encoded(held: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values.encode(value, key) for key, value in held.items()}
+
+
+def kept(place: Path | str) -> list[CheckpointId]:
+    """Return all complete checkpoints of a place, oldest first."""
+    return sorted(candidates(list_home(open_store(str(place)))))
+
+
+def steps_kept(place: Path | str) -> list[int]:
+    """Return their steps, in order."""
+    return sorted(checkpoint.step for checkpoint in kept(place))
 
 
 def no_watches() -> KeeperWatches:

@@ -75,7 +75,6 @@ class Drain:
         self._new_metrics: dict[CheckpointId, SaveValues] = {}  # that have changed since they were copied
         self._current: CheckpointId | None = None
         self._is_closing = False
-        self._is_failing = False  # the first of many failed tries is reported
         self._has_copied_older_histories = False
         self._changed = threading.Condition()
         self._frozen = FrozenFile(home, self._config)
@@ -177,24 +176,16 @@ class Drain:
                 with bugs_as_errors(f"The drain of step {checkpoint.step}"):
                     send(checkpoint)
             except HoldfastError as error:
-                now_s = time.monotonic()
+                now_s, is_first = time.monotonic(), failing_since_s is None
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
                 outage_s = now_s - failing_since_s
-                must_retry = isinstance(error, TRANSIENT_ERRORS) and outage_s < self._config.patience_s
-                self._note_failure(
-                    checkpoint, error, of_metrics=send == self._send_metrics, must_retry=must_retry
-                )
+                if isinstance(error, TRANSIENT_ERRORS) and outage_s < self._config.patience_s:
+                    self._retry_later(checkpoint, error, is_first=is_first, outage_s=outage_s)
+                    continue
+                self._give_up(checkpoint, error, of_metrics=send == self._send_metrics)
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
                     return
-                if must_retry:
-                    # A share of the outage, not of the number of tries, since each new save is one more.
-                    pause_s = backoff.proportional(outage_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
-                    with self._changed:
-                        self._changed.wait(pause_s)
-                else:
-                    failing_since_s = None
-            else:
-                failing_since_s = None
+            failing_since_s = None
 
     def _next(self) -> tuple[CheckpointId, Callable[[CheckpointId], None]] | None:
         """Return the newest due checkpoint, else one of the best, else one with new metrics; None at the end.
@@ -214,31 +205,32 @@ class Drain:
                 return checkpoint, self._send
             return (max(self._new_metrics), self._send_metrics) if self._new_metrics else None
 
-    def _note_failure(
-        self, checkpoint: CheckpointId, error: HoldfastError, *, of_metrics: bool, must_retry: bool
+    def _retry_later(
+        self, checkpoint: CheckpointId, error: HoldfastError, *, is_first: bool, outage_s: float
     ) -> None:
-        """Report a failed try, and keep or drop what was to be sent."""
-        step = checkpoint.step
+        """Keep what could not be sent, report the first of many tries, and wait."""
+        with self._changed:
+            if checkpoint == self._current:  # else its metrics, which are kept until they are sent
+                self._due.add(checkpoint)
+            self._current = None
+        if is_first:
+            self._reports.drain_delayed(checkpoint.step, error)
+        # A share of the outage, not of the number of tries, since each new save is one more.
+        pause_s = backoff.proportional(outage_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        with self._changed:
+            self._changed.wait(pause_s)
+
+    def _give_up(self, checkpoint: CheckpointId, error: HoldfastError, *, of_metrics: bool) -> None:
         with self._changed:
             self._current = None
-            if must_retry and not of_metrics:
-                self._due.add(checkpoint)
-            elif of_metrics and not must_retry:
-                del self._new_metrics[checkpoint]
-            elif not must_retry:
-                self._ready_best.discard(checkpoint)
-        if isinstance(error, Conflict):
-            self._reports.failed(step, error)
-        elif must_retry:
-            if not self._is_failing:  # only the first of many tries
-                self._is_failing = True
-                self._reports.drain_delayed(step, error)
-        else:
-            self._is_failing = False
             if of_metrics:
-                self._reports.metrics_lost(step, error)
+                del self._new_metrics[checkpoint]
             else:
-                self._reports.failed(step, error, in_home=True)
+                self._ready_best.discard(checkpoint)
+        if of_metrics:
+            self._reports.metrics_lost(checkpoint.step, error)
+        else:
+            self._reports.failed(checkpoint.step, error, in_home=not isinstance(error, Conflict))
 
     def _is_overtaken(self, checkpoint: CheckpointId, waited_s: float) -> bool:
         """Return True if this rank should abandon a checkpoint whose other files are still missing.
@@ -305,7 +297,6 @@ class Drain:
             self._current = None
             self._ready_best.discard(checkpoint)
             self._in_home.add(checkpoint)
-        self._is_failing = False
         self._on_arrived(checkpoint)  # first: after the report the trainer may end this process
         self._reports.arrived_home(checkpoint, num_bytes=num_bytes, seconds=time.monotonic() - began)
         self._deletion.add(checkpoint, ancestors)  # one of the best may be older

@@ -71,7 +71,7 @@ class SupervisedKeeper(ABC):
     @property
     @abstractmethod
     def has_undone(self) -> bool:
-        """True if a keeper that is killed now may leave undone what only this process knows."""
+        """True if a keeper that is killed now leaves work undone, or messages unread."""
 
     @abstractmethod
     def leave(self) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import psutil
 
@@ -51,12 +52,12 @@ class Playground:
         self, world_size: int, *options: str, envs: Mapping[int, Mapping[str, str]] = MappingProxyType({})
     ) -> list[Child]:
         """Start one trainer per rank of a gloo world, some with an environment of their own."""
-        port = str(reserve_port())
-        world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return [
-            self.start(*options, total=TOTAL, **{"RANK": str(rank), **world, **envs.get(rank, {})})
-            for rank in range(world_size)
-        ]
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
+        children: list[Child] = []
+        for rank in range(world_size):
+            env: dict[str, Any] = {**world, "WORLD_SIZE": str(world_size), **envs.get(rank, {})}
+            children.append(self.start(*options, RANK=str(rank), **env))
+        return children
 
     def finish_ranks(self, *options: str) -> list[Child]:
         """Run two ranks to the end."""

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def zero_a_hole(path: Path) -> None:
         file.write(bytes(4096))
 
 
-def reseal_manifest(path: Path, **changes: object) -> None:
+def reseal_manifest(path: Path, **changes: Any) -> None:
     """Change members of the newest manifest's first line, and seal it again."""
     reseal(open_store(path.parents[1]), names.manifest(10, 1), **changes)
 

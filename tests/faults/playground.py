@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import psutil
 
@@ -55,8 +54,8 @@ class Playground:
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
         children: list[Child] = []
         for rank in range(world_size):
-            env: dict[str, Any] = {**world, "WORLD_SIZE": str(world_size), **envs.get(rank, {})}
-            children.append(self.start(*options, RANK=str(rank), **env))
+            env = {**world, "WORLD_SIZE": str(world_size), "RANK": str(rank), **envs.get(rank, {})}
+            children.append(self.start(*options, **env))  # pyright: ignore[reportArgumentType] - no `total`
         return children
 
     def finish_ranks(self, *options: str) -> list[Child]:

@@ -75,7 +75,7 @@ class Playground:
 
     def run_until_killed(self, point: str, **env: str) -> None:
         """Run a trainer that is killed at a failpoint, and wait until its keepers have ended."""
-        self.start("--step-s", "0.01", HOLDFAST_KILL_AT=point, **env).wait()
+        self.start("--step-s", "0.01", total=TOTAL, HOLDFAST_KILL_AT=point, **env).wait()
         self.wait_for_keepers()
 
     def let_go(self, step: int) -> None:

@@ -25,13 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from faults.playground import Playground  # noqa: E402  # pyright: ignore[reportMissingImports]
+from faults.playground import check_random_rank_kills as kill_ranks  # noqa: E402  # pyright: ignore[reportMissingImports]
 from faults.test_hosts import Hosts  # noqa: E402  # pyright: ignore[reportMissingImports]
 from faults.test_hosts import check_random_kills as kill_hosts  # noqa: E402  # pyright: ignore[reportMissingImports]
 from faults.test_kills import check_random_kills as kill_processes  # noqa: E402  # pyright: ignore[reportMissingImports]
-from faults.test_ranks import check_random_rank_kills as kill_ranks  # noqa: E402  # pyright: ignore[reportMissingImports]
 from faults.test_tiers import check_random_kills as kill_with_tiers  # noqa: E402  # pyright: ignore[reportMissingImports]
 from nursery import Nursery  # noqa: E402  # pyright: ignore[reportMissingImports]
-from servers import reserve_port  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 KILLS_PER_RUN = 5
 
@@ -115,7 +114,7 @@ def _uninterrupted(place: Playground, world_size: int) -> str:
     if world_size == 1:
         place.finish()
     else:
-        children = place.start_ranks(world_size, reserve_port())
+        children = place.start_ranks(world_size)
         statuses = [child.wait() for child in children]
         if any(statuses):
             raise RuntimeError(f"a training without kills ended with {statuses}: {children[0].said()}")

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,9 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.history import History, read_lines
+from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.keeper import KeeperConfig
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.checkpoint.keeper.messages import KeeperMessage
 from holdfast.checkpoint.keeper.reports import Reports
@@ -223,6 +226,16 @@ def _encoded(held: Mapping[str, Any]) -> dict[str, Any]:
     return {key: values.encode(value, key) for key, value in held.items()}
 
 
+def kept(place: Path | str) -> list[CheckpointId]:
+    """Return all complete checkpoints of a place, oldest first."""
+    return sorted(candidates(list_home(open_store(str(place)))))
+
+
+def steps_kept(place: Path | str) -> list[int]:
+    """Return their steps, in order."""
+    return sorted(checkpoint.step for checkpoint in kept(place))
+
+
 def no_watches() -> KeeperWatches:
     """The halves of the watches in a keeper whose run has none."""
 
@@ -247,3 +260,9 @@ def make_reports(store: Store, config: KeeperConfig, tier: str = "home") -> tupl
     """An inbox, and the reports of a keeper to it."""
     inbox = RecordingInbox()
     return inbox, Reports(History(store, config.writer), inbox, tier, config.home)
+
+
+def make_components(store: Store, config: KeeperConfig, home: Store | None = None) -> KeeperComponents:
+    """The components of a keeper without watches."""
+    inbox, reports = make_reports(store, config, "home" if home is None else "local")
+    return KeeperComponents(config, inbox, reports, no_watches(), store, home)

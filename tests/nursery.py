@@ -1,7 +1,10 @@
 """Starts real Python processes quickly: a process that imports torch once and forks a child per program.
 
-Run as a script it is that process: it reads one JSON command per line and reports each child's end. Its
-children are ordinary processes with their own pid, session, environment and directory; they share nothing but
+`nursery.py serve FD` is that process: a client connects to its socket, sends a JSON command, and receives the
+pid of the child, and later its exit status. `nursery.py ask ADDRESS ARGUMENTS` is a client that ends as its
+child did: commands that start Python programs, such as `holdfast check`, get it in place of `python`.
+
+Children are ordinary processes with their own pid, session, environment and directory; they share nothing but
 the imports, which take a fresh interpreter 2 to 5 seconds of processor time.
 """
 
@@ -14,6 +17,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +25,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 END_TIMEOUT_S = 600
 """Limit of each wait: only what hangs reaches it, on however busy a machine."""
@@ -58,22 +62,25 @@ class Child:
 
 
 class Nursery:
-    """The forking process, as tests see it."""
+    """The forking process, as tests see it.
+
+    Attributes:
+        python: words of a command that runs a program in a child, as `python` would.
+    """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, os.path.abspath(__file__)],  # noqa: PTH100 - the name by which it was imported
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._born: queue.Queue[int] = queue.Queue()
-        self._children: dict[int, Child] = {}
-        self._early: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._starting = threading.Lock()
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._folder = tempfile.TemporaryDirectory()
+        self._address = str(Path(self._folder.name, "nursery"))
+        file = os.path.abspath(__file__)  # noqa: PTH100 - the name by which it was imported
+        self.python = [sys.executable, "-I", "-S", file, "ask", self._address]
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(self._address)
+            server.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, file, "serve", str(server.fileno())],
+                stdin=subprocess.PIPE,  # it ends with this process
+                pass_fds=(server.fileno(),),
+            )
 
     def start(
         self,
@@ -89,24 +96,15 @@ class Nursery:
         The arguments are those of `python`: perhaps `-W` with an action; a script, `-c` with code, or `-m`
         with a module; then the program's own. Output is appended to the files, or all of it to `output`.
         """
-        assert self._process.stdin is not None
-        command = {
-            "arguments": arguments,
-            "output": str(output),
-            "errors": str(errors or output),
-            "cwd": str(cwd or Path.cwd()),
-            "env": dict(os.environ if env is None else env),
-        }
         output.touch()
-        with self._starting:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-            pid = self._born.get(timeout=END_TIMEOUT_S)
+        pid, lines = _ask(self._address, arguments, output, errors or output, cwd=cwd, env=env)
         child = Child(pid, output)
-        with self._lock:
-            self._children[pid] = child
-            if pid in self._early:
-                child.ended.put(self._early.pop(pid))
+
+        def wait() -> None:
+            with lines:
+                child.ended.put(int(lines.readline()))
+
+        threading.Thread(target=wait, daemon=True).start()
         return child
 
     def run(
@@ -130,28 +128,10 @@ class Nursery:
                 raise AssertionError(f"still running after {timeout_s:.0f} s; it printed:\n{said}") from None
             return subprocess.CompletedProcess(arguments, status, output.read_text(), errors.read_text())
 
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            word, pid, *status = line.split()
-            if word == "born":
-                self._born.put(int(pid))
-                continue
-            with self._lock:
-                child = self._children.pop(int(pid), None)
-                if child is None:
-                    self._early[int(pid)] = int(status[0])
-                else:
-                    child.ended.put(int(status[0]))
-
     def close(self) -> None:
         """End the forking process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(END_TIMEOUT_S)
-        self._listener.join(END_TIMEOUT_S)
-        self._process.stdout.close()
+        self._process.communicate(timeout=END_TIMEOUT_S)
+        self._folder.cleanup()
 
 
 @functools.cache
@@ -162,11 +142,47 @@ def shared() -> Nursery:
     return found
 
 
+def _ask(
+    address: str,
+    arguments: list[str],
+    output: Path,
+    errors: Path,
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int, TextIO]:
+    """Have a program started; return its pid, and the file whose next line is its exit status."""
+    command = {
+        "arguments": arguments,
+        "output": str(output),
+        "errors": str(errors),
+        "cwd": str(cwd or Path.cwd()),
+        "env": dict(os.environ if env is None else env),
+    }
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        lines = server.makefile("rw")
+    lines.write(json.dumps(command) + "\n")
+    lines.flush()
+    return int(lines.readline()), lines
+
+
+def _end_as_child(address: str, arguments: list[str]) -> None:
+    """Run a program, and end as it does."""
+    output = Path("/proc/self/fd/1").readlink()
+    _, lines = _ask(address, arguments, output, output)
+    status = int(lines.readline())
+    if status < 0:
+        os.kill(os.getpid(), -status)
+        signal.pause()
+    sys.exit(status)
+
+
 # -- the forking process -------------------------------------------------------------------------------------
 
 
-def _serve() -> dict[str, Any] | None:
-    """Fork a child per command; return the command in a child, None when no more come."""
+def _serve(server: socket.socket) -> dict[str, Any] | None:
+    """Fork a child per command; return the command in a child, None when the test process has ended."""
     import gc
     import importlib
     import selectors
@@ -176,30 +192,35 @@ def _serve() -> dict[str, Any] | None:
     gc.collect()
     gc.freeze()  # what children share is neither copied nor looked through at their end
     selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ, None)
-    rest = b""
+    selector.register(0, selectors.EVENT_READ)
+    selector.register(server, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            if key.data is not None:
-                selector.unregister(key.fd)
-                os.close(key.fd)
-                _, status = os.waitpid(key.data, 0)
-                _report("ended", key.data, os.waitstatus_to_exitcode(status))
-                continue
-            text = os.read(0, 65536)
-            if not text:
+            if key.fileobj == 0:
                 return None
-            *lines, rest = (rest + text).split(b"\n")
-            for line in lines:
+            if key.fileobj is server:
+                with server.accept()[0] as client:
+                    lines = client.makefile("rw")
+                if not (command := lines.readline()):
+                    continue  # the client was killed
                 if not (pid := os.fork()):
-                    return json.loads(line)
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-                _report("born", pid)
+                    selector.close()
+                    server.close()
+                    return json.loads(command)
+                _tell(lines, pid)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, lines))
+                continue
+            pid, lines = key.data
+            selector.unregister(key.fd)
+            os.close(key.fd)
+            _tell(lines, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            lines.close()
 
 
-def _report(*words: object) -> None:
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
+def _tell(client: TextIO, number: int) -> None:
+    with contextlib.suppress(OSError):  # it was killed
+        client.write(f"{number}\n")
+        client.flush()
 
 
 def _become(command: dict[str, Any]) -> None:
@@ -247,6 +268,8 @@ def _become(command: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _command = _serve()
-    if _command is not None:
+    _mode, _target, *_rest = sys.argv[1:]
+    if _mode == "ask":
+        _end_as_child(_target, _rest)
+    elif (_command := _serve(socket.socket(fileno=int(_target)))) is not None:
         _become(_command)

@@ -27,3 +27,10 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.call(["umount", "-l", str(disk)])  # a test may have done so
+
+
+def fill_up(ballast: Path) -> None:
+    """Leave no space on the disk of a file, which takes it all."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)) == 4096:
+            pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,30 +57,18 @@ class LowRank(nn.Module):
         return weight + self.up @ self.down
 
 
-def _frozen(net: Net) -> None:
-    net.body.requires_grad_(False)
-
-
 def _lora(net: Net) -> None:
     net.requires_grad_(False)
     parametrize.register_parametrization(net.body, "weight", LowRank())
 
 
-def _bf16(net: Net) -> None:
-    net.to(torch.bfloat16)
-
-
-def _plain(net: Net) -> None:
-    del net
-
-
-KINDS: dict[str, Callable[[Net], None]] = {
-    "plain": _plain,
-    "accumulated": _plain,
-    "unbroadcast": _plain,
-    "frozen": _frozen,
+KINDS: dict[str, Callable[[Net], object]] = {
+    "plain": lambda _: None,
+    "accumulated": lambda _: None,
+    "unbroadcast": lambda _: None,
+    "frozen": lambda net: net.body.requires_grad_(False),
     "lora": _lora,
-    "bf16": _bf16,
+    "bf16": lambda net: net.to(torch.bfloat16),
 }
 
 
@@ -104,37 +93,20 @@ def train(rank: int, home: Path, kind: str, flip: Flip | None, num_steps: int = 
     micro_batches = 3 if kind == "accumulated" else 1
 
     def step_once() -> None:
-        _step(ddp, optimizer, data, dtype, micro_batches=micro_batches)
+        optimizer.zero_grad()
+        for number in range(micro_batches):
+            x = torch.randn(16, 64, generator=data).to(dtype)
+            is_last = number == micro_batches - 1
+            with contextlib.nullcontext() if is_last else ddp.no_sync():
+                ddp(x).square().mean().backward()
+        optimizer.step()
 
-    state: dict[str, object] = {"net": ddp, "optimizer": optimizer}
-    return _loop(home, state, flip, num_steps, _targets(net, optimizer), step_once)
-
-
-def _targets(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], torch.Tensor]]:
-    return {
+    targets: dict[str, Callable[[], torch.Tensor]] = {
         "weight": lambda: net.back.weight,
         "moment": lambda: optimizer.state[net.back.weight]["exp_avg"],
         "buffer": lambda: net.table,
     }
-
-
-def _step(
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    data: torch.Generator,
-    dtype: torch.dtype,
-    *,
-    micro_batches: int,
-) -> None:
-    optimizer.zero_grad()
-    for number in range(micro_batches):
-        x = torch.randn(16, 64, generator=data).to(dtype)
-        if number < micro_batches - 1:
-            with ddp.no_sync():
-                ddp(x).square().mean().backward()
-        else:
-            ddp(x).square().mean().backward()
-    optimizer.step()
+    return _loop(home, {"net": ddp, "optimizer": optimizer}, flip, num_steps, targets, step_once)
 
 
 def _loop(

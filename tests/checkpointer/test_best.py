@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import nursery
 from holdfast import Home, Keep, Local, Preemption
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.home.metrics import read_document, read_metrics
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, NotFound
+from making import kept
 from stage.training import wait_until
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: 2.0, 5: 4.0}
@@ -39,11 +42,6 @@ def save_all(ckpt: holdfast.Checkpointer, losses: Mapping[int, float | None]) ->
             ckpt.record(step, loss=loss)
         ckpt.save(step)
         ckpt.wait()
-
-
-def kept(place: Path) -> list[tuple[int, int]]:
-    """(attempt, step) of all complete checkpoints, oldest first."""
-    return sorted(candidates(list_home(open_store(place))))
 
 
 def metrics(home: Path, step: int, attempt: int = 1) -> dict[str, float]:
@@ -264,12 +262,32 @@ def test_a_metric_that_improves_with_each_save_does_not_send_each_save_home(tmp_
     assert kept(home) == [(1, step) for step in (4, 5, 9, 10, 12)]
 
 
-def test_a_late_value_reaches_home(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newest", [2, 4])
+def test_a_late_value_reaches_home(tmp_path: Path, newest: int) -> None:
+    """Also if the local folder, which keeps two checkpoints, has deleted that of the value."""
     home, local = tmp_path / "home", tmp_path / "local"
     with make(home, Keep(last=5, best=1, metric="loss"), local=local) as ckpt:
-        save_all(ckpt, {1: None, 2: 2.0})
+        save_all(ckpt, dict.fromkeys(range(1, newest)) | {newest: 2.0})
+        wait_until(lambda: len(kept(local)) == 2)
         ckpt.record(1, loss=1.0)
     assert metrics(home, 1) == {"loss": 1.0}
+
+
+def test_a_keeper_that_is_killed_after_the_close_loses_no_late_value(tmp_path: Path) -> None:
+    """As on a machine without memory: nothing else would have told of the loss."""
+    ckpt = make(tmp_path, Keep(last=5, best=1, metric="loss"))
+    save_all(ckpt, {1: None})
+    keeper = ckpt._training.attempt.keeper
+    assert keeper is not None
+    killed = keeper.pid
+    os.kill(killed, signal.SIGSTOP)
+    ckpt.record(1, loss=1.0)
+    closing = threading.Thread(target=ckpt.close)
+    closing.start()
+    wait_until(lambda: keeper._close is not None)
+    os.kill(killed, signal.SIGKILL)
+    closing.join()
+    assert metrics(tmp_path, 1) == {"loss": 1.0}
 
 
 def test_every_reader_uses_the_mode_that_the_run_recorded(tmp_path: Path) -> None:

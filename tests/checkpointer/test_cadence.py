@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.checkpoint.policy import single_policies
-from holdfast.checkpoint.run.cadence import Cadence, Decision, Flags, HomeCadence
+from holdfast.checkpoint.run.cadence import Cadence, Flags, HomeCadence
 
 
 def make_home(every: int | str | None = None) -> HomeCadence:
@@ -42,8 +42,8 @@ def test_flags_sent_before_a_save_cause_no_second_one() -> None:
     cadence.decide(3, 0.0, Flags())
     cadence.save(4, 0.0)
     late = Flags(is_due=True, is_torn=True)
-    assert cadence.decide(5, 0.0, late) == Decision(is_due=False, is_repeat=False)
-    assert cadence.decide(6, 0.0, late) == Decision(is_due=True, is_repeat=True)
+    assert cadence.decide(5, 0.0, late) == Flags()
+    assert cadence.decide(6, 0.0, late) == late
 
 
 def test_a_preemption_is_due_whatever_was_saved() -> None:
@@ -55,7 +55,7 @@ def test_a_preemption_is_due_whatever_was_saved() -> None:
 def test_a_rebalance_notice_makes_a_save_due_like_the_clock() -> None:
     cadence = make_cadence(1000)
     flags = cadence.add_clock(1, 0.0, Flags(is_due=True))
-    assert cadence.decide(1, 0.0, flags) == Decision(is_due=True, is_repeat=False)
+    assert cadence.decide(1, 0.0, flags) == Flags(is_due=True)
 
 
 def test_steps_are_measured_without_the_time_of_saves() -> None:

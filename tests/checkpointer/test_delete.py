@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,18 @@ from hypothesis import strategies as st
 
 import holdfast
 import nursery
-from holdfast import Home, Local, Preemption
+from holdfast import Home, Local
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput
+from making import kept
 from stage.ranks import run_ranks
-from stage.training import wait_until
+from stage.training import make_checkpointer, wait_until
 
-
-def make(home: Path | Home, **options: Any) -> holdfast.Checkpointer:
-    options = {"keep": None, "watches": [Preemption(signals=False)], "quiet": True, **options}
-    return holdfast.Checkpointer(home, memory="64MiB", **options)
-
-
-def kept(place: Path) -> list[tuple[int, int]]:
-    """(attempt, step) of all complete checkpoints, oldest first."""
-    return sorted(candidates(list_home(open_store(place))))
+make = functools.partial(make_checkpointer, state=None, keep=None, memory="64MiB")
 
 
 def save(ckpt: holdfast.Checkpointer, *steps: int) -> None:

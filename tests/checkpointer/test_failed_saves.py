@@ -21,15 +21,15 @@ import torch
 import holdfast
 from fault_proxy import FaultProxy
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.run import attempt
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, Preempted, RetryLater, SaveWarning
 from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.watch.report.summary import read_summary
+from making import steps_kept
 from servers import Server, ministack
-from small_disk import small_disk
+from small_disk import fill_up, small_disk
 from stage import ranks
 from stage.training import make_checkpointer, wait_until
 
@@ -50,12 +50,6 @@ class Trouble:
     text: str
     begin: Callable[[], object]
     end: Callable[[], object]
-
-
-def fill_up(ballast: Path) -> None:
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)) == 4096:
-            pass
 
 
 def remount(disk: Path, how: str) -> None:
@@ -96,11 +90,6 @@ def trouble(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trouble]
             yield Trouble(home, RetryLater, "No space left", lambda: fill_up(ballast), ballast.unlink)
         else:
             yield Trouble(home, Denied, "Read-only", lambda: remount(disk, "ro"), lambda: remount(disk, "rw"))
-
-
-def steps_saved(home: Path | str) -> list[int]:
-    found = list_home(open_store(home)).saved.values()
-    return sorted(save.step for save in found if save.is_committed)
 
 
 pytestmark = [
@@ -144,7 +133,7 @@ def test_each_failed_save_is_a_warning_that_the_job_counts(
         with pytest.warns(SaveWarning) as warned:
             ckpt.save(5).wait_durable(SOON_S)
         assert any(trouble.text in str(one.message) for one in warned)
-    assert steps_saved(trouble.home) == [1, 5]
+    assert steps_kept(trouble.home) == [1, 5]
     assert len(read_progress(tmp_path / "progress").failed_saves) == 3
 
 
@@ -155,7 +144,7 @@ def test_the_first_failed_save_is_an_error(trouble: Trouble) -> None:
             ckpt.save(3)
         trouble.end()
         ckpt.save(4).wait_durable(SOON_S)
-    assert steps_saved(trouble.home) == [1, 4]
+    assert steps_kept(trouble.home) == [1, 4]
 
 
 def test_training_pauses_until_the_save_is_durable(trouble: Trouble, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +166,7 @@ def test_training_pauses_until_the_save_is_durable(trouble: Trouble, monkeypatch
         assert save.durable
     assert "training is paused for at most 1 h" in lines[0]
     assert trouble.text in lines[0]
-    assert steps_saved(trouble.home) == [1, 2, 3]
+    assert steps_kept(trouble.home) == [1, 2, 3]
     summary = read_summary(open_store(trouble.home))
     assert [(one.kind, one.step) for one in summary.problems] == [("paused", 2)]
 
@@ -202,7 +191,7 @@ def test_a_notice_ends_a_pause_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "x").rename(home)
     with pytest.raises(Preempted):
         ckpt.stop(3)
-    assert steps_saved(home)[-1] == 3
+    assert steps_kept(home)[-1] == 3
 
 
 def test_a_failed_save_is_counted_before_another_one_or_a_wait(
@@ -226,7 +215,7 @@ def test_a_notice_to_one_rank_ends_the_pause_of_all(tmp_path: Path) -> None:
     """The disk of rank 1 fails, and rank 0, whose files are safe, is notified while it waits for it."""
     found = ranks.run_ranks(2, ranks.pause_for_one, tmp_path, is_local=True, notified=0)
     assert found == [["durable", 75], ["staged", 75]], found
-    assert steps_saved(tmp_path / "home")[-1] > 3
+    assert steps_kept(tmp_path / "home")[-1] > 3
 
 
 @pytest.mark.ranks
@@ -234,7 +223,7 @@ def test_a_notice_to_one_rank_ends_the_pause_of_all(tmp_path: Path) -> None:
 def test_all_ranks_pause_for_the_disk_of_one(tmp_path: Path, is_local: bool) -> None:
     found = ranks.run_ranks(2, ranks.pause_for_one, tmp_path, is_local=is_local, notified=None)
     assert found == [["durable"]] * 2, found
-    assert steps_saved(tmp_path / "home")[-1] == 3
+    assert steps_kept(tmp_path / "home")[-1] == 3
 
 
 def test_a_pause_ends_with_the_error_at_its_limit(tmp_path: Path) -> None:
@@ -246,7 +235,7 @@ def test_a_pause_ends_with_the_error_at_its_limit(tmp_path: Path) -> None:
             ckpt.save(3)
         (tmp_path / "x").rename(home)
         ckpt.save(4).wait_durable(SOON_S)
-    assert steps_saved(home) == [1, 4]
+    assert steps_kept(home) == [1, 4]
 
 
 def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(
@@ -266,7 +255,7 @@ def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(
     trouble.end()
     with contextlib.suppress(HoldfastError):
         ckpt.close()
-    assert steps_saved(tmp_path / "near") == [1, 2]
+    assert steps_kept(tmp_path / "near") == [1, 2]
 
 
 def test_a_refused_save_is_a_warning_too(tmp_path: Path) -> None:
@@ -278,7 +267,7 @@ def test_a_refused_save_is_a_warning_too(tmp_path: Path) -> None:
         assert isinstance(ckpt.save(2).exception(SOON_S), InvalidInput)
         with pytest.warns(SaveWarning, match="step-00000002"):
             ckpt.save(3).wait_durable(SOON_S)
-    assert steps_saved(home) == [1, 3]
+    assert steps_kept(home) == [1, 3]
 
 
 def use_up_files(disk: Path, *, but: int) -> list[Path]:
@@ -317,7 +306,7 @@ def test_a_disk_that_fills_between_part_and_manifest_is_named_within_seconds(
         read_until("step 3 is not durable yet")
         assert "No space left on device" in said
         assert (disk / "home" / names.part(3, 1, 0)).exists()
-        assert steps_saved(disk / "home") == [1, 2]
+        assert steps_kept(disk / "home") == [1, 2]
         with pytest.raises(RetryLater, match=r"not durable after 0\.1 s\..*No space left on device"):
             save.wait_durable(0.1)
 
@@ -334,7 +323,7 @@ def test_a_disk_that_fills_between_part_and_manifest_is_named_within_seconds(
                 save.wait_durable(SOON_S)
             ckpt.save(4).wait_durable(SOON_S)
         assert save.durable
-        assert steps_saved(disk / "home") == [1, 2, 3, 4]
+        assert steps_kept(disk / "home") == [1, 2, 3, 4]
 
 
 def test_close_after_a_conflict_does_not_wait_for_the_memory_that_the_keeper_keeps(tmp_path: Path) -> None:

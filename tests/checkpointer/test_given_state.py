@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import enum
+import functools
 import gc
 import signal
 import weakref
@@ -21,18 +22,9 @@ from holdfast import Keep, Preemption
 from holdfast.checkpoint.format import names
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
 from stage.ranks import run_ranks
-from stage.training import CopyGate, make_model, train, wait_until
+from stage.training import CopyGate, make_checkpointer, make_model, train, wait_until
 
-
-def make(home: Path, **options: Any) -> holdfast.Checkpointer:
-    options = {
-        "keep": None,
-        "watches": [Preemption(signals=False)],
-        "quiet": True,
-        "memory": "64MiB",
-        **options,
-    }
-    return holdfast.Checkpointer(home, **options)
+make = functools.partial(make_checkpointer, state=None, keep=None, memory="64MiB")
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -16,10 +16,10 @@ from holdfast import Preemption
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sections import Health
 from holdfast.checkpoint.home.documents import read_manifest
-from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, NotFound
+from making import steps_kept
 
 
 def make(home: Path, **options: Any) -> holdfast.Checkpointer:
@@ -48,10 +48,6 @@ def health(home: Path, step: int, attempt: int = 1) -> Health:
     return read_manifest(open_store(home), CheckpointId(attempt=attempt, step=step), None).health
 
 
-def steps(home: Path) -> list[int]:
-    return sorted(step for _, step in candidates(list_home(open_store(home))))
-
-
 def test_a_manifest_has_the_health_of_the_state(tmp_path: Path) -> None:
     with make(tmp_path, keep=None) as ckpt:
         save(ckpt, 1)
@@ -74,14 +70,14 @@ def test_the_newest_healthy_checkpoint_is_never_deleted(tmp_path: Path) -> None:
             save(ckpt, step, loss=2.0)
         for step in (300, 400, 500, 600):
             save(ckpt, step, loss=2.0, nan=True)
-    assert steps(tmp_path) == [200, 500, 600]
+    assert steps_kept(tmp_path) == [200, 500, 600]
     with make(tmp_path, keep=2) as ckpt:
         assert ckpt.restore(healthy=True) == 200
         assert ckpt.state["model"].weight[0, 0] == 200
         save(ckpt, 300, loss=2.0)
         assert health(tmp_path, 300, attempt=2).word == "healthy"
         save(ckpt, 400, loss=2.0)
-    assert 200 not in steps(tmp_path)  # no longer the newest healthy one
+    assert 200 not in steps_kept(tmp_path)  # no longer the newest healthy one
 
 
 def test_norms_are_compared_with_those_of_the_attempt_before(tmp_path: Path) -> None:

@@ -17,20 +17,11 @@ from tqdm import tqdm
 
 import holdfast
 from holdfast.errors import InvalidInput
+from making import steps_kept
 from nursery import shared
 from stage.training import make_checkpointer, make_model, train
 
 Loop = Callable[[holdfast.Checkpointer, Callable[[], None]], object]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
-
-def steps_saved(home: Path) -> list[int]:
-    """Complete steps of a home, in order."""
-    return sorted(int(path.parent.name[5:]) for path in home.glob("step-*/manifest-*.json"))
 
 
 def make_state() -> dict[str, Any]:
@@ -151,7 +142,7 @@ def test_a_loop_left_in_order_is_saved_with_the_number_of_steps_that_were_made(
     with make_checkpointer(home, state, every=3) as ckpt:
         kept = loop(ckpt, step_once)
         del kept
-    assert steps_saved(home) == [3, 5]
+    assert steps_kept(home) == [3, 5]
     assert not (home / "done.json").exists()
     found = holdfast.open(home)
     if kind == "tensor":
@@ -175,7 +166,7 @@ def test_a_loop_left_before_anything_was_trained_saves_nothing(home: Path) -> No
     with make_checkpointer(home, {"x": torch.zeros(1)}) as ckpt:
         for _ in ckpt.steps(10):
             break
-    assert steps_saved(home) == []
+    assert steps_kept(home) == []
 
 
 def raise_in_loop(ckpt: holdfast.Checkpointer, state: dict[str, Any]) -> None:
@@ -210,7 +201,7 @@ def test_an_exception_that_is_caught_around_the_loop_saves_nothing(home: Path) -
     state = {"x": torch.zeros(1)}
     with make_checkpointer(home, state, every=3) as ckpt, contextlib.suppress(ValueError):
         raise_in_loop(ckpt, state)
-    assert steps_saved(home) == [3]
+    assert steps_kept(home) == [3]
 
 
 def test_an_exception_that_is_caught_beside_the_loop_saves_nothing(home: Path) -> None:
@@ -223,7 +214,7 @@ def test_an_exception_that_is_caught_beside_the_loop_saves_nothing(home: Path) -
                     int("in the middle")
         except ValueError:
             pass
-    assert steps_saved(home) == [3]
+    assert steps_kept(home) == [3]
 
 
 def test_closing_in_a_finally_after_an_exception_saves_nothing(home: Path) -> None:
@@ -231,7 +222,7 @@ def test_closing_in_a_finally_after_an_exception_saves_nothing(home: Path) -> No
     ckpt = make_checkpointer(home, state, every=3)
     with pytest.raises(ValueError, match="middle"):
         raise_by_hand(ckpt, state)
-    assert steps_saved(home) == [3]
+    assert steps_kept(home) == [3]
 
 
 def test_steps_after_the_last_should_save_are_not_saved_under_a_wrong_number(
@@ -246,7 +237,7 @@ def test_steps_after_the_last_should_save_are_not_saved_under_a_wrong_number(
         train(state["model"], state["optimizer"])
         with pytest.raises(InvalidInput, match=r"Call finish\(step\)"):
             ckpt.finish()
-    assert steps_saved(home) == [2]
+    assert steps_kept(home) == [2]
     assert "training continued after step 3" in capfd.readouterr().err
 
 
@@ -259,7 +250,7 @@ def test_the_next_start_of_a_hand_written_loop_that_finished_detects_it(
             state["x"] += 1
             ckpt.should_save(step)
         ckpt.finish()
-    assert steps_saved(home) == [5]
+    assert steps_kept(home) == [5]
     assert json.loads((home / "done.json").read_text())["step"] == 5
     with make_checkpointer(home, state, quiet=False) as ckpt:
         assert ckpt.restore() == 5
@@ -271,7 +262,7 @@ def test_finish_takes_a_step_if_the_loop_never_calls_should_save(home: Path) -> 
         with pytest.raises(InvalidInput, match=r"Call finish\(step\)"):
             ckpt.finish()
         ckpt.finish(7)
-    assert steps_saved(home) == [7]
+    assert steps_kept(home) == [7]
     assert (home / "done.json").exists()
 
 
@@ -284,6 +275,8 @@ def test_a_finished_run_reports_it_and_how_to_train_further(
     capfd.readouterr()
     with make_checkpointer(home, {"x": torch.zeros(2)}, every=2, quiet=False) as ckpt:
         assert list(ckpt.steps(4)) == []
+        assert ckpt.latest_step() == 4
+    assert steps_kept(home) == [2, 4]
     said = capfd.readouterr().err
     assert "this run was finished at step 4" in said
     assert "all 4 steps are done, so nothing is trained; to train further, raise the total" in said
@@ -327,7 +320,7 @@ def test_a_child_forked_in_the_loop_saves_nothing_when_it_ends(home: Path) -> No
                 if child == 0:
                     os._exit(0 if _leave_in_child(ckpt) else 1)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert steps_saved(home) == [4]
+    assert steps_kept(home) == [4]
 
 
 def _leave_in_child(ckpt: holdfast.Checkpointer) -> bool:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,24 @@ def losses(home: Path) -> tuple[Point, ...]:
     """The curve of the loss."""
     curves = read_summary(open_store(str(home))).curves
     return next(curve.counted for curve in curves if curve.name == "loss")
+
+
+def test_a_late_value_follows_the_save_that_it_changes() -> None:
+    """A thread copies the save. What the loop records just then must not reach the keeper before it."""
+    sent, numbers = Receiver(), MetricsBuffer()
+    numbers.begin_save(1)
+
+    def record() -> None:
+        numbers.add(1, {"loss": 2.0})
+        numbers.flush(sent)
+
+    recording = threading.Thread(target=record)
+    with numbers.of_save(1) as submitted:
+        recording.start()
+        recording.join(0.1)  # it waits
+        assert (submitted.values, sent.updates) == ({}, [])
+    recording.join()
+    assert sent.updates == [(1, {"loss": 2.0})]
 
 
 def test_numbers_of_all_kinds_become_columns() -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from holdfast.checkpoint.run.going_back import range_to_skip
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.errors import Diverged, InvalidInput, ResumeWarning
+from servers import reserve_port
 from stage.training import make_checkpointer, wait_until
 
 SCRIPT = str(Path(__file__).with_name("spiking.py"))
@@ -37,11 +37,6 @@ BAD = range(400, 440)  # samples; those of the steps 101 to 110
 
 def rollbacks(home: Path) -> list[Rollback]:
     return list(read_rollbacks([open_store(home)], None).found)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
 
 
 # -- in one process --------------------------------------------------------------------------------------
@@ -496,19 +491,13 @@ def skipped_of(text: str) -> list[tuple[int, int]]:
     return [tuple(map(int, pair.split(", "))) for pair in found.strip("() ,").replace("), (", "|").split("|")]  # pyright: ignore[reportReturnType]
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 @pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_two_ranks_go_back_together(tmp_path: Path, layout: str) -> None:
     env = {
         **os.environ,
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(reserve_port()),
         "OMP_NUM_THREADS": "1",
     }
     arguments = [SCRIPT, str(tmp_path / "run"), "200", *GOES_BACK, "--layout", layout]

@@ -13,11 +13,6 @@ from holdfast.watch.preemption.notice import write_notice
 from stage.training import make_checkpointer
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path / "home"
-
-
 def test_each_call_counts_one_step_and_saves_those_that_are_due(home: Path) -> None:
     state = {"x": torch.zeros(1)}
     with make_checkpointer(home, state, every=2, keep=None) as ckpt:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from forked import forking
 from nursery import shared
 
 ROOT = Path(__file__).parent.parent.parent
@@ -112,9 +111,9 @@ def check(folder: Path, script: str, *words: str) -> tuple[int, dict[str, Any], 
 @pytest.mark.essential
 def test_an_exact_script_passes_and_its_own_home_is_not_touched(tmp_path: Path) -> None:
     script = tmp_path / "script"
-    with forking(tmp_path) as python:
-        code = START + LOOP.format(body="train(torch.randn(8, 4))")
-        status, report, result = check(script, code, "--", *python, "train.py")
+    status, report, result = check(
+        script, START + LOOP.format(body="train(torch.randn(8, 4))"), "--", *shared().python, "train.py"
+    )
     assert (status, report["exact"], report["deterministic"]) == (0, True, True), (report, result)
     steps = [report[name] for name in ("saved_at", "killed_at", "restored", "compared_at")]
     assert steps == [5, 7, 5, 10]
@@ -142,8 +141,7 @@ def test_hand_written_loops_pass(tmp_path: Path, script: str) -> None:
     ],
 )
 def test_each_fault_is_reported_with_its_probable_cause(tmp_path: Path, script: str, cause: str) -> None:
-    with forking(tmp_path) as python:
-        status, report, result = check(tmp_path, START + script, "--", *python, "train.py")
+    status, report, result = check(tmp_path, START + script, "--", *shared().python, "train.py")
     assert (status, report["exact"], report["deterministic"]) == (1, False, True), result
     assert cause in " ".join(report["causes"])
     if script is SHUFFLED:
@@ -179,7 +177,6 @@ def test_the_examples_pass(tmp_path: Path, words: list[str], example: str) -> No
 
 def test_a_failing_script_shows_its_output(tmp_path: Path) -> None:
     script = START + "state['o'] = optimizer.state_dict()" + LOOP.format(body="pass")
-    with forking(tmp_path) as python:
-        status, _, result = check(tmp_path, script, "--", *python, "train.py")
+    status, _, result = check(tmp_path, script, "--", *shared().python, "train.py")
     assert status == 2
     assert "Pass the optimizer itself" in result

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.conftest import flip
-from forked import forking
 from holdfast.cli.experiment import DifferenceRow
 from holdfast.cli.replay import DIFFERS, RANDOM, SOUND, first_difference, judge
 from nursery import shared
@@ -55,8 +53,8 @@ def train(folder: Path, **env: str) -> None:
 def replay(folder: Path, *words: str, **env: str) -> tuple[int, dict[str, Any], str]:
     """Return the exit status, the JSON report and stderr."""
     command = ["-m", "holdfast.cli", "replay", "home", "--json", *words]
-    with tempfile.TemporaryDirectory() as own, forking(Path(own)) as python:
-        done = shared().run([*command, "--", *python, "train.py"], cwd=folder, env=env, timeout_s=LIMIT_S)
+    command += ["--", *shared().python, "train.py"]
+    done = shared().run(command, cwd=folder, env=env, timeout_s=LIMIT_S)
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 

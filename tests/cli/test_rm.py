@@ -19,7 +19,7 @@ from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.home.commit import refuse
 from holdfast.checkpoint.home.inventory import take_inventory
 from holdfast.checkpoint.home.listing import WriterId
-from holdfast.checkpoint.keeper.commit_tier import was_committed
+from holdfast.checkpoint.keeper.committer import was_committed
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import homes, rm
 from holdfast.errors import Corrupt, InvalidInput, RetryLater

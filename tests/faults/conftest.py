@@ -9,7 +9,6 @@ import pytest
 
 from faults.playground import Playground
 from nursery import Nursery, shared
-from servers import reserve_port
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +27,7 @@ def playground(tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 def uninterrupted_ranks(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Digest of the final state of two ranks that nothing happened to."""
     place = Playground(tmp_path_factory.mktemp("uninterrupted"), nursery)
-    children = place.start_ranks(2, reserve_port())
-    assert [child.wait() for child in children] == [0, 0], children[0].said()
+    place.finish_ranks()
     return place.final()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -15,6 +17,7 @@ import holdfast
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from nursery import END_TIMEOUT_S, Child, Nursery
+from servers import reserve_port
 
 TOTAL = 24
 ENDLESS = ("--pause-at", str(TOTAL - 1))
@@ -25,12 +28,12 @@ TRAINER = Path(__file__).resolve().parent / "trainer.py"
 class Playground:
     """A home, its runtime folder, and the processes that work on it."""
 
-    def __init__(self, folder: Path, nursery: Nursery) -> None:
+    def __init__(self, folder: Path, nursery: Nursery, *options: str) -> None:
         self.folder = folder
         self.home = folder / "home"
         self.local = folder / "local"  # for runs that are started with --local
         self.runtime = folder / "runtime"
-        self.nursery = nursery
+        self.nursery, self.options = nursery, options  # of each trainer
         self.num_started = 0
 
     # -- processes ------------------------------------------------------------------------------------------
@@ -39,16 +42,29 @@ class Playground:
         """Start one trainer."""
         self.num_started += 1
         output = self.folder / f"output-{self.num_started}.txt"
-        arguments = [str(TRAINER), str(self.home), str(total), "--logs", str(self.folder), *options]
+        arguments = [str(TRAINER), str(self.home), str(total), "--logs", str(self.folder)]
+        arguments += [*self.options, *options]
         env = {**os.environ, "HOLDFAST_RUNTIME_DIR": str(self.runtime), **env}
         return self.nursery.start(arguments, output, env=env)
 
     def start_ranks(
-        self, world_size: int, port: int, *options: str, total: int = TOTAL, **env: str
+        self, world_size: int, *options: str, envs: Mapping[int, Mapping[str, str]] = MappingProxyType({})
     ) -> list[Child]:
-        """Start one trainer per rank of a gloo world."""
-        world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env}
-        return [self.start(*options, total=total, RANK=str(rank), **world) for rank in range(world_size)]
+        """Start one trainer per rank of a gloo world, some with an environment of their own."""
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
+        children: list[Child] = []
+        for rank in range(world_size):
+            env = {**world, "WORLD_SIZE": str(world_size), "RANK": str(rank), **envs.get(rank, {})}
+            children.append(self.start(*options, **env))  # pyright: ignore[reportArgumentType] - no `total`
+        return children
+
+    def finish_ranks(self, *options: str) -> list[Child]:
+        """Run two ranks to the end."""
+        children = self.start_ranks(2, *options)
+        for child in children:
+            status = child.wait()
+            assert status == 0, f"ended with {status}:\n{child.said()}"
+        return children
 
     def finish(self, *options: str, total: int = TOTAL, **env: str) -> Child:
         """Start a trainer that nothing happens to, and see it finish."""
@@ -56,6 +72,11 @@ class Playground:
         status = child.wait()
         assert status == 0, f"ended with {status}:\n{child.said()}"
         return child
+
+    def run_until_killed(self, point: str, **env: str) -> None:
+        """Run a trainer that is killed at a failpoint, and wait until its keepers have ended."""
+        self.start("--step-s", "0.01", total=TOTAL, HOLDFAST_KILL_AT=point, **env).wait()
+        self.wait_for_keepers()
 
     def let_go(self, step: int) -> None:
         """Let trainers go on that pause at a step."""
@@ -159,6 +180,34 @@ def kill(process: psutil.Process | Child) -> bool:
     except psutil.NoSuchProcess:
         return False
     return True
+
+
+def end(children: list[Child]) -> None:
+    """Kill what is left, as a launcher does when one rank has died."""
+    for child in children:
+        child.kill()
+    for child in children:
+        child.wait()
+
+
+def check_random_rank_kills(playground: Playground, expected: str, seed: int, num_kills: int) -> None:
+    """Kill one of two ranks, and perhaps keepers, at random moments; then let the run finish."""
+    draw = random.Random(seed)
+    for _ in range(num_kills):
+        children = playground.start_ranks(2, "--step-s", "0.01", "--every", "1")
+        wanted = playground.num_steps() + draw.randint(1, 3)
+        playground.wait_for_steps(wanted, children[0])
+        playground.pause(draw.random() * 0.02)
+        if draw.random() < 0.5:
+            kill(draw.choice([*playground.keepers(), *children]))
+        if draw.random() < 0.3:
+            playground.kill_keepers()
+        draw.choice(children).kill()
+        end(children)
+        playground.check_all_complete_verify()
+    playground.finish_ranks()
+    assert playground.final() == expected
+    assert playground.check_all_complete_verify() > 0
 
 
 def keepers_of(runtime: Path) -> list[psutil.Process]:

@@ -180,15 +180,12 @@ def check_random_kills(
     assert playground.check_all_complete_verify(bucket.view) > 0
 
 
-@pytest.mark.essential
-@pytest.mark.parametrize("seed", [1])
-def test_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int):
-    """A few of the kills that the long suite makes by the hundred."""
-    check_random_kills(playground, bucket, uninterrupted, seed, num_kills=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_a_hundred_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int):
-    """A hundred kills, five to a bucket."""
-    check_random_kills(playground, bucket, uninterrupted, seed, num_kills=5)
+@pytest.mark.parametrize(
+    ("seed", "num_kills"),
+    [
+        pytest.param(1, 3, marks=pytest.mark.essential),
+        *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(100, 120)),
+    ],
+)
+def test_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int, num_kills: int):
+    check_random_kills(playground, bucket, uninterrupted, seed, num_kills)

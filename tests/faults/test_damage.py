@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import holdfast
 from faults.playground import Playground
-
-
-def newest_file(playground: Playground, ending: str) -> Path:
-    """A file of the newest checkpoint."""
-    attempt, step = playground.complete()[0]
-    folder = playground.home / f"step-{step:08d}"
-    return next(
-        path for path in folder.iterdir() if path.name.endswith(ending) and f"a{attempt:04d}" in path.name
-    )
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.store import open_store
+from making import reseal
 
 
 def flip_bit(path: Path, position: int) -> None:
@@ -28,94 +23,48 @@ def flip_bit(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-def flip_in_data(playground: Playground) -> None:
-    path = newest_file(playground, ".safetensors")
-    flip_bit(path, path.stat().st_size // 2)
-
-
-def flip_in_header(playground: Playground) -> None:
-    flip_bit(newest_file(playground, ".safetensors"), 40)
-
-
-def zero_a_hole(playground: Playground) -> None:
-    path = newest_file(playground, ".safetensors")
+def zero_a_hole(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(8192)
         file.write(bytes(4096))
 
 
-def truncate(playground: Playground) -> None:
-    path = newest_file(playground, ".safetensors")
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 100)
-
-
-def lose_data(playground: Playground) -> None:
-    newest_file(playground, ".safetensors").unlink()
-
-
-def lose_part(playground: Playground) -> None:
-    next(path for path in newest_file(playground, ".safetensors").parent.glob("rank-*.json")).unlink()
-
-
-def flip_in_part(playground: Playground) -> None:
-    flip_bit(next(newest_file(playground, ".safetensors").parent.glob("rank-*.json")), 300)
-
-
-def flip_in_manifest(playground: Playground) -> None:
-    flip_bit(next(newest_file(playground, ".safetensors").parent.glob("manifest-*.json")), 300)
-
-
-def reseal_manifest(playground: Playground, **changes: object) -> None:
+def reseal_manifest(path: Path, **changes: Any) -> None:
     """Change members of the newest manifest's first line, and seal it again."""
-    from holdfast.checkpoint.format.sealed import dumps, seal
-
-    path = next(newest_file(playground, ".safetensors").parent.glob("manifest-*.json"))
-    head, *catalogs = path.read_bytes().split(b"\n")
-    body = json.loads(head) | changes
-    del body["xxh3_128"]
-    path.write_bytes(seal(b"\n".join((dumps(body), *catalogs))))
+    reseal(open_store(path.parents[1]), names.manifest(10, 1), **changes)
 
 
-def manifest_of_the_future(playground: Playground) -> None:
-    reseal_manifest(playground, version=99)
+DATA, PART, MANIFEST = "*.safetensors", "rank-*.json", "manifest-*.json"
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "a flipped bit in data": (DATA, lambda path: flip_bit(path, path.stat().st_size // 2), "chunk"),
+    "a flipped bit in a header": (DATA, lambda path: flip_bit(path, 40), "chunk"),
+    "a hole": (DATA, zero_a_hole, "chunk"),
+    "truncated data": (DATA, lambda path: os.truncate(path, path.stat().st_size - 100), "bytes"),
+    "lost data": (DATA, Path.unlink, "missing"),
+    "data of another step": (
+        DATA,
+        lambda path: shutil.copyfile(next(path.parents[1].glob(f"step-00000008/{DATA}")), path),
+        "chunk",
+    ),
+    "a lost part": (PART, Path.unlink, "missing"),
+    "a flipped bit in a part": (PART, lambda path: flip_bit(path, 300), ""),
+    "a flipped bit in a manifest": (MANIFEST, lambda path: flip_bit(path, 300), "seal"),
+    "a manifest of the future": (MANIFEST, lambda path: reseal_manifest(path, version=99), "version 99"),
+    "a manifest of another run": (MANIFEST, lambda path: reseal_manifest(path, run="f" * 32), "another run"),
+}
+"""Files of the newest checkpoint, a damage to each of them, and a word of its reason."""
 
 
-def manifest_of_another_run(playground: Playground) -> None:
-    reseal_manifest(playground, run="f" * 32)
-
-
-def data_of_another_step(playground: Playground) -> None:
-    newest = newest_file(playground, ".safetensors")
-    older = sorted(path for path in playground.home.glob("step-*/*.safetensors") if path != newest)[-1]
-    shutil.copyfile(older, newest)
-
-
-DAMAGES: list[tuple[Callable[[Playground], None], str]] = [
-    (flip_in_data, "chunk"),
-    (flip_in_header, "chunk"),
-    (zero_a_hole, "chunk"),
-    (truncate, "bytes"),
-    (lose_data, "missing"),
-    (lose_part, "missing"),
-    (flip_in_part, ""),
-    (flip_in_manifest, "seal"),
-    (manifest_of_the_future, "version 99"),
-    (manifest_of_another_run, "another run"),
-    (data_of_another_step, "chunk"),
-]
-
-
-@pytest.mark.parametrize(("damage", "word"), DAMAGES, ids=lambda item: getattr(item, "__name__", None))
+@pytest.mark.parametrize("name", DAMAGES)
 def test_the_run_resumes_from_the_newest_intact_checkpoint(
-    playground: Playground, uninterrupted: str, damage: Callable[[Playground], None], word: str
+    playground: Playground, uninterrupted: str, name: str
 ):
     """Damage to the newest of three: it is skipped by name, with the reason, and nothing else is lost."""
-    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:5")
-    child.wait()
-    playground.wait_for_keepers()
+    files, damage, word = DAMAGES[name]
+    playground.run_until_killed("trainer.handed:5")
     assert [step for _, step in playground.complete()] == [10, 8, 6]
-    damage(playground)
+    (path,) = playground.home.glob(f"step-00000010/{files}")
+    damage(path)
     second = playground.finish()
     assert "restored step 8 " in second.said()
     assert "skipped step 10 of attempt 1" in second.said()
@@ -125,9 +74,7 @@ def test_the_run_resumes_from_the_newest_intact_checkpoint(
 
 
 def test_an_extra_file_does_no_harm(playground: Playground, uninterrupted: str):
-    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:5")
-    child.wait()
-    playground.wait_for_keepers()
+    playground.run_until_killed("trainer.handed:5")
     (playground.home / "step-00000010" / "notes.txt").write_text("mine")
     (playground.home / "README").write_text("mine too")
     playground.check_finishes_like(uninterrupted, said="restored step 10 ")
@@ -136,9 +83,7 @@ def test_an_extra_file_does_no_harm(playground: Playground, uninterrupted: str):
 @pytest.mark.parametrize("lost", [True, False])
 def test_the_runs_own_document_may_be_damaged_or_lost(playground: Playground, uninterrupted: str, lost: bool):
     """The claims and manifests name the run too."""
-    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:5")
-    child.wait()
-    playground.wait_for_keepers()
+    playground.run_until_killed("trainer.handed:5")
     if lost:
         (playground.home / "holdfast.json").unlink()
     else:
@@ -148,9 +93,7 @@ def test_the_runs_own_document_may_be_damaged_or_lost(playground: Playground, un
 
 def test_training_never_starts_from_zero_over_damaged_checkpoints(playground: Playground):
     """When nothing verifies, the run stops with an error that names every checkpoint."""
-    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:3")
-    child.wait()
-    playground.wait_for_keepers()
+    playground.run_until_killed("trainer.handed:3")
     assert [step for _, step in playground.complete()] == [6, 4, 2]
     for path in playground.home.glob("step-*/*.safetensors"):
         flip_bit(path, path.stat().st_size // 2)

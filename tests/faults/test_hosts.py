@@ -20,6 +20,8 @@ from servers import reserve_port
 
 pytestmark = pytest.mark.ranks
 HOSTS = (0, 1)
+LATE = ("--home-every", "1000000")
+"""Options of a run whose saves are not due in home."""
 
 
 class Hosts:
@@ -54,10 +56,11 @@ class Hosts:
         ]
         return self.children
 
-    def finish(self, *options: str) -> str:
-        """Run to the end; what rank 0 has said."""
+    def finish_like(self, expected: str, *options: str) -> str:
+        """Run to the end, with the weights of a run that nothing happened to; what rank 0 has said."""
         children = self.start(*options)
         assert [child.wait() for child in children] == [0, 0], "\n".join(one.said() for one in children)
+        assert self.playground.final() == expected
         return children[0].said()
 
     def kill(self, *, with_keepers: tuple[int, ...] = ()) -> None:
@@ -87,8 +90,8 @@ class Hosts:
         saved = list_home(open_store(self.local(host))).saved.values()
         return sorted({one.step for one in saved if host in one.parts}, reverse=True)
 
-    def manifests(self, host: int) -> list[Path]:
-        return list(self.local(host).glob("step-*/manifest-*"))
+    def both_have(self, num_steps: int) -> bool:
+        return min(len(self.steps(host)) for host in HOSTS) >= num_steps
 
 
 @pytest.fixture
@@ -116,13 +119,12 @@ def train_and_kill(
 
 def test_each_host_has_its_own_files_and_home_has_all(hosts: Hosts, uninterrupted_ranks: str):
     """No manifest exists where files are missing, and each folder keeps only its number of steps."""
-    hosts.finish()
-    assert hosts.playground.final() == uninterrupted_ranks
+    hosts.finish_like(uninterrupted_ranks)
     assert hosts.playground.complete()[0] == (1, TOTAL)
     assert hosts.playground.check_all_complete_verify() >= 1, "it may have been behind"
     for host in HOSTS:
         assert hosts.steps(host) == [TOTAL, TOTAL - 2]
-        assert not hosts.manifests(host)
+        assert not list(hosts.local(host).glob("step-*/manifest-*"))
         assert not list(hosts.local(host).glob(f"step-*/rank-{1 - host:05d}-*"))
 
 
@@ -131,14 +133,12 @@ def test_a_checkpoint_that_is_not_in_home_is_assembled_from_both_disks(
     hosts: Hosts, uninterrupted_ranks: str
 ):
     """Each rank sends what the other lacks, and the restored step is then sent home."""
-    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
-    train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
+    train_and_kill(hosts, lambda: hosts.both_have(2), *LATE, with_keepers=HOSTS)
     assert not hosts.playground.complete()
     common = max(set(hosts.steps(0)) & set(hosts.steps(1)))
-    said = hosts.finish("--home-every", "1000000", "--keep", "9")
+    said = hosts.finish_like(uninterrupted_ranks, *LATE, "--keep", "9")
     assert restored(said) == common
     assert "other ranks (" in said
-    assert hosts.playground.final() == uninterrupted_ranks
     assert (2, TOTAL) in hosts.playground.complete()
     assert hosts.playground.check_all_complete_verify() > 0
 
@@ -146,11 +146,9 @@ def test_a_checkpoint_that_is_not_in_home_is_assembled_from_both_disks(
 @pytest.mark.slow
 def test_each_host_restores_from_the_memory_of_its_own_keepers(hosts: Hosts, uninterrupted_ranks: str):
     """Each host reads the memory of its own keepers, and sends it to the other."""
-    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
-    train_and_kill(hosts, both, "--home-every", "1000000", "--hold", "60s")
-    said = hosts.finish()
+    train_and_kill(hosts, lambda: hosts.both_have(2), *LATE, "--hold", "60s")
+    said = hosts.finish_like(uninterrupted_ranks)
     assert "memory (" in said
-    assert hosts.playground.final() == uninterrupted_ranks
 
 
 def test_after_a_lost_host_the_survivor_reads_its_own_disk_and_the_other_home(
@@ -162,10 +160,9 @@ def test_after_a_lost_host_the_survivor_reads_its_own_disk_and_the_other_home(
     )
     in_home = hosts.playground.complete()[0][1]
     hosts.lose_disk(1)
-    said = hosts.finish("--home-every", "2")
+    said = hosts.finish_like(uninterrupted_ranks, "--home-every", "2")
     assert restored(said) >= in_home
     assert re.search(rf"from (?=.*{hosts.local(0)} \()(?=.*{hosts.playground.home} \()", said), said
-    assert hosts.playground.final() == uninterrupted_ranks
 
 
 @pytest.mark.slow
@@ -173,13 +170,11 @@ def test_after_a_lost_host_and_an_empty_home_training_starts_from_scratch(
     hosts: Hosts, uninterrupted_ranks: str
 ):
     """No rank has the lost rank's files: no checkpoint is made of the rest, and a warning names them."""
-    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 1  # noqa: E731 - a condition
-    train_and_kill(hosts, both, "--home-every", "1000000", with_keepers=HOSTS)
+    train_and_kill(hosts, lambda: hosts.both_have(1), *LATE, with_keepers=HOSTS)
     hosts.lose_disk(1)
-    said = hosts.finish()
+    said = hosts.finish_like(uninterrupted_ranks)
     assert "of attempt 1 is incomplete: the files of ranks 1 are missing" in said
     assert "restored step" not in said
-    assert hosts.playground.final() == uninterrupted_ranks
 
 
 @pytest.mark.slow
@@ -187,9 +182,9 @@ def test_checkpoints_that_both_hosts_have_are_kept_while_one_host_is_behind(
     hosts: Hosts, uninterrupted_ranks: str
 ):
     """One keeper hangs while the other continues to save: checkpoints of both are kept, and restored."""
-    hosts.start("--step-s", "0.03", "--home-every", "1000000", total=100_000)
+    hosts.start("--step-s", "0.03", *LATE, total=100_000)
     wait = hosts.playground.wait_for
-    wait(lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2, "saves of both")
+    wait(lambda: hosts.both_have(2), "saves of both")
     for keeper in hosts.keepers(1):
         keeper.suspend()
         wait(lambda keeper=keeper: keeper.status() == psutil.STATUS_STOPPED, "the keeper to hang")
@@ -197,8 +192,7 @@ def test_checkpoints_that_both_hosts_have_are_kept_while_one_host_is_behind(
     wait(lambda: hosts.steps(0)[0] >= stuck + 20, "saves of the first host")
     hosts.kill(with_keepers=HOSTS)
     assert stuck in hosts.steps(0), "it is the newest that both have"
-    assert restored(hosts.finish("--home-every", "1000000")) == stuck
-    assert hosts.playground.final() == uninterrupted_ranks
+    assert restored(hosts.finish_like(uninterrupted_ranks, *LATE)) == stuck
 
 
 @pytest.mark.slow
@@ -227,17 +221,15 @@ def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
     hosts: Hosts, uninterrupted_ranks: str
 ):
     """It is named on the way."""
-    both = lambda: min(len(hosts.steps(host)) for host in HOSTS) >= 2  # noqa: E731 - a condition
-    train_and_kill(hosts, both, "--home-every", "1000000", "--keep-local", "9", with_keepers=HOSTS)
+    train_and_kill(hosts, lambda: hosts.both_have(2), *LATE, "--keep-local", "9", with_keepers=HOSTS)
     common = sorted(set(hosts.steps(0)) & set(hosts.steps(1)))
     (path,) = hosts.local(1).glob(f"{names.step_dir(common[-1])}/*.safetensors")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
-    said = hosts.finish()
+    said = hosts.finish_like(uninterrupted_ranks)
     assert f"skipped step {common[-1]} of attempt 1" in said
     assert restored(said) == common[-2]
-    assert hosts.playground.final() == uninterrupted_ranks
 
 
 @pytest.mark.slow
@@ -268,19 +260,13 @@ def check_random_kills(hosts: Hosts, expected: str, seed: int, num_kills: int) -
         if dead and draw.random() < 0.5:
             hosts.lose_disk(draw.choice(dead))
         playground.check_all_complete_verify()
-    said = hosts.finish(*options)
+    said = hosts.finish_like(expected, *options)
     if least:
         assert restored(said) >= least
-    assert hosts.playground.final() == expected
     assert hosts.playground.check_all_complete_verify() > 0
 
 
 @pytest.mark.slow
-def test_random_kills_of_hosts(hosts: Hosts, uninterrupted_ranks: str):
-    check_random_kills(hosts, uninterrupted_ranks, seed=1, num_kills=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(300, 312))
-def test_many_random_kills_of_hosts(hosts: Hosts, uninterrupted_ranks: str, seed: int):
-    check_random_kills(hosts, uninterrupted_ranks, seed, num_kills=5)
+@pytest.mark.parametrize(("seed", "num_kills"), [(1, 3), *((seed, 5) for seed in range(300, 312))])
+def test_random_kills_of_hosts(hosts: Hosts, uninterrupted_ranks: str, seed: int, num_kills: int):
+    check_random_kills(hosts, uninterrupted_ranks, seed, num_kills)

@@ -58,18 +58,16 @@ def check_random_kills(playground: Playground, uninterrupted: str, seed: int, nu
     assert playground.check_all_complete_verify() > 0
 
 
-@pytest.mark.essential
-@pytest.mark.parametrize("seed", range(1))
-def test_random_kills(playground: Playground, uninterrupted: str, seed: int):
-    """A few of the random kills that the long suite makes by the hundred."""
-    check_random_kills(playground, uninterrupted, seed, num_kills=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
-def test_hundreds_of_random_kills(playground: Playground, uninterrupted: str, seed: int):
-    """Two hundred kills, five to a home."""
-    check_random_kills(playground, uninterrupted, seed, num_kills=5)
+@pytest.mark.parametrize(
+    ("seed", "num_kills"),
+    [
+        pytest.param(0, 4, marks=pytest.mark.essential),
+        *(pytest.param(seed, 5, marks=pytest.mark.slow) for seed in range(100, 140)),
+    ],
+)
+def test_random_kills(playground: Playground, uninterrupted: str, seed: int, num_kills: int):
+    """A few by default, and two hundred with the slow tests, five to a home."""
+    check_random_kills(playground, uninterrupted, seed, num_kills)
 
 
 def test_a_killed_trainer_loses_no_staged_save(playground: Playground):

@@ -9,7 +9,6 @@ import pytest
 
 from faults.playground import Playground
 from holdfast.errors import PREEMPTED_STATUS
-from servers import reserve_port
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -79,7 +78,7 @@ def test_a_second_ctrl_c_stops_at_once_and_loses_nothing_staged(playground: Play
 @pytest.mark.parametrize("signalled", [0, 1])
 def test_one_ranks_notice_stops_all_ranks_at_one_step(playground: Playground, signalled: int):
     """Two gloo ranks; only one receives the signal."""
-    children = playground.start_ranks(2, reserve_port(), "--pause-at", "3", "--every", "1000")
+    children = playground.start_ranks(2, "--pause-at", "3", "--every", "1000")
     playground.wait_for_steps(3)
     children[signalled].kill(signal.SIGTERM)
     playground.let_go(3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import pytest
 import holdfast
 from faults.playground import Playground
 from holdfast.errors import PREEMPTED_STATUS
-from small_disk import small_disk
+from small_disk import fill_up, small_disk
 
 
 @pytest.fixture(name="small_disk")
@@ -24,13 +23,6 @@ def small_disk_fixture(tmp_path: Path) -> Iterator[Path]:
     """A file system of 600 kB, mounted."""
     with small_disk(tmp_path, "600k") as disk:
         yield disk
-
-
-def fill_up(ballast: Path) -> None:
-    """Leave no space on the disk of `ballast`."""
-    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)) == 4096:
-            pass
 
 
 def test_a_full_disk_keeps_earlier_checkpoints_and_stops_the_run_only_after_its_limit(
@@ -174,18 +166,12 @@ def test_a_stopped_trainer_that_comes_back_cannot_commit(playground: Playground)
 
 def test_a_clock_set_back_does_not_change_what_is_newest(playground: Playground, uninterrupted: str):
     """The second attempt and its keeper live a year earlier; a third still restores what they saved last."""
-    child = playground.start("--step-s", "0.01", HOLDFAST_KILL_AT="trainer.handed:3")
-    child.wait()
-    playground.wait_for_keepers()
+    playground.run_until_killed("trainer.handed:3")
     created = holdfast.open(playground.home).created
     year_s = 365 * 24 * 3600
     clock = Path(__file__).parent / "clock"
     path = os.pathsep.join([str(clock), *filter(None, [os.environ.get("PYTHONPATH")])])
-    second = playground.start(
-        HOLDFAST_KILL_AT="trainer.handed:3", CLOCK_OFFSET_S=str(-year_s), PYTHONPATH=path
-    )
-    second.wait()
-    playground.wait_for_keepers()
+    playground.run_until_killed("trainer.handed:3", CLOCK_OFFSET_S=str(-year_s), PYTHONPATH=path)
     attempt, step = playground.complete()[0]
     assert (attempt, step) == (2, 12)
     assert holdfast.open(playground.home).created < created - year_s / 2, "the clock was not set back"

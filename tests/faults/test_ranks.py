@@ -1,39 +1,50 @@
-"""Two gloo ranks under DDP: ranks and keepers die one by one and together, and the run ends right."""
+"""Two ranks under DDP or FSDP2: trainers and keepers die alone and together, and the run ends right."""
 
 from __future__ import annotations
 
-import random
+import itertools
 import signal
 from pathlib import Path
 
 import pytest
 
-from faults.playground import ENDLESS, Playground, kill
-from nursery import Child
-from servers import reserve_port
+from faults.playground import ENDLESS, Playground, check_random_rank_kills, end, kill
+from nursery import Nursery
 
 pytestmark = pytest.mark.ranks
 
-
-def finish_ranks(playground: Playground, *options: str) -> list[Child]:
-    """Run two ranks to the end."""
-    children = playground.start_ranks(2, reserve_port(), *options)
-    for child in children:
-        status = child.wait()
-        assert status == 0, f"ended with {status}:\n{child.said()}"
-    return children
+SLOWLY = ("--step-s", "0.01")
+OPTIONS = {"ddp": (), "fsdp2": ("--fsdp", "--width", "33")}  # of which two ranks hold unequal shards
+FSDP2 = pytest.param("fsdp2", marks=pytest.mark.fsdp2_on_cpu)
 
 
-def end(children: list[Child]) -> None:
-    """Kill what is left, as a launcher does when one rank has died."""
-    for child in children:
-        child.kill()
-    for child in children:
-        child.wait()
+@pytest.fixture(scope="session")
+def uninterrupted_fsdp2(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = Playground(tmp_path_factory.mktemp("uninterrupted"), nursery, *OPTIONS["fsdp2"])
+    place.finish_ranks()
+    return place.final()
+
+
+@pytest.fixture
+def expected(playground: Playground, layout: str, request: pytest.FixtureRequest) -> str:
+    """Have trainers use a layout, and return the digest of two of them that nothing happened to."""
+    playground.options = OPTIONS[layout]
+    return request.getfixturevalue("uninterrupted_ranks" if layout == "ddp" else "uninterrupted_fsdp2")
+
+
+def check_goes_on(playground: Playground, expected: str) -> None:
+    """All that is called complete verifies, a new attempt restores it, and ends like an uninterrupted one."""
+    playground.wait_for_keepers()
+    assert playground.check_all_complete_verify() > 0
+    children = playground.finish_ranks()
+    assert "restored step" in children[0].said(), children[0].said()
+    assert "skipped step" not in children[0].said(), children[0].said()
+    assert playground.final() == expected
+    assert playground.check_all_complete_verify() == 3
 
 
 def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: Playground):
-    finish_ranks(playground, "--every", "24")
+    playground.finish_ranks("--every", "24")
     files = sorted(path.name for path in (playground.home / "step-00000024").iterdir())
     assert files == [
         "manifest-a0001.json",
@@ -55,83 +66,109 @@ def test_each_rank_writes_its_share_and_no_tensor_is_written_twice(playground: P
     assert any(name.startswith("model.") for name in names[0] | names[1])
 
 
-@pytest.mark.essential
-@pytest.mark.parametrize("victim", [0, 1])
-def test_one_rank_killed(playground: Playground, uninterrupted_ranks: str, victim: int):
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        pytest.param("ddp", 0, marks=pytest.mark.essential),
+        pytest.param("ddp", 1, marks=pytest.mark.essential),
+        pytest.param("fsdp2", 0, marks=[pytest.mark.fsdp2_on_cpu, pytest.mark.slow]),
+        pytest.param("fsdp2", 1, marks=pytest.mark.fsdp2_on_cpu),
+    ],
+)
+def test_one_rank_killed(playground: Playground, expected: str, victim: int):
     """The launcher ends the other one; both resume from one step."""
-    children = playground.start_ranks(2, reserve_port(), "--step-s", "0.01", *ENDLESS)
+    children = playground.start_ranks(2, *SLOWLY, *ENDLESS)
     playground.wait_for_steps(7)
     playground.wait_for(playground.complete, "a checkpoint")
     children[victim].kill()
     assert children[victim].wait() == -signal.SIGKILL
     end([children[1 - victim]])
+    check_goes_on(playground, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [FSDP2])
+@pytest.mark.parametrize("num_keepers", [1, 2])
+def test_killed_keepers_do_not_stop_training(playground: Playground, expected: str, num_keepers: int):
+    children = playground.start_ranks(2, "--pause-at", "5", "--pause-at", "11")
+    for num_steps in (5, 11):
+        playground.wait_for_steps(num_steps)
+        for keeper in playground.keepers()[:num_keepers]:
+            kill(keeper)
+        playground.let_go(num_steps)
+    assert [child.wait() for child in children] == [0, 0], [child.said() for child in children]
+    assert playground.final() == expected
     playground.wait_for_keepers()
     assert playground.check_all_complete_verify() > 0
-    children = finish_ranks(playground)
-    assert "restored step" in children[0].said()
-    assert playground.final() == uninterrupted_ranks
-    assert playground.check_all_complete_verify() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [FSDP2])
+def test_a_trainer_and_all_keepers_killed_together(playground: Playground, expected: str):
+    children = playground.start_ranks(2, *SLOWLY, *ENDLESS)
+    playground.wait_for(playground.complete, "a checkpoint")
+    children[0].kill()
+    assert playground.kill_keepers()
+    end(children)
+    check_goes_on(playground, expected)
 
 
 PLACES = ("trainer.staged", "trainer.handed", "keeper.data", "keeper.part")
 """Failpoints that every rank reaches."""
+MORE_PLACES = (*PLACES, "trainer.staging", "keeper.received", "store.linked")
 
 
 @pytest.mark.parametrize(
-    ("point", "victim"),
+    ("layout", "point", "victim"),
     [
-        *((point, number % 2) for number, point in enumerate(PLACES)),
-        ("keeper.manifest", 0),  # rank 0 alone commits
-        *(pytest.param(point, 1 - number % 2, marks=pytest.mark.slow) for number, point in enumerate(PLACES)),
+        *(("ddp", point, number % 2) for number, point in enumerate(PLACES)),
+        ("ddp", "keeper.manifest", 0),  # rank 0 alone commits and retains
+        *(
+            pytest.param("ddp", point, 1 - number % 2, marks=pytest.mark.slow)
+            for number, point in enumerate(PLACES)
+        ),
+        *(
+            pytest.param("fsdp2", *row, marks=[pytest.mark.fsdp2_on_cpu, pytest.mark.slow])
+            for row in (
+                *itertools.product(MORE_PLACES, (0, 1)),
+                ("keeper.manifest", 0),
+                ("keeper.retain", 0),
+            )
+        ),
     ],
 )
 def test_a_rank_killed_between_two_effects(
-    playground: Playground, uninterrupted_ranks: str, victim: int, point: str, tmp_path: Path
+    playground: Playground, expected: str, victim: int, point: str, tmp_path: Path
 ):
     """A checkpoint that lacks a rank's part is never seen; one whose parts are all there is never lost."""
     mark = tmp_path / "killed"
-    port = reserve_port()
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     kill = {"HOLDFAST_KILL_AT": f"{point}:3", "HOLDFAST_KILL_MARK": str(mark)}
-    env = [{"RANK": str(rank), **world, **(kill if rank == victim else {})} for rank in range(2)]
-    children = [playground.start("--step-s", "0.01", **each) for each in env]  # pyright: ignore[reportArgumentType]
+    children = playground.start_ranks(2, *SLOWLY, envs={victim: kill})
+    playground.wait_for(lambda: mark.exists() or not children[victim].ended.empty(), "the kill")
     if point.startswith("trainer"):
         assert children[victim].wait() == -signal.SIGKILL
         end([children[1 - victim]])
-    else:
-        assert [child.wait() for child in children] == [0, 0], [child.said() for child in children]
+        check_goes_on(playground, expected)
+        return
+    assert [child.wait() for child in children] == [0, 0], [child.said() for child in children]
     playground.wait_for_keepers()
     assert mark.exists()
     assert playground.check_all_complete_verify() > 0
-    finish_ranks(playground)
-    assert playground.final() == uninterrupted_ranks
-
-
-def check_random_rank_kills(playground: Playground, expected: str, seed: int, num_kills: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(num_kills):
-        children = playground.start_ranks(2, reserve_port(), "--step-s", "0.01", "--every", "1")
-        wanted = playground.num_steps() + draw.randint(1, 3)
-        playground.wait_for_steps(wanted, children[0])
-        playground.pause(draw.random() * 0.02)
-        if draw.random() < 0.5:
-            kill(draw.choice([*playground.keepers(), *children]))
-        if draw.random() < 0.3:
-            playground.kill_keepers()
-        draw.choice(children).kill()
-        end(children)
-        playground.check_all_complete_verify()
-    finish_ranks(playground)
+    playground.finish_ranks()
     assert playground.final() == expected
-    assert playground.check_all_complete_verify() > 0
 
 
-@pytest.mark.essential
-def test_random_kills_of_ranks(playground: Playground, uninterrupted_ranks: str):
-    check_random_rank_kills(playground, uninterrupted_ranks, seed=0, num_kills=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200, 210))
-def test_many_random_kills_of_ranks(playground: Playground, uninterrupted_ranks: str, seed: int):
-    check_random_rank_kills(playground, uninterrupted_ranks, seed, num_kills=4)
+@pytest.mark.parametrize(
+    ("layout", "seed", "num_kills"),
+    [
+        pytest.param("ddp", 0, 3, marks=pytest.mark.essential),
+        pytest.param("fsdp2", 0, 2, marks=[pytest.mark.fsdp2_on_cpu, pytest.mark.essential]),
+        *(pytest.param("ddp", seed, 4, marks=pytest.mark.slow) for seed in range(200, 210)),
+        *(
+            pytest.param("fsdp2", seed, 4, marks=[pytest.mark.fsdp2_on_cpu, pytest.mark.slow])
+            for seed in range(300, 306)
+        ),
+    ],
+)
+def test_random_kills_of_ranks(playground: Playground, expected: str, seed: int, num_kills: int):
+    check_random_rank_kills(playground, expected, seed, num_kills)

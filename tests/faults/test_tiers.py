@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.playground import ENDLESS, TOTAL, Playground
-from servers import reserve_port
+from faults.playground import ENDLESS, TOTAL, Playground, end
 
 HOLD = ("--hold", "10m")
 
@@ -45,18 +44,13 @@ def test_a_killed_trainer_resumes_from_its_keepers_memory(
     """Nothing is read from a disk but small documents, and the keeper then ends at once."""
     kill_after(playground, 7, *local, *HOLD)
     playground.wait_for(lambda: playground.complete(playground.local), "a save")
-    second = playground.finish(*local)
-    assert "from memory (" in second.said()
-    assert playground.final() == uninterrupted
-    assert playground.check_all_complete_verify() > 0
+    playground.check_finishes_like(uninterrupted, *local, said="from memory (")
 
 
 def test_memory_is_offered_without_a_local_tier_too(playground: Playground, uninterrupted: str):
     """A plain home profits as well: its keeper still has the last save mapped."""
     kill_after(playground, 7, *HOLD)
-    second = playground.finish()
-    assert "from memory (" in second.said()
-    assert playground.final() == uninterrupted
+    playground.check_finishes_like(uninterrupted, said="from memory (")
 
 
 def test_memory_that_the_next_save_has_overwritten_is_read_from_disk(
@@ -65,9 +59,7 @@ def test_memory_that_the_next_save_has_overwritten_is_read_from_disk(
     """Killed while the arena is copied over: its hashes do not match any more, those on the disk do."""
     child = playground.start(*local, *HOLD, HOLDFAST_KILL_AT="trainer.staged:4")
     assert child.wait() == -signal.SIGKILL, child.said()
-    second = playground.finish(*local)
-    assert "restored step 6 " in second.said()
-    assert playground.final() == uninterrupted
+    playground.check_finishes_like(uninterrupted, *local, said="restored step 6 ")
 
 
 def test_without_its_keeper_a_run_resumes_from_the_local_disk(
@@ -76,9 +68,7 @@ def test_without_its_keeper_a_run_resumes_from_the_local_disk(
     """Without memory the local folder is nearest."""
     kill_after(playground, 7, *local, "--home-every", "1000")
     playground.wait_for_keepers()
-    second = playground.finish(*local)
-    assert f"from {playground.local} (" in second.said()
-    assert playground.final() == uninterrupted
+    playground.check_finishes_like(uninterrupted, *local, said=f"from {playground.local} (")
 
 
 @pytest.mark.essential
@@ -154,14 +144,10 @@ def test_a_home_that_stays_unavailable_is_an_error_in_the_end(playground: Playgr
 
 def test_each_rank_drains_its_own_files(playground: Playground, local: tuple[str, str]):
     """Two ranks: each sends its own files home, rank 0 the manifest, and killed ranks resume."""
-    children = playground.start_ranks(2, reserve_port(), *local, "--step-s", "0.01", *ENDLESS, *HOLD)
+    children = playground.start_ranks(2, *local, "--step-s", "0.01", *ENDLESS, *HOLD)
     playground.wait_for_steps(7, children[0])
-    for child in children:
-        child.kill()
-    for child in children:
-        child.wait()
-    second = playground.start_ranks(2, reserve_port(), *local)
-    assert [child.wait() for child in second] == [0, 0], second[0].said()
+    end(children)
+    second = playground.finish_ranks(*local)
     assert "from memory" in second[0].said()
     assert playground.complete()[0][1] == TOTAL
     assert playground.check_all_complete_verify() > 0
@@ -193,16 +179,8 @@ def check_random_kills(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1))
-def test_random_kills(playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int):
-    """A few of the kills that the long suite makes by the hundred."""
-    check_random_kills(playground, uninterrupted, local, seed, num_kills=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_a_hundred_random_kills(
-    playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int
+@pytest.mark.parametrize(("seed", "num_kills"), [(0, 4), *((seed, 5) for seed in range(100, 120))])
+def test_random_kills(
+    playground: Playground, uninterrupted: str, local: tuple[str, str], seed: int, num_kills: int
 ):
-    """A hundred kills, five to a home."""
-    check_random_kills(playground, uninterrupted, local, seed, num_kills=5)
+    check_random_kills(playground, uninterrupted, local, seed, num_kills)

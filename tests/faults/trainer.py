@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.checkpoint.run import pipeline
@@ -34,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", default="2")
     parser.add_argument("--keep", type=int, default=3)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--fsdp", action="store_true", help="shard the model over the ranks")
     parser.add_argument("--step-s", type=float, default=0.0, help="pretend that a step takes this long")
     parser.add_argument("--pause-at", type=int, default=[], action="append", help="see `pause`")
     parser.add_argument("--commit-timeout", default="60s")
@@ -50,17 +53,25 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def digest(objects: dict[str, object]) -> str:
-    """Hash of every tensor of a model and its optimizer."""
-    model, optimizer = objects["model"], objects["optimizer"]
-    assert isinstance(model, nn.Module)
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    text = hashlib.sha256()
-    for tensor in model.state_dict().values():
-        text.update(tensor.numpy().tobytes())
+def make_model(width: int, *, is_sharded: bool) -> nn.Module:
+    """A small model; under FSDP2 without buffers, which would differ from rank to rank."""
+    norm = nn.LayerNorm(width) if is_sharded else nn.BatchNorm1d(width)
+    first = nn.Linear(width, width)
+    model = nn.Sequential(first, norm, nn.Dropout(0.1), nn.Linear(width, 8))
+    if is_sharded:
+        fully_shard(first)
+        fully_shard(model)
+    return model
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Hash of every tensor of a model and its optimizer, as a whole. Under FSDP2 it is collective."""
+    tensors = list(model.state_dict().values())
     for state in optimizer.state.values():
-        for _, tensor in sorted(state.items()):
-            text.update(tensor.numpy().tobytes())
+        tensors += [tensor for _, tensor in sorted(state.items())]
+    text = hashlib.sha256()
+    for tensor in tensors:
+        text.update((tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).numpy().tobytes())
     return text.hexdigest()
 
 
@@ -102,16 +113,13 @@ def main() -> None:
         signal_at(point)
     torch.set_num_threads(1)
     if "RANK" in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(1)
-    model: nn.Module = nn.Sequential(
-        nn.Linear(args.width, args.width),
-        nn.BatchNorm1d(args.width),
-        nn.Dropout(0.1),
-        nn.Linear(args.width, 8),
-    )
-    net = nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
+    model = make_model(args.width, is_sharded=args.fsdp)
+    is_copied = dist.is_initialized() and not args.fsdp
+    net = nn.parallel.DistributedDataParallel(model) if is_copied else model
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
     state: dict[str, object] = {"model": net, "optimizer": optimizer, "scheduler": scheduler}
@@ -149,8 +157,11 @@ def main() -> None:
             if rank == 0:
                 with (args.logs / "progress.log").open("a") as log:
                     log.write(f"{step + 1}\n")
+    final = digest(model, optimizer)
     if rank == 0:
-        (args.logs / "final.txt").write_text(digest({"model": model, "optimizer": optimizer}))
+        (args.logs / "final.txt").write_text(final)
+    if args.fsdp:
+        dist.barrier()
     holdfast.hard_exit(0)
 
 

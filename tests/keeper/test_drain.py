@@ -8,27 +8,67 @@ from pathlib import Path
 
 import pytest
 import torch
+from typing_extensions import override
 
 import holdfast
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_manifest, read_part
-from holdfast.checkpoint.home.listing import WriterId, candidates, list_home
-from holdfast.checkpoint.home.metrics import read_metrics, write_metrics
-from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.home.listing import candidates, list_home
+from holdfast.checkpoint.home.metrics import SaveValues, read_metrics
+from holdfast.checkpoint.keeper.committer import Committed, PendingSave
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.drain import Drain, Drained
-from holdfast.checkpoint.keeper.home_tier import HomeTier
+from holdfast.checkpoint.keeper.drain import Drain
 from holdfast.checkpoint.keeper.persist import BLOCK_BYTES, verified_blocks
+from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.keeper.save_files import put_metrics
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
-from holdfast.errors import Conflict, Corrupt, Internal, InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_home, make_reports, no_watches
+from holdfast.errors import Conflict, Corrupt, HoldfastError, Internal, InvalidInput, NotFound, RetryLater
+from making import RecordingInbox, make_checkpoint, make_components, make_home
 
 WAIT_S = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """Outcome of a try to send a checkpoint home."""
+
+    step: int
+    error: HoldfastError | None = None
+    num_bytes: int = 0
+    is_over: bool = True
+
+
+class RecordingReports(Reports):
+    """Reports that keep the outcomes of a drain."""
+
+    def __init__(self, store: Store, config: KeeperConfig, told: queue.Queue[Told]) -> None:
+        super().__init__(History(store, config.writer), RecordingInbox(), "local", config.home)
+        self._told = told
+
+    @override
+    def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:
+        self._told.put(Told(checkpoint.step, num_bytes=num_bytes))
+
+    @override
+    def failed(self, step: int, error: HoldfastError, *, in_home: bool = False) -> None:
+        self._told.put(Told(step, error))
+
+    @override
+    def drain_delayed(self, step: int, error: HoldfastError) -> None:
+        self._told.put(Told(step, error, is_over=False))
+
+
+def make_drain(near: Store, home: Store, config: KeeperConfig, told: queue.Queue[Told]) -> Drain:
+    """A drain that sends each checkpoint of the near tier at once."""
+    reports = RecordingReports(near, config, told)
+    return Drain(dataclasses.replace(make_components(near, config), reports=reports), home, lambda _: True)
 
 
 class Bench:
@@ -41,16 +81,16 @@ class Bench:
         for step in steps:
             shared = {"w": torch.full((4000,), float(step))}
             make_checkpoint(self.near, step, 1, [shared, *({} for _ in range(world_size - 1))])
-        self.told: queue.Queue[Drained] = queue.Queue()
+        self.told: queue.Queue[Told] = queue.Queue()
         self.config = KeeperConfig(
             "home", "run-one", 1, 0, world_size, True, Keep(3), 5.0, 5.0, local="near", patience_s=patience_s
         )
         self.drain = self.make(self.config)
 
     def make(self, config: KeeperConfig) -> Drain:
-        return Drain(self.near, self.home, config, self.told.put, no_watches())
+        return make_drain(self.near, self.home, config, self.told)
 
-    def next_told(self) -> Drained:
+    def next_told(self) -> Told:
         return self.told.get(timeout=WAIT_S)
 
     def in_home(self) -> list[CheckpointId]:
@@ -65,7 +105,7 @@ def same_objects(near: FaultyStore, home: FaultyStore, step: int) -> bool:
 
 def test_a_checkpoint_is_drained_once_byte_for_byte_and_its_manifest_last() -> None:
     bench = Bench((10,))
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     told = bench.next_told()
     assert told.error is None
     assert told.num_bytes > 16_000
@@ -74,17 +114,17 @@ def test_a_checkpoint_is_drained_once_byte_for_byte_and_its_manifest_last() -> N
     puts = [call.name for call in bench.home.calls("put") if call.name.startswith("step-")]
     assert puts[-1] == names.manifest(10, 1)
     assert len(puts) == 3
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     assert bench.next_told().num_bytes == 0
 
 
 def test_the_newest_is_drained_first_and_older_ones_are_forgotten() -> None:
     bench = Bench((10, 20, 30))
     gate = bench.near.hold("get")
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
-    bench.drain.submit(CheckpointId(1, 20))
-    bench.drain.submit(CheckpointId(1, 30))
+    bench.drain.request(CheckpointId(1, 20))
+    bench.drain.request(CheckpointId(1, 30))
     gate.opened.set()
     assert [bench.next_told().step, bench.next_told().step] == [10, 30]
     bench.drain.close()
@@ -95,16 +135,7 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     """Retention runs after each save. As no other save may follow, it runs again after the drain."""
     bench = Bench(())
     config = dataclasses.replace(bench.config, keep_local=1)
-    inbox, reports = make_reports(bench.near, config, "local")
-    tiers = KeeperTiers(
-        config,
-        inbox=inbox,
-        reports=reports,
-        watches=no_watches(),
-        store=bench.near,
-        home=bench.home,
-        in_work=set,
-    )
+    tiers = KeeperTiers(make_components(bench.near, config, bench.home), set)
     gate = bench.home.hold("put", matching=names.step_dir(10))
     for step in (10, 20):
         make_checkpoint(bench.near, step, 1, [{"w": torch.full((4000,), float(step))}])
@@ -120,7 +151,7 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
 
 def test_close_waits_for_due_checkpoints() -> None:
     bench = Bench((10,))
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     bench.drain.close()
     assert bench.in_home() == [(1, 10)]
 
@@ -128,16 +159,16 @@ def test_close_waits_for_due_checkpoints() -> None:
 def test_a_drain_is_retried_until_home_works() -> None:
     bench = Bench((10,))
     bench.home.fail("put", RetryLater("503"), times=3, matching="step-")
-    bench.drain.submit(CheckpointId(1, 10))
-    told = [bench.next_told() for _ in range(4)]
-    assert [(one.error is None, one.is_over) for one in told] == [(False, False)] * 3 + [(True, True)]
+    bench.drain.request(CheckpointId(1, 10))
+    told = [bench.next_told() for _ in range(2)]  # only the first of the failed tries
+    assert [(one.error is None, one.is_over) for one in told] == [(False, False), (True, True)]
     assert same_objects(bench.near, bench.home, 10)
 
 
 def test_a_drain_is_given_up_if_home_fails_for_too_long_and_local_checkpoints_stay() -> None:
     bench = Bench((10,), patience_s=0.0)
     bench.home.fail("put", RetryLater("503"), times=None, matching="step-")
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     told = bench.next_told()
     assert isinstance(told.error, RetryLater)
     assert told.is_over
@@ -151,7 +182,7 @@ def test_a_damaged_copy_is_not_drained() -> None:
     content = bytearray(bench.near.get(name))
     content[-5] ^= 1
     bench.near.put(name, content)
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     told = bench.next_told()
     assert isinstance(told.error, Corrupt)
     assert "damaged in chunk" in str(told.error)
@@ -164,11 +195,11 @@ def test_every_failure_of_a_drain_is_reported(error: Exception) -> None:
     """A wait for the checkpoint in home raises the reason, and the next one is drained."""
     bench = Bench((10, 20))
     bench.home.fail("put", error, matching="step-")
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     told = bench.next_told()
     assert told.is_over
     assert isinstance(told.error, InvalidInput if isinstance(error, InvalidInput) else Internal)
-    bench.drain.submit(CheckpointId(1, 20))
+    bench.drain.request(CheckpointId(1, 20))
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 20)]
 
@@ -176,7 +207,7 @@ def test_every_failure_of_a_drain_is_reported(error: Exception) -> None:
 def test_a_fenced_attempt_drains_nothing() -> None:
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     assert isinstance(bench.next_told().error, Conflict)
     assert bench.in_home() == []
     bench.drain.close()
@@ -186,7 +217,7 @@ def test_the_next_attempt_drains_checkpoints_of_an_older_one(tmp_path: Path) -> 
     bench = Bench((10,))
     make_home(bench.home, attempts=(1, 2))
     config = KeeperConfig("home", "run-one", 2, 0, 1, True, Keep(3), 5.0, 5.0, local="near")
-    bench.make(config).submit(CheckpointId(1, 10))
+    bench.make(config).request(CheckpointId(1, 10))
     assert bench.next_told().error is None
     assert bench.in_home() == [(1, 10)]
 
@@ -198,7 +229,7 @@ def test_histories_are_drained_including_those_of_killed_keepers_and_the_last_ev
     bench.home.put(names.history(1, 0), b"one\n")
     drain = bench.make(dataclasses.replace(bench.config, attempt=2))
     bench.near.append(names.history(2, 0), b"three\n")
-    drain.submit(CheckpointId(1, 10))
+    drain.request(CheckpointId(1, 10))
     assert bench.next_told().error is None
     bench.near.append(names.history(2, 0), b"four\n")
     drain.close()
@@ -210,7 +241,7 @@ def test_histories_are_drained_including_those_of_killed_keepers_and_the_last_ev
 def test_rank_0_waits_for_the_files_of_the_others() -> None:
     bench = Bench((10,), world_size=2)
     gate = bench.home.hold("list", nth=3)
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
     assert bench.in_home() == []
     for name in (names.data(10, 1, 1), names.part(10, 1, 1)):
@@ -247,7 +278,7 @@ class Apart:
             for step in steps:
                 for name in (names.data(step, 1, rank), names.part(step, 1, rank)):
                     near.put(name, self.whole.get(name))
-        self.told: list[queue.Queue[Drained]] = [queue.Queue(), queue.Queue()]
+        self.told: list[queue.Queue[Told]] = [queue.Queue(), queue.Queue()]
         self.commit_timeout_s = commit_timeout_s
 
     def drain(self, rank: int, attempt: int = 1) -> Drain:
@@ -255,13 +286,13 @@ class Apart:
             "home", "run-one", attempt, rank, 2, True, Keep(3), self.commit_timeout_s, 5.0,
             local="near", local_ranks=(rank,),
         )  # fmt: skip
-        return Drain(self.near[rank], self.home, config, self.told[rank].put, no_watches())
+        return make_drain(self.near[rank], self.home, config, self.told[rank])
 
     def drain_on_both(self, step: int) -> list[Drain]:
         """Drain a checkpoint on both hosts, and return their drains when it is in home."""
         drains = [self.drain(rank) for rank in (0, 1)]
         for drain in drains:
-            drain.submit(CheckpointId(1, step))
+            drain.request(CheckpointId(1, step))
         assert [told.get(timeout=WAIT_S).step for told in self.told] == [step, step]
         return drains
 
@@ -275,7 +306,7 @@ def test_two_hosts_drain_their_files_and_rank_0_commits(attempt: int) -> None:
     apart = Apart((10,))
     make_home(apart.home, attempts=range(1, attempt + 1))
     for rank in (1, 0):
-        apart.drain(rank, attempt).submit(CheckpointId(1, 10))
+        apart.drain(rank, attempt).request(CheckpointId(1, 10))
     for told in apart.told:
         assert told.get(timeout=WAIT_S).error is None
     assert apart.in_home() == [(1, 10)]
@@ -289,13 +320,13 @@ def test_a_rank_waits_for_the_others_until_one_of_them_has_begun_a_newer_checkpo
     apart = Apart((10, 20))
     first, second = apart.drain(0), apart.drain(1)
     gate = apart.home.hold("list", nth=3)  # after the look for newer attempts, and that for what is there
-    first.submit(CheckpointId(1, 10))
+    first.request(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
-    first.submit(CheckpointId(1, 20))
+    first.request(CheckpointId(1, 20))
     gate.opened.set()
-    second.submit(CheckpointId(1, 10))
+    second.request(CheckpointId(1, 10))
     assert apart.told[0].get(timeout=WAIT_S).step == 10
-    second.submit(CheckpointId(1, 20))
+    second.request(CheckpointId(1, 20))
     assert apart.told[0].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20), (1, 10)]
 
@@ -305,9 +336,9 @@ def test_a_rank_follows_another_that_has_begun_a_newer_checkpoint(is_best: bool)
     """The other host does not have step 10."""
     apart = Apart((10, 20))
     first, second = apart.drain(0), apart.drain(1)
-    first.submit_due(CheckpointId(1, 10))
+    first.add_committed(CheckpointId(1, 10), is_due=True)
     for drain in (first, second):
-        drain.set_best({CheckpointId(1, 20)}) if is_best else drain.submit(CheckpointId(1, 20))
+        drain.set_best({CheckpointId(1, 20)}, is_due=True) if is_best else drain.request(CheckpointId(1, 20))
     assert apart.told[1].get(timeout=WAIT_S).step == 20
     assert apart.in_home() == [(1, 20)]
 
@@ -321,7 +352,7 @@ def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained(is_repla
     apart = Apart((10, 20))
     _, second = apart.drain_on_both(20)
     late = apart.drain(1) if is_replaced else second
-    late.submit_due(CheckpointId(1, 10))
+    late.add_committed(CheckpointId(1, 10), is_due=True)
     late.close()
     assert apart.told[1].empty()
     assert apart.in_home() == [(1, 20)]
@@ -329,9 +360,9 @@ def test_a_checkpoint_that_becomes_due_after_a_newer_one_is_not_drained(is_repla
 
 def test_a_requested_checkpoint_is_drained_after_a_newer_one() -> None:
     bench = Bench((10, 20))
-    bench.drain.submit(CheckpointId(1, 20))
+    bench.drain.request(CheckpointId(1, 20))
     assert bench.next_told().step == 20
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     assert bench.next_told().step == 10
 
 
@@ -342,7 +373,7 @@ def test_one_of_the_best_whose_other_files_never_arrive_is_given_up(monkeypatch:
     apart.drain_on_both(20)
     apart.commit_timeout_s = 0.3
     replacement = apart.drain(0)
-    replacement.set_best({CheckpointId(1, 10)})
+    replacement.set_best({CheckpointId(1, 10)}, is_due=True)
     told = apart.told[0].get(timeout=WAIT_S)
     assert told.is_over
     assert isinstance(told.error, NotFound)
@@ -353,14 +384,14 @@ def test_files_that_never_arrive_are_given_up_and_the_next_checkpoint_is_drained
     """The other host has failed to save it: home has not failed, and training may continue."""
     apart = Apart((10, 20), commit_timeout_s=0.05)
     drain = apart.drain(0)
-    drain.submit(CheckpointId(1, 10))
+    drain.request(CheckpointId(1, 10))
     told = apart.told[0].get(timeout=WAIT_S)
     assert told.is_over
     assert isinstance(told.error, NotFound)
     assert "rank-00001-a0001.json did not arrive" in str(told.error)
     for name in (names.data(20, 1, 1), names.part(20, 1, 1)):
         apart.home.put(name, apart.whole.get(name))
-    drain.submit(CheckpointId(1, 20))
+    drain.request(CheckpointId(1, 20))
     assert apart.told[0].get(timeout=WAIT_S).error is None
     assert apart.in_home() == [(1, 20)]
 
@@ -369,7 +400,7 @@ def test_a_part_without_its_whole_data_file_commits_nothing() -> None:
     apart = Apart((10,), commit_timeout_s=0.05)
     apart.home.put(names.part(10, 1, 1), apart.whole.get(names.part(10, 1, 1)))
     apart.home.put(names.data(10, 1, 1), b"half of it")
-    apart.drain(0).submit(CheckpointId(1, 10))
+    apart.drain(0).request(CheckpointId(1, 10))
     assert isinstance(apart.told[0].get(timeout=WAIT_S).error, NotFound)
     assert apart.in_home() == []
 
@@ -381,7 +412,7 @@ def test_parts_that_do_not_fit_are_refused_and_both_hosts_raise_the_reason() -> 
     for name in (names.data(10, 1, 1), names.part(10, 1, 1)):
         apart.near[1].put(name, other.get(name))
     for rank in (0, 1):
-        apart.drain(rank).submit(CheckpointId(1, 10))
+        apart.drain(rank).request(CheckpointId(1, 10))
     for told in apart.told:
         one = told.get(timeout=WAIT_S)
         assert isinstance(one.error, InvalidInput)
@@ -412,29 +443,40 @@ def test_a_part_of_another_writer_in_home_is_not_replaced() -> None:
         put(asked, data, if_absent=if_absent)
 
     bench.home.inner.put = put_first  # pyright: ignore[reportAttributeAccessIssue]
-    bench.drain.submit(CheckpointId(1, 5))
+    bench.drain.request(CheckpointId(1, 5))
     told = bench.next_told()
     assert isinstance(told.error, Corrupt)
     assert bench.home.get(name) == b"another writer's"
 
 
-def put_metrics(store: FaultyStore, step: int, loss: float) -> None:
-    write_metrics(store, WriterId("run-one", 1, 0, 1), step, {"loss": loss})
+def losses(loss: float) -> SaveValues:
+    return SaveValues({"loss": loss})
 
 
-def test_metrics_are_drained_before_the_manifest_and_again_when_they_change() -> None:
-    bench = Bench((10, 20))
-    put_metrics(bench.near, 10, 2.0)
-    bench.drain.update_metrics(CheckpointId(1, 10))  # it is not in home: they come with it
-    bench.drain.submit(CheckpointId(1, 10))
+def test_metrics_are_drained_before_the_manifest() -> None:
+    bench = Bench((10,))
+    put_metrics(bench.near, bench.config, 10, losses(2.0))
+    bench.drain.update_metrics(CheckpointId(1, 10), losses(2.0))  # not in home: they come with it
+    bench.drain.request(CheckpointId(1, 10))
     bench.next_told()
     puts = [call.name for call in bench.home.calls("put") if call.name.startswith("step-")]
     assert puts[0] == names.metrics(10, 1)
-    assert puts[-1] == names.manifest(10, 1)
-    put_metrics(bench.near, 10, 1.0)
-    put_metrics(bench.near, 20, 0.5)
-    bench.drain.update_metrics(CheckpointId(1, 10))
-    bench.drain.update_metrics(CheckpointId(1, 20))
+    assert names.manifest(10, 1) in puts
+
+
+@pytest.mark.parametrize("fault", ["none", "home fails", "local deleted"])
+def test_late_metrics_reach_the_checkpoints_that_are_in_home(fault: str) -> None:
+    """Home may fail once, and the local folder may have deleted its copy since."""
+    bench = Bench((10, 20))
+    bench.drain.request(CheckpointId(1, 10))
+    bench.next_told()
+    if fault == "local deleted":
+        for entry in list(bench.near.list(names.step_dir(10))):
+            bench.near.delete(entry.name)
+    if fault == "home fails":
+        bench.home.fail("put", RetryLater("503"), matching="metrics")
+    for step in (10, 20):
+        bench.drain.update_metrics(CheckpointId(1, step), losses(1.0))
     bench.drain.close()
     assert read_metrics(bench.home, CheckpointId(1, 10)) == {"loss": 1.0}
     assert bench.home.size(names.metrics(20, 1)) is None
@@ -443,15 +485,15 @@ def test_metrics_are_drained_before_the_manifest_and_again_when_they_change() ->
 def test_the_best_checkpoints_are_not_forgotten_for_newer_ones() -> None:
     bench = Bench((10, 20, 30, 40))
     gate = bench.near.hold("get")
-    bench.drain.submit(CheckpointId(1, 10))
+    bench.drain.request(CheckpointId(1, 10))
     assert gate.reached.wait(WAIT_S)
-    bench.drain.set_best({CheckpointId(1, 20)})
-    bench.drain.submit(CheckpointId(1, 30))
-    bench.drain.submit(CheckpointId(1, 40))
-    assert bench.drain.needed() == {(1, 10), (1, 20), (1, 30), (1, 40)}
+    bench.drain.set_best({CheckpointId(1, 20)}, is_due=True)
+    bench.drain.request(CheckpointId(1, 30))
+    bench.drain.request(CheckpointId(1, 40))
+    assert bench.drain.needed == {(1, 10), (1, 20), (1, 30), (1, 40)}
     gate.opened.set()
     assert [bench.next_told().step for _ in range(3)] == [10, 40, 20]
-    bench.drain.set_best({CheckpointId(1, 20), CheckpointId(1, 40)})  # both are there
+    bench.drain.set_best({CheckpointId(1, 20), CheckpointId(1, 40)}, is_due=True)  # both are there
     bench.drain.close()
     assert bench.in_home() == [(1, 40), (1, 20), (1, 10)]
     assert bench.told.empty()
@@ -461,25 +503,16 @@ def test_files_of_other_ranks_are_not_deleted_in_home_while_their_checkpoint_is_
     """Another rank has copied its files of the best checkpoint before this one, which deletes for all."""
     bench = Bench((10, 20))
     bench.home.put(names.part(10, 1, 1), b"of another rank")
-    _, reports = make_reports(bench.near, bench.config, "local")
-    tier = HomeTier(
-        bench.near,
-        bench.home,
-        bench.config,
-        reports=reports,
-        watches=no_watches(),
-        is_complete=lambda _: True,
-    )
-    tier.set_best({CheckpointId(1, 10)}, is_due=False)
-    tier.request(CheckpointId(1, 20))
-    tier.close()
+    bench.drain.set_best({CheckpointId(1, 10)}, is_due=False)
+    bench.drain.request(CheckpointId(1, 20))
+    bench.drain.close()
     assert bench.in_home() == [(1, 20)]
     assert bench.home.get(names.part(10, 1, 1)) == b"of another rank"
 
 
 def test_a_missing_best_checkpoint_is_given_up() -> None:
     bench = Bench((10,))
-    bench.drain.set_best({CheckpointId(1, 99)})
+    bench.drain.set_best({CheckpointId(1, 99)}, is_due=True)
     assert isinstance(bench.next_told().error, NotFound)
-    assert bench.drain.needed() == set()
     bench.drain.close()
+    assert bench.told.empty()

@@ -14,12 +14,11 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import commit, recover_commit
 from holdfast.checkpoint.home.listing import list_home
-from holdfast.checkpoint.keeper.commit_tier import Committed, CommitTier, PendingSave
-from holdfast.checkpoint.retention import Keep
+from holdfast.checkpoint.keeper.committer import Committed, Committer, PendingSave
 from holdfast.checkpoint.store import local
 from holdfast.checkpoint.store.local import LocalStore
 from keeper.test_commit import make_config, put_part
-from making import make_reports, no_watches
+from making import make_components
 
 
 class Disk:
@@ -89,10 +88,8 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], 
         thread.join(600)
 
 
-def make_tier(home: Path, rank: int, world_size: int) -> CommitTier:
-    config, store = make_config(str(home), rank, world_size), LocalStore(home)
-    inbox, reports = make_reports(store, config)
-    return CommitTier(store, config, Keep(), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
+def make_committer(home: Path, rank: int, world_size: int) -> Committer:
+    return Committer(make_components(LocalStore(home), make_config(str(home), rank, world_size)))
 
 
 def test_a_rank_that_finds_a_manifest_makes_it_durable_before_it_reports(
@@ -103,7 +100,7 @@ def test_a_rank_that_finds_a_manifest_makes_it_durable_before_it_reports(
         put_part(LocalStore(home), rank, world_size=3)
     stopped(lambda: commit(LocalStore(home), make_config(str(home), 0, 3).writer, 5))  # its fsync is slow
     assert disk.lacks(home, 5) == ["manifest-a0001.json"], "the model sees what is not durable yet"
-    assert isinstance(make_tier(home, 1, 3).try_commit(PendingSave(5), 20.0), Committed)
+    assert isinstance(make_committer(home, 1, 3).try_commit(PendingSave(5), 20.0), Committed)
     assert disk.lacks(home, 5) == []
 
 

@@ -21,12 +21,13 @@ from holdfast.checkpoint.home.listing import WriterId, candidates, list_home
 from holdfast.checkpoint.home.newest import Skipped, drop_note, note_skipped
 from holdfast.checkpoint.home.retain import Retention, ShareRetention
 from holdfast.checkpoint.keeper import KeeperConfig
-from holdfast.checkpoint.keeper.commit_tier import CommitTier
+from holdfast.checkpoint.keeper.committer import Committed, PendingSave
+from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_home, make_reports, no_watches
+from making import make_checkpoint, make_components, make_home
 
 FROM_10: Ancestors = (CheckpointId(1, 10),)
 
@@ -329,12 +330,11 @@ def test_an_older_save_that_commits_last_retains_as_of_the_newest(tmp_path: Path
     for step in (18, 20):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
     config = KeeperConfig(store.url, "run-one", 1, 0, 1, True, Keep(3), 5.0, 5.0)
-    inbox, reports = make_reports(store, config)
-    tier = CommitTier(store, config, Keep(3), inbox=inbox, reports=reports, watches=no_watches(), in_work=set)
+    tiers = KeeperTiers(make_components(store, config), set)
     for step in (24, 22):
         make_checkpoint(store, step, 1, [{"w": torch.full((4,), float(step))}])
-        tier.add_committed(step, ())
-        tier.join_retention()
+        tiers.finish(PendingSave(step), Committed(()), 0.0)
+        tiers.join_retention()
     assert candidates(list_home(store)) == [(1, 24), (1, 22), (1, 20)]
 
 

@@ -15,9 +15,10 @@ from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import MAX_REFUSALS, check_not_refused, refuse
+from holdfast.checkpoint.home.metrics import read_metrics
 from holdfast.checkpoint.home.retain import Retention
-from holdfast.checkpoint.keeper import commit_tier, packets, worker
-from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave
+from holdfast.checkpoint.keeper import committer, packets, worker
+from holdfast.checkpoint.keeper.committer import Committed, PendingSave
 from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.checkpoint.keeper.messages import (
@@ -31,6 +32,7 @@ from holdfast.checkpoint.keeper.messages import (
     SaveFailed,
     SavePersisted,
     SubmitSave,
+    UpdateMetrics,
 )
 from holdfast.checkpoint.keeper.worker import Worker
 from holdfast.checkpoint.retention import Keep
@@ -85,6 +87,31 @@ def staged(step: int, **changes: Any) -> StagedSave:
     return StagedSave(request, arena_fd, os.open(os.devnull, os.O_RDONLY), time.monotonic())
 
 
+def test_late_metrics_outlast_a_passing_error_at_the_end(
+    make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer ends as soon as it has sent them, and the store fails just then."""
+    monkeypatch.setattr(worker, "_LAST_LOOK_S", 0.01)
+    made, store, inbox = make_worker()
+    put_part(store, 0, world_size=1)
+    store.fail("put", RetryLater("No space left on device"), times=2, matching="metrics")
+    inbox.put(UpdateMetrics(5, {"loss": 1.0}))
+    inbox.trainer_gone = True
+    made.run()
+    assert read_metrics(store, CheckpointId(1, 5)) == {"loss": 1.0}
+
+
+def test_late_metrics_are_written_before_the_next_save_counts_as_persisted(make_worker: MakeWorker) -> None:
+    """From then on the trainer would not send them to the next keeper, if this one were killed."""
+    made, store, inbox = make_worker()
+    put_part(store, 0, world_size=1)
+    store.put(names.manifest(9, 1), b"newer")
+    made._handle(UpdateMetrics(5, {"loss": 1.0}))
+    made._handle(staged(6, is_resent=True))
+    assert inbox.replies[0] == SavePersisted(6)
+    assert read_metrics(store, CheckpointId(1, 5)) == {"loss": 1.0}
+
+
 @pytest.mark.parametrize("error", [RetryLater("stale"), Denied("expired")])
 @pytest.mark.parametrize("method", ["list", "put", "put whose response is lost", "get", "size", "sync"])
 def test_a_commit_is_retried_after_a_passing_error(
@@ -118,7 +145,7 @@ def test_a_bug_fails_one_save_and_not_the_keeper(
         raise KeyError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(commit_tier, "commit", broken)
+        patch.setattr(committer, "commit", broken)
         check_commit(made, PendingSave(5))
     assert only_failure(inbox).error == "Internal"
     check_commit(made, PendingSave(5, received_s=time.monotonic()))
@@ -151,12 +178,12 @@ def test_a_refused_save_that_was_deleted_behind_a_newer_one_fails(make_worker: M
 def test_a_save_that_was_never_committed_fails_behind_a_newer_one(make_worker: MakeWorker) -> None:
     """Rank 0 has given it up, committed a newer one and deleted it, all between two checks of this rank."""
     made, store, inbox = make_worker(rank=1, world_size=2)
-    committer, *_ = make_worker(store, rank=0, world_size=2)
+    first, *_ = make_worker(store, rank=0, world_size=2)
     for rank in (0, 1):
         put_part(store, rank)
     store.put(names.manifest(9, 1), b"newer")
-    committer._tiers.finish(PendingSave(9), Committed(()), 0.0)
-    committer._tiers.join_retention()
+    first._tiers.finish(PendingSave(9), Committed(()), 0.0)
+    first._tiers.join_retention()
     assert store.size(names.part(5, 1, 1)) is None
     check_commit(made, PendingSave(5, received_s=time.monotonic()))
     assert only_failure(inbox).detail.startswith("Step 5 was not complete when step 9 was committed")

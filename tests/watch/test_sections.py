@@ -20,6 +20,7 @@ from holdfast.checkpoint.format.layout import Shard, lay_out, whole
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.config import WatchConfig
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo
@@ -67,7 +68,7 @@ def test_a_step_that_is_saved_again_has_the_sections_of_its_own_bytes() -> None:
         lambda name: KeeperRun(name, config, trainer, reports.history, lambda: False, inbox),
         lambda _: {},
     )
-    files = SaveFiles(store, config, inbox=inbox, reports=reports, watches=watches)
+    files = SaveFiles(KeeperComponents(config, inbox, reports, watches, store))
     store.fail("put", FAILED, matching=names.part(5, 1, 0), times=None)
     for values in (torch.full((8,), torch.nan), torch.ones(8)):
         save, arena = staged(5, values)

@@ -198,6 +198,8 @@ class ShareRetention:
         is_mine: returns True for a saved rank whose files this rank deletes.
     """
 
+    is_due = True  # with each checkpoint
+
     def __init__(self, store: Store, keep: Keep, is_mine: Callable[[int], bool]) -> None:
         self.store = store
         self.keep = keep

@@ -85,6 +85,11 @@ class ChildProcess:
         return self._process.pid
 
     @property
+    def was_killed(self) -> bool:
+        """True if a signal has ended the process, once it was reaped."""
+        return self._process.returncode is None or self._process.returncode < 0
+
+    @property
     def is_done(self) -> bool:
         """True if the process has stored everything, and at most offers its memory."""
         return self._lockfile.is_done

@@ -287,6 +287,11 @@ class Keeper(SupervisedKeeper):
     def expects_replies(self) -> bool:
         return bool(self._submitted or self._towards_home)
 
+    @property
+    @override
+    def has_undone(self) -> bool:
+        return self.expects_replies or bool(self._unsaved)
+
     @override
     def add_problem(self, text: str) -> None:
         self.problems.append((text, SaveWarning))

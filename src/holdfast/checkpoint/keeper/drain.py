@@ -6,23 +6,24 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
-from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.checkpoint.format.part import Ancestors, DataFile, Part
+from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import DataFile, Part
 from holdfast.checkpoint.home.claim import check_not_fenced
 from holdfast.checkpoint.home.commit import check_not_refused, publish
 from holdfast.checkpoint.home.listing import scan
-from holdfast.checkpoint.home.metrics import copy_metrics
-from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.home.metrics import SaveValues, copy_metrics
+from holdfast.checkpoint.home.retain import Retention
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.drain_plan import DrainPlan, Sizes
 from holdfast.checkpoint.keeper.persist import has_image, paced, verified_blocks
-from holdfast.checkpoint.keeper.save_files import FrozenFile
-from holdfast.checkpoint.keeper.watch import KeeperWatches
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, bugs_as_errors
+from holdfast.checkpoint.keeper.retention_thread import TierRetention
+from holdfast.checkpoint.keeper.save_files import FrozenFile, put_metrics
 from holdfast.checkpoint.store import Store
-from holdfast.errors import Conflict, Corrupt, Denied, HoldfastError, Internal, NotFound, RetryLater
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.system import backoff
 from holdfast.system.failpoint import failpoint
 
@@ -33,173 +34,203 @@ _OVERTAKEN_S = 1.0
 """Time without new files of other ranks after which home is listed for newer checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drained(OfCheckpoint):
-    """Outcome of the drain of one checkpoint, or of one failed try."""
-
-    attempt: int
-    step: int
-    num_bytes: int = 0  # sent by this rank
-    seconds: float = 0.0
-    ancestors: Ancestors = ()
-    error: HoldfastError | None = None
-    is_over: bool = True  # False if it will be tried again
-
-
 class Drain:
-    """Thread that copies this rank's files of each checkpoint that is due. Rank 0 also writes the manifest.
+    """Thread that copies this rank's files of each checkpoint that is due, and reports each outcome.
 
-    It calls `on_drained` with each outcome.
+    Rank 0 also writes the manifests in home, and deletes old checkpoints there.
+
+    Args:
+        home: the tier behind the nearest one.
+        is_complete: returns True if a checkpoint is complete in the local tier.
+        on_arrived: called in the thread with each checkpoint that is complete in home.
     """
 
     def __init__(
         self,
-        local: Store,
+        components: KeeperComponents,
         home: Store,
-        config: KeeperConfig,
-        on_drained: Callable[[Drained], None],
-        watches: KeeperWatches,
+        is_complete: Callable[[CheckpointId], bool],
+        on_arrived: Callable[[CheckpointId], None] = lambda _: None,
     ) -> None:
-        self._local, self._home, self._config = local, home, config
-        self._on_drained, self._watches = on_drained, watches
+        self._local, self._home, self._config = components.store, home, components.config
+        self._reports, self._watches = components.reports, components.watches
+        self._is_complete, self._on_arrived = is_complete, on_arrived
+        self._retention = Retention(home, self._config.keep, healthy_back=self._config.healthy_back)
+        # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
+        self._deletion = TierRetention(
+            self._retention,
+            "home",
+            self._reports,
+            lambda newest, ancestors: self._retention.apply(newest, ancestors, self.needed),
+            deletes=self._config.rank == 0,
+        )
+        self._wanted: set[CheckpointId] = set()  # to be copied as soon as they are committed
         self._due: set[CheckpointId] = set()
         self._requested: set[CheckpointId] = set()  # copied even after newer ones
         self._newest = CheckpointId(attempt=0, step=0)  # newest one that a copy was begun of
-        self._best: set[CheckpointId] = set()  # copied when no other is due; newer ones do not replace them
+        self._best: set[CheckpointId] = set()  # they stay in the local tier until they are in home
+        self._due_best: set[CheckpointId] = set()  # those that are sent home although they are not due
+        self._ready_best: set[CheckpointId] = set()  # those that are complete; newer ones do not replace them
         self._in_home: set[CheckpointId] = set()
-        self._new_metrics: set[CheckpointId] = set()  # whose metrics have changed since they were copied
+        self._new_metrics: dict[CheckpointId, SaveValues] = {}  # that have changed since they were copied
         self._current: CheckpointId | None = None
         self._is_closing = False
         self._has_copied_older_histories = False
         self._changed = threading.Condition()
-        self._frozen = FrozenFile(home, config)
+        self._frozen = FrozenFile(home, self._config)
         self._thread = threading.Thread(target=self._run, name="holdfast-drain", daemon=True)
         self._thread.start()
 
-    def submit(self, checkpoint: CheckpointId) -> None:
-        """Copy a checkpoint that is complete in the local tier, and that the trainer requests."""
+    @property
+    def needed(self) -> set[CheckpointId]:
+        """Checkpoints on their way home, and the best, which no tier must delete yet."""
         with self._changed:
-            self._requested.add(checkpoint)
-            self._due.add(checkpoint)
-            self._changed.notify_all()
+            current = {self._current} if self._current else set[CheckpointId]()
+            return self._due | self._ready_best | current | self._wanted | (self._best - self._in_home)
 
-    def submit_due(self, checkpoint: CheckpointId) -> None:
-        """Copy a new checkpoint of the local tier, unless a newer one was begun before.
+    def request(self, checkpoint: CheckpointId) -> None:
+        """Copy a checkpoint, now or once it is complete."""
+        is_complete = self._is_complete(checkpoint)
+        with self._changed:
+            if is_complete:
+                self._submit(checkpoint)
+            else:
+                self._wanted.add(checkpoint)
 
-        Keepers may process the same checkpoints in another order. If one of them returned to an older
-        checkpoint, it would wait there for files that the others no longer send.
+    def add_committed(self, checkpoint: CheckpointId, *, is_due: bool) -> None:
+        """Copy a new checkpoint of the local tier if it is due in home, or was requested.
+
+        One that is merely due is not copied once a newer one was begun: keepers may process the same
+        checkpoints in another order. If one of them returned to an older checkpoint, it would wait there for
+        files that the others no longer send.
         """
         with self._changed:
-            if checkpoint > self._newest:
-                self._due.add(checkpoint)
+            if checkpoint in self._wanted:
+                self._wanted.discard(checkpoint)
+                self._submit(checkpoint)
+                return
+            if is_due:
+                if checkpoint > self._newest:
+                    self._due.add(checkpoint)
+                    self._changed.notify_all()
+                return
+        if checkpoint in self._due_best:
+            self._send_best()
+
+    def _submit(self, checkpoint: CheckpointId) -> None:
+        self._requested.add(checkpoint)
+        self._due.add(checkpoint)
+        self._changed.notify_all()
+
+    def set_best(self, best: set[CheckpointId], *, is_due: bool) -> None:
+        """Keep the best checkpoints in the local tier until they are in home. Replaces the previous set.
+
+        If due, they are copied once they are complete, instead of those that were to be copied.
+        """
+        self._best = best
+        if is_due:
+            self._due_best = best
+            self._send_best()
+
+    def _send_best(self) -> None:
+        with contextlib.suppress(*TRANSIENT_ERRORS):  # the next change of the set sends them
+            complete = {checkpoint for checkpoint in self._due_best if self._is_complete(checkpoint)}
+            with self._changed:
+                self._ready_best = complete - self._in_home
                 self._changed.notify_all()
 
-    def set_best(self, found: set[CheckpointId]) -> None:
-        """Copy these checkpoints too, even if newer ones become due. Replaces the previous set."""
+    def update_metrics(self, checkpoint: CheckpointId, metrics: SaveValues) -> None:
+        """Replace the metrics of a checkpoint, if it is in home, even if the local tier has deleted it."""
+        self._retention.note_metrics(checkpoint, metrics.values)
         with self._changed:
-            self._best = found - self._in_home
+            self._new_metrics[checkpoint] = metrics
             self._changed.notify_all()
 
-    def update_metrics(self, checkpoint: CheckpointId) -> None:
-        """Copy the metrics of a checkpoint again, if it is in home."""
-        with self._changed:
-            self._new_metrics.add(checkpoint)
-            self._changed.notify_all()
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of a step, after the next drain or at the end."""
+        self._retention.unwanted.add(step)
 
-    def needed(self) -> set[CheckpointId]:
-        """Return the checkpoints that the local tier must not delete yet."""
-        with self._changed:
-            return self._due | self._best | ({self._current} if self._current else set())
+    def close(self, newest: CheckpointId | None = None) -> None:
+        """Complete everything that is due, also `newest` and the best, if it is given; earlier if fenced.
 
-    def not_in_home(self, found: set[CheckpointId]) -> set[CheckpointId]:
-        """Return those of some checkpoints that this drain has not sent."""
-        with self._changed:
-            return found - self._in_home
-
-    def close(self) -> None:
-        """Complete everything that is due, and stop; earlier if fenced, or if home fails for too long."""
+        Blocks: until home has everything, or has failed for too long.
+        """
+        if newest is not None:
+            with self._changed:
+                self._submit(newest)
+            self.set_best(self._best, is_due=True)
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._copy_new_metrics()
         self._copy_history()  # with the events since the last checkpoint arrived in home
+        self._deletion.run()  # for steps that were to be deleted after the last drain
 
     # -- the loop --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         failing_since_s: float | None = None
-        while (checkpoint := self._pop_newest()) is not None:
+        while (work := self._next()) is not None:
+            checkpoint, send = work
             try:
-                drained = self._copy_or_raise(checkpoint)
+                with bugs_as_errors(f"The drain of step {checkpoint.step}"):
+                    send(checkpoint)
             except HoldfastError as error:
-                now_s = time.monotonic()
+                now_s, is_first = time.monotonic(), failing_since_s is None
                 failing_since_s = now_s if failing_since_s is None else failing_since_s
-                retry = (
-                    isinstance(error, (Denied, RetryLater))
-                    and now_s - failing_since_s < self._config.patience_s
-                )
-                with self._changed:
-                    if retry:
-                        self._due.add(checkpoint)
-                    else:
-                        failing_since_s = None
-                        self._best.discard(checkpoint)
-                    self._current = None
-                self._on_drained(
-                    Drained(attempt=checkpoint.attempt, step=checkpoint.step, error=error, is_over=not retry)
-                )
+                outage_s = now_s - failing_since_s
+                if isinstance(error, TRANSIENT_ERRORS) and outage_s < self._config.patience_s:
+                    self._retry_later(checkpoint, error, is_first=is_first, outage_s=outage_s)
+                    continue
+                self._give_up(checkpoint, error, of_metrics=send == self._send_metrics)
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
                     return
-                if retry and failing_since_s is not None:
-                    # A share of the outage, not of the number of tries, since each new save is one more.
-                    outage_s = now_s - failing_since_s
-                    pause_s = backoff.proportional(outage_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
-                    with self._changed:
-                        self._changed.wait(pause_s)
+            failing_since_s = None
+
+    def _next(self) -> tuple[CheckpointId, Callable[[CheckpointId], None]] | None:
+        """Return the newest due checkpoint, else one of the best, else one with new metrics; None at the end.
+
+        Older ones that were due are dropped. The function sends what is returned.
+        """
+        with self._changed:
+            self._current = None
+            self._changed.wait_for(
+                lambda: self._due or self._ready_best or self._new_metrics or self._is_closing
+            )
+            if found := self._due or self._ready_best:
+                self._current = checkpoint = max(found)
+                self._due.clear()
+                self._requested &= {checkpoint}
+                self._newest = max(self._newest, checkpoint)
+                return checkpoint, self._send
+            return (max(self._new_metrics), self._send_metrics) if self._new_metrics else None
+
+    def _retry_later(
+        self, checkpoint: CheckpointId, error: HoldfastError, *, is_first: bool, outage_s: float
+    ) -> None:
+        """Keep what could not be sent, report the first of many tries, and wait."""
+        with self._changed:
+            if checkpoint == self._current:  # else its metrics, which are kept until they are sent
+                self._due.add(checkpoint)
+            self._current = None
+        if is_first:
+            self._reports.drain_delayed(checkpoint.step, error)
+        # A share of the outage, not of the number of tries, since each new save is one more.
+        pause_s = backoff.proportional(outage_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+        with self._changed:
+            self._changed.wait(pause_s)
+
+    def _give_up(self, checkpoint: CheckpointId, error: HoldfastError, *, of_metrics: bool) -> None:
+        with self._changed:
+            self._current = None
+            if of_metrics:
+                del self._new_metrics[checkpoint]
             else:
-                failing_since_s = None
-                with self._changed:
-                    self._current = None
-                    if drained is not None:
-                        self._best.discard(checkpoint)
-                        self._in_home.add(checkpoint)
-                if drained is not None:
-                    self._on_drained(drained)
-                    self._copy_history()
-
-    def _copy_or_raise(self, checkpoint: CheckpointId) -> Drained | None:
-        """Copy one checkpoint, and raise bugs as errors. A thread that died would be waited for for ever."""
-        try:
-            return self._copy(checkpoint)
-        except NotFound:
-            with self._changed:
-                if any(other > checkpoint for other in self._due):
-                    return None  # deleted from the local tier meanwhile; the newer one is copied next
-            raise
-        except HoldfastError:
-            raise
-        except Exception as error:
-            raise Internal(
-                f"The drain of step {checkpoint.step} failed because of a bug in Holdfast: {error!r}.",
-                step=checkpoint.step,
-            ) from error
-
-    def _pop_newest(self) -> CheckpointId | None:
-        """Return the newest due checkpoint, and drop older ones; else one of the best. None at the end."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted() or self._new_metrics or self._is_closing)
-                if self._wanted() or self._is_closing:
-                    self._current = max(self._wanted(), default=None)
-                    self._due.clear()
-                    self._requested &= {self._current}
-                    self._newest = max(self._newest, self._current or self._newest)
-                    return self._current
-            self._copy_new_metrics()
-
-    def _wanted(self) -> set[CheckpointId]:
-        return self._due or self._best
+                self._ready_best.discard(checkpoint)
+        if of_metrics:
+            self._reports.metrics_lost(checkpoint.step, error)
+        else:
+            self._reports.failed(checkpoint.step, error, in_home=not isinstance(error, Conflict))
 
     def _is_overtaken(self, checkpoint: CheckpointId, waited_s: float) -> bool:
         """Return True if this rank should abandon a checkpoint whose other files are still missing.
@@ -209,8 +240,8 @@ class Drain:
         begun a newer checkpoint, and follows; or until a newer one is complete, if this one was only due.
         """
         with self._changed:
-            newer = {other for other in self._due | self._best if other > checkpoint}
-            is_wanted = checkpoint in self._requested | self._best
+            newer = {other for other in self._due | self._ready_best if other > checkpoint}
+            is_wanted = checkpoint in self._requested | self._ready_best
         if not newer and (is_wanted or waited_s < _OVERTAKEN_S):
             return False
         found = [facts for _, facts in scan(self._home, "step-")]
@@ -222,8 +253,17 @@ class Drain:
 
     # -- one checkpoint --------------------------------------------------------------------------------------
 
-    def _copy(self, checkpoint: CheckpointId) -> Drained | None:
-        """Copy one checkpoint. Return None if a newer one has become due meanwhile."""
+    def _send(self, checkpoint: CheckpointId) -> None:
+        """Copy one checkpoint, unless a newer one becomes due meanwhile that replaces it."""
+        try:
+            self._copy(checkpoint)
+        except NotFound:
+            with self._changed:
+                if any(other > checkpoint for other in self._due):
+                    return  # deleted from the local tier meanwhile; the newer one is copied next
+            raise
+
+    def _copy(self, checkpoint: CheckpointId) -> None:
         attempt, step = checkpoint.attempt, checkpoint.step
         began = time.monotonic()
         name = names.manifest(step, attempt)
@@ -231,8 +271,6 @@ class Drain:
         check_not_fenced(self._home, self._config.attempt)  # the newer attempt drains what is left (note 014)
         in_home = self._sizes(step)
         if 0 in plan.ranks:  # before the manifest: a complete checkpoint has its metrics
-            with self._changed:
-                self._new_metrics.discard(checkpoint)
             copy_metrics(self._local, self._home, checkpoint)
         num_bytes = sum(self._copy_rank(checkpoint, rank, in_home) for rank in plan.ranks)
         changed_s, before = time.monotonic(), in_home
@@ -245,7 +283,7 @@ class Drain:
                     self._watches.committed(step)
                 break
             if self._is_overtaken(checkpoint, time.monotonic() - changed_s):
-                return None
+                return
             if self._config.is_node_local:  # the others' files may never come, or a newer attempt sends them
                 check_not_fenced(self._home, self._config.attempt)
             if attempt == self._config.attempt and names.refusal(step, attempt) in in_home:
@@ -255,13 +293,15 @@ class Drain:
             self._wait_for_others(plan, step, in_home, time.monotonic() - changed_s)
         self._home.sync(names.step_dir(step))  # the writer of the manifest may not have reached its own sync
         ancestors = plan.ancestors() if self._config.rank == 0 else ()
-        return Drained(
-            attempt=attempt,
-            step=step,
-            num_bytes=num_bytes,
-            seconds=time.monotonic() - began,
-            ancestors=ancestors,
-        )
+        with self._changed:
+            self._current = None
+            self._ready_best.discard(checkpoint)
+            self._in_home.add(checkpoint)
+        self._on_arrived(checkpoint)  # first: after the report the trainer may end this process
+        self._reports.arrived_home(checkpoint, num_bytes=num_bytes, seconds=time.monotonic() - began)
+        self._deletion.add(checkpoint, ancestors)  # one of the best may be older
+        self._deletion.run(step)
+        self._copy_history()
 
     def _sizes(self, step: int) -> Sizes:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
@@ -338,14 +378,14 @@ class Drain:
 
     # -- metrics and history ---------------------------------------------------------------------------------
 
-    def _copy_new_metrics(self) -> None:
-        """Copy metrics that have changed. A failure is ignored: the next change sends all of them again."""
+    def _send_metrics(self, checkpoint: CheckpointId) -> None:
+        """Replace the metrics of a checkpoint in home. Those of one on its way there are copied with it."""
+        metrics = self._new_metrics[checkpoint]
+        if self._home.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None:
+            put_metrics(self._home, self._config, checkpoint.step, metrics)
         with self._changed:
-            changed, self._new_metrics = self._new_metrics, set[CheckpointId]()
-        for checkpoint in changed:
-            with contextlib.suppress(HoldfastError):
-                if self._home.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None:
-                    copy_metrics(self._local, self._home, checkpoint)  # else copied with the rest
+            if self._new_metrics.get(checkpoint) is metrics:  # else they have changed again
+                del self._new_metrics[checkpoint]
 
     def _copy_history(self) -> None:
         """Copy this attempt's log. It is for people, so after a failure the next copy is enough."""

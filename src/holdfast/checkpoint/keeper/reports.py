@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.history import History
@@ -17,6 +18,7 @@ from holdfast.system.environment import report_progress
 TRANSIENT_ERRORS = (Denied, RetryLater)
 """Errors of a store that another call may not raise. Nothing is given up after a single one."""
 _DELAYED = "Home cannot be reached. Training continues, and the upload is retried: "
+_NO_METRICS = "The last metrics of a checkpoint were not sent home: "
 _NOT_DELETED = "Old checkpoints could not be deleted: "
 _NOT_RECORDED = "The history of the run could not be written: "
 
@@ -34,12 +36,12 @@ class Reports:
     def persisted(self, step: int, *, num_bytes: int, seconds: float) -> None:
         """Report that this rank's files of a save are durable."""
         reply = messages.SavePersisted(step)
-        self._report("persisted", reply, step=step, num_bytes=num_bytes, seconds=seconds)
+        self._report("persisted", step, reply, num_bytes=num_bytes, seconds=seconds)
 
     def committed(self, step: int, *, num_bytes: int, seconds: float) -> None:
         """Report that a save is committed."""
         self._report_to_job(step)
-        self._report("committed", messages.SaveDurable(step), step=step, num_bytes=num_bytes, seconds=seconds)
+        self._report("committed", step, messages.SaveDurable(step), num_bytes=num_bytes, seconds=seconds)
 
     def durable(self, step: int) -> None:
         """Report that a node-local save is durable. Its commit is recorded later."""
@@ -53,34 +55,31 @@ class Reports:
 
     def failed(self, step: int, error: HoldfastError, *, in_home: bool = False) -> None:
         """Report that a save has failed, or will not be sent home, or that a newer attempt has fenced it."""
+        detail = str(error)
         reply = messages.SaveFailed(
-            step, type(error).__name__, str(error)[: messages.MAX_DETAIL], in_home=in_home
+            step, type(error).__name__, detail[: messages.MAX_DETAIL], in_home=in_home
         )
         if in_home:
-            self._report("drain-failed", reply, step=step, detail=str(error), tier="home")
+            self._report("drain-failed", step, reply, detail=detail, tier="home")
         else:
-            event = "fenced" if isinstance(error, Conflict) else "failed"
-            self._report(event, reply, step=step, detail=str(error))
+            self._report("fenced" if isinstance(error, Conflict) else "failed", step, reply, detail=detail)
 
     # -- home ------------------------------------------------------------------------------------------------
 
     def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:
         """Report that a checkpoint is complete in home."""
-        is_own = checkpoint.attempt == self.history.writer.attempt
+        step, is_own = checkpoint.step, checkpoint.attempt == self.history.writer.attempt
         detail = "" if is_own else f"attempt {checkpoint.attempt}"
-        self._report(
-            "drained",
-            messages.ArrivedHome(checkpoint.step),
-            step=checkpoint.step,
-            num_bytes=num_bytes,
-            seconds=seconds,
-            detail=detail,
-            tier="home",
-        )
+        facts = {"num_bytes": num_bytes, "seconds": seconds, "detail": detail, "tier": "home"}
+        self._report("drained", step, messages.ArrivedHome(step), **facts)
 
     def drain_delayed(self, step: int, error: HoldfastError) -> None:
         """Report that a checkpoint could not be sent home yet."""
-        self._report("drain-failed", _warning(_DELAYED, error), step=step, detail=str(error), tier="home")
+        self._warn("drain-failed", step, _DELAYED, error, "home")
+
+    def metrics_lost(self, step: int, error: HoldfastError) -> None:
+        """Report that the last metrics of a checkpoint are not in home."""
+        self._warn("drain-failed", step, _NO_METRICS, error, "home")
 
     # -- retention -------------------------------------------------------------------------------------------
 
@@ -94,12 +93,10 @@ class Reports:
     def retention_errors(self, step: int, tier: str) -> Iterator[None]:
         """Report errors of retention. The next one deletes what is left."""
         try:
-            with bugs_as_errors(step):
+            with bugs_as_errors(f"Step {step}"):
                 yield
         except HoldfastError as error:
-            self._report(
-                "retain-failed", _warning(_NOT_DELETED, error), step=step, detail=str(error), tier=tier
-            )
+            self._warn("retain-failed", step, _NOT_DELETED, error, tier)
 
     # -- the trainer's events --------------------------------------------------------------------------------
 
@@ -107,35 +104,27 @@ class Reports:
         """Record an event of the trainer."""
         self.history.record(**dataclasses.asdict(event))
 
-    def _report(
-        self,
-        event: str,
-        reply: messages.KeeperMessage,
-        *,
-        step: int,
-        num_bytes: int = 0,
-        seconds: float = 0.0,
-        detail: str = "",
-        tier: str | None = None,
-    ) -> None:
-        tier = self.tier if tier is None else tier
-        self.history.record(event, step=step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier)
+    def _warn(self, event: str, step: int, problem: str, error: HoldfastError, tier: str) -> None:
+        self._report(event, step, _warning(problem, str(error)), detail=str(error), tier=tier)
+
+    def _report(self, event: str, step: int, reply: messages.KeeperMessage, **facts: Any) -> None:
+        self.history.record(event, step=step, **{"tier": self.tier, **facts})
         trouble, self.history.trouble = self.history.trouble, None
         if trouble is not None:
             self._inbox.reply(_warning(_NOT_RECORDED, trouble))
         self._inbox.reply(reply)
 
 
-def _warning(problem: str, reason: HoldfastError | str) -> messages.WarnOf:
-    return messages.WarnOf(problem + str(reason)[: messages.MAX_DETAIL])
+def _warning(problem: str, reason: str) -> messages.WarnOf:
+    return messages.WarnOf(problem + reason[: messages.MAX_DETAIL])
 
 
 @contextlib.contextmanager
-def bugs_as_errors(step: int) -> Iterator[None]:
+def bugs_as_errors(what: str) -> Iterator[None]:
     """Raise a bug as the error of one save: if the keeper died, all other saves would fail with it."""
     try:
         yield
     except HoldfastError:
         raise
     except Exception as error:
-        raise Internal(f"Step {step} failed because of a bug in Holdfast: {error!r}.") from error
+        raise Internal(f"{what} failed because of a bug in Holdfast: {error!r}.") from error

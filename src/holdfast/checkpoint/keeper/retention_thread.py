@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
-from holdfast.checkpoint.home.retain import Deleted
+from holdfast.checkpoint.home.retain import Deleted, Retention, ShareRetention
 from holdfast.checkpoint.keeper.reports import Reports
-from holdfast.checkpoint.store import Store
 
 _PAUSE_S = 0.25
 """Pause between two runs: each lists the home, which is too slow to do for every save of a fast series."""
@@ -21,18 +20,22 @@ class TierRetention:
     Requests during a run and its pause result in a single further run.
 
     Args:
-        store: the tier, of this name.
+        retention: of the tier, of this name.
         apply: deletes what the policy does not keep, for the newest checkpoint and its ancestors.
+        deletes: False for a rank that leaves all deletions to another one.
     """
 
     def __init__(
         self,
-        store: Store,
+        retention: Retention | ShareRetention,
         tier: str,
         reports: Reports,
         apply: Callable[[CheckpointId, Ancestors], Iterable[Deleted]],
+        *,
+        deletes: bool = True,
     ) -> None:
-        self._store, self._tier, self._reports, self._apply = store, tier, reports, apply
+        self._retention, self._tier, self._reports, self._apply = retention, tier, reports, apply
+        self._deletes = deletes
         self._newest: tuple[CheckpointId, Ancestors] | None = None
         self._is_due = False
         self._lock = threading.Lock()
@@ -51,27 +54,41 @@ class TierRetention:
             self._newest = checkpoint, ancestors
         return is_newest
 
+    @property
+    def _may_delete(self) -> bool:
+        """True if a new checkpoint, or a request, may have made others superfluous."""
+        return self._deletes and self._newest is not None and self._retention.is_due
+
     def run(self, step: int | None = None) -> None:
         """Delete what is superfluous now, and what interrupted writes have left.
 
         Args:
             step: the one after which errors are reported; the newest by default.
         """
+        if not self._may_delete:
+            return
         assert self._newest is not None
         newest, ancestors = self._newest
         with self._reports.retention_errors(newest.step if step is None else step, self._tier):
             for deleted in self._apply(newest, ancestors):
                 self._reports.deleted(deleted, self._tier)
             for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
-                self._store.sweep(folder)
+                self._retention.store.sweep(folder)
 
     def request(self) -> None:
-        """Start a run in the background, or another one after the current run; none without a checkpoint."""
+        """Start a run in the background, or another one after the current run. Threads may call this."""
+        if not self._may_delete:
+            return
         with self._lock:
-            self._is_due = self._newest is not None
-            if self._is_due and self._thread is None:
+            self._is_due = True
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run_requested, name="holdfast-retain")
                 self._thread.start()
+
+    def delete(self, step: int) -> None:
+        """Delete the checkpoints of a step, once a newer one is complete."""
+        self._retention.unwanted.add(step)
+        self.request()
 
     def join(self) -> None:
         """Wait for all requested runs."""

@@ -16,12 +16,12 @@ from holdfast.checkpoint.format.sections import Sections
 from holdfast.checkpoint.home.claim import check_claim, check_not_fenced
 from holdfast.checkpoint.home.listing import scan
 from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
+from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, Image
 from holdfast.checkpoint.keeper.persist import has_image, persist, put
-from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
-from holdfast.checkpoint.keeper.watch import KeeperWatches
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
 from holdfast.system import backoff
@@ -34,18 +34,11 @@ _LONGEST_PAUSE_S = 10.0
 class SaveFiles:
     """Writer of a rank's files, in the tier that saves are committed in first."""
 
-    def __init__(
-        self,
-        store: Store,
-        config: KeeperConfig,
-        *,
-        inbox: TrainerInbox,
-        reports: Reports,
-        watches: KeeperWatches,
-    ) -> None:
-        self._store, self._config, self._watches = store, config, watches
-        self._inbox, self._reports = inbox, reports
-        self._frozen = FrozenFile(store, config)
+    def __init__(self, components: KeeperComponents) -> None:
+        self._store, self._config = components.store, components.config
+        self._inbox, self._reports = components.inbox, components.reports
+        self._watches = components.watches
+        self._frozen = FrozenFile(self._store, self._config)
         # Of one save. Another try to write its part has the same ones, as a part is never replaced.
         self._sections: Sections | None = None
 
@@ -72,18 +65,10 @@ class SaveFiles:
             else:
                 return
 
-    def replace_metrics(self, step: int, metrics: SaveValues) -> bool:
-        """Replace the metrics of a save. Return False if it has failed, or was deleted."""
-        if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is None:
-            return False
-        self._write_metrics(step, metrics)
-        return True
-
-    def _write_metrics(self, step: int, metrics: SaveValues) -> None:
-        config = self._config
-        write_metrics(
-            self._store, config.writer, step, metrics.values, of_steps=metrics.of_steps, modes=config.modes
-        )
+    def replace_metrics(self, step: int, metrics: SaveValues) -> None:
+        """Replace the metrics of a save, unless it has failed, or was deleted."""
+        if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is not None:
+            put_metrics(self._store, self._config, step, metrics)
 
     def images(self, step: int, layout: ArenaLayout) -> tuple[Image, ...]:
         """Return the images of the files in their arena."""
@@ -136,7 +121,7 @@ class SaveFiles:
         failpoint("keeper.data")
         self._reports.history.settle()  # before each part
         if metrics.values:  # before the part: a complete checkpoint has its metrics
-            self._write_metrics(step, metrics)
+            put_metrics(self._store, config, step, metrics)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
         if self._sections is None:
@@ -156,6 +141,11 @@ class SaveFiles:
             if not parts.differ_in_watches_only(self._store.get(name), document, name):
                 raise
             self._store.sync(name.rpartition("/")[0])
+
+
+def put_metrics(store: Store, config: KeeperConfig, step: int, metrics: SaveValues) -> None:
+    """Write the metrics of a save of this attempt."""
+    write_metrics(store, config.writer, step, metrics.values, of_steps=metrics.of_steps, modes=config.modes)
 
 
 def _hash_copies(copies: Copies, arena: memoryview, what: str) -> dict[str, tuple[str, ...]]:

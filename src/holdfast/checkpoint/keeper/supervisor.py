@@ -68,6 +68,11 @@ class SupervisedKeeper(ABC):
     def expects_replies(self) -> bool:
         """True if the keeper has work, so that a silent one is replaced."""
 
+    @property
+    @abstractmethod
+    def has_undone(self) -> bool:
+        """True if a keeper that is killed now leaves work undone, or messages unread."""
+
     @abstractmethod
     def leave(self) -> None:
         """Send the keeper what it needs to complete its work without this process."""
@@ -149,7 +154,7 @@ class SupervisedKeeper(ABC):
         if num_checks:
             limit = format_duration(num_checks * _CHECK_S)
             death = f"did not answer for {limit}, as if it were stopped or frozen, and was killed."
-        self._replace(f"The keeper of rank {self.config.rank} (pid {child.pid}) {death}")
+        self._replace(child, f"The keeper of rank {self.config.rank} (pid {child.pid}) {death}")
 
     def _receive_all(self, child: ChildProcess) -> int:
         """Handle messages until the keeper dies or is silent for too long.
@@ -175,12 +180,14 @@ class SupervisedKeeper(ABC):
                     child.outbox.send(Ping())
         return num_checks
 
-    def _replace(self, death: str) -> None:
+    def _replace(self, dead: ChildProcess, death: str) -> None:
         """Start another keeper, and send it everything that the dead one may not have done."""
         reason = death
         while True:
             with self.lock:
-                if self._close is not None:
+                # After its close a keeper exits by itself; one that was killed may not have read everything.
+                is_lost = dead.was_killed and self.has_undone and self.num_deaths < _MAX_DEATHS
+                if self._close is not None and not is_lost:
                     self.fail_all(None)
                     self._has_ended.set()
                     return

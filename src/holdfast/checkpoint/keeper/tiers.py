@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.part import Ancestors
-from holdfast.checkpoint.home.retain import Deleted, ShareRetention
-from holdfast.checkpoint.keeper.commit_tier import Committed, CommitTier, PendingSave
-from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.home_tier import HomeTier
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.home.commit import refuse
+from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.home.retain import Retention, ShareRetention
+from holdfast.checkpoint.keeper.committer import Committed, Committer, PendingSave
+from holdfast.checkpoint.keeper.components import KeeperComponents
+from holdfast.checkpoint.keeper.drain import Drain
 from holdfast.checkpoint.keeper.messages import DropSave, MarkComplete
-from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, Reports
+from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
 from holdfast.checkpoint.keeper.retention_thread import TierRetention
-from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.store import Store
-from holdfast.errors import RetryLater
+from holdfast.errors import InvalidInput, RetryLater
 
 _PERSISTED_BY_ALL = "every rank has reported that its files are durable"
 
@@ -31,124 +29,127 @@ class KeeperTiers:
     is home, and a save is only durable here. Both kinds of local folders are drained to home alike.
 
     Args:
-        store: the nearest tier.
-        home: home, if that is another tier.
         in_work: returns the saves that the worker has not finished.
     """
 
-    def __init__(
-        self,
-        config: KeeperConfig,
-        *,
-        inbox: TrainerInbox,
-        reports: Reports,
-        watches: KeeperWatches,
-        store: Store,
-        home: Store | None,
-        in_work: Callable[[], set[CheckpointId]],
-    ) -> None:
-        self._config, self._store, self._reports, self._inbox = config, store, reports, inbox
+    def __init__(self, components: KeeperComponents, in_work: Callable[[], set[CheckpointId]]) -> None:
+        config, store, self._reports = components.config, components.store, components.reports
+        self._config, self._store, self._inbox = config, store, components.inbox
         self._in_work = in_work
-        self._newest_step: int | None = None  # newest one that this rank has persisted
+        self._newest: CheckpointId | None = None  # newest that was finished here, and not deleted before that
+        self._in_home: CheckpointId | None = None  # newest that this keeper has drained
         self._delayed: list[Callable[[], None]] = []
-        self._home: HomeTier | None = None
-        self._commit: CommitTier | None = None
-        # With node-local folders, where retention cannot see what is complete:
-        self._share: ShareRetention | None = None
-        self._in_home: CheckpointId | None = None  # newest checkpoint that this keeper has drained
-        if home is not None:
-            self._home = HomeTier(
-                store,
-                home,
-                config,
-                reports=reports,
-                watches=watches,
-                is_complete=self._is_complete,
-                on_arrived=self._on_arrived,
+        self._drain: Drain | None = None
+        if components.home is not None:
+            self._drain = Drain(components, components.home, self._is_complete, self._on_arrived)
+        # With node-local folders no rank sees all parts, and retention cannot see what is complete.
+        self._committer = None if config.is_node_local else Committer(components)
+        keep = config.keep if components.home is None else Keep(config.keep_local)
+        self._retention = Retention(
+            store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back
+        )
+        if self._committer is not None:  # only rank 0 commits, and only rank 0 deletes
+            self._deletion = TierRetention(
+                self._retention,
+                self._reports.tier,
+                self._reports,
+                lambda newest, ancestors: self._retention.apply(newest, ancestors, self._needed()),
+                deletes=config.rank == 0,
             )
-        if home is not None and config.is_node_local:
-            self._share = ShareRetention(store, Keep(config.keep_local), config.is_responsible_for)
-            self._share_deletion = TierRetention(store, reports.tier, reports, self._delete_of_share)
         else:
-            keep = config.keep if home is None else Keep(config.keep_local)
-            self._commit = CommitTier(
-                store, config, keep, inbox=inbox, reports=reports, watches=watches, in_work=self._needed
+            share = ShareRetention(store, keep, config.is_responsible_for)
+            self._deletion = TierRetention(
+                share,
+                self._reports.tier,
+                self._reports,
+                lambda newest, _: share.apply(newest, self._needed()),
             )
 
     def _needed(self) -> set[CheckpointId]:
         """Return the checkpoints that must stay in the nearest tier."""
-        return self._in_work() | (set() if self._home is None else self._home.needed)
+        needed = self._in_work() | (set() if self._drain is None else self._drain.needed)
+        # Without a manifest here, the newest in home stays until retention knows that it is complete.
+        return needed | ({self._in_home} if self._in_home and self._committer is None else set())
 
     def _checkpoint(self, step: int) -> CheckpointId:
         """Return the checkpoint of a step of this attempt."""
         return CheckpointId(attempt=self._config.attempt, step=step)
 
     def try_commit(self, save: PendingSave, limit_s: float) -> Committed | RetryLater | None:
-        """Commit a save if it is complete, see `CommitTier.try_commit`."""
-        if self._commit is None:
-            return Committed(())  # no rank sees all parts: the manifest is written in home
-        return self._commit.try_commit(save, limit_s)
+        """Commit a save if it is complete, see `Committer.try_commit`."""
+        if self._committer is None:
+            return Committed(())  # the manifest is written in home
+        return self._committer.try_commit(save, limit_s)
 
     def finish(self, save: PendingSave, committed: Committed, seconds: float) -> None:
         """Report a committed save, drain it if due, and delete older ones."""
-        if self._commit is None:
+        checkpoint = self._checkpoint(save.step)
+        if committed.ancestors is not None:
+            self._newest = max(checkpoint, self._newest or checkpoint)
+        if self._committer is None:
             self._reports.durable(save.step)
-            self._newest_step = max(save.step, self._newest_step or 0)
         else:
             self._reports.committed(save.step, num_bytes=save.num_bytes, seconds=seconds)
-        if self._home is not None:
-            self._home.add_committed(self._checkpoint(save.step), is_due=save.to_home)
-        if self._commit is not None:
-            self._commit.add_committed(save.step, committed.ancestors)
+        if self._drain is not None:
+            self._drain.add_committed(checkpoint, is_due=save.to_home)
+        if self._committer is not None:  # else `mark_complete` follows
+            if committed.ancestors is not None:
+                self._deletion.add(checkpoint, committed.ancestors)
+            # As of the newest: an older save that commits after it would not count, seen from there.
+            self._deletion.request()
 
     def drop(self, drop: DropSave) -> None:
-        """Refuse a save that this rank has no copy of."""
-        if self._commit is not None:  # with node-local folders no other rank waits for it
-            self._now_or_later(partial(self._commit.drop, drop))
+        """Refuse a save that this rank has no copy of. Otherwise other ranks would wait for its part."""
+        if self._committer is not None:  # with node-local folders no other rank waits for it
+            reason = f"Rank {self._config.rank} has no copy of it: {drop.reason}"
+            error = InvalidInput(reason, step=drop.step, rank=self._config.rank)
+            self._now_or_later(partial(refuse, self._store, self._config.writer, drop.step, error))
+
+    def _refuse_incomplete(self, step: int) -> None:
+        """Refuse a save that retention is about to delete, since it was never committed."""
+        newest = self._deletion.newest
+        assert newest is not None  # retention runs as of it
+        reason = (
+            f"Step {step} was not complete when step {newest.step} was committed, so its files were deleted. "
+            "See the messages of the other ranks."
+        )
+        refuse(self._store, self._config.writer, step, InvalidInput(reason, step=step))
 
     def drain(self, checkpoint: CheckpointId) -> None:
         """Send a checkpoint home, once it is complete."""
-        if self._home is not None:
-            self._now_or_later(partial(self._home.request, checkpoint))
+        if self._drain is not None:
+            self._now_or_later(partial(self._drain.request, checkpoint))
 
     def set_best(self, steps: Iterable[int], *, is_due: bool) -> None:
         """Keep this attempt's best saves until they are in home. If due, send them once they are complete."""
-        if self._home is not None:
-            self._home.set_best({self._checkpoint(step) for step in steps}, is_due=is_due)
+        if self._drain is not None:
+            self._drain.set_best({self._checkpoint(step) for step in steps}, is_due=is_due)
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of a step in each tier that has a newer one."""
-        for tier in (self._home, self._commit):
-            if tier is not None:
-                tier.delete(step)
-        if self._share is not None:
-            self._share.unwanted.add(step)
-            self._share_deletion.request()
+        if self._drain is not None:
+            self._drain.delete(step)
+        self._deletion.delete(step)
 
-    def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
+    def note_metrics(self, step: int, metrics: SaveValues, *, is_late: bool) -> None:
         """Record the metrics of a save. `is_late` if they have changed since it was persisted."""
-        if self._home is None:
-            assert self._commit is not None
-            self._commit.note_metrics(step, metrics, is_late=is_late)
+        if self._drain is None:
+            self._retention.note_metrics(self._checkpoint(step), metrics.values)
+            if is_late and self._config.keep.best is not None:  # another save may be the best now
+                self._deletion.request()
         elif is_late:  # otherwise they are drained with the save
-            self._home.set_metrics(self._checkpoint(step), metrics)
+            self._drain.update_metrics(self._checkpoint(step), metrics)
 
     def mark_complete(self, checkpoint: CheckpointId) -> None:
         """Record that a checkpoint is complete, as all ranks or home have confirmed."""
-        if self._share is None or not self._share_deletion.add(checkpoint):
+        if self._committer is not None or not self._deletion.add(checkpoint):
             return  # elsewhere manifests show it
         is_own = checkpoint.attempt == self._config.attempt
         if self._config.rank == 0 and is_own and checkpoint != self._in_home:
             self._reports.history.record(
                 "committed", step=checkpoint.step, tier=self._reports.tier, detail=_PERSISTED_BY_ALL
             )
-        self._share_deletion.request()
-
-    def _delete_of_share(self, complete: CheckpointId, _: Ancestors) -> Iterable[Deleted]:
-        """Delete what a node-local folder need not keep, now that a checkpoint is complete."""
-        assert self._share is not None
-        in_home = set() if self._in_home is None else {self._in_home}
-        return self._share.apply(complete, self._needed() | in_home)
+        self._deletion.request()
 
     @property
     def has_delayed(self) -> bool:
@@ -169,35 +170,29 @@ class KeeperTiers:
 
     def join_retention(self) -> None:
         """Wait until everything superfluous is deleted."""
-        if self._commit is not None:
-            self._commit.join_retention()
-        else:
-            self._share_deletion.join()
+        self._deletion.join()
 
     def close(self, *, with_newest: bool) -> None:
         """Complete everything that is due in home, and send the newest checkpoint too, if it may be the last.
 
         Blocks: until home has everything, or has failed for too long.
         """
-        if self._home is None:
-            return
-        newest = self._newest_step if self._commit is None else self._commit.newest_step
-        self._home.close(self._checkpoint(newest) if with_newest and newest is not None else None)
-        if self._commit is not None:
-            self._commit.join_retention()
+        if self._drain is not None:
+            self._drain.close(self._newest if with_newest else None)
+            self._deletion.join()
 
     def _is_complete(self, checkpoint: CheckpointId) -> bool:
         """Return True if a checkpoint is complete, as far as the nearest tier shows."""
         step, attempt = checkpoint.step, checkpoint.attempt
-        if self._commit is not None:
+        if self._committer is not None:
             return self._store.size(names.manifest(step, attempt)) is not None
         own = names.part(step, attempt, self._config.rank)
         return attempt != self._config.attempt or self._store.size(own) is not None
 
     def _on_arrived(self, checkpoint: CheckpointId) -> None:
         """Release a checkpoint that was kept until it was in home. Runs in the drain's thread."""
-        if self._commit is not None:
-            self._commit.retain_again()
-        elif self._share is not None:
-            self._in_home = max(checkpoint, self._in_home or checkpoint)
+        self._in_home = max(checkpoint, self._in_home or checkpoint)
+        if self._committer is not None:
+            self._deletion.request()
+        else:
             self._inbox.put(MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step))

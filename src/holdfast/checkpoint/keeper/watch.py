@@ -161,9 +161,12 @@ class KeeperWatches:
 
     def start(self) -> None:
         """Begin to watch the trainer."""
+        self._each(lambda half, run: half.start(run))
+
+    def _each(self, call: Callable[[KeeperWatch, KeeperRun], object]) -> None:
         for name, half in list(self._halves.items()):
             run = self.run_of(name)
-            run.guard(lambda half=half, run=run: half.start(run))
+            run.guard(lambda half=half, run=run: call(half, run))
 
     def persisting(self, image: memoryview) -> Callable[[int, int], None] | None:
         """Return a function that passes on each hashed range of a data file; None if no watch wants them."""
@@ -204,13 +207,11 @@ class KeeperWatches:
     def committed(self, step: int) -> None:
         """Pass on that this keeper has committed a checkpoint."""
         made = self.judges.made(step)
-        for name, half in list(self._halves.items()):
-            self.run_of(name).guard(lambda half=half, name=name: half.committed(step, made.get(name)))
+        self._each(lambda half, run: half.committed(step, made.get(run.name)))
 
     def trainer_ended(self, *, in_order: bool) -> None:
         """Pass on that the trainer has ended."""
-        for name, half in list(self._halves.items()):
-            self.run_of(name).guard(lambda half=half: half.trainer_ended(in_order=in_order))
+        self._each(lambda half, _: half.trainer_ended(in_order=in_order))
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:

@@ -19,7 +19,8 @@ from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper import messages, packets
-from holdfast.checkpoint.keeper.commit_tier import Committed, PendingSave, was_committed
+from holdfast.checkpoint.keeper.committer import Committed, PendingSave, was_committed
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import Received, StagedSave, TrainerInbox
 from holdfast.checkpoint.keeper.lockfile import Lockfile
@@ -79,23 +80,14 @@ class Worker:
         self._pulse = pulse
         self._home = None if config.local is None else open_patiently(config.home, inbox)
         self._watches = KeeperWatches(config.watches, self._run_of, self._read_base)
-        self._files = SaveFiles(
-            self._store, config, inbox=inbox, reports=self._reports, watches=self._watches
-        )
+        components = KeeperComponents(config, inbox, self._reports, self._watches, self._store, self._home)
+        self._files = SaveFiles(components)
         self._arenas = MappedArenas()
         self._next_step: int | None = None  # of the save that was taken from the inbox
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
         self._pending: list[PendingSave] = []
-        self._has_ended_trainer = False
-        self._tiers = KeeperTiers(
-            config,
-            inbox=inbox,
-            reports=self._reports,
-            watches=self._watches,
-            store=self._store,
-            home=self._home,
-            in_work=self._in_work,
-        )
+        self._trainer_ended_s: float | None = None  # time at which its end was noticed
+        self._tiers = KeeperTiers(components, self._in_work)
 
     def _run_of(self, name: str) -> KeeperRun:
         history = self._reports.history
@@ -116,7 +108,8 @@ class Worker:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
         self._watches.start()  # they watch the trainer in threads of their own
         while True:
-            received = self._inbox.receive(self._pause_s(), has_work=bool(self._pending))
+            has_work = bool(self._pending or self._late_metrics)
+            received = self._inbox.receive(self._pause_s(), has_work=has_work)
             if self._inbox.trainer_gone:
                 self._end_trainer()
             if received:
@@ -126,7 +119,7 @@ class Worker:
             for item in received or ():
                 self._handle(item)
             self._replace_metrics()
-            if received is None and not self._pending:
+            if received is None and not self._pending and not self._must_retry_metrics():
                 break
             self._commit_ready()
             self._lockfile.set_busy(self._inbox.has_saves)
@@ -134,9 +127,9 @@ class Worker:
 
     def _end_trainer(self) -> None:
         """Record that the trainer was killed, and pass its end on to the watches, once."""
-        if self._has_ended_trainer:
+        if self._trainer_ended_s is not None:
             return
-        self._has_ended_trainer = True
+        self._trainer_ended_s = time.monotonic()
         if self._pulse is not None and not self._inbox.has_closed:
             self._record_killed_step(self._pulse.read())
             self._pulse.close()
@@ -213,14 +206,15 @@ class Worker:
     def _persist(self, save: StagedSave) -> None:
         request, began = save.request, time.monotonic()
         metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request)
+        self._replace_metrics()  # once this save is persisted, the trainer forgets what it has sent before
         self._arenas.unmap_except({*request.arenas, request.arena})
         arena = self._arenas.map(request.arena, save.arena_fd)
         try:
-            with bugs_as_errors(request.step):
+            with bugs_as_errors(f"Step {request.step}"):
                 if not (request.is_resent and self._was_committed(request.step)):
                     self._files.persist(save, arena, metrics)
                     if metrics.values:
-                        self._tiers.note_metrics(request.step, metrics.values, is_late=False)
+                        self._tiers.note_metrics(request.step, metrics, is_late=False)
         except HoldfastError as error:
             self._reports.failed(request.step, error)
             if self._config.world_size > 1 and not isinstance(error, Conflict):
@@ -243,19 +237,19 @@ class Worker:
 
     def _replace_metrics(self) -> None:
         """Write the metrics that were recorded after their save was submitted."""
-        late, self._late_metrics = self._late_metrics, {}
-        if not late:
+        if not self._late_metrics:
             return
-        queued = {save.request.step for save in self._inbox.saves}
-        for step, metrics in late.items():
-            if step in queued:
-                self._late_metrics[step] = metrics  # written with the save
-                continue
-            try:
-                if self._files.replace_metrics(step, metrics):
-                    self._tiers.note_metrics(step, metrics.values, is_late=True)
-            except TRANSIENT_ERRORS:
-                self._late_metrics[step] = metrics
+        queued = {save.request.step for save in self._inbox.saves}  # their metrics are written with them
+        for step in self._late_metrics.keys() - queued:
+            with contextlib.suppress(*TRANSIENT_ERRORS):  # they stay, to be tried again
+                self._files.replace_metrics(step, self._late_metrics[step])
+                self._tiers.note_metrics(step, self._late_metrics[step], is_late=True)
+                del self._late_metrics[step]
+
+    def _must_retry_metrics(self) -> bool:
+        """Return True while late metrics are left, unless the store has failed for long since the end."""
+        gone_s = 0.0 if self._trainer_ended_s is None else time.monotonic() - self._trainer_ended_s
+        return bool(self._late_metrics) and gone_s < self._config.linger_s
 
     # -- commit ----------------------------------------------------------------------------------------------
 
@@ -280,7 +274,7 @@ class Worker:
         config = self._config
         limit_s = config.linger_s if self._inbox.trainer_gone else config.commit_timeout_s
         try:
-            with bugs_as_errors(save.step):
+            with bugs_as_errors(f"Step {save.step}"):
                 return self._tiers.try_commit(save, limit_s)
         except (
             TRANSIENT_ERRORS

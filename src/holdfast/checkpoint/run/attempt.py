@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.format import run as runs
@@ -15,7 +16,6 @@ from holdfast.checkpoint.policy import MIN_FAILURES, EveryAuto
 from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
-from holdfast.checkpoint.run.pipeline import Order
 from holdfast.checkpoint.run.restoration import Restoration
 from holdfast.checkpoint.run.saves import Saves, remaining_s
 from holdfast.checkpoint.run.step_sync import StepSync
@@ -66,8 +66,7 @@ class Attempt:
         self._interval: SaveInterval | None = None
         if components.cadence.auto is not None and components.ranks.rank == 0:
             self._interval = SaveInterval(components, components.cadence.auto)
-        self._early_notes: list[dict[str, Any]] = []  # events for the history, until the claim
-        self._early_deletions: list[int] = []  # steps, until the claim
+        self._early: list[Callable[[Keeper], None]] = []  # calls of the keeper that wait for the claim
         self._guarantee: str | None = None
         self._has_noted_end = False
         self._has_warned_of_unmeasured = False
@@ -125,12 +124,8 @@ class Attempt:
             released=self._pipeline.release,
             pulse_fd=self._components.pulse.share(),
         )
-        for note in self._early_notes:
-            keeper.record(**note)
-        for step in self._early_deletions:
-            keeper.delete(step)
-        self._early_notes.clear()
-        self._early_deletions.clear()
+        while self._early:
+            self._early.pop(0)(keeper)
         self._components.watching.claimed(claim.number)
         self.restoration.end_claim(keeper)
         if self._interval is not None:
@@ -221,7 +216,7 @@ class Attempt:
             step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1
         )
         save = Save(step)
-        pending = pipeline.run(Order(save, self.ancestors, to_home, must), keeper)
+        pending = pipeline.run(save, keeper, ancestors=self.ancestors, to_home=to_home, must=must)
         if pending is None:
             self._skip(save, keeper)
             return save
@@ -269,10 +264,7 @@ class Attempt:
 
     def delete(self, step: int) -> None:
         """Delete the checkpoints of `step` once a newer one is complete."""
-        if self.keeper is None:
-            self._early_deletions.append(step)  # only a claimed attempt may delete
-        else:
-            self.keeper.delete(step)
+        self._now_or_once_claimed(lambda keeper: keeper.delete(step))  # only a claimed attempt may delete
 
     def _check_step(self, step: int) -> None:
         """Check that a save of `step` may follow the last one."""
@@ -409,10 +401,13 @@ class Attempt:
 
     def note(self, event: str, **facts: Any) -> None:
         """Write an event into the history, now or once the attempt is claimed."""
+        self._now_or_once_claimed(lambda keeper: keeper.record(event, **facts))
+
+    def _now_or_once_claimed(self, call: Callable[[Keeper], None]) -> None:
         if self.keeper is None:
-            self._early_notes.append({"event": event, **facts})
+            self._early.append(call)
         else:
-            self.keeper.record(event, **facts)
+            call(self.keeper)
 
     def note_end(self, reason: str) -> None:
         """Write into the history how this attempt ends; only the first call counts."""
@@ -447,11 +442,7 @@ def _ends_soon(save: Save) -> bool:
 
 
 def _warn_of_space(*places: str | None) -> None:
-    """Log a warning for each folder without space for the next save.
-
-    Args:
-        places: home and local folder. URLs and empty homes are not checked.
-    """
+    """Log a warning for each folder without space for the next save. URLs and empty homes are not checked."""
     for place in places:
         if place is None:
             continue

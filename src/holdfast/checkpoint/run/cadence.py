@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from holdfast.checkpoint.policy import Every, EveryAuto, Moment
 
 
 class Flags(NamedTuple):
-    """Flags that a rank sends after a step; in the received ones each is True if any rank has set it."""
+    """Flags that a rank sends after a step; in the received ones each is True if any rank has set it.
+
+    In those that `Cadence.decide` returns, equal on all ranks, `is_due` means that this step is saved, and
+    `is_torn` that it replaces the last save.
+    """
 
     is_preempted: bool = False  # a preemption notice has arrived
     is_due: bool = False  # by the clock of rank 0, or because the machine may be reclaimed
@@ -19,14 +22,6 @@ class Flags(NamedTuple):
     lacks_proposal: bool = False  # see `StableStep`
     is_torn: bool = False  # the last save is torn
     must_go_back: bool = False  # a watch asks for it, and the ranks have to decide about it
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Outcome of one exchange, equal on all ranks."""
-
-    is_due: bool  # save this step
-    is_repeat: bool  # the last save was torn on some rank, and this step replaces it
 
 
 class Cadence:
@@ -83,8 +78,8 @@ class Cadence:
             is_due_home=self.home.is_due(step, now_s, timed=True),
         )
 
-    def decide(self, step: int, now_s: float, received: Flags) -> Decision:
-        """Return the decision after `step`, from the flags that all ranks sent one step before."""
+    def decide(self, step: int, now_s: float, received: Flags) -> Flags:
+        """Return the decisions after `step`, from the flags that all ranks sent one step before."""
         sent_step, self._sent_step = (step if self._is_alone else self._sent_step), step
         is_new = self.saved_step < sent_step  # else a save has begun since the flags were sent
         self.home.receive(is_due=received.is_due_home, sent_step=sent_step)
@@ -95,7 +90,7 @@ class Cadence:
             or is_repeat
             or (received.is_due and is_new)
         )
-        return Decision(is_due, is_repeat)
+        return received._replace(is_due=is_due, is_torn=is_repeat)
 
     @property
     def auto(self) -> EveryAuto | None:

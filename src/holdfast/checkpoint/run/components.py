@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import run as runs
@@ -22,7 +22,6 @@ from holdfast.checkpoint.state import State
 from holdfast.checkpoint.state.loader_watch import watch_loaders
 from holdfast.checkpoint.state.review import refuse_snapshots
 from holdfast.checkpoint.store import Store
-from holdfast.checkpoint.watch import Note, WatchedRun
 from holdfast.errors import HoldfastError
 from holdfast.system.log import get_logger
 
@@ -94,33 +93,6 @@ class Components:
             pulse=Pulse(),
             watching=watching,
             has_state=state is not None,
-        )
-
-    def run_of(
-        self,
-        name: str,
-        *,
-        is_first_here: bool,
-        note: Note,
-        warn: Callable[[str], None],
-        wait: Callable[[], None],
-        leave: Callable[[], NoReturn],
-    ) -> WatchedRun:
-        """Return the parts of the run that the watch of a name may use."""
-        return WatchedRun(
-            name,
-            self.tiers.home,
-            self.tiers.home_store,
-            self.ranks.rank,
-            self.ranks.world_size,
-            is_first_here,
-            self.pulse,
-            note,
-            warn,
-            self.show,
-            lambda: self.cadence.meter.step_s + (self.cadence.meter.durable_s or 0.0),
-            wait,
-            leave,
         )
 
     def show(self, text: str) -> None:

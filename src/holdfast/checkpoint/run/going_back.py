@@ -28,8 +28,6 @@ from holdfast.system.units import plural
 _log = get_logger("checkpoint.run")
 Range = tuple[int, int]
 """First sample of a range, and the sample after its last one."""
-Position = tuple[int, tuple[Range, ...]]
-"""Position of an object that can skip samples, and the ranges that it has skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +189,7 @@ class GoingBack:
         ranges: Mapping[str, Range],
         kept: Sequence[str],
     ) -> Rollback:
-        """Write the record of a rollback into home, and return it.
-
-        Args:
-            config: of the attempt that ends.
-            plan: the rollback.
-            found: the restored checkpoint.
-            ranges: samples that are left out, by key.
-            kept: keys of the objects that stayed at their position.
+        """Write the record of a rollback into home, and return it. `config` is of the attempt that ends.
 
         Ranks: collective.
         Blocks: until it is durable.
@@ -228,11 +219,7 @@ class GoingBack:
         self.restart(Rollbacks((*self.rollbacks.found, rollback), self.rollbacks.unreadable))
 
     def restart(self, rollbacks: Rollbacks) -> None:
-        """Continue after a restore.
-
-        Args:
-            rollbacks: those of the run.
-        """
+        """Continue after a restore, with the rollbacks of the run."""
         self.planned, self.rollbacks = None, rollbacks
         self._answered.clear()
 
@@ -253,39 +240,6 @@ def _merged(votes: Sequence[Vote]) -> Vote:
         most=min(one.most for one in votes),
         skip=max(one.skip for one in votes),
     )
-
-
-def positions_of(objects: Mapping[str, Skippable]) -> dict[str, Position]:
-    """Return the positions of the objects that can skip samples, by key."""
-    return {key: (one.position, one.skipped) for key, one in objects.items()}
-
-
-def ranges_to_skip(
-    before: Mapping[str, Position],
-    objects: Mapping[str, Skippable],
-    plan: PlannedRollback,
-    *,
-    restored_step: int,
-) -> dict[str, Range]:
-    """Return the range that each object leaves out, by key.
-
-    Args:
-        before: positions before the restore.
-        objects: the objects, restored.
-        plan: the rollback.
-        restored_step: step of the restored checkpoint.
-    """
-    return {
-        key: range_to_skip(
-            one.position,
-            *before[key],
-            num_steps=plan.last_step - restored_step,
-            in_a_row=plan.in_a_row,
-            extra_steps=plan.vote.skip,
-        )
-        for key, one in objects.items()
-        if key in before
-    }
 
 
 def range_to_skip(
@@ -330,10 +284,7 @@ def leave_out(
 ) -> list[str]:
     """Have the objects of a state skip ranges. Return the keys of ranges that no object can skip.
 
-    Args:
-        objects: objects by key.
-        ranges: ranges by the key at the time of the rollback.
-        rename: function from the keys of a checkpoint to those of the state.
+    The ranges have the keys at the time of their rollback; `rename` returns those of the state.
     """
     unknown: list[str] = []
     for key, some in ranges.items():
@@ -357,12 +308,7 @@ def leave_out(
 
 
 def rewound_streams(rollbacks: Rollbacks, restored: CheckpointId) -> tuple[Rollback, list[str]] | None:
-    """Return a rollback whose samples come again after a restore, with their readers.
-
-    Args:
-        rollbacks: those of the run.
-        restored: the checkpoint.
-    """
+    """Return a rollback whose samples come again after a restore, with their readers."""
     for rollback in rollbacks.found:
         if rollback.kept and restored <= rollback.base:
             return rollback, list(rollback.kept)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, SupportsFloat
@@ -90,10 +91,11 @@ class MetricsBuffer:
             self.num_done = step
             self._saves.begin_save(step)
 
-    def of_save(self, step: int) -> SaveValues:
-        """Return the metrics of a save that is submitted now. Call `flush` with its step before."""
-        with self._lock:
-            return self._saves.send(step)
+    @contextlib.contextmanager
+    def of_save(self, step: int) -> Iterator[SaveValues]:
+        """Yield the metrics of a save, which the body submits. Call `flush` with its step before."""
+        with self._lock:  # a change that overtook its save would be of a save that the keeper does not know
+            yield self._saves.send(step)
 
     def value_of_save(self, step: int, metric: str | None) -> float | None:
         """Return the value of a metric that a save has so far; None without one."""

@@ -30,16 +30,6 @@ _log = get_logger("checkpoint.run")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Request for one save."""
-
-    save: Save
-    ancestors: Ancestors  # checkpoints that this one continues
-    to_home: bool
-    must: bool  # copy everything at once, and wait for staging memory instead of skipping the save
-
-
-@dataclass(frozen=True, slots=True)
 class PendingCopy:
     """A save with its copy."""
 
@@ -99,8 +89,14 @@ class Pipeline:
 
     # -- one save --------------------------------------------------------------------------------------------
 
-    def run(self, order: Order, keeper: Keeper) -> PendingCopy | None:
+    def run(
+        self, save: Save, keeper: Keeper, *, ancestors: Ancestors, to_home: bool, must: bool
+    ) -> PendingCopy | None:
         """Start a save, and return it with its copy; None if no staging memory was free.
+
+        Args:
+            ancestors: checkpoints that this one continues.
+            must: copy everything at once, and wait for staging memory instead of skipping the save.
 
         Ranks: collective if a save may be skipped.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
@@ -110,28 +106,41 @@ class Pipeline:
         plan = self._plan_for(captured)
         assert self._copies is not None
         copies = self._copies.begin(plan, number, keeper.config.attempt)
-        draft = _draft(order, keeper, plan, captured)
-        arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not order.must)
+        config = keeper.config
+        draft = parts.draft(
+            run=config.run,
+            step=save.step,
+            attempt=config.attempt,
+            rank=config.rank,
+            world_size=config.world_size,
+            ancestors=ancestors,
+            values=captured.values,
+            own=plan.own,
+            starts=plan.shared_starts,
+            catalog=plan.catalog,
+            catalog_digest=plan.catalog_digest,
+        )
+        arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not must)
         if arena is None:
             return None
         self.watch_optimizers()
-        self._metrics.begin_save(order.save.step)
-        order.save.num_bytes = plan.num_bytes
-        submit = partial(self._submit, order=order, plan=plan, draft=draft, copies=copies, keeper=keeper)
+        self._metrics.begin_save(save.step)
+        save.num_bytes = plan.num_bytes
+        submit = partial(self._submit, save, plan, draft, copies, keeper, to_home=to_home)
         try:
             staging = self.stager.stage(
                 plan,
                 captured.tensors,
                 arena,
                 then=submit,
-                at_once=order.must,
+                at_once=must,
                 is_lent=self.objects.are_lent,
                 witnesses=copies.witnesses,
             )
         except BaseException:
             self.release(arena.number)
             raise
-        return PendingCopy(order.save, staging)
+        return PendingCopy(save, staging)
 
     def _plan_for(self, captured: CapturedState) -> SavePlan:
         if self.plan is None or captured.structure is not self._structure:
@@ -187,16 +196,17 @@ class Pipeline:
 
     def _submit(
         self,
-        staging: Staging,
-        *,
-        order: Order,
+        save: Save,
         plan: SavePlan,
         draft: bytes,
         copies: SaveCopies,
         keeper: Keeper,
+        staging: Staging,
+        *,
+        to_home: bool,
     ) -> None:
         """Submit a complete copy to the keeper. Runs in the staging thread."""
-        save, arena = order.save, staging.arena
+        arena = staging.arena
         error = _error_of(staging, save.step)
         if error is not None:
             keeper.record("dropped", step=save.step, detail=str(error))
@@ -212,16 +222,17 @@ class Pipeline:
         sections = self._watching.saving(save.step, tensors, has_room=copies.has_room)
         draft = parts.add_findings(draft, sections, rows)
         try:
-            keeper.submit(
-                save,
-                arena=arena.number,
-                arena_fd=arena.fd,
-                arenas=self.arenas.numbers(),
-                layout=_arena_layout(plan, staging),
-                draft=draft,
-                to_home=order.to_home,
-                metrics=self._metrics.of_save(save.step),
-            )
+            with self._metrics.of_save(save.step) as metrics:
+                keeper.submit(
+                    save,
+                    arena=arena.number,
+                    arena_fd=arena.fd,
+                    arenas=self.arenas.numbers(),
+                    layout=_arena_layout(plan, staging),
+                    draft=draft,
+                    to_home=to_home,
+                    metrics=metrics,
+                )
         except OSError as failure:
             self.release(arena.number)
             error = RetryLater(
@@ -264,23 +275,6 @@ class Pipeline:
         self.watch_optimizers()
         self.arenas.prepare(plan.arena_bytes, then=plan.preparation())
         return plan, captured
-
-
-def _draft(order: Order, keeper: Keeper, plan: SavePlan, captured: CapturedState) -> bytes:
-    config = keeper.config
-    return parts.draft(
-        run=config.run,
-        step=order.save.step,
-        attempt=config.attempt,
-        rank=config.rank,
-        world_size=config.world_size,
-        ancestors=order.ancestors,
-        values=captured.values,
-        own=plan.own,
-        starts=plan.shared_starts,
-        catalog=plan.catalog,
-        catalog_digest=plan.catalog_digest,
-    )
 
 
 def _error_of(staging: Staging, step: int) -> HoldfastError | None:

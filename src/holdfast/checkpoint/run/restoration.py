@@ -50,13 +50,7 @@ class Restoration:
     def run(
         self, selection: Selection, keeper: Keeper | None, *, run: str | None, local_ranks: tuple[int, ...]
     ) -> Restored | None:
-        """Restore the newest checkpoint that verifies, or the selected one.
-
-        Args:
-            selection: checkpoint and state entries.
-            keeper: this rank's; None before the claim.
-            run: id of the run, if it is known.
-            local_ranks: ranks that share this one's local folder.
+        """Restore the newest verified checkpoint, or the selected one; `keeper` is None before the claim.
 
         Ranks: collective.
         """

@@ -228,13 +228,7 @@ class StableStep:
         return found
 
 
-_LATE_S = 60.0
-
-
-_LATE_INTERVALS = 3
-
-
-_MANY_FAILED = 3
+_LATE_S, _LATE_INTERVALS, _MANY_FAILED = 60.0, 3, 3
 
 
 class Overdue:
@@ -242,9 +236,6 @@ class Overdue:
 
     That is after 3 failed saves in a row, or when a save has been under way for 3 times the interval between
     saves and for a minute; and again whenever it has become twice as much.
-
-    Args:
-        now_s: any clock.
     """
 
     def __init__(self, *, now_s: float) -> None:

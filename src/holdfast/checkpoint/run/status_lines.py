@@ -61,7 +61,6 @@ def warn_of_samples(found: Restored, unknown: Sequence[str], *, has_kept: bool) 
     """Warn of samples that rollbacks have left out, and that come again after a restore.
 
     Args:
-        found: the restored checkpoint.
         unknown: keys of objects that the state does not have.
         has_kept: the objects that only iterate stayed at their position.
     """

@@ -7,7 +7,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Keeper
@@ -18,21 +17,6 @@ from holdfast.checkpoint.run.saves import Saves
 from holdfast.checkpoint.watch import Act, Vote
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """Outcome of an exchange, equal on all ranks.
-
-    Attributes:
-        is_due: all ranks save this step.
-        is_preempted: a rank has received a preemption notice.
-        must_go_back: the ranks have to decide about going back.
-    """
-
-    is_due: bool
-    is_preempted: bool
-    must_go_back: bool
-
-
 class StepSync:
     """One rank's side of the exchange that follows each step of an attempt."""
 
@@ -41,13 +25,8 @@ class StepSync:
         self._is_late = components.ranks.world_size > 1  # flags arrive with the next exchange
         self._scores = Scores(components.options.keep, is_alone=components.ranks.world_size == 1)
 
-    def exchange(self, step: int, keeper: Keeper | None, votes: Sequence[Vote]) -> StepOutcome:
-        """Exchange flags about a completed step with the other ranks.
-
-        Args:
-            step: optimizer steps completed.
-            keeper: this rank's; None before the claim.
-            votes: of the watches on this rank.
+    def exchange(self, step: int, keeper: Keeper | None, votes: Sequence[Vote]) -> Flags:
+        """Exchange flags about a completed step with the other ranks, and return their decisions.
 
         Ranks: collective.
         """
@@ -68,11 +47,11 @@ class StepSync:
         received = self._without_old(Flags(*values))
         self._receive_stable(lowest, keeper, is_lacked=received.lacks_proposal)
         self._receive_score(score, keeper)
-        decision = cadence.decide(step, now_s, received)
-        if decision.is_repeat:
+        decided = cadence.decide(step, now_s, received)
+        if decided.is_torn:
             saves.note_tear()
         is_saved = saves.last is not None and saves.last.step == step
-        return StepOutcome(decision.is_due and not is_saved, received.is_preempted, received.must_go_back)
+        return decided._replace(is_due=decided.is_due and not is_saved)
 
     def _without_old(self, received: Flags) -> Flags:
         """Return the received flags; at first without what an attempt before has sent about its steps."""
@@ -126,13 +105,8 @@ class Scores:
     def __init__(self, keep: Keep, *, is_alone: bool) -> None:
         self._keep = keep
         self._values: dict[CheckpointId, float] = {}  # of attempt 0, as all are of one
-        self._best: list[int] = []
+        self.best: list[int] = []  # steps of the best saves, best first
         self._sent: deque[int | None] = deque() if is_alone else deque([None])
-
-    @property
-    def best(self) -> list[int]:
-        """Steps of the best saves, best first."""
-        return self._best
 
     def send(self, step: int | None, value: float | None) -> int:
         """Return the number to send.
@@ -154,5 +128,5 @@ class Scores:
             return None
         self._values[CheckpointId(attempt=0, step=step)] = value
         ordered = best_first(self._values, self._values, self._keep.mode)
-        before, self._best = self._best, [one.step for one in ordered[: self._keep.best]]
-        return self._best if set(self._best) != set(before) else None
+        before, self.best = self.best, [one.step for one in ordered[: self._keep.best]]
+        return self.best if set(self.best) != set(before) else None

@@ -154,11 +154,7 @@ class Tiers:
     def finish_commits(self, run: str, whole: Collection[CheckpointId]) -> list[tuple[CheckpointId, str]]:
         """Write the missing manifests of complete saves of ended attempts. Rank 0 only, with a claim.
 
-        Args:
-            whole: these saves.
-
-        Returns:
-            Each of them whose manifest was written, with the URL of the store.
+        Return each save whose manifest was written, with the URL of the store.
         """
         finished: list[tuple[CheckpointId, str]] = []
         for tier in self.durable_stores() if whole else ():

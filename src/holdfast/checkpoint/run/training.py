@@ -26,8 +26,7 @@ from holdfast.checkpoint.run.going_back import (
     GoingBack,
     describe_skipped_samples,
     leave_out,
-    positions_of,
-    ranges_to_skip,
+    range_to_skip,
 )
 from holdfast.checkpoint.run.position import Position, StepFollowers
 from holdfast.checkpoint.run.restoration import DifferenceReport
@@ -43,7 +42,7 @@ from holdfast.checkpoint.run.watching import NamedVote
 from holdfast.checkpoint.state import stepping
 from holdfast.checkpoint.state.load import renamer
 from holdfast.checkpoint.state.loader_watch import unwatched_loaders
-from holdfast.checkpoint.watch import Act, RestoredState
+from holdfast.checkpoint.watch import Act, RestoredState, WatchedRun
 from holdfast.errors import (
     PREEMPTED_STATUS,
     HoldfastError,
@@ -82,13 +81,21 @@ class Training:
         self._components = components
         self._pipeline, self._cadence = components.pipeline, components.cadence
         self._watching = components.watching
-        is_first_here = components.ranks.is_first_here()
+        tiers, ranks, meter = components.tiers, components.ranks, components.cadence.meter
+        is_first_here = ranks.is_first_here()
         self._watching.begin(
-            lambda name, warn: components.run_of(
+            lambda name, warn: WatchedRun(
                 name,
-                is_first_here=is_first_here,
+                tiers.home,
+                tiers.home_store,
+                ranks.rank,
+                ranks.world_size,
+                is_first_here,
+                components.pulse,
                 note=lambda *line, **members: self.attempt.note(*line, **members),
                 warn=warn,
+                show=components.show,
+                save_s=lambda: meter.step_s + (meter.durable_s or 0.0),
                 wait=lambda: self.attempt.wait(),
                 leave=self._leave,
             )
@@ -116,13 +123,7 @@ class Training:
 
     @contextlib.contextmanager
     def guard(self, name: str, *, alone: bool = False, is_phase: bool = True) -> Iterator[None]:
-        """Guard a call of the Checkpointer; see `CallGuard.guard`.
-
-        Args:
-            name: name of the call.
-            alone: wait for the calls of other threads that must run alone too.
-            is_phase: it may take longer than a step.
-        """
+        """Guard a call of the Checkpointer, see `CallGuard.guard`; as a phase it may outlast a step."""
         phase = self._components.pulse.phase(name) if is_phase else contextlib.nullcontext()
         with self._calls.guard(name, alone=alone), phase:
             yield
@@ -396,7 +397,8 @@ class Training:
                 'Spike("rollback"), once `must_go_back` is set. Nothing was done.'
             )
         objects, config = self._pipeline.objects, self.attempt.begin().config
-        before, kept = positions_of(objects.skippables()), tuple(objects.streams())
+        before = {key: (one.position, one.skipped) for key, one in objects.skippables().items()}
+        kept = tuple(objects.streams())
         self.attempt = self.attempt.go_back(plan.vote.reason)
         selection = Selection(choices=plan.choices, kept=kept)
         found = self.attempt.restore(selection)
@@ -406,14 +408,18 @@ class Training:
         self._metrics.restart(found.step)
         self._pass_on_restored(found, is_rollback=True)
         self._continue_from(found, selection)
-        ranges = self._ranks.share(
-            ranges_to_skip(
-                before,
-                objects.skippables(),
-                plan,
-                restored_step=found.step,
+        ranges = {
+            key: range_to_skip(
+                one.position,
+                *before[key],
+                num_steps=plan.last_step - found.step,
+                in_a_row=plan.in_a_row,
+                extra_steps=plan.vote.skip,
             )
-        )
+            for key, one in objects.skippables().items()
+            if key in before
+        }
+        ranges = self._ranks.share(ranges)
         rollback = self._going_back.record(config, plan, found, ranges, kept)
         failpoint("rollback.noted")
         leave_out(objects.skippables(), {key: [one] for key, one in ranges.items()}, lambda key: key)
@@ -560,12 +566,7 @@ class CallGuard:
 
     @contextlib.contextmanager
     def guard(self, name: str, *, alone: bool = False) -> Iterator[None]:
-        """Refuse further calls of this thread while the body runs.
-
-        Args:
-            name: name of the call, for the error.
-            alone: wait for the calls of other threads that must run alone too.
-        """
+        """Refuse further calls of this thread while the body runs; `alone` waits for other threads' too."""
         self.check()
         thread = threading.get_ident()
         if thread in self._running:

@@ -107,11 +107,7 @@ class Watching:
         self._locks = {watch.name: threading.RLock() for watch in self._watches}
 
     def begin(self, run_of: Callable[[str, Callable[[str], None]], WatchedRun]) -> None:
-        """Begin to watch.
-
-        Args:
-            run_of: returns the parts of the run for the watch of a name, with its way to warn.
-        """
+        """Begin to watch; `run_of` returns the run as the watch of a name uses it, with its way to warn."""
         for watch in self._watches:
             run = run_of(watch.name, self._warnings.append)
             self._note = run.note
@@ -199,20 +195,12 @@ class Watching:
         return tuple(every for watch in self._watches if (every := watch.every) is not None)
 
     def restored(self, state_of: Callable[[str], RestoredState]) -> None:
-        """Have the watches observe that the state was restored.
-
-        Args:
-            state_of: returns what the watch of a name receives.
-        """
+        """Have the watches observe that the state was restored, each its own part of the facts."""
         for watch in self._of_event["restored"]:
             self._call(watch, "restored", state_of(watch.name))
 
     def record(self, take: Callable[[], list[tuple[int, dict[str, float]]]]) -> None:
-        """Have the watches observe recorded values, in the order of their steps.
-
-        Args:
-            take: returns the new values by step; it is not called without such a watch.
-        """
+        """Have the watches observe recorded values by step, which are not taken without such a watch."""
         if not self._of_event["recorded"]:
             return
         with self._values_lock:  # held until they are observed, which keeps the order between two threads
@@ -232,11 +220,7 @@ class Watching:
         return bool(self._of_event["planned"])
 
     def planned(self, tensors: Sequence[SharedTensor]) -> dict[str, Copies]:
-        """Return the tensors that the watches want copied and hashed, by the name of the watch.
-
-        Args:
-            tensors: those that other ranks hold too.
-        """
+        """Return the tensors that the watches want copied and hashed, of those that other ranks hold too."""
         wanting = self._of_event["planned"]
         found = {watch.name: self._call(watch, "planned", tensors, check=_check_copies) for watch in wanting}
         return {name: copies for name, copies in found.items() if copies is not None}
@@ -244,13 +228,7 @@ class Watching:
     def saving(
         self, step: int, copies: Mapping[str, tuple[SharedTensor, ...]], *, has_room: bool
     ) -> Sections:
-        """Return the sections of this rank's part.
-
-        Args:
-            step: the save, whose copy is whole.
-            copies: tensors that were copied for the watches.
-            has_room: see `CopiedSave`.
-        """
+        """Return the sections of this rank's part of a save whose copy is whole; see `CopiedSave`."""
         found: dict[str, Section] = {}
         for watch in self._of_event["saving"]:
             save = CopiedSave(step, copies.get(watch.name, ()), has_room)

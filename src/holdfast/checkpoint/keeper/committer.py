@@ -1,34 +1,25 @@
-"""Tier that saves are committed in: commits complete saves, gives up hopeless ones, deletes old ones."""
+"""Committer of a keeper: commits complete saves in the tier with all ranks' files, gives up hopeless ones."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.commit import (
     check_not_refused,
     commit,
     is_committed,
     read_committed,
-    refuse,
     was_retired,
 )
 from holdfast.checkpoint.home.listing import WriterId, missing_ranks
-from holdfast.checkpoint.home.retain import Retention
-from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.checkpoint.keeper.inbox import TrainerInbox
+from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
-from holdfast.checkpoint.keeper.messages import DropSave
-from holdfast.checkpoint.keeper.reports import Reports
-from holdfast.checkpoint.keeper.retention_thread import TierRetention
-from holdfast.checkpoint.keeper.watch import KeeperWatches
-from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
-from holdfast.errors import InvalidInput, RetryLater
+from holdfast.errors import RetryLater
 from holdfast.system.log import QUIET_S
 
 
@@ -58,37 +49,13 @@ class Committed:
     ancestors: Ancestors | None
 
 
-class CommitTier:
-    """Tier that receives the files of all ranks, and the manifests.
+class Committer:
+    """Committer of the saves of one rank. Rank 0 writes the manifests."""
 
-    Args:
-        in_work: returns checkpoints that retention must not delete yet.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        config: KeeperConfig,
-        keep: Keep,
-        *,
-        inbox: TrainerInbox,
-        reports: Reports,
-        watches: KeeperWatches,
-        in_work: Callable[[], set[CheckpointId]],
-    ) -> None:
-        self._store, self._config, self._inbox, self._reports = store, config, inbox, reports
-        self._watches = watches
-        self._retention = Retention(
-            store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back
-        )
-        self._deletion = TierRetention(
-            store,
-            reports.tier,
-            reports,
-            lambda newest, ancestors: self._retention.apply(newest, ancestors, in_work()),
-        )
-
-    # -- commit ----------------------------------------------------------------------------------------------
+    def __init__(self, components: KeeperComponents) -> None:
+        self._config, self._store = components.config, components.store
+        self._inbox, self._reports = components.inbox, components.reports
+        self._watches = components.watches
 
     def try_commit(self, save: PendingSave, limit_s: float) -> Committed | RetryLater | None:
         """Commit a save if all ranks' parts exist, or detect that another rank has.
@@ -108,13 +75,7 @@ class CommitTier:
         # Only rank 0 commits, and only rank 0 deletes. Otherwise a rank could make a checkpoint visible again
         # while another one deletes it.
         if writer.rank == 0 and not missing:
-            made = commit(
-                store,
-                writer,
-                step,
-                claim=self._config.claim,
-                judges=self._watches.judges,
-            )
+            made = commit(store, writer, step, claim=self._config.claim, judges=self._watches.judges)
             self._watches.committed(step)
             if made.health.healthy is False:
                 reasons = "; ".join(made.health.reasons)
@@ -172,56 +133,6 @@ class CommitTier:
         """Yield the running keepers of this attempt on this host."""
         found = (info for _, info in running_keepers(self._config.home))
         return (info for info in found if info.attempt == self._config.attempt)
-
-    def drop(self, drop: DropSave) -> None:
-        """Refuse a save without a copy on this rank. Otherwise other ranks would wait for its part."""
-        rank = self._config.rank
-        reason = f"Rank {rank} has no copy of it: {drop.reason}"
-        error = InvalidInput(reason, step=drop.step, rank=rank)
-        refuse(self._store, self._config.writer, drop.step, error)
-
-    # -- retention -------------------------------------------------------------------------------------------
-
-    def add_committed(self, step: int, ancestors: Ancestors | None) -> None:
-        """Delete what a new checkpoint makes superfluous. Only rank 0 deletes."""
-        if ancestors is not None:
-            self._deletion.add(CheckpointId(attempt=self._config.attempt, step=step), ancestors)
-        # As of the newest: an older save may be committed after it, and seen from there it would not count.
-        self.retain_again()
-
-    def retain_again(self) -> None:
-        """Delete what is superfluous, in the background. Threads may call this."""
-        if self._config.rank == 0 and self._retention.is_due:
-            self._deletion.request()
-
-    def delete(self, step: int) -> None:
-        """Delete the checkpoints of a step, once a newer one is complete."""
-        self._retention.unwanted.add(step)
-        self.retain_again()
-
-    def note_metrics(self, step: int, metrics: Mapping[str, float], *, is_late: bool) -> None:
-        """Record the metrics of a save for retention. Late ones may make another save the best."""
-        self._retention.note_metrics(CheckpointId(attempt=self._config.attempt, step=step), metrics)
-        if is_late and self._config.keep.best is not None:
-            self._deletion.request()
-
-    def _refuse_incomplete(self, step: int) -> None:
-        """Refuse a save that retention is about to delete, since it was never committed."""
-        reason = (
-            f"Step {step} was not complete when step {self.newest_step} was committed, so its files were "
-            "deleted. See the messages of the other ranks."
-        )
-        refuse(self._store, self._config.writer, step, InvalidInput(reason, step=step))
-
-    @property
-    def newest_step(self) -> int | None:
-        """Newest step that this keeper saw committed, and that retention has not deleted."""
-        newest = self._deletion.newest
-        return None if newest is None else newest.step
-
-    def join_retention(self) -> None:
-        """Wait until everything superfluous is deleted."""
-        self._deletion.join()
 
 
 def was_committed(store: Store, writer: WriterId, step: int) -> bool:

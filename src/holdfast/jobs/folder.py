@@ -14,7 +14,6 @@ class ContainerFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.image = path / "image.json"  # image and settings, for a container of one attempt
-        self.lock = path / "lock"  # lock of the running warden
         self.state = path / "state.json"  # the running container, or why it cannot run
         self.linked = path / "linked"  # id of the container that has the job's links
         self.unneeded = path / "unneeded"  # exists once the job has ended

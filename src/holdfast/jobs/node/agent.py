@@ -14,11 +14,11 @@ from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import Admission
-from holdfast.jobs.node.containers.lease import ContainerLease
-from holdfast.jobs.node.mounts.lease import Mounts
+from holdfast.jobs.node.containers.container import Container
 from holdfast.jobs.node.mounts.mount_records import enter_private_links
+from holdfast.jobs.node.mounts.mounts import Mounts
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.roles import Lease, start_controller
+from holdfast.jobs.node.roles import Server, start_controller
 from holdfast.jobs.node.virtual_environment import (
     DEFAULT,
     NONE,
@@ -47,13 +47,14 @@ _LOOK_S = 1.0  # interval for checking the processes that the node needs
 _SAVE_LOOK_S = 0.2  # the same while processes complete a save
 
 
-def serve(folder: NodeFolder) -> None:
+def serve(path: Path) -> None:
     """Run the commands of a node on this machine, and replace a dead controller. The caller holds a lock."""
     for number in _DEAF_TO:
         # A handler and not SIG_IGN, which child processes would inherit.
         signal.signal(number, lambda *_: None)
     adopt_orphans()
-    plan, job = NodeSpec.read(folder.plan), JobFolder(folder.path.parents[2])
+    folder = NodeFolder(path)
+    plan, job = NodeSpec.read(folder.plan), JobFolder(path.parents[2])
     me = processes.find(os.getpid())
     assert me is not None
     write_atomic(folder.pid, f"{me.pid} {me.start}")
@@ -109,15 +110,13 @@ class _Agent:
         attempt = folder.path.parent
         self._job = JobFolder(attempt.parents[1])
         self._mounts = mounts
-        self._leases: list[Lease] = []
-        if mounts.specs:
-            self._leases.append(mounts)
-        self._container: ContainerLease | None = None
+        self._servers: list[Server] = [mounts] if mounts.specs else []
+        self._container: Container | None = None
         if folder.container.image.exists() or self._job.image.exists():
             own = folder.container.image.exists()  # of this attempt only
-            container = folder.container if own else self._job.container(int(folder.path.name))
-            self._container = ContainerLease(attempt, container, Path(plan.log))
-            self._leases.append(self._container)
+            files = folder.container if own else self._job.container(int(folder.path.name))
+            self._container = Container(self._job, files, Path(plan.log))
+            self._servers.append(self._container)
         limit = plan.environment.get(log_times.LIMIT, log_times.DEFAULT)
         self._sampler = LogSampler(Path(plan.log), log, limit)
         self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
@@ -126,8 +125,8 @@ class _Agent:
     def _poll(self) -> None:
         """Replace a dead mounter or warden, record the size of the log, and do what the caller does."""
         self._on_look()
-        for lease in self._leases:
-            lease.poll()
+        for server in self._servers:
+            server.poll()
         self._sampler.poll()
 
     def work(self) -> Outcome:
@@ -139,21 +138,22 @@ class _Agent:
         try:
             outcome = self._prepared(admission) or self._run_commands()
         finally:
-            for lease in self._leases:
-                lease.close()
+            for server in self._servers:
+                server.close()
         self._sampler.poll()
         return outcome
 
     def _prepared(self, admission: Admission) -> Outcome | None:
         """Wait for mounts, container and checks of the node. Return why the commands cannot start, if so."""
-        if why := self._not_ready(*self._leases) or self._prepare_venv():
+        if why := self._not_ready(*self._servers) or self._prepare_venv():
             return self.refuse(why)
         if why := admission.refusal(self._poll):
             return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
         return None
 
-    def _not_ready(self, *leases: Lease) -> str:
-        return next((why for lease in leases if (why := lease.wait_until_ready(self._poll))), "")
+    def _not_ready(self, *servers: Server) -> str:
+        attempt = self._folder.path.parent
+        return next((why for one in servers if (why := one.wait_until_ready(attempt, self._poll))), "")
 
     def refuse(self, why: str) -> Outcome:
         """Return the outcome of commands that cannot start."""
@@ -258,7 +258,7 @@ class _Agent:
                 self._container.join()
                 environment = {**self._container.environment, **environment}
             else:
-                enter_private_links(self._mounts.folder)
+                enter_private_links(self._mounts.job)
             os.chdir(plan.workdir)
             _exec_bash(script, activate(environment, plan.venv))
         except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.lease import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import caches, create_links, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
+from holdfast.jobs.node.mounts.mounts import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.scratch import (
     SCRATCH,
     ScratchOwner,
@@ -27,7 +27,6 @@ from holdfast.jobs.node.mounts.scratch import (
     write_scratch_mounts,
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
-from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.slurm.job_files import NodeUploads
 from holdfast.jobs.slurm.messages import NodeReport
@@ -76,7 +75,7 @@ def open_mounts(
         create_links(links, job, None)
     scratch.wakeup.unlink(missing_ok=True)
     scratch.wakeup.symlink_to(wakeup)
-    return NodeMounts(scratch, attempt, log=log, environment=lambda: environment)
+    return NodeMounts(scratch, attempt, log=log, environment=environment)
 
 
 class NodeMounts(Mounts):
@@ -85,42 +84,28 @@ class NodeMounts(Mounts):
     @property
     def are_leftovers_sent(self) -> bool:
         """True if everything that earlier attempts have left here is uploaded."""
-        return (self._role.folder / SENT).exists()
+        return (self.folder / SENT).exists()
 
     def allow(self) -> None:
         """Let the mounter mount: no machine has leftovers any more."""
-        self._role.folder.mkdir(mode=0o700, exist_ok=True)
-        (self._role.folder / OPEN).touch()
-
-    def stop(self) -> None:
-        """Let a node that waits for its mounts end."""
-        (self._attempt / STOPPED).touch()
-
-    def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
-        """Make progress with unmounting and uploading; return True if nothing more happens."""
-        try:
-            if self.is_over(until_unix_s, has_keepers):
-                return True
-        except Conflict:  # nothing more can be uploaded: `end` returns what is missing
-            return True
-        unsent = self.unsent()
-        return unsent is not None and unsent.is_hopeless
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        (self.folder / OPEN).touch()
 
     def end(self) -> UnsentFiles:
         """End all processes of the mounts, and return which files are not in their buckets."""
-        self._role.kill()
+        self.kill()
         for spec in self._caches:
             _end_uploader(Path(spec.path))
-        unsent = upload_status(self.folder)
+        unsent = upload_status(self.job)
         summary = f"on {machine_name()}, {unsent.summary}" if unsent.summary else ""
         return dataclasses.replace(unsent, summary=summary)
 
     def remove(self) -> None:
         """Remove the scratch folder. Files that are not uploaded stay."""
         try:
-            remove_scratch(self.folder)
+            remove_scratch(self.job)
         except (HoldfastError, OSError) as error:  # it costs disk space only
-            _log.warning("%s on %s was not removed: %s", self.folder.path, machine_name(), error)
+            _log.warning("%s on %s was not removed: %s", self.job.path, machine_name(), error)
 
 
 def _end_uploader(path: Path) -> None:

@@ -20,13 +20,12 @@ from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.agent import run_commands
-from holdfast.jobs.node.containers.lease import (
+from holdfast.jobs.node.containers.container import (
+    Container,
     ContainerOwner,
     ContainerRuntime,
     find_runtime,
     make_image_spec,
-    start_warden,
-    warden_of,
 )
 from holdfast.jobs.node.mounts.mount_records import read_mount_specs
 from holdfast.jobs.node.mounts.scratch import ScratchOwner
@@ -98,7 +97,8 @@ class _Runner:
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         self._plan = self._make_plan(addresses)
         self._mounts: NodeMounts | None = None  # once they are open
-        self._container = self._node.container if self._job.spec.image else None
+        container = Container(folder, self._node.container, Path(self._plan.log))
+        self._container = container if self._job.spec.image else None
         self._report = messages.NodeReport(self._rank, machine_name())
         self._orders = messages.Orders()
         self._inbox = Inbox(messages.Orders)
@@ -128,14 +128,14 @@ class _Runner:
         self._turn_until(
             lambda: self._orders.kills_keepers or not self._has_keepers(), self._job.policy.grace_s
         )
-        if self._container is not None and self._container.image.exists():
-            self._container.unneeded.touch()
-            start_warden(self._folder, self._container, Path(self._plan.log))
+        container = self._container
+        if container is not None and container.files.image.exists():
+            container.release()
         if self._mounts is not None:
             self._end_mounts(self._mounts)
-        if (container := self._container) is not None:  # Slurm kills its warden when the runner exits
-            role = warden_of(container)
-            self._turn_until(lambda: container.removed.exists() or not role.is_alive, _REMOVAL_S)
+        if container is not None:  # Slurm kills its warden when the runner exits
+            removed = container.files.removed
+            self._turn_until(lambda: removed.exists() or not container.is_alive, _REMOVAL_S)
 
     def _run(self) -> Outcome:
         """Run the commands of the node."""
@@ -232,12 +232,12 @@ class _Runner:
                 raise
             return str(error)
         if self._mounts is not None:
-            self._tell(scratch=str(self._mounts.folder.path))
+            self._tell(scratch=str(self._mounts.job.path))
         return ""
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
-        while not mounts.are_over(
+        while not mounts.is_over(
             0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
         ):
             self._tell(missing=mounts.missing())
@@ -268,11 +268,11 @@ class _Runner:
                 self._job.spec.image,
                 self._job.task_id,
                 has_gpus=self._num_gpus > 0,
-                scratch=self._mounts.folder if self._mounts is not None else None,
+                scratch=self._mounts.job if self._mounts is not None else None,
                 owner=ContainerOwner(machine_name(), self._attempt, own.pid, own.start),
             )
-            self._container.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_document(self._container.image, spec)
+            self._container.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_document(self._container.files.image, spec)
         except (HoldfastError, OSError) as error:
             return str(error)
         return ""
@@ -314,10 +314,7 @@ class _Runner:
         if self._mounts is not None and orders.opens_mounts:
             self._mounts.allow()
         if orders.kills:  # what waits for mounts or the container ends
-            if self._mounts is not None:
-                self._mounts.stop()
-            if self._container is not None:
-                (self._folder.attempt(self._attempt) / STOPPED).touch()
+            (self._folder.attempt(self._attempt) / STOPPED).touch()
 
     def _notify(self, source: str, deadline_unix_s: float) -> int:
         """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""

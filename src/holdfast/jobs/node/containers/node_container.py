@@ -18,7 +18,7 @@ from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.lease import ContainerRuntime, ContainerState, ImageSpec
+from holdfast.jobs.node.containers.container import ContainerRuntime, ContainerState, ImageSpec
 from holdfast.jobs.node.mounts.mount_records import Link, read_links, write_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
 from holdfast.jobs.node.roles import log_line

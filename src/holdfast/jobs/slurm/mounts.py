@@ -143,18 +143,19 @@ class ClusterMounts:
     def note(self, reports: Mapping[int, NodeReport]) -> bool:
         """Note the newest reports of the runners. Return True if `uploads` has changed."""
         before = dict(self.uploads)
-        for node, one in reports.items():
-            if one.scratch:
-                missing = one.missing if one.are_uploads_over else None
-                self.uploads[node] = NodeUploads(one.machine, one.scratch, missing, one.is_settled)
+        for node, report in reports.items():
+            if report.scratch:
+                missing = report.missing if report.are_uploads_over else None
+                self.uploads[node] = NodeUploads(report.machine, report.scratch, missing, report.is_settled)
         return self.uploads != before
 
     def read_ends(self, job: JobFolder, attempt: int) -> None:
         """Read the ends of uploads that no controller has received, as it was killed."""
-        for node, one in list(self.uploads.items()):
-            if one.missing is None and (unsent := read_document(job.node(attempt, node).unsent, UnsentFiles)):
+        for node, uploads in list(self.uploads.items()):
+            unsent = read_document(job.node(attempt, node).unsent, UnsentFiles)
+            if uploads.missing is None and unsent is not None:
                 self.uploads[node] = dataclasses.replace(
-                    one, missing=unsent.summary, is_settled=unsent.is_settled
+                    uploads, missing=unsent.summary, is_settled=unsent.is_settled
                 )
 
     def common_path(self, key: str) -> str:
@@ -179,12 +180,12 @@ class ClusterMounts:
     def missing(self, *, with_settled: bool = True) -> str:
         """Return which files are not in their buckets, by default also those that no upload sends."""
         texts: list[str] = []
-        for node, one in sorted(self.uploads.items()):
-            text = one.missing
+        for node, uploads in sorted(self.uploads.items()):
+            text = uploads.missing
             if text is None:
-                where = f"{one.path} on {one.machine}"
+                where = f"{uploads.path} on {uploads.machine}"
                 text = f"its uploads were not confirmed, and what is missing stays in {where}"
-            if text and (with_settled or not one.is_settled):
+            if text and (with_settled or not uploads.is_settled):
                 texts.append(f"node {node}: {text}")
         return "; ".join(texts) if self._has_caches else ""
 

@@ -19,7 +19,7 @@ from holdfast.jobs.environment import container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.agent import run_commands
+from holdfast.jobs.node.agent import Agent
 from holdfast.jobs.node.containers.container import (
     Container,
     ContainerOwner,
@@ -142,14 +142,10 @@ class _Runner:
         why_not = self._open_mounts(is_new=True) or self._open_container()
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            return run_commands(
-                self._node,
-                self._plan,
-                on_look=self._look,
-                fds=lambda: self._fds,
-                mounts=self._mounts,
-                why_not=why_not,
+            agent = Agent(
+                self._node, self._plan, on_look=self._look, fds=lambda: self._fds, mounts=self._mounts
             )
+            return agent.run(why_not)
         except Exception:  # noqa: BLE001 - the node is lost, and its files are uploaded all the same
             with contextlib.suppress(OSError), Path(self._plan.log).open("a") as log:
                 traceback.print_exc(file=log)

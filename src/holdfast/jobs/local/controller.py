@@ -267,7 +267,7 @@ class LocalController(Controller):
     def _start_nodes(self) -> None:
         if not self._folder.attempt(self.state.attempt).exists():
             check_has_secrets(self._folder)
-            self._nodes.end_earlier()
+            processes.end_other_attempts(self._job.task_id, self.state.attempt)
         elif not has_secrets(self._folder):
             return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
         create_links(visible_links(self._folder), self._folder, self._records)

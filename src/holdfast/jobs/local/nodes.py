@@ -69,17 +69,6 @@ class Nodes:
             if not node.folder.path.exists():
                 node.watch(processes.find(_start(node.folder, plan)))
 
-    def end_earlier(self) -> None:
-        """Kill all processes of other attempts, so that two attempts never run at once."""
-        own = tag(self._task_id, self._attempt)
-        table = processes.snapshot()
-        ours = {process.pid for process in processes.tagged(own, table)}
-        found = [*processes.tagged(tag(self._task_id), table), *processes.descendants(os.getpid(), table)]
-        orphans = [
-            one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.exits_by_itself
-        ]
-        processes.kill(orphans)
-
     def fds(self) -> list[int]:
         """Return descriptors that become readable when an agent exits."""
         return [node.fd for node in self._nodes if node.fd is not None]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.jobs.environment import container_base, tag
+from holdfast.jobs.environment import container_base
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
@@ -64,20 +64,6 @@ def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s:
         _Runner(folder, attempt, addresses, kill_wait_s, wakeup, room / "wakeup").serve()
 
 
-def sweep(folder: JobFolder, attempt: int | None) -> None:
-    """Kill what is left on this node of all attempts except one.
-
-    Slurm leaves nothing if it tracks processes by cgroups. Otherwise some may outlive a killed runner.
-    """
-    task_id = JobFiles(folder).read_job().task_id
-    table = processes.snapshot()
-    kept = () if attempt is None else processes.tagged(tag(task_id, attempt), table)
-    own = {process.pid for process in kept}
-    found = processes.tagged(tag(task_id), table)
-    left = [one for one in found if one.pid not in own and not one.exits_by_itself]
-    processes.kill(left)
-
-
 class _Runner:
     def __init__(
         self,
@@ -115,7 +101,7 @@ class _Runner:
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)
         adopt_orphans()  # the job's processes that outlive their parents
         self._send()
-        sweep(self._folder, self._attempt)
+        processes.end_other_attempts(self._job.task_id, self._attempt)
         outcome = read_outcome(self._node.ended)
         if outcome is None:
             outcome = self._run()

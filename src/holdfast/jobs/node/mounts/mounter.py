@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.mounts.download import download
+from holdfast.jobs.node.mounts.download import BucketCopy
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, caches, read_mount_specs
 from holdfast.jobs.node.mounts.mounts import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
 from holdfast.jobs.node.mounts.rclone import BucketMount
@@ -115,31 +115,15 @@ def _record(folder: JobFolder) -> JobRecord:
     return Records(folder.path.parents[1]).get(int(folder.path.name))
 
 
-class _Copy:
-    """Copy of a bucket's prefix. It stays, and needs no server."""
-
-    is_open = True
-
-    def __init__(self, spec: MountSpec) -> None:
-        self._spec = spec
-
-    def open(self, is_wanted: Callable[[], bool]) -> None:
-        """Download what is not there yet."""
-        download(self._spec.place, Path(self._spec.path), is_wanted)
-
-    def close(self) -> None:
-        """Do nothing: the copy stays for all attempts."""
-
-
 class Mounter:
     """Mounter, which holds the mounter's lock."""
 
     def __init__(self, folder: Path, specs: list[MountSpec], attempt: int, owner: str) -> None:
         self._folder = folder
-        self._mounts: dict[MountSpec, _Copy | BucketMount | WriteBack] = {}
+        self._mounts: dict[MountSpec, BucketCopy | BucketMount | WriteBack] = {}
         for spec in specs:
             if spec.kind is MountKind.COPY:
-                self._mounts[spec] = _Copy(spec)
+                self._mounts[spec] = BucketCopy(spec)
             elif spec.kind is MountKind.CACHE:
                 self._mounts[spec] = WriteBack(spec, owner, attempt)
             else:

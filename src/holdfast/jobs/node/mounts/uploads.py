@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
@@ -76,19 +76,20 @@ class WriteBack:
         log_line(f"uploading what attempt {before} has left in {self._path} to {self._spec.place}")
         left = WriteBack(self._spec, self._owner, before)
         stuck_s: float | None = None
-        for unsent in uploading([left], is_wanted):
-            if isinstance(left.error, Denied):
-                raise left.error
-            if unsent.is_hopeless:
-                log_line(f"{left.error} What it has left stays in {self._path}.")
-            stuck_s = (stuck_s or time.monotonic()) if left.is_stuck else None
-            if stuck_s is not None and time.monotonic() > stuck_s + _PATIENCE_S:
-                raise RetryLater(f"{unsent.summary}, from attempt {before}.")
-        if not is_wanted(0.0):
-            raise RetryLater(
-                f"The upload to {self._spec.place} was stopped: no process waits for it any more."
-            )
-        wait_without_uploader(self._path)
+        with closing(uploading([left], is_wanted)) as statuses:
+            for unsent in statuses:
+                if isinstance(left.error, Denied):
+                    raise left.error
+                if unsent.is_hopeless:
+                    log_line(f"{left.error} What it has left stays in {self._path}.")
+                    return
+                stuck_s = (stuck_s or time.monotonic()) if left.is_stuck else None
+                if stuck_s is not None and time.monotonic() > stuck_s + _PATIENCE_S:
+                    raise RetryLater(f"{unsent.summary}, from attempt {before}.")
+        while is_wanted(_POLL_S):
+            if not has_uploader(self._path):  # the next mount must not join one of an earlier attempt
+                return
+        raise RetryLater(f"The upload to {self._spec.place} was stopped: no process waits for it any more.")
 
     def status(self) -> DirectoryStatus | None:
         """Return the status of the directory, or None if it was never mounted."""
@@ -169,7 +170,9 @@ class WriteBack:
         self._held = held
 
 
-def uploading(directories: Sequence[WriteBack], is_wanted: Callable[[float], bool]) -> Iterator[UnsentFiles]:
+def uploading(
+    directories: Sequence[WriteBack], is_wanted: Callable[[float], bool]
+) -> Generator[UnsentFiles, None, None]:
     """Upload write-back directories until that is complete, hopeless or not wanted, and yield their status.
 
     A directory whose uploader is dead is mounted again. `is_wanted` first waits some seconds.

@@ -28,6 +28,7 @@ from holdfast.jobs.node.mounts.scratch import (
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node_spec import machine_name
+from holdfast.jobs.records import Submission
 from holdfast.jobs.slurm.job_files import NodeUploads
 from holdfast.jobs.slurm.messages import NodeReport
 from holdfast.jobs.state_machine import JobState
@@ -42,23 +43,23 @@ _RANK = "rank"
 
 def open_mounts(
     job: JobFolder,
-    owner: ScratchOwner,
+    submission: Submission,
     attempt: int,
     rank: int,
     *,
-    log: Path,
     environment: Mapping[str, str],
     wakeup: Path,
-    num_nodes: int | None,
+    is_new: bool,
 ) -> NodeMounts | None:
     """Open the scratch folder of a node, and return its mounts.
 
-    Without `num_nodes`, only the uploads of an attempt are to be ended, whose runner was killed. If that was
-    on another machine, there is nothing to open.
+    If the attempt is not new, only its uploads are to be ended, as its runner was killed. If that was on
+    another machine, there is nothing to open.
     """
+    owner = ScratchOwner(submission.task_id, str(job.path), machine_name())
     scratch = scratch_folder(scratch_parent(environment), job, owner.task_id)
     record = scratch.attempt(attempt) / _RANK
-    if num_nodes is None and (
+    if not is_new and (
         not scratch.path.is_dir()
         or read_scratch_owner(scratch) != owner
         or not record.exists()
@@ -66,16 +67,16 @@ def open_mounts(
     ):
         return None
     open_scratch(scratch, owner)
-    if num_nodes is not None:
+    if is_new:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.write_text(str(rank))
-        write_scratch_mounts(job, scratch, is_shared=num_nodes > 1)
+        write_scratch_mounts(job, scratch, is_shared=submission.spec.num_nodes > 1)
         workdir = job.workdir(rank)
         links = [one for one in moved_links(job, scratch) if Path(one.target).is_relative_to(workdir)]
         create_links(links, job, None)
     scratch.wakeup.unlink(missing_ok=True)
     scratch.wakeup.symlink_to(wakeup)
-    return NodeMounts(scratch, attempt, log=log, environment=environment)
+    return NodeMounts(scratch, attempt, log=job.log(rank), environment=environment)
 
 
 class NodeMounts(Mounts):

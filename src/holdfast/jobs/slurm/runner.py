@@ -28,7 +28,6 @@ from holdfast.jobs.node.containers.container import (
     make_image_spec,
 )
 from holdfast.jobs.node.mounts.mount_records import read_mount_specs
-from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import Environment, NodeSpec, machine_name, read_environment, read_outcome
@@ -201,13 +200,12 @@ class _Runner:
         try:
             self._mounts = open_mounts(
                 self._folder,
-                ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
+                self._job,
                 self._attempt,
                 self._rank,
-                log=self._folder.log(self._rank),
                 environment={**os.environ, **self._variables},
                 wakeup=self._wakeup_fifo,
-                num_nodes=self._job.spec.num_nodes if is_new else None,
+                is_new=is_new,
             )
         except (HoldfastError, OSError) as error:
             if not is_new:
@@ -219,9 +217,7 @@ class _Runner:
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
-        while not mounts.is_over(
-            0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
-        ):
+        while not mounts.is_over(self._until_unix_s(), self._has_keepers):
             self._tell(missing=mounts.missing())
             self._turn()
         while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
@@ -233,6 +229,9 @@ class _Runner:
         self._tell(missing=unsent.summary, is_settled=unsent.is_settled, are_uploads_over=True)
 
     def _until_unix_s(self) -> float | None:
+        """Return the deadline of the uploads. None: as long as it takes."""
+        if self._orders.kills_keepers:
+            return 0.0
         return None if self._orders.uploads is None else self._orders.uploads.until_unix_s
 
     # -- container -------------------------------------------------------------------------------------------

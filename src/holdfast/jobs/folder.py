@@ -26,7 +26,6 @@ class NodeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = path / "lock"  # lock of the running agent
-        self.pid = path / "pid"  # pid and start time of the agent
         self.plan = path / "plan.json"  # specification of the node
         self.running = path / "running"  # exists once `run` has started
         self.ended = path / "ended"  # outcome of the node

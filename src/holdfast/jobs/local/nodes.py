@@ -82,7 +82,7 @@ class Nodes:
     def _poll_node(self, node: _Node, killed_unix_s: float | None) -> None:
         is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
         if is_alive and node.agent is None:
-            node.watch(_agent(node.folder))
+            node.watch(next(iter(processes.of_role(AGENT, node.folder.path)), None))
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
             outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)
@@ -97,7 +97,7 @@ class Nodes:
 
     @property
     def has_unknown(self) -> bool:
-        """True if an agent is running but has not written its pid. It wakes the controller then."""
+        """True if an agent is about to run or to end: it has its lock, but not yet its own command line."""
         return any(node.outcome is None and node.agent is None for node in self._nodes)
 
     @property
@@ -160,15 +160,6 @@ def _start(folder: NodeFolder, plan: NodeSpec) -> int:
         return spawn(AGENT, folder.path, Path(plan.log), lock=lock)
     finally:
         os.close(lock)
-
-
-def _agent(folder: NodeFolder) -> Process | None:
-    """Return the running agent of a node, or None if it is unknown."""
-    try:
-        pid, start = map(int, folder.pid.read_text().split())
-    except (FileNotFoundError, ValueError):
-        return None
-    return processes.find(pid) if processes.is_running(pid, start) else None
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:

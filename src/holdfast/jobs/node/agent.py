@@ -33,7 +33,6 @@ from holdfast.jobs.output import log_times
 from holdfast.jobs.output.log_times import LogSampler
 from holdfast.system.environment import PROGRESS, ended_preempted, find_divergence, find_hang, was_preempted
 from holdfast.system.linux import locks
-from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
 from holdfast.system.linux.wakeup_pipe import wake
 
@@ -55,10 +54,6 @@ def serve(path: Path) -> None:
     adopt_orphans()
     folder = NodeFolder(path)
     plan, job = NodeSpec.read(folder.plan), JobFolder(path.parents[2])
-    me = processes.find(os.getpid())
-    assert me is not None
-    write_atomic(folder.pid, f"{me.pid} {me.start}")
-    wake(Path(plan.wakeup))
 
     def replace_controller() -> None:
         if not locks.is_held(job.lock):

@@ -66,7 +66,7 @@ class Nodes:
     def start(self, make_specs: list[NodeSpec]) -> None:
         """Start the agents of all nodes that do not have one yet."""
         for node, plan in zip(self._nodes, make_specs, strict=True):
-            if not node.folder.path.exists():
+            if not node.folder.plan.exists():
                 node.watch(processes.find(_start(node.folder, plan)))
 
     def fds(self) -> list[int]:
@@ -149,14 +149,11 @@ class Nodes:
 
 def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     """Start an agent, and return its pid. It holds its lock from the start."""
-    making = folder.path.with_name(f".{folder.path.name}.{os.getpid()}")
-    making.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = NodeFolder(making)
-    write_document(beside.plan, plan)
-    lock = locks.acquire(beside.lock)
-    assert lock is not None, "no other process has this folder"
-    making.rename(folder.path)  # from here on the node exists, with its lock held
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = locks.acquire(folder.lock)
+    assert lock is not None, "no other process starts the agents of this job"
     try:
+        write_document(folder.plan, plan)  # from here on the node exists, with its lock held
         return spawn(AGENT, folder.path, Path(plan.log), lock=lock)
     finally:
         os.close(lock)

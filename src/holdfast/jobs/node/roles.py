@@ -63,7 +63,7 @@ class Server:
             if environment is not None:
                 spawn(self.role, self.folder, self.log, lock=lock, environment=environment)
         finally:
-            os.close(lock)
+            os.close(lock)  # the process has inherited it: there is no moment for another one
         return environment is not None
 
     def poll(self) -> None:

@@ -156,5 +156,5 @@ class Mounts(Server):
     def _upload(self) -> None:
         """Have a mounter upload what is left, unless one is running."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self.folder / UPLOADS).touch()  # no mounter holds the mounts any more
+        (self.folder / UPLOADS).touch()  # no node needs the mounts any more: the next mounter only uploads
         self.poll()

@@ -181,9 +181,9 @@ class Bench:
             found = processes.snapshot().values()
             processes.kill([one for one in found if {b"controller", path} <= set(_command(one).split(b"\0"))])
         node = job_folder(state_dir(), job.id).node(self.engine.job(job.id).attempt, 0)
-        pid = int(node.pid.read_text().split()[0])
         table = processes.snapshot()
-        processes.kill([one for one in [table.get(pid), *processes.descendants(pid, table)] if one])
+        for agent in processes.of_role(processes.AGENT, node.path):
+            processes.kill([agent, *processes.descendants(agent.pid, table)])
 
     def _wait(self, what: Callable[[], object], name: str) -> None:
         give_up_s = time.monotonic() + LIMIT_S

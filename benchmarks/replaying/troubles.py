@@ -16,7 +16,7 @@ from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.processes import Process
+from holdfast.jobs.node.processes import AGENT, Process
 
 from .schedule import Trouble
 
@@ -56,11 +56,10 @@ class Troubles:
     def lose_node(self, node: int) -> None:
         """Kill a node's agent and everything below it, as the loss of a machine does."""
         folder = job_folder(state_dir(), self._job.id).node(self._engine.job(self._job.id).attempt, node)
-        wait(folder.pid.exists, f"the agent of node {node}")
-        pid = int(folder.pid.read_text().split()[0])
+        wait(lambda: processes.of_role(AGENT, folder.path), f"the agent of node {node}")
         table = processes.snapshot()
-        found = [table.get(pid), *processes.descendants(pid, table)]
-        processes.kill([one for one in found if one is not None])
+        for agent in processes.of_role(AGENT, folder.path):
+            processes.kill([agent, *processes.descendants(agent.pid, table)])
 
     def kill_rank(self, node: int) -> None:
         """Kill a rank; its keeper stays."""

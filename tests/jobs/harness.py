@@ -18,7 +18,7 @@ from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import why_unavailable
-from holdfast.jobs.node.processes import Process
+from holdfast.jobs.node.processes import AGENT, Process
 from holdfast.jobs.output.log_reader import FolderWatch
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord, Records
@@ -180,10 +180,9 @@ class JobHarness(Harness):
     def kill_node(self, job: Job, rank: int) -> None:
         """Kill the agent of a node and its process tree, as the loss of a machine does."""
         attempt = self.engine.job(job.id).attempt
-        pid = int(self.files(job).node(attempt, rank).pid.read_text().split()[0])
         table = processes.snapshot()
-        found = [table.get(pid), *processes.descendants(pid, table)]
-        processes.kill([process for process in found if process])
+        for agent in processes.of_role(AGENT, self.files(job).node(attempt, rank).path):
+            processes.kill([agent, *processes.descendants(agent.pid, table)])
 
     def leave(self) -> None:
         """Kill what is left, and check that ended jobs left nothing."""

@@ -21,13 +21,16 @@ MakeDirectory = Callable[..., MountedDirectory]
 LARGE = 5 << 20  # larger than files that are copied when closed
 
 
-def test_files_arrive_small_large_and_empty(mounted: MountedDirectory):
+def test_files_arrive_and_the_uploader_exits_when_no_handle_is_left(mounted: MountedDirectory):
     mounted.write("small", "one")
     mounted.write("a/b/c/deep", "two")
     mounted.write("large", os.urandom(LARGE))
     (mounted.directory / "empty").touch()
-    assert mounted.drained() == mounted.local()
-    assert set(mounted.bucket()) == {"small", "a/b/c/deep", "large", "empty"}
+    (mounted.directory / "link").hardlink_to(mounted.directory / "small")  # nothing closes a new hard link
+    status = mounted.held.pop().close(timeout_s=None)
+    assert (status.uploader, status.is_drained) == ("ended", True)
+    assert mounted.bucket() == mounted.local()
+    assert set(mounted.bucket()) == {"small", "a/b/c/deep", "large", "empty", "link"}
 
 
 def test_changes_are_uploaded(mounted: MountedDirectory):
@@ -66,13 +69,6 @@ def test_directories_may_be_renamed_moved_in_and_moved_out(mounted: MountedDirec
     (mounted.directory / "step-5").rename(tmp_path / "left")
     (tmp_path / "left" / "shard-9").write_text("none of ours any more")
     assert set(mounted.drained()) == {"inside/file"}
-
-
-def test_a_hard_link_is_uploaded(mounted: MountedDirectory):
-    """Nothing closes a new hard link."""
-    mounted.write("one", "bytes")
-    (mounted.directory / "two").hardlink_to(mounted.directory / "one")
-    assert mounted.drained() == {"one": b"bytes", "two": b"bytes"}
 
 
 def test_a_renamed_file_is_copied_by_the_bucket(mounted: MountedDirectory):
@@ -283,13 +279,6 @@ def test_mounts_of_the_same_attempt_or_other_owners_coexist(
     assert not list(first.directory.rglob(".holdfast-writeback/set-aside/*/*"))
 
 
-def test_the_uploader_exits_when_all_is_uploaded_and_no_handle_is_left(mounted: MountedDirectory):
-    mounted.write("file", os.urandom(LARGE))
-    status = mounted.held.pop().close(timeout_s=None)
-    assert (status.uploader, status.is_drained) == ("ended", True)
-    assert mounted.bucket() == mounted.local()
-
-
 def test_a_process_that_inherits_the_handle_keeps_the_uploader_alive(mounted: MountedDirectory):
     """The job continues after the mounting process exits, and its later files are uploaded."""
     held = mounted.held.pop()
@@ -306,7 +295,7 @@ def test_a_process_that_inherits_the_handle_keeps_the_uploader_alive(mounted: Mo
     assert mounted.bucket() == {"late": b"late"}
 
 
-def test_mounting_twice_joins_the_uploader(make_directory: MakeDirectory):
+def test_mounting_twice_joins_the_uploader_of_the_same_place(make_directory: MakeDirectory, tmp_path: Path):
     mounted = make_directory()
     first = mounted.mount()
     pid = mounted.pid()
@@ -316,9 +305,6 @@ def test_mounting_twice_joins_the_uploader(make_directory: MakeDirectory):
     mounted.write("file", "x")
     mounted.drained()
     assert mounted.pid() == pid
-
-
-def test_a_directory_has_only_one_place(mounted: MountedDirectory, tmp_path: Path):
     with pytest.raises(Conflict, match="already mounted"):
         mount(mounted.directory, tmp_path / "elsewhere")
 

@@ -66,10 +66,11 @@ def test_a_file_that_was_truncated_anywhere_is_detected(
     assert reason_for(folder / name, WHOLE[name][:length])
 
 
-@pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x00" * 5000, b"plain text\n" * 1000])
-def test_a_file_of_unknown_format_counts_as_complete(tmp_path: Path, data: bytes):
-    assert reason_for(tmp_path / "notes.txt", data) == ""
+UNKNOWN = [("notes.txt", data) for data in (b"", b"x", b"PK", b"\x00" * 5000, b"plain text\n" * 1000)]
 
 
-def test_a_file_that_only_has_the_suffix_of_safetensors_counts_as_complete(tmp_path: Path):
-    assert reason_for(tmp_path / "odd.safetensors", b"\xff" * 5000) == ""
+@pytest.mark.parametrize(("name", "data"), [*UNKNOWN, ("odd.safetensors", b"\xff" * 5000)])
+def test_a_file_of_unknown_format_counts_as_complete_whatever_its_suffix(
+    tmp_path: Path, name: str, data: bytes
+):
+    assert reason_for(tmp_path / name, data) == ""

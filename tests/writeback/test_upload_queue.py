@@ -157,12 +157,18 @@ def send_all(queue: UploadQueue) -> None:
         queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
 
 
-def test_a_file_written_again_with_the_same_bytes_keeps_its_place():
-    """A job that repeats its last step writes the data beside the marker of the first time."""
+def sent_queue() -> UploadQueue:
+    """Return a queue whose three files are sent."""
     queue = UploadQueue()
     for number, name in enumerate(("data", "latest", "marker")):
         queue.put(name, version(number))
     send_all(queue)
+    return queue
+
+
+def test_a_file_written_again_with_the_same_bytes_keeps_its_place():
+    """A job that repeats its last step writes the data beside the marker of the first time."""
+    queue = sent_queue()
     queue.put("data", replace(version(0), fingerprint=version(7).fingerprint))
     queue.put("latest", version(8))
     send_all(queue)
@@ -171,10 +177,7 @@ def test_a_file_written_again_with_the_same_bytes_keeps_its_place():
 
 def test_a_pending_file_of_the_same_size_keeps_its_place():
     """The digest of a large file is not known before it is sent."""
-    queue = UploadQueue()
-    for number, name in enumerate(("data", "latest", "marker")):
-        queue.put(name, version(number))
-    send_all(queue)
+    queue = sent_queue()
     again = Fingerprint(version(0).fingerprint.num_bytes, 7, 7)
     queue.put("data", Version(HARD_LINK, again))
     queue.put("latest", version(8))
@@ -184,10 +187,7 @@ def test_a_pending_file_of_the_same_size_keeps_its_place():
 def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path: Path):
     """The time of a file read too soon is written again, perhaps after its marker was sent."""
     (tmp_path / FOLDER).mkdir()
-    journal, queue = Journal(tmp_path), UploadQueue()
-    for number, name in enumerate(("data", "latest", "marker")):
-        queue.put(name, version(number))
-    send_all(queue)
+    journal, queue = Journal(tmp_path), sent_queue()
     assert queue.confirm("data", replace(version(0), fingerprint=version(7).fingerprint))
     queue.put("latest", version(8))
     send_all(queue)

@@ -43,12 +43,13 @@ def fork_guarded() -> None:
         time.sleep(doubled(num_kills, _FIRST_S, _LONGEST_S))
 
 
-_SERVERS = {
+_MODULES = {
+    "agent": "holdfast.jobs.node.agent",
     "mounter": "holdfast.jobs.node.mounts.mounter",
     "notifier": "holdfast.jobs.notifications",
     "warden": "holdfast.jobs.node.containers.node_container",
 }
-"""Modules of the other roles: their `serve` takes the folder."""
+"""Modules of all roles but the controller. Their `serve` takes the folder."""
 
 
 def main(role: str, folder: Path) -> None:
@@ -59,20 +60,17 @@ def main(role: str, folder: Path) -> None:
         write_times()
     if role == "controller":
         fork_guarded()  # before the imports that the guardian does not need
+        from holdfast.jobs.folder import STATE
         from holdfast.jobs.local.controller import resume_if_due, supervise
 
         state, number = folder.parents[1], int(folder.name)
+        os.environ[STATE] = str(state)  # for the processes that it starts, whose state is that of the job
         if supervise(state, number):
             # A request that found this controller leaving did not start another one.
             locks.release_inherited()
             resume_if_due(state, number)
-    elif role == "agent":
-        from holdfast.jobs.folder import NodeFolder
-        from holdfast.jobs.node.agent import serve
-
-        serve(NodeFolder(folder))
     else:
-        import_module(_SERVERS[role]).serve(folder)
+        import_module(_MODULES[role]).serve(folder)
 
 
 if __name__ == "__main__":

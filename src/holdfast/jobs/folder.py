@@ -14,7 +14,6 @@ class ContainerFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.image = path / "image.json"  # image and settings, for a container of one attempt
-        self.lock = path / "lock"  # lock of the running warden
         self.state = path / "state.json"  # the running container, or why it cannot run
         self.linked = path / "linked"  # id of the container that has the job's links
         self.unneeded = path / "unneeded"  # exists once the job has ended
@@ -27,7 +26,6 @@ class NodeFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lock = path / "lock"  # lock of the running agent
-        self.pid = path / "pid"  # pid and start time of the agent
         self.plan = path / "plan.json"  # specification of the node
         self.running = path / "running"  # exists once `run` has started
         self.ended = path / "ended"  # outcome of the node

@@ -22,7 +22,7 @@ from holdfast.errors import Corrupt, printable, redact
 from holdfast.jobs import journal
 from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.node.roles import ProcessRole
+from holdfast.jobs.node.roles import Server
 from holdfast.jobs.records import Submission
 from holdfast.jobs.state_machine import JobState, exit_status
 from holdfast.jobs.status import JobStatus
@@ -200,7 +200,7 @@ def announce(folder: JobFolder, job_state: JobState, *, log: Path) -> None:
     try:
         _add_notification(folder, job_state)
         if _outstanding(folder):
-            ProcessRole("notifier", folder.path, folder.notifier_lock).start(log)
+            Server("notifier", folder.path, log, lock=folder.notifier_lock).start()
     except FileNotFoundError:
         return  # the job is being removed
     except Corrupt as error:

@@ -21,7 +21,7 @@ from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.lease import containers, release_containers
+from holdfast.jobs.node.containers.container import containers, release_containers
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
 from holdfast.jobs.node.mounts.mount_records import remove_links
@@ -365,10 +365,11 @@ def _remove_containers(folder: JobFolder, number: int) -> None:
     release_containers(folder)
     give_up_s = time.monotonic() + _CONTAINERS_LIMIT_S
     while left := containers(folder):
-        if time.monotonic() > give_up_s or not any(locks.is_held(one.lock) for _, one in left):
+        if time.monotonic() > give_up_s or not any(container.is_alive for container in left.values()):
+            rank = min(left)
             raise RetryLater(
-                f"Job {number} was not removed: its container on node {left[0][0]} could not be removed "
-                f"(see {folder.log(left[0][0])}). Try again, or remove the container yourself."
+                f"Job {number} was not removed: its container on node {rank} could not be removed "
+                f"(see {folder.log(rank)}). Try again, or remove the container yourself."
             )
         time.sleep(_POLL_S)
 

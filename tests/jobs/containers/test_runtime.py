@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.containers import node_container
-from holdfast.jobs.node.containers.lease import ContainerRuntime, ImageSpec, make_image_spec
+from holdfast.jobs.node.containers.container import ContainerRuntime, ImageSpec, make_image_spec
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, write_mount_specs
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import qualified

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness, started_harness
 from small_disk import small_disk
@@ -27,33 +28,28 @@ def harness(tmp_path: Path) -> Iterator[JobHarness]:
         (disk / "ballast").unlink(missing_ok=True)
 
 
-def files(harness: JobHarness) -> dict[str, str]:
-    """Return the variables of `FILL`."""
+def run_job(harness: JobHarness, run: str, num_nodes: int) -> Job:
+    """Return a job with the variables of `FILL` at its end, which is that of its first attempt."""
     names = {"RAN": "ran", "BALLAST": "disk/ballast", "FULL": "full"}
-    return {variable: str(harness.folder / name) for variable, name in names.items()}
+    variables = {variable: str(harness.folder / name) for variable, name in names.items()}
+    ended = harness.wait(harness.submit(run, head=f"num_nodes: {num_nodes}", **variables))
+    assert ended.attempt == 1, harness.describe(ended)
+    return ended
 
 
-def test_work_that_has_succeeded_is_not_repeated(harness: JobHarness) -> None:
-    ended = harness.wait(harness.submit(f"{FILL}; true", **files(harness)))
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), harness.describe(ended)
-    assert (harness.folder / "ran").read_text() == "ran\n"
+@pytest.mark.parametrize(("fill", "num_nodes"), [(FILL, 1), (FILL_BESIDE, 2)])
+def test_work_that_has_succeeded_is_not_repeated(harness: JobHarness, fill: str, num_nodes: int) -> None:
+    ended = run_job(harness, f"{fill}; true", num_nodes)
+    assert ended.status is JobStatus.SUCCEEDED, harness.describe(ended)
+    assert (harness.folder / "ran").read_text() == "ran\n" * num_nodes
     assert (harness.folder / "disk" / "ballast").exists(), "the disk is still full"
 
 
-def test_a_failure_names_the_full_disk(harness: JobHarness) -> None:
-    ended = harness.wait(harness.submit(FILL, **files(harness)))
-    assert (ended.status, ended.attempt) == (JobStatus.FAILED, 1), harness.describe(ended)
-    assert "node 0 failed in run with status 1; no space is left on the file system of " in ended.reason
-
-
-def test_nodes_beside_the_one_that_fills_the_disk_are_not_repeated_either(harness: JobHarness) -> None:
-    ended = harness.wait(harness.submit(f"{FILL_BESIDE}; true", head="num_nodes: 2", **files(harness)))
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), harness.describe(ended)
-    assert (harness.folder / "ran").read_text() == "ran\n" * 2
-
-
-def test_the_failure_of_one_of_two_nodes_names_the_full_disk(harness: JobHarness) -> None:
-    run = f"{FILL_BESIDE}; test $SKYPILOT_NODE_RANK = 0"
-    ended = harness.wait(harness.submit(run, head="num_nodes: 2", **files(harness)))
-    assert (ended.status, ended.attempt) == (JobStatus.FAILED, 1), harness.describe(ended)
-    assert "node 1 failed in run with status 1; no space is left on the file system of " in ended.reason
+@pytest.mark.parametrize(
+    ("run", "num_nodes"), [(FILL, 1), (f"{FILL_BESIDE}; test $SKYPILOT_NODE_RANK = 0", 2)]
+)
+def test_the_failure_of_a_node_names_the_full_disk(harness: JobHarness, run: str, num_nodes: int) -> None:
+    ended = run_job(harness, run, num_nodes)
+    assert ended.status is JobStatus.FAILED, harness.describe(ended)
+    failed = f"node {num_nodes - 1} failed in run with status 1"
+    assert f"{failed}; no space is left on the file system of " in ended.reason

@@ -127,14 +127,19 @@ def refused(harness: JobHarness, target: str) -> None:
     harness.submit("true", head=f"file_mounts: {{{target}: {{name: refused, mode: MOUNT}}}}")
 
 
-def test_a_folder_with_files_is_not_covered(harness: JobHarness) -> None:
-    with pytest.raises(Conflict, match=r"/etc already exists, and was not changed"):
-        refused(harness, "/etc")
-
-
-@pytest.mark.parametrize("target", ["/proc/checkpoints", "/sys/x/y", "/dev/checkpoints"])
-def test_paths_of_the_kernel_are_refused(harness: JobHarness, target: str) -> None:
-    with pytest.raises(InvalidInput, match="is of the kernel"):
+@pytest.mark.parametrize(
+    ("target", "error", "said"),
+    [
+        ("/etc", Conflict, "/etc already exists, and was not changed"),
+        ("/proc/checkpoints", InvalidInput, "is of the kernel"),
+        ("/sys/x/y", InvalidInput, "is of the kernel"),
+        ("/dev/checkpoints", InvalidInput, "is of the kernel"),
+    ],
+)
+def test_folders_with_files_and_paths_of_the_kernel_are_refused(
+    harness: JobHarness, target: str, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
         refused(harness, target)
 
 

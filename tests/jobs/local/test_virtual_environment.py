@@ -273,14 +273,12 @@ def test_settings_of_the_shell_do_not_lead_pip_elsewhere(
     assert not [*(active.folder / "HOME").rglob("own*")]
 
 
-def test_a_home_of_python_does_not_apply_to_the_environment(active: JobHarness) -> None:
-    job, log = succeed(active, "shared-show", PYTHONHOME="/nowhere")
-    assert f"shared 1.0 by {venv(active, job)}/bin/python" in log
-
-
 def test_settings_of_the_task_are_its_own(active: JobHarness) -> None:
     target = str(active.folder / "target")
-    job, _ = succeed(active, "true", setup="pip install own", PIP_TARGET=target)
+    job, log = succeed(
+        active, "shared-show", setup="pip install own", PIP_TARGET=target, PYTHONHOME="/nowhere"
+    )
+    assert f"shared 1.0 by {venv(active, job)}/bin/python" in log, "no other home of Python applies to it"
     assert (active.folder / "target" / "own.py").exists()
     assert not [*venv(active, job).rglob("own.py")]
 

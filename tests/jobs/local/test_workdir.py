@@ -81,15 +81,12 @@ def test_a_skyignore_replaces_git_s_rules(tmp_path: Path) -> None:
     assert ignored_paths(tmp_path) == {"logs", "a/log", "b"}
 
 
-def test_a_folder_outside_any_repository_is_copied_whole(tmp_path: Path) -> None:
-    put(tmp_path, a="")
-    (tmp_path / ".gitignore").write_text("a\n")
-    assert ignored_paths(tmp_path) == frozenset()
-
-
-def test_a_workdir_that_is_ignored_as_a_whole_is_copied(tmp_path: Path) -> None:
+def test_a_folder_outside_any_repository_and_one_that_is_ignored_as_a_whole_are_copied(
+    tmp_path: Path,
+) -> None:
     put(tmp_path, runs__a="")
-    (tmp_path / ".gitignore").write_text("runs\n")
+    (tmp_path / ".gitignore").write_text("runs\na\n")
+    assert ignored_paths(tmp_path) == frozenset()
     git(tmp_path, "init", "--quiet")
     assert ignored_paths(tmp_path / "runs") == frozenset()
 

@@ -64,32 +64,23 @@ def end(slurm: SlurmHarness, job: Job) -> Job:
 READY = "echo ready; while true; do sleep 0.05; done"
 
 
-def test_a_job_writes_into_a_bucket_and_leaves_nothing_on_its_node(
-    slurm: SlurmHarness, bucket: Bucket
+def test_a_job_is_complete_when_its_files_are_in_the_bucket_and_leaves_nothing_on_its_node(
+    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
 ) -> None:
     bucket.store.put("in/x", b"seen")
+    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
     job = slurm.submit(SAVES + "cat out/in/x; save 1", head=bucket.cached)
+    assert gate.reached.wait(600), slurm.describe(job)
+    waiting = slurm.wait(job, JobStatus.WINDING_DOWN)
+    assert "node 0: not all of" in waiting.reason
+    assert bucket.names() == {"in/x"}
+    gate.opened.set()
     ended = end(slurm, job)
     assert (ended.status, ended.reason, ended.attempt) == (JobStatus.SUCCEEDED, "", 1), slurm.describe(job)
     assert "seen" in slurm.log(job)
     assert bucket.names() == {"in/x", "data-1", "marker-1"}
     assert left_on(slurm, "n1") == []
     assert not slurm.files(job).copies.exists(), "the files were on the node only"
-
-
-def test_a_job_is_complete_when_its_files_are_in_the_bucket(
-    slurm: SlurmHarness, bucket: Bucket, proxy: FaultProxy
-) -> None:
-    gate = proxy.hold(method="PUT", target=r"data-1.*partNumber=1")
-    job = slurm.submit(SAVES + "save 1", head=bucket.cached)
-    assert gate.reached.wait(600), slurm.describe(job)
-    waiting = slurm.wait(job, JobStatus.WINDING_DOWN)
-    assert "node 0: not all of" in waiting.reason
-    assert bucket.names() == set()
-    gate.opened.set()
-    ended = end(slurm, job)
-    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, ""), slurm.describe(job)
-    assert bucket.names() == {"data-1", "marker-1"}
 
 
 def test_a_requeued_job_fetches_on_another_machine_what_the_bucket_has(
@@ -425,20 +416,10 @@ def test_a_bucket_is_copied_to_each_node(slurm: SlurmHarness, bucket: Bucket) ->
 
 
 @pytest.mark.slow
-def test_a_named_bucket_is_a_folder_that_all_nodes_see(slurm: SlurmHarness) -> None:
-    job = slurm.submit(
-        "echo $SKYPILOT_NODE_RANK > out/$SKYPILOT_NODE_RANK",
-        head="num_nodes: 2\nfile_mounts: {out: {name: results, mode: MOUNT_CACHED}}",
-    )
-    assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
-    found = slurm.folder / "state" / "buckets" / "results"
-    assert {path.name: path.read_text() for path in found.glob("?")} == {"0": "0\n", "1": "1\n"}
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_a_private_target_leads_to_the_directory_of_the_node(slurm: SlurmHarness) -> None:
-    target = f"/holdfast-test-{os.getpid()}"
+@pytest.mark.parametrize(
+    "target", ["out", pytest.param(f"/holdfast-test-{os.getpid()}", marks=needs_namespaces, id="private")]
+)
+def test_a_named_bucket_is_a_folder_that_all_nodes_see(slurm: SlurmHarness, target: str) -> None:
     job = slurm.submit(
         f"echo $SKYPILOT_NODE_RANK > {target}/$SKYPILOT_NODE_RANK; ls {target}",
         head=f"num_nodes: 2\nfile_mounts: {{{target}: {{name: results, mode: MOUNT_CACHED}}}}",

@@ -107,7 +107,7 @@ def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Itera
     machine = _Machine(capacity, claims)
     given: dict[int, Devices] = {}
     shortages: dict[int, str] = {}
-    for demand in sorted(demands, key=lambda one: (-one.priority, one.job)):
+    for demand in sorted(demands, key=lambda demand: (-demand.priority, demand.job)):
         gpus, shortage = machine.take(demand)
         if shortage:
             shortages[demand.job] = shortage

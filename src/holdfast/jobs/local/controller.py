@@ -17,15 +17,15 @@ from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.local.claims import choose_port, demand, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes, make_specs
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.lease import release_containers
+from holdfast.jobs.node.containers.container import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
-from holdfast.jobs.node.mounts.lease import Mounts
 from holdfast.jobs.node.mounts.mount_records import (
     caches,
     create_links,
     remove_links,
     visible_links,
 )
+from holdfast.jobs.node.mounts.mounts import Mounts
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.records import JobRecord, JobRequest, Records
@@ -267,7 +267,7 @@ class LocalController(Controller):
     def _start_nodes(self) -> None:
         if not self._folder.attempt(self.state.attempt).exists():
             check_has_secrets(self._folder)
-            self._nodes.end_earlier()
+            processes.end_other_attempts(self._job.task_id, self.state.attempt)
         elif not has_secrets(self._folder):
             return  # the job had ended, and its state was lost: the outcomes of its nodes are read again
         create_links(visible_links(self._folder), self._folder, self._records)
@@ -316,7 +316,10 @@ class LocalController(Controller):
                 yield NodeExited(attempt, node, outcome)
         if len(outcomes) == self._job.spec.num_nodes:
             self._nodes.kill(with_keepers=False)
-            if self._mounts.is_over(self._upload_until_unix_s(), self._nodes.have_keepers):
+            until_unix_s = self._upload_until_unix_s()
+            if self._mounts.is_over(until_unix_s, self._nodes.have_keepers):
+                if until_unix_s is None:  # the job is complete only with its files
+                    self._mounts.check_hope()
                 yield AttemptExited(attempt, self._has_advanced(), cause=self._cause())
             elif missing := self._mounts.missing():
                 yield Uploading(attempt, missing)

@@ -17,7 +17,7 @@ from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.local.claims import Claims, fixed_ports, lead_on, may_need_claim, needs_port, read_claims
 from holdfast.jobs.local.controller import cancel_without_controller
-from holdfast.jobs.node.containers.lease import find_runtime, make_image_spec, release_containers
+from holdfast.jobs.node.containers.container import find_runtime, make_image_spec, release_containers
 from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.roles import rouse_controller, start_controller

@@ -66,19 +66,8 @@ class Nodes:
     def start(self, make_specs: list[NodeSpec]) -> None:
         """Start the agents of all nodes that do not have one yet."""
         for node, plan in zip(self._nodes, make_specs, strict=True):
-            if not node.folder.path.exists():
+            if not node.folder.plan.exists():
                 node.watch(processes.find(_start(node.folder, plan)))
-
-    def end_earlier(self) -> None:
-        """Kill all processes of other attempts, so that two attempts never run at once."""
-        own = tag(self._task_id, self._attempt)
-        table = processes.snapshot()
-        ours = {process.pid for process in processes.tagged(own, table)}
-        found = [*processes.tagged(tag(self._task_id), table), *processes.descendants(os.getpid(), table)]
-        orphans = [
-            one for one in found if one.pid not in ours and one.pid != os.getpid() and not one.exits_by_itself
-        ]
-        processes.kill(orphans)
 
     def fds(self) -> list[int]:
         """Return descriptors that become readable when an agent exits."""
@@ -93,7 +82,7 @@ class Nodes:
     def _poll_node(self, node: _Node, killed_unix_s: float | None) -> None:
         is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
         if is_alive and node.agent is None:
-            node.watch(_agent(node.folder))
+            node.watch(next(iter(processes.of_role(AGENT, node.folder.path)), None))
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
             outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)
@@ -108,7 +97,7 @@ class Nodes:
 
     @property
     def has_unknown(self) -> bool:
-        """True if an agent is running but has not written its pid. It wakes the controller then."""
+        """True if an agent is about to run or to end: it has its lock, but not yet its own command line."""
         return any(node.outcome is None and node.agent is None for node in self._nodes)
 
     @property
@@ -160,26 +149,14 @@ class Nodes:
 
 def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     """Start an agent, and return its pid. It holds its lock from the start."""
-    making = folder.path.with_name(f".{folder.path.name}.{os.getpid()}")
-    making.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = NodeFolder(making)
-    write_document(beside.plan, plan)
-    lock = locks.acquire(beside.lock)
-    assert lock is not None, "no other process has this folder"
-    making.rename(folder.path)  # from here on the node exists, with its lock held
+    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = locks.acquire(folder.lock)
+    assert lock is not None, "no other process starts the agents of this job"
     try:
+        write_document(folder.plan, plan)  # from here on the node exists, with its lock held
         return spawn(AGENT, folder.path, Path(plan.log), lock=lock)
     finally:
         os.close(lock)
-
-
-def _agent(folder: NodeFolder) -> Process | None:
-    """Return the running agent of a node, or None if it is unknown."""
-    try:
-        pid, start = map(int, folder.pid.read_text().split())
-    except (FileNotFoundError, ValueError):
-        return None
-    return processes.find(pid) if processes.is_running(pid, start) else None
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.checks.gate import Admission
-from holdfast.jobs.node.containers.lease import ContainerLease
-from holdfast.jobs.node.mounts.lease import Mounts
+from holdfast.jobs.node.checks.gate import start_checks
+from holdfast.jobs.node.containers.container import Container
 from holdfast.jobs.node.mounts.mount_records import enter_private_links
+from holdfast.jobs.node.mounts.mounts import Mounts
 from holdfast.jobs.node.processes import Process
-from holdfast.jobs.node.roles import Lease, start_controller
+from holdfast.jobs.node.roles import Server, start_controller
 from holdfast.jobs.node.virtual_environment import (
     DEFAULT,
     NONE,
@@ -33,7 +33,6 @@ from holdfast.jobs.output import log_times
 from holdfast.jobs.output.log_times import LogSampler
 from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.system.linux import locks
-from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
 from holdfast.system.linux.wakeup_pipe import wake
 
@@ -47,115 +46,98 @@ _LOOK_S = 1.0  # interval for checking the processes that the node needs
 _SAVE_LOOK_S = 0.2  # the same while processes complete a save
 
 
-def serve(folder: NodeFolder) -> None:
+def serve(path: Path) -> None:
     """Run the commands of a node on this machine, and replace a dead controller. The caller holds a lock."""
     for number in _DEAF_TO:
         # A handler and not SIG_IGN, which child processes would inherit.
         signal.signal(number, lambda *_: None)
     adopt_orphans()
-    plan, job = NodeSpec.read(folder.plan), JobFolder(folder.path.parents[2])
-    me = processes.find(os.getpid())
-    assert me is not None
-    write_atomic(folder.pid, f"{me.pid} {me.start}")
-    wake(Path(plan.wakeup))
+    folder = NodeFolder(path)
+    plan, job = NodeSpec.read(folder.plan), JobFolder(path.parents[2])
 
     def replace_controller() -> None:
         if not locks.is_held(job.lock):
             start_controller(job)
 
-    run_commands(folder, plan, on_look=replace_controller)
+    Agent(folder, plan, on_look=replace_controller).run()
     wake(Path(plan.wakeup))
     replace_controller()  # no process would do that once this one has exited
 
 
-def run_commands(
-    folder: NodeFolder,
-    plan: NodeSpec,
-    *,
-    on_look: Callable[[], object],
-    fds: Callable[[], Iterable[int]] = tuple,
-    mounts: Mounts | None = None,
-    why_not: str = "",
-) -> Outcome:
-    """Run the commands of a node, unless there is a reason why not; return and write how they ended.
+class Agent:
+    """Agent of a node, which also watches the processes that the node needs, and its log.
 
     `on_look` is called at least once a second, and when one of `fds` becomes readable.
     """
-    job = JobFolder(folder.path.parents[2])
-    reserve_outcome(folder.ended)
-    mounts = mounts or Mounts(job, int(folder.path.parent.name), log=Path(plan.log))
-    with Path(plan.log).open("ab", buffering=0) as log:
-        os.write(log.fileno(), f"{plan.headline}\n".encode())
-        agent = _Agent(folder, plan, log.fileno(), on_look, fds, mounts)
-        outcome = agent.refuse(why_not) if why_not else agent.work()
-    write_outcome(folder.ended, outcome)
-    return outcome
-
-
-class _Agent:
-    """Agent of a node, which also watches the processes that the node needs, and its log."""
 
     def __init__(
         self,
         folder: NodeFolder,
         plan: NodeSpec,
-        log: int,
+        *,
         on_look: Callable[[], object],
-        fds: Callable[[], Iterable[int]],
-        mounts: Mounts,
+        fds: Callable[[], Iterable[int]] = tuple,
+        mounts: Mounts | None = None,
     ) -> None:
-        self._folder, self._plan, self._log = folder, plan, log
-        self._on_look, self._fds = on_look, fds
-        attempt = folder.path.parent
-        self._job = JobFolder(attempt.parents[1])
-        self._mounts = mounts
-        self._leases: list[Lease] = []
-        if mounts.specs:
-            self._leases.append(mounts)
-        self._container: ContainerLease | None = None
+        self._folder, self._plan, self._on_look, self._fds = folder, plan, on_look, fds
+        self._attempt = folder.path.parent
+        self._job = JobFolder(self._attempt.parents[1])
+        log = Path(plan.log)
+        self._mounts = mounts or Mounts(self._job, int(self._attempt.name), log=log)
+        self._servers: list[Server] = [self._mounts] if self._mounts.specs else []
+        self._container: Container | None = None
         if folder.container.image.exists() or self._job.image.exists():
             own = folder.container.image.exists()  # of this attempt only
-            container = folder.container if own else self._job.container(int(folder.path.name))
-            self._container = ContainerLease(attempt, container, Path(plan.log))
-            self._leases.append(self._container)
-        limit = plan.environment.get(log_times.LIMIT, log_times.DEFAULT)
-        self._sampler = LogSampler(Path(plan.log), log, limit)
+            files = folder.container if own else self._job.container(int(folder.path.name))
+            self._container = Container(self._job, files, log)
+            self._servers.append(self._container)
+        self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._sampler = LogSampler(log, self._log, plan.environment.get(log_times.LIMIT, log_times.DEFAULT))
         self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
         self._signalled: set[Process] = set()
+
+    def run(self, why_not: str = "") -> Outcome:
+        """Run the commands, unless there is a reason why not; return and write how they ended."""
+        reserve_outcome(self._folder.ended)
+        os.write(self._log, f"{self._plan.headline}\n".encode())
+        outcome = self._refuse(why_not) if why_not else self._work()
+        os.close(self._log)
+        write_outcome(self._folder.ended, outcome)
+        return outcome
 
     def _poll(self) -> None:
         """Replace a dead mounter or warden, record the size of the log, and do what the caller does."""
         self._on_look()
-        for lease in self._leases:
-            lease.poll()
+        for server in self._servers:
+            server.poll()
         self._sampler.poll()
 
-    def work(self) -> Outcome:
+    def _work(self) -> Outcome:
         """Run the commands once all that they need is ready, and return how they ended."""
         if self._mounts.specs:
             self._mounts.attach()
         is_contained = self._container is not None
-        admission = Admission(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
+        checks = start_checks(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
         try:
-            outcome = self._prepared(admission) or self._run_commands()
+            outcome = self._prepare(checks) or self._run_commands()
         finally:
-            for lease in self._leases:
-                lease.close()
+            for server in self._servers:
+                server.close()
         self._sampler.poll()
         return outcome
 
-    def _prepared(self, admission: Admission) -> Outcome | None:
+    def _prepare(self, checks: Callable[[Callable[[], None]], str]) -> Outcome | None:
         """Wait for mounts, container and checks of the node. Return why the commands cannot start, if so."""
-        if why := self._not_ready(*self._leases) or self._prepare_venv():
-            return self.refuse(why)
-        if why := admission.refusal(self._poll):
+        if why := self._not_ready(*self._servers) or self._prepare_venv():
+            return self._refuse(why)
+        if why := checks(self._poll):
             return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
         return None
 
-    def _not_ready(self, *leases: Lease) -> str:
-        return next((why for lease in leases if (why := lease.wait_until_ready(self._poll))), "")
+    def _not_ready(self, *servers: Server) -> str:
+        return next((why for one in servers if (why := one.wait_until_ready(self._attempt, self._poll))), "")
 
-    def refuse(self, why: str) -> Outcome:
+    def _refuse(self, why: str) -> Outcome:
         """Return the outcome of commands that cannot start."""
         self._write(f"the job cannot start: {why}")
         return unstarted(why)
@@ -171,7 +153,7 @@ class _Agent:
                 return outcome
             Path(plan.set_up).touch()
             if self._container is not None and (why := self._not_ready(self._container)):
-                return self.refuse(why)
+                return self._refuse(why)
         self._folder.running.touch()
         wake(Path(plan.wakeup))
         return self._shell(Phase.RUN)
@@ -232,19 +214,17 @@ class _Agent:
     def _end_orphans(self, shell: int | None = None) -> None:
         """Send SIGTERM, once, to the children of trainers that have exited after a preemption."""
         if self._is_preempted():  # they may keep a pipe open; one that handles the signal may still save
-            for one in processes.children(os.getpid()):
-                if one.pid != shell and not one.exits_by_itself and one not in self._signalled:
-                    self._signalled.add(one)
-                    processes.send(one, signal.SIGTERM)
+            for child in processes.children(os.getpid()):
+                if child.pid != shell and not child.exits_by_itself and child not in self._signalled:
+                    self._signalled.add(child)
+                    processes.send(child, signal.SIGTERM)
 
     def _become_shell(self, phase: Phase) -> None:
         """Replace this new process with bash. Never returns."""
         plan = self._plan
         try:
-            for ignored in (
-                signal.SIGPIPE,
-                signal.SIGXFSZ,
-            ):  # by Python, and so by all programs that it starts
+            # Python ignores them, and so would all programs that it starts.
+            for ignored in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(ignored, signal.SIG_DFL)
             # Without the agent, the outcome would be lost.
             die_with_parent()
@@ -259,7 +239,7 @@ class _Agent:
                 self._container.join()
                 environment = {**self._container.environment, **environment}
             else:
-                enter_private_links(self._mounts.folder)
+                enter_private_links(self._mounts.job)
             os.chdir(plan.workdir)
             _exec_bash(script, activate(environment, plan.venv))
         except (OSError, ValueError) as error:
@@ -272,10 +252,9 @@ class _Agent:
         fd = os.pidfd_open(pid)
         try:
             while not self._is_readable(fd):
-                while (
-                    one := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                ) and one.si_pid != pid:
-                    os.waitpid(one.si_pid, 0)
+                ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                while (child := os.waitid(os.P_ALL, 0, ended)) and child.si_pid != pid:
+                    os.waitpid(child.si_pid, 0)
                 self._poll()
                 self._end_orphans(pid)
         finally:
@@ -285,9 +264,9 @@ class _Agent:
     def _is_readable(self, fd: int) -> bool:
         """Wait for at most a second, and return True once a descriptor is readable."""
         poll = select.poll()
-        for one in (fd, *self._fds()):
-            poll.register(one, select.POLLIN)
-        return fd in (one for one, _ in poll.poll(_LOOK_S * 1000))
+        for watched in (fd, *self._fds()):
+            poll.register(watched, select.POLLIN)
+        return fd in (ready for ready, _ in poll.poll(_LOOK_S * 1000))
 
 
 def _exec_bash(script: str, environment: Mapping[str, str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.jobs.environment import TAG
+from holdfast.jobs.environment import TAG, tag
 from holdfast.system.linux.processes import handles_signal, read_stat
 
 _PROC = Path("/proc")
@@ -193,6 +193,19 @@ def wait_exited(processes: Iterable[Process], timeout_s: float) -> bool:
                 poll.unregister(fd)
                 left -= 1
     return True
+
+
+def end_other_attempts(task_id: str, attempt: int | None) -> None:
+    """Kill all processes of a job on this machine except those of one attempt, and keepers.
+
+    So two attempts never run at once. Slurm leaves nothing of an earlier one if it tracks processes by
+    cgroups. Otherwise, and here, some may outlive a killed runner or controller.
+    """
+    table = snapshot()
+    kept = () if attempt is None else tagged(tag(task_id, attempt), table)
+    own = {os.getpid(), *(process.pid for process in kept)}
+    found = [*tagged(tag(task_id), table), *descendants(os.getpid(), table)]
+    kill([process for process in found if process.pid not in own and not process.exits_by_itself])
 
 
 def kill(processes: list[Process]) -> None:

@@ -1,4 +1,4 @@
-"""Roles: processes of a job that run at most once, each under a lock, and are replaced when they are dead."""
+"""Servers: processes of a job that run at most once, each under a lock, and are replaced when dead."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import os
 import signal
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.jobs.environment import TAG
-from holdfast.jobs.folder import STATE, JobFolder
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.processes import ROLES
 from holdfast.jobs.node.virtual_environment import own_python
@@ -37,48 +35,77 @@ _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_STARTS = 3  # limit of starts of a process that dies before it is ready
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRole:
-    """Process of a job that runs at most once."""
+class Server:
+    """Process of a role, which serves a folder: at most one, under a lock, and replaced when it is dead.
 
-    name: str  # as `python -m holdfast.jobs` expects it
-    folder: Path  # in which it works
-    lock: Path  # which it holds as long as it lives
+    Nodes that need it wait until it is ready, and poll it from then on.
+    """
+
+    before_ready = ""  # when a node that waits for it stops waiting, in messages
+
+    def __init__(self, role: str, folder: Path, log: Path, *, lock: Path | None = None) -> None:
+        self.role, self.folder, self.log = role, folder, log
+        self._lock = lock or folder / "lock"
+        self._again_s, self._num_starts = 0.0, 0
 
     @property
     def is_alive(self) -> bool:
         """True if the process is running."""
-        return locks.is_held(self.lock)
+        return locks.is_held(self._lock)
 
-    def start(
-        self,
-        log: Path,
-        *,
-        environment: Mapping[str, str] | None = None,
-        before: Callable[[], None] = lambda: None,
-    ) -> bool:
+    def start(self) -> bool:
         """Start the process, unless it is running. Return True if it was started."""
-        lock = locks.acquire(self.lock)
+        lock = locks.acquire(self._lock)
         if lock is None:
             return False
         try:
-            before()
-            spawn(self.name, self.folder, log, lock=lock, environment=environment)
+            environment = self._prepare()
+            if environment is not None:
+                spawn(self.role, self.folder, self.log, lock=lock, environment=environment)
         finally:
-            os.close(lock)
-        return True
+            os.close(lock)  # the process has inherited it: there is no moment for another one
+        return environment is not None
+
+    def poll(self) -> None:
+        """Replace a process that was killed."""
+        if time.monotonic() >= self._again_s and self.start():
+            self._num_starts += 1
+            self._again_s = time.monotonic() + backoff.doubled(self._num_starts, _PAUSE_S, _LONGEST_PAUSE_S)
 
     def kill(self) -> None:
         """Kill the process with SIGKILL, and wait until it is gone."""
-        processes.kill(processes.of_role(self.name, self.folder))
+        processes.kill(processes.of_role(self.role, self.folder))
+
+    def wait_until_ready(self, attempt: Path, meanwhile: Callable[[], None]) -> str:
+        """Wait until the process is ready for an attempt, and return why it failed; empty if it did not."""
+        num_starts = 0
+        while (error := self._result()) is None:
+            if (attempt / STOPPED).exists():
+                return f"the attempt was ended before {self.before_ready}"
+            num_starts += self.start()
+            if num_starts > _MAX_STARTS:
+                return f"the {self.role} died {_MAX_STARTS} times before {self.before_ready}"
+            meanwhile()
+            time.sleep(_POLL_S)
+        return error
+
+    def close(self) -> None:
+        """Release what this process needs of the server, at the end of an attempt."""
+
+    def _prepare(self) -> Mapping[str, str] | None:
+        """Prepare the start, under the lock, and return the environment of the process. None: no start."""
+        return os.environ
+
+    def _result(self) -> str | None:
+        """Return why the process failed, or an empty text if it is ready. None: it still starts."""
+        return ""
 
 
 def spawn(
-    role: str, folder: Path, log: Path, *, lock: int, environment: Mapping[str, str] | None = None
+    role: str, folder: Path, log: Path, *, lock: int, environment: Mapping[str, str] = os.environ
 ) -> int:
     """Start a process of Holdfast without a terminal, with a lock from the start, and return its pid."""
-    given = os.environ if environment is None else environment
-    kept = {name: value for name, value in given.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
+    kept = {name: value for name, value in environment.items() if name not in (TAG, NOTIFY, NOTIFY_ON, _PATH)}
     # Not the job's PYTHONPATH, which may contain other versions of the modules imported here.
     kept |= {_PATH: os.environ[_PATH]} if _PATH in os.environ else {}
     python = own_python()
@@ -106,52 +133,10 @@ def log_line(text: str) -> None:
 
 def start_controller(folder: JobFolder) -> bool:
     """Start a controller, unless one is running. Return True if it was started."""
-    environment = {**os.environ, STATE: str(folder.path.parents[1])}
-    controller = ProcessRole("controller", folder.path, folder.lock)
-    return controller.start(folder.controller_log, environment=environment)
+    return Server("controller", folder.path, folder.controller_log, lock=folder.lock).start()
 
 
 def rouse_controller(folder: JobFolder) -> None:
     """Start a controller, or wake the one that is running."""
     if not start_controller(folder):
         wake(folder.wakeup)
-
-
-class Lease(ABC):
-    """Lease of an attempt on a process that serves its node: starts it, waits for it, replaces a dead one."""
-
-    def __init__(self, attempt: Path, role: ProcessRole, ready: str) -> None:
-        self._attempt, self._role, self._ready_text = attempt, role, ready
-        self._again_s, self._num_starts = 0.0, 0
-
-    def wait_until_ready(self, meanwhile: Callable[[], None]) -> str | None:
-        """Wait until the process is ready, and return why it failed; None if it did not."""
-        num_starts = 0
-        while (error := self._result()) is None:
-            if (self._attempt / STOPPED).exists():
-                return f"the attempt was ended before {self._ready_text}"
-            if self._start():
-                num_starts += 1
-            if num_starts > _MAX_STARTS:
-                return f"the {self._role.name} died {_MAX_STARTS} times before {self._ready_text}"
-            meanwhile()
-            time.sleep(_POLL_S)
-        return error or None
-
-    def poll(self) -> None:
-        """Replace a process that was killed."""
-        if time.monotonic() >= self._again_s and self._start():
-            self._num_starts += 1
-            self._again_s = time.monotonic() + backoff.doubled(self._num_starts, _PAUSE_S, _LONGEST_PAUSE_S)
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the lease."""
-
-    @abstractmethod
-    def _result(self) -> str | None:
-        """Return why the process failed, or an empty text if it is ready. None: it still starts."""
-
-    @abstractmethod
-    def _start(self) -> bool:
-        """Start the process, unless it is running. Return True if it was started."""

@@ -205,8 +205,8 @@ def _write(making: Path, folder: Path, parent: ParentPython) -> None:
     """Write the environment `folder` under another name."""
     programs = making / "bin"
     packages = making / "lib" / f"python{parent.version}" / "site-packages"
-    for one in (programs, packages):
-        one.mkdir(mode=0o700, parents=True)
+    for created in (programs, packages):
+        created.mkdir(mode=0o700, parents=True)
     (making / "lib64").symlink_to("lib")
     config = (
         f"home = {parent.home}\n"

@@ -34,8 +34,10 @@ _NO_PROGRAMS = (
 def check_workdir(task: Task) -> None:
     """Check that the workdir can be created."""
     where = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
-    if task.repository is not None:
-        check_git(where)
+    if task.repository is not None and shutil.which("git") is None:
+        raise Unsupported(
+            f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
+        )
     if task.workdir is not None and not Path(task.workdir).is_dir():
         raise NotFound(f"{where}: the folder {task.workdir} does not exist. Nothing was started.")
 
@@ -75,14 +77,6 @@ def left_out_of_workdir(source: Path, job: JobFolder) -> Ignore:
         ]
 
     return ignore
-
-
-def check_git(where: str) -> None:
-    """Check that git is installed."""
-    if shutil.which("git") is None:
-        raise Unsupported(
-            f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
-        )
 
 
 def clone(repository: Repository, to: Path) -> str:

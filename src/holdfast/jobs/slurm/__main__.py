@@ -19,11 +19,14 @@ def main() -> int:
 
         write_times()
         return supervise(folder)
-    from holdfast.jobs.slurm.runner import run_node, sweep
-
     if role == "sweep":
-        sweep(folder, None)
+        from holdfast.jobs.node.processes import end_other_attempts
+        from holdfast.jobs.slurm.job_files import JobFiles
+
+        end_other_attempts(JobFiles(folder).read_job().task_id, None)
     else:
+        from holdfast.jobs.slurm.runner import run_node
+
         run_node(folder, int(sys.argv[3]), sys.argv[4].split(","), float(sys.argv[5]))
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,9 +12,9 @@ from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.lease import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import caches, create_links, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
+from holdfast.jobs.node.mounts.mounts import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.scratch import (
     SCRATCH,
     ScratchOwner,
@@ -27,8 +27,8 @@ from holdfast.jobs.node.mounts.scratch import (
     write_scratch_mounts,
 )
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
-from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import machine_name
+from holdfast.jobs.records import Submission
 from holdfast.jobs.slurm.job_files import NodeUploads
 from holdfast.jobs.slurm.messages import NodeReport
 from holdfast.jobs.state_machine import JobState
@@ -43,23 +43,23 @@ _RANK = "rank"
 
 def open_mounts(
     job: JobFolder,
-    owner: ScratchOwner,
+    submission: Submission,
     attempt: int,
     rank: int,
     *,
-    log: Path,
     environment: Mapping[str, str],
     wakeup: Path,
-    num_nodes: int | None,
+    is_new: bool,
 ) -> NodeMounts | None:
     """Open the scratch folder of a node, and return its mounts.
 
-    Without `num_nodes`, only the uploads of an attempt are to be ended, whose runner was killed. If that was
-    on another machine, there is nothing to open.
+    If the attempt is not new, only its uploads are to be ended, as its runner was killed. If that was on
+    another machine, there is nothing to open.
     """
+    owner = ScratchOwner(submission.task_id, str(job.path), machine_name())
     scratch = scratch_folder(scratch_parent(environment), job, owner.task_id)
     record = scratch.attempt(attempt) / _RANK
-    if num_nodes is None and (
+    if not is_new and (
         not scratch.path.is_dir()
         or read_scratch_owner(scratch) != owner
         or not record.exists()
@@ -67,16 +67,16 @@ def open_mounts(
     ):
         return None
     open_scratch(scratch, owner)
-    if num_nodes is not None:
+    if is_new:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.write_text(str(rank))
-        write_scratch_mounts(job, scratch, is_shared=num_nodes > 1)
+        write_scratch_mounts(job, scratch, is_shared=submission.spec.num_nodes > 1)
         workdir = job.workdir(rank)
         links = [one for one in moved_links(job, scratch) if Path(one.target).is_relative_to(workdir)]
         create_links(links, job, None)
     scratch.wakeup.unlink(missing_ok=True)
     scratch.wakeup.symlink_to(wakeup)
-    return NodeMounts(scratch, attempt, log=log, environment=lambda: environment)
+    return NodeMounts(scratch, attempt, log=job.log(rank), environment=environment)
 
 
 class NodeMounts(Mounts):
@@ -85,42 +85,28 @@ class NodeMounts(Mounts):
     @property
     def are_leftovers_sent(self) -> bool:
         """True if everything that earlier attempts have left here is uploaded."""
-        return (self._role.folder / SENT).exists()
+        return (self.folder / SENT).exists()
 
     def allow(self) -> None:
         """Let the mounter mount: no machine has leftovers any more."""
-        self._role.folder.mkdir(mode=0o700, exist_ok=True)
-        (self._role.folder / OPEN).touch()
-
-    def stop(self) -> None:
-        """Let a node that waits for its mounts end."""
-        (self._attempt / STOPPED).touch()
-
-    def are_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
-        """Make progress with unmounting and uploading; return True if nothing more happens."""
-        try:
-            if self.is_over(until_unix_s, has_keepers):
-                return True
-        except Conflict:  # nothing more can be uploaded: `end` returns what is missing
-            return True
-        unsent = self.unsent()
-        return unsent is not None and unsent.is_hopeless
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        (self.folder / OPEN).touch()
 
     def end(self) -> UnsentFiles:
         """End all processes of the mounts, and return which files are not in their buckets."""
-        self._role.kill()
+        self.kill()
         for spec in self._caches:
             _end_uploader(Path(spec.path))
-        unsent = upload_status(self.folder)
+        unsent = upload_status(self.job)
         summary = f"on {machine_name()}, {unsent.summary}" if unsent.summary else ""
         return dataclasses.replace(unsent, summary=summary)
 
     def remove(self) -> None:
         """Remove the scratch folder. Files that are not uploaded stay."""
         try:
-            remove_scratch(self.folder)
+            remove_scratch(self.job)
         except (HoldfastError, OSError) as error:  # it costs disk space only
-            _log.warning("%s on %s was not removed: %s", self.folder.path, machine_name(), error)
+            _log.warning("%s on %s was not removed: %s", self.job.path, machine_name(), error)
 
 
 def _end_uploader(path: Path) -> None:
@@ -158,18 +144,19 @@ class ClusterMounts:
     def note(self, reports: Mapping[int, NodeReport]) -> bool:
         """Note the newest reports of the runners. Return True if `uploads` has changed."""
         before = dict(self.uploads)
-        for node, one in reports.items():
-            if one.scratch:
-                missing = one.missing if one.are_uploads_over else None
-                self.uploads[node] = NodeUploads(one.machine, one.scratch, missing, one.is_settled)
+        for node, report in reports.items():
+            if report.scratch:
+                missing = report.missing if report.are_uploads_over else None
+                self.uploads[node] = NodeUploads(report.machine, report.scratch, missing, report.is_settled)
         return self.uploads != before
 
     def read_ends(self, job: JobFolder, attempt: int) -> None:
         """Read the ends of uploads that no controller has received, as it was killed."""
-        for node, one in list(self.uploads.items()):
-            if one.missing is None and (unsent := read_document(job.node(attempt, node).unsent, UnsentFiles)):
+        for node, uploads in list(self.uploads.items()):
+            unsent = read_document(job.node(attempt, node).unsent, UnsentFiles)
+            if uploads.missing is None and unsent is not None:
                 self.uploads[node] = dataclasses.replace(
-                    one, missing=unsent.summary, is_settled=unsent.is_settled
+                    uploads, missing=unsent.summary, is_settled=unsent.is_settled
                 )
 
     def common_path(self, key: str) -> str:
@@ -194,12 +181,12 @@ class ClusterMounts:
     def missing(self, *, with_settled: bool = True) -> str:
         """Return which files are not in their buckets, by default also those that no upload sends."""
         texts: list[str] = []
-        for node, one in sorted(self.uploads.items()):
-            text = one.missing
+        for node, uploads in sorted(self.uploads.items()):
+            text = uploads.missing
             if text is None:
-                where = f"{one.path} on {one.machine}"
+                where = f"{uploads.path} on {uploads.machine}"
                 text = f"its uploads were not confirmed, and what is missing stays in {where}"
-            if text and (with_settled or not one.is_settled):
+            if text and (with_settled or not uploads.is_settled):
                 texts.append(f"node {node}: {text}")
         return "; ".join(texts) if self._has_caches else ""
 

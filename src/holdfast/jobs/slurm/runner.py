@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.jobs.environment import container_base, tag
+from holdfast.jobs.environment import container_base
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.agent import run_commands
-from holdfast.jobs.node.containers.lease import (
+from holdfast.jobs.node.agent import Agent
+from holdfast.jobs.node.containers.container import (
+    Container,
     ContainerOwner,
     ContainerRuntime,
     find_runtime,
     make_image_spec,
-    start_warden,
-    warden_of,
 )
 from holdfast.jobs.node.mounts.mount_records import read_mount_specs
-from holdfast.jobs.node.mounts.scratch import ScratchOwner
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import Environment, NodeSpec, machine_name, read_environment, read_outcome
@@ -65,20 +63,6 @@ def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s:
         _Runner(folder, attempt, addresses, kill_wait_s, wakeup, room / "wakeup").serve()
 
 
-def sweep(folder: JobFolder, attempt: int | None) -> None:
-    """Kill what is left on this node of all attempts except one.
-
-    Slurm leaves nothing if it tracks processes by cgroups. Otherwise some may outlive a killed runner.
-    """
-    task_id = JobFiles(folder.path).read_job().task_id
-    table = processes.snapshot()
-    kept = () if attempt is None else processes.tagged(tag(task_id, attempt), table)
-    own = {process.pid for process in kept}
-    found = processes.tagged(tag(task_id), table)
-    left = [one for one in found if one.pid not in own and not one.exits_by_itself]
-    processes.kill(left)
-
-
 class _Runner:
     def __init__(
         self,
@@ -98,7 +82,8 @@ class _Runner:
         self._node = NodeFolder(folder.attempt(attempt) / str(self._rank))
         self._plan = self._make_plan(addresses)
         self._mounts: NodeMounts | None = None  # once they are open
-        self._container = self._node.container if self._job.spec.image else None
+        container = Container(folder, self._node.container, Path(self._plan.log))
+        self._container = container if self._job.spec.image else None
         self._report = messages.NodeReport(self._rank, machine_name())
         self._orders = messages.Orders()
         self._inbox = Inbox(messages.Orders)
@@ -115,7 +100,7 @@ class _Runner:
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)
         adopt_orphans()  # the job's processes that outlive their parents
         self._send()
-        sweep(self._folder, self._attempt)
+        processes.end_other_attempts(self._job.task_id, self._attempt)
         outcome = read_outcome(self._node.ended)
         if outcome is None:
             outcome = self._run()
@@ -128,28 +113,24 @@ class _Runner:
         self._turn_until(
             lambda: self._orders.kills_keepers or not self._has_keepers(), self._job.policy.grace_s
         )
-        if self._container is not None and self._container.image.exists():
-            self._container.unneeded.touch()
-            start_warden(self._folder, self._container, Path(self._plan.log))
+        container = self._container
+        if container is not None and container.files.image.exists():
+            container.release()
         if self._mounts is not None:
             self._end_mounts(self._mounts)
-        if (container := self._container) is not None:  # Slurm kills its warden when the runner exits
-            role = warden_of(container)
-            self._turn_until(lambda: container.removed.exists() or not role.is_alive, _REMOVAL_S)
+        if container is not None:  # Slurm kills its warden when the runner exits
+            removed = container.files.removed
+            self._turn_until(lambda: removed.exists() or not container.is_alive, _REMOVAL_S)
 
     def _run(self) -> Outcome:
         """Run the commands of the node."""
         why_not = self._open_mounts(is_new=True) or self._open_container()
         self._node.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            return run_commands(
-                self._node,
-                self._plan,
-                on_look=self._look,
-                fds=lambda: self._fds,
-                mounts=self._mounts,
-                why_not=why_not,
+            agent = Agent(
+                self._node, self._plan, on_look=self._look, fds=lambda: self._fds, mounts=self._mounts
             )
+            return agent.run(why_not)
         except Exception:  # noqa: BLE001 - the node is lost, and its files are uploaded all the same
             with contextlib.suppress(OSError), Path(self._plan.log).open("a") as log:
                 traceback.print_exc(file=log)
@@ -219,27 +200,24 @@ class _Runner:
         try:
             self._mounts = open_mounts(
                 self._folder,
-                ScratchOwner(self._job.task_id, str(self._folder.path), machine_name()),
+                self._job,
                 self._attempt,
                 self._rank,
-                log=self._folder.log(self._rank),
                 environment={**os.environ, **self._variables},
                 wakeup=self._wakeup_fifo,
-                num_nodes=self._job.spec.num_nodes if is_new else None,
+                is_new=is_new,
             )
         except (HoldfastError, OSError) as error:
             if not is_new:
                 raise
             return str(error)
         if self._mounts is not None:
-            self._tell(scratch=str(self._mounts.folder.path))
+            self._tell(scratch=str(self._mounts.job.path))
         return ""
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
-        while not mounts.are_over(
-            0.0 if self._orders.kills_keepers else self._until_unix_s(), self._has_keepers
-        ):
+        while not mounts.is_over(self._until_unix_s(), self._has_keepers):
             self._tell(missing=mounts.missing())
             self._turn()
         while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
@@ -251,6 +229,9 @@ class _Runner:
         self._tell(missing=unsent.summary, is_settled=unsent.is_settled, are_uploads_over=True)
 
     def _until_unix_s(self) -> float | None:
+        """Return the deadline of the uploads. None: as long as it takes."""
+        if self._orders.kills_keepers:
+            return 0.0
         return None if self._orders.uploads is None else self._orders.uploads.until_unix_s
 
     # -- container -------------------------------------------------------------------------------------------
@@ -268,11 +249,11 @@ class _Runner:
                 self._job.spec.image,
                 self._job.task_id,
                 has_gpus=self._num_gpus > 0,
-                scratch=self._mounts.folder if self._mounts is not None else None,
+                scratch=self._mounts.job if self._mounts is not None else None,
                 owner=ContainerOwner(machine_name(), self._attempt, own.pid, own.start),
             )
-            self._container.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_document(self._container.image, spec)
+            self._container.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_document(self._container.files.image, spec)
         except (HoldfastError, OSError) as error:
             return str(error)
         return ""
@@ -314,10 +295,7 @@ class _Runner:
         if self._mounts is not None and orders.opens_mounts:
             self._mounts.allow()
         if orders.kills:  # what waits for mounts or the container ends
-            if self._mounts is not None:
-                self._mounts.stop()
-            if self._container is not None:
-                (self._folder.attempt(self._attempt) / STOPPED).touch()
+            (self._folder.attempt(self._attempt) / STOPPED).touch()
 
     def _notify(self, source: str, deadline_unix_s: float) -> int:
         """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""

@@ -110,15 +110,15 @@ def walk(root: Path, is_excluded: NameTest, below: str = "") -> Iterator[tuple[s
             suppress(FileNotFoundError, NotADirectoryError, PermissionError),
             os.scandir(root / below) as all_,
         ):
-            for one in all_:
-                name = f"{below}/{one.name}" if below else one.name
+            for entry in all_:
+                name = f"{below}/{entry.name}" if below else entry.name
                 if is_excluded(name):
                     continue
-                if one.is_dir(follow_symlinks=False):
+                if entry.is_dir(follow_symlinks=False):
                     pending.append(name)
                 else:
                     with suppress(FileNotFoundError):  # deleted meanwhile
-                        yield name, one.stat(follow_symlinks=False)
+                        yield name, entry.stat(follow_symlinks=False)
 
 
 def scan(root: Path, is_excluded: NameTest, below: str = "") -> tuple[list[ScannedFile], dict[str, str]]:

@@ -60,9 +60,9 @@ class TreeWatch:
             if not self._add(below):
                 continue
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / below) as entries:
-                for one in entries:
-                    inner = f"{below}/{one.name}" if below else one.name
-                    if one.is_dir(follow_symlinks=False) and not self._is_excluded(inner):
+                for entry in entries:
+                    inner = f"{below}/{entry.name}" if below else entry.name
+                    if entry.is_dir(follow_symlinks=False) and not self._is_excluded(inner):
                         pending.append(inner)
 
     def forget_tree(self, name: str) -> None:

@@ -80,12 +80,12 @@ def _files_to_set_aside(
 ) -> set[str]:
     """Return the local files that objects of the bucket replace."""
     aside: set[str] = set()
-    for one in found:
-        sent = order.sent.get(one.name)
-        is_sent = sent is not None and sent.fingerprint.matches(one.fingerprint)
-        is_unknown = sent is None and not order.has_pending(one.name) and one.name not in order.problems
-        if (is_behind and not is_sent) or (is_unknown and one.name in objects):
-            aside.add(one.name)
+    for file in found:
+        name, sent = file.name, order.sent.get(file.name)
+        is_sent = sent is not None and sent.fingerprint.matches(file.fingerprint)
+        is_unknown = sent is None and not order.has_pending(name) and name not in order.problems
+        if (is_behind and not is_sent) or (is_unknown and name in objects):
+            aside.add(name)
     return aside
 
 
@@ -100,19 +100,19 @@ def _wanted(
     """Return the objects to download, and the files that they replace."""
     wanted, replaced = [], {}
     for name, entry in objects.items():
-        sent, one = order.sent.get(name), present.get(name)
+        sent, file = order.sent.get(name), present.get(name)
         if order.has_pending(name):
             continue
-        if one is None:
+        if file is None:
             if sent is None:  # otherwise the file was deleted here while no uploader was running
                 wanted.append(entry)
         elif is_behind or (
             sent is not None
-            and sent.fingerprint.matches(one.fingerprint)
+            and sent.fingerprint.matches(file.fingerprint)
             and not download.is_same(entry, sent)
         ):
             wanted.append(entry)
-            replaced[name] = one.fingerprint
+            replaced[name] = file.fingerprint
     return wanted, replaced
 
 

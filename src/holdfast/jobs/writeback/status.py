@@ -195,23 +195,23 @@ def _compare(root: Path, order: UploadQueue, exclude: tuple[str, ...]) -> tuple[
     # A name may not be UTF-8.
     shown = {os.fsencode(name).decode("utf-8", "backslashreplace"): why for name, why in others.items()}
     unread, written, left_out = [], [], [Unsent(name, 0, why) for name, why in shown.items()]
-    for one in found:
-        if is_open_now(root / one.name):
-            written.append(Unsent(one.name, one.fingerprint.num_bytes, "it is open for writing"))
-        elif (why := _why_not_sent(order, one)) is not None:
-            (left_out if why else unread).append(Unsent(one.name, one.fingerprint.num_bytes, why))
+    for file in found:
+        if is_open_now(root / file.name):
+            written.append(Unsent(file.name, file.fingerprint.num_bytes, "it is open for writing"))
+        elif (why := _why_not_sent(order, file)) is not None:
+            (left_out if why else unread).append(Unsent(file.name, file.fingerprint.num_bytes, why))
     gone = [name for name in order.sent if name not in present and not order.has_pending(name)]
     unread += [Unsent(name, 0, "it was deleted") for name in gone if name not in others]
     return waiting, tuple(unread), tuple(written), tuple(left_out)
 
 
-def _why_not_sent(order: UploadQueue, one: ScannedFile) -> str | None:
+def _why_not_sent(order: UploadQueue, file: ScannedFile) -> str | None:
     """Return why a file is not uploaded: "" if its change is not recorded, None if it is queued or sent."""
-    problem, sent = order.problems.get(one.name), order.sent.get(one.name)
-    if problem and problem.fingerprint == one.fingerprint:
+    problem, sent = order.problems.get(file.name), order.sent.get(file.name)
+    if problem and problem.fingerprint == file.fingerprint:
         return f"{problem.kind}: {problem.why}"
-    if sent and sent.fingerprint.matches(one.fingerprint) and one.is_settled:
+    if sent and sent.fingerprint.matches(file.fingerprint) and file.is_settled:
         return None
-    if order.has_pending(one.name) and order.fingerprint(one.name) == one.fingerprint:
+    if order.has_pending(file.name) and order.fingerprint(file.name) == file.fingerprint:
         return None
     return ""

@@ -192,8 +192,8 @@ class UploadQueue:
         a digest only the size is compared.
         """
         dated: dict[str, tuple[str, int] | None] = dict.fromkeys(self.problems)
-        for name, one in self.sent.items():
-            _date(dated, name, one.digest, one.fingerprint.num_bytes)
+        for name, sent in self.sent.items():
+            _date(dated, name, sent.digest, sent.fingerprint.num_bytes)
         for entry in self.entries.values():
             if entry.version is not None:
                 _date(dated, entry.name, entry.version.digest, entry.version.fingerprint.num_bytes)

@@ -339,10 +339,10 @@ class Uploader:
             known = {one.name: self._queue.order.fingerprint(one.name) for one in found}
             gone = [name for name in self._queue.order.newest_first() if name not in known]
         changed = [one for one in found if known[one.name] != one.fingerprint]
-        for one in sorted(changed, key=lambda one: one.order(self._touched)):
-            is_renamed = renamed is not None and one.name.startswith(f"{renamed[1]}/")
-            source = renamed[0] + one.name.removeprefix(renamed[1]) if renamed and is_renamed else ""
-            self._capture(one.name, source=source)
+        for file in sorted(changed, key=lambda file: file.order(self._touched)):
+            is_renamed = renamed is not None and file.name.startswith(f"{renamed[1]}/")
+            source = renamed[0] + file.name.removeprefix(renamed[1]) if renamed and is_renamed else ""
+            self._capture(file.name, source=source)
         for name in gone:
             if name.startswith(inside) and (name in others or not (self._root / name).is_file()):
                 self._remove(name)

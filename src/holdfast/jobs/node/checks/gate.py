@@ -24,7 +24,7 @@ from holdfast.jobs.node.checks.result import (
     MAX_RESULT_BYTES,
     MODE,
     OFF,
-    STOP,
+    REPORT,
     Check,
     NodeChecks,
     describe_failures,
@@ -92,18 +92,12 @@ class NodeGate:
         """Return the results."""
         began_s = time.monotonic()
         deadline_s = self._started_s + self._limit_s
-        while (left := [one for one in self._children if not one.has_ended]) and (
-            remaining_s := deadline_s - time.monotonic()
-        ) > 0:
-            poll = select.poll()
-            for one in left:
-                poll.register(one.fd, select.POLLIN)
-            poll.poll(min(1.0, remaining_s) * 1000)
-            for one in left:
-                one.read()
+        left = {child.pidfd for child in self._children}
+        while left and (remaining_s := deadline_s - time.monotonic()) > 0:
+            left -= set(select.select(left, [], [], min(1.0, remaining_s))[0])
             meanwhile()
         now_s = time.monotonic()
-        results = tuple(check for one in self._children for check in one.end(self._limit_s))
+        results = tuple(check for child in self._children for check in child.end(self._limit_s))
         return NodeChecks(self._machine, self._unix_s, now_s - self._started_s, now_s - began_s, results)
 
 
@@ -143,33 +137,28 @@ def _num_bytes(folder: Path, other: Path) -> int:
 
 
 class _Child:
-    """Process of one check: a copy of this one, which calls `act` with a pipe for the results."""
+    """Process of one check: a copy of this one, which calls `act` with a file in memory for the results."""
 
     def __init__(self, name: str, act: Callable[[int], None]) -> None:
-        self._name, self._data, self.has_ended = name, b"", False
-        self.fd, writer = os.pipe2(os.O_CLOEXEC)
+        self._name = name
+        self._results = os.memfd_create("holdfast-check")
         self._pid = os.fork()
         if self._pid == 0:
-            _act(act, writer)
-        os.close(writer)
-
-    def read(self) -> None:
-        """Read what it has written, without blocking."""
-        if not select.select([self.fd], [], [], 0)[0]:
-            return
-        data = os.read(self.fd, 1 << 16)
-        self._data = (self._data + data)[-MAX_RESULT_BYTES:]
-        self.has_ended = not data
+            _act(act, self._results)
+        self.pidfd = os.pidfd_open(self._pid)
 
     def end(self, limit_s: float) -> Iterator[Check]:
         """End it, and yield its results. A check without an end has failed."""
-        os.close(self.fd)
-        name, _, where = self._name.partition(" ")
-        if not self.has_ended:
+        has_ended = bool(select.select([self.pidfd], [], [], 0)[0])
+        if not has_ended:
             os.kill(self._pid, signal.SIGKILL)  # one in an uninterruptible wait stays until the disk answers
-        status = os.waitpid(self._pid, 0 if self.has_ended else os.WNOHANG)[1]
-        yield from read_results(self._data)
-        if not self.has_ended:
+        status = os.waitpid(self._pid, 0 if has_ended else os.WNOHANG)[1]
+        data = os.pread(self._results, MAX_RESULT_BYTES, 0)
+        for fd in (self.pidfd, self._results):
+            os.close(fd)
+        yield from read_results(data)
+        name, _, where = self._name.partition(" ")
+        if not has_ended:
             yield Check(name, where, f"no result within {limit_s:.0f} s")
         elif status:
             yield Check(name, where, f"the check ended with status {os.waitstatus_to_exitcode(status)}")
@@ -192,8 +181,8 @@ def _act(act: Callable[[int], None], writer: int) -> None:
 
 
 def _report(check: Callable[[], Iterator[Check]], writer: int) -> None:
-    for one in check():
-        os.write(writer, write_result(one))
+    for result in check():
+        os.write(writer, write_result(result))
 
 
 def _execute(command: list[str], environment: Mapping[str, str], writer: int) -> None:
@@ -296,9 +285,9 @@ def python_products() -> Products:
 
 def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
     greatest, index = GREATEST[dtype], numpy.arange(SIZE * SIZE, dtype="uint64")
-    one = numpy.uint64(1)
+    unit = numpy.uint64(1)
     left, right = (
-        (_mixed(index, seed, one).astype("int64") % (2 * greatest + 1) - greatest)
+        (_mixed(index, seed, unit).astype("int64") % (2 * greatest + 1) - greatest)
         .astype(dtype)
         .reshape(SIZE, SIZE)
         for seed in (numpy.uint64(1), numpy.uint64(2))
@@ -306,11 +295,11 @@ def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
     return lambda: numpy.rint(left @ right).astype("<i8").tobytes()
 
 
-def _mixed(index: Any, seed: Any, one: Any) -> Any:
+def _mixed(index: Any, seed: Any, unit: Any) -> Any:
     """Return well-mixed integers below 2**32, for Python's integers and numpy's alike."""
-    mask, high, low = _MASK * one, 15 * one, 13 * one
-    mixed = ((index + one) * (2654435761 * one) + seed * (40503 * one)) & mask
-    mixed = ((mixed ^ (mixed >> high)) * (2246822519 * one)) & mask
+    mask, high, low = _MASK * unit, 15 * unit, 13 * unit
+    mixed = ((index + unit) * (2654435761 * unit) + seed * (40503 * unit)) & mask
+    mixed = ((mixed ^ (mixed >> high)) * (2246822519 * unit)) & mask
     return mixed ^ (mixed >> low)
 
 
@@ -327,40 +316,38 @@ _NUM_GPUS, _NUM_NODES = "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NUM_NODES"
 _MAX_REFUSAL = 500
 
 
-class Admission:
-    """Checks of a node that run while the attempt is prepared."""
+def start_checks(
+    plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
+) -> Callable[[Callable[[], None]], str]:
+    """Start the checks of a node, which run while the attempt is prepared.
 
-    def __init__(
-        self, plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
-    ) -> None:
-        self._path, self._log = node.checks, log
-        self._gate: NodeGate | None = None
-        text = plan.environment.get(MODE)
-        if (mode := read_mode(text)) is None:
-            self._write(f"{MODE} is {text!r:.100}, expected stop, report or off. It is taken for stop.")
-        self._stops = mode in (None, STOP)
-        if mode == OFF:
-            return
-        try:
-            gpus = None if is_contained else _gpu_command(plan)
-            self._gate = NodeGate(machine_name(), _plan_checks(plan, job, is_contained), gpus)
-        except OSError as error:  # no process or descriptor is left: the commands will need some too
-            self._write(f"the checks of this node cannot start: {error}")
+    Return a function that waits for them, and returns why the attempt is not started here, or an empty text.
+    """
 
-    def refusal(self, meanwhile: Callable[[], None]) -> str:
-        """Return why the attempt is not started on this node, or an empty string."""
-        if self._gate is None:
-            return ""
-        found = self._gate.wait(meanwhile)
-        stopping = [one for one in found.failed if one.stops] if self._stops else []
-        for one in found.failed:
-            self._write(f"a check of this node failed: {describe_failures([one])}")
+    def write(text: str) -> None:
+        os.write(log, f"holdfast: {text}\n".encode())
+
+    def wait(meanwhile: Callable[[], None]) -> str:
+        found = gate.wait(meanwhile)
+        stopping = [check for check in found.failed if check.stops and mode != REPORT]
+        for check in found.failed:
+            write(f"a check of this node failed: {describe_failures([check])}")
         with suppress(OSError):  # the disk is full or broken, which a check has found
-            write_checks(self._path, dataclasses.replace(found, was_refused=bool(stopping)))
+            write_checks(node.checks, dataclasses.replace(found, was_refused=bool(stopping)))
         return describe_failures(stopping)[:_MAX_REFUSAL]
 
-    def _write(self, text: str) -> None:
-        os.write(self._log, f"holdfast: {text}\n".encode())
+    text = plan.environment.get(MODE)
+    if (mode := read_mode(text)) is None:
+        write(f"{MODE} is {text!r:.100}, expected stop, report or off. It is taken for stop.")
+    if mode == OFF:
+        return lambda _: ""
+    try:
+        gpus = None if is_contained else _gpu_command(plan)
+        gate = NodeGate(machine_name(), _plan_checks(plan, job, is_contained), gpus)
+    except OSError as error:  # no process or descriptor is left: the commands will need some too
+        write(f"the checks of this node cannot start: {error}")
+        return lambda _: ""
+    return wait
 
 
 def _plan_checks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from holdfast.jobs.environment import tag
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.containers.lease import ContainerRuntime, ContainerState, ImageSpec
+from holdfast.jobs.node.containers.container import ContainerRuntime, ContainerState, ImageSpec
 from holdfast.jobs.node.mounts.mount_records import Link, read_links, write_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
 from holdfast.jobs.node.roles import log_line
@@ -127,8 +128,7 @@ class _Warden:
             container = self._create()
         facts = self._inspect(container)
         if not facts.fields("State").flag("Running"):
-            with self._bash_expected():
-                self._run("start", container)
+            self._run("start", container)
             facts = self._inspect(container)
         pid = facts.fields("State").integer("Pid")
         process = processes.find(pid) if pid else None
@@ -161,14 +161,11 @@ class _Warden:
             self._run("pull", name, on_output=lambda data: os.write(sys.stdout.fileno(), data))
             image_id = self._ask("image", "inspect", name).text("Id")
         log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
-        with self._bash_expected():
-            return self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
+        return self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
 
     def _find_image(self) -> str | None:
         for name in dict.fromkeys((self._spec.image, qualified(self._spec.image))):
-            with suppress(
-                RetryLater
-            ):  # this machine does not have it, or pulling it fails for the same reason
+            with suppress(RetryLater):  # it is not on this machine, or pulling it fails for the same reason
                 return self._ask("image", "inspect", name).text("Id")
         return None
 
@@ -254,19 +251,6 @@ class _Warden:
         write_links(self._job, _at_home(read_links(self._job), home))  # as the job's programs report them
         write_atomic(self._folder.linked, container)
 
-    @contextmanager
-    def _bash_expected(self) -> Iterator[None]:
-        """Explain the failure of a runtime to start bash."""
-        try:
-            yield
-        except RetryLater as error:
-            if "bash" not in str(error):
-                raise
-            raise Unsupported(
-                f"The image {self._spec.image} has no bash, in which the commands of a task run, as on "
-                f"SkyPilot. Add it to the image, or choose another one. {error}"
-            ) from error
-
 
 def _at_home(links: list[Link], home: str) -> list[Link]:
     """Return links with the home of the image in the place of ~."""
@@ -279,6 +263,11 @@ def _at_home(links: list[Link], home: str) -> list[Link]:
 def explain(error: HoldfastError, spec: ImageSpec) -> str:
     """Return why a container does not run, and possible remedies."""
     text = str(error)
+    if re.match(r"`\w+ (create|start)` failed", text) and "bash" in text:
+        return (
+            f"The image {spec.image} has no bash, in which the commands of a task run, as on SkyPilot. "
+            f"Add it to the image, or choose another one. {text}"
+        )
     if "nvidia.com/gpu" in text or "could not select device driver" in text:
         return (
             f"{text}. GPUs in containers need NVIDIA's container toolkit; for podman also run "

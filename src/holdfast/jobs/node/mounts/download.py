@@ -13,6 +13,7 @@ from pathlib import Path
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater
+from holdfast.jobs.node.mounts.mount_records import MountSpec
 from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.writeback.journal import FOLDER
 from holdfast.system.linux.files import write_atomic
@@ -32,32 +33,44 @@ def exists(url: str) -> bool:
     return _one(address.url) is not None
 
 
-def download(url: str, to: Path, is_wanted: Callable[[], bool]) -> None:
-    """Download an object, or a folder with all objects below a URL, to a path.
+class BucketCopy:
+    """Copy of a bucket's prefix or object, mounted for a job. It stays for all attempts, without a server."""
 
-    Files of an interrupted download are not copied again. A complete download is left unchanged, so that all
-    attempts of a job see the same files.
-    """
-    done = to.with_name(f"{to.name}.done")
-    if done.exists():
-        return
-    began_s = time.monotonic()
-    store, entries, is_one = _listed(url)
-    folder = to.with_name(f"{to.name}.objects") if is_one else to
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _download_missing(url, store, entries, folder, is_wanted)
-        if is_one:
-            (folder / entries[0].name).replace(to)
-            shutil.rmtree(folder)
-        write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
-    except OSError as error:
-        if isinstance(error, HoldfastError):
-            raise
-        raise RetryLater(f"Cannot copy {url} to {to}: {error}.") from error
-    total = format_bytes(sum(entry.num_bytes for entry in entries))
-    seconds = time.monotonic() - began_s
-    log_line(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
+    is_open = True
+
+    def __init__(self, spec: MountSpec) -> None:
+        self._url, self._to = spec.place, Path(spec.path)
+
+    def open(self, is_wanted: Callable[[], bool]) -> None:
+        """Download an object, or a folder with all objects below a URL.
+
+        Files of an interrupted download are not copied again. A complete download is left unchanged, so that
+        all attempts of a job see the same files.
+        """
+        url, to = self._url, self._to
+        done = to.with_name(f"{to.name}.done")
+        if done.exists():
+            return
+        began_s = time.monotonic()
+        store, entries, is_one = _listed(url)
+        folder = to.with_name(f"{to.name}.objects") if is_one else to
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _download_missing(url, store, entries, folder, is_wanted)
+            if is_one:
+                (folder / entries[0].name).replace(to)
+                shutil.rmtree(folder)
+            write_atomic(done, json.dumps({"url": url, "unix_s": time.time()}))
+        except OSError as error:
+            if isinstance(error, HoldfastError):
+                raise
+            raise RetryLater(f"Cannot copy {url} to {to}: {error}.") from error
+        total = format_bytes(sum(entry.num_bytes for entry in entries))
+        seconds = time.monotonic() - began_s
+        log_line(f"copied {url} to {to}: {plural(len(entries), 'file')}, {total}, {seconds:.1f} s")
+
+    def close(self) -> None:
+        """Do nothing: the copy stays."""
 
 
 def _listed(url: str) -> tuple[Store, list[ObjectInfo], bool]:

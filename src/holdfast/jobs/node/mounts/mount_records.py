@@ -226,7 +226,7 @@ def enter_private_links(folder: JobFolder) -> None:
     folder.staging.mkdir(exist_ok=True)
     enter()
     # The deepest first: a directory that was covered is among the entries of those above it.
-    for parent in sorted(groups, key=lambda one: len(one.parts), reverse=True):
+    for parent in sorted(groups, key=lambda path: len(path.parts), reverse=True):
         add_links(parent, groups[parent], folder.staging)
 
 

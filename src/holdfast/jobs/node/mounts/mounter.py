@@ -12,18 +12,14 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.mounts.download import download
-from holdfast.jobs.node.mounts.lease import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
-from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, read_mount_specs
+from holdfast.jobs.node.mounts.download import BucketCopy
+from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, caches, read_mount_specs
+from holdfast.jobs.node.mounts.mounts import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
-from holdfast.jobs.node.mounts.uploads import mount_write_back, remove_copies, send_leftovers, upload_all
+from holdfast.jobs.node.mounts.uploads import WriteBack, remove_copies, uploading
 from holdfast.jobs.node.roles import log_line, start_controller
 from holdfast.jobs.records import JobRecord, Records
-from holdfast.jobs.writeback import Mount
-from holdfast.jobs.writeback.journal import FOLDER
-from holdfast.jobs.writeback.reconciliation import ASIDE
-from holdfast.jobs.writeback.status import has_uploader
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import format_duration
@@ -43,20 +39,15 @@ def serve(folder: Path) -> None:
     """Run the mounter. The caller holds its lock."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    job = JobFolder(folder.parents[2])
+    job, attempt = JobFolder(folder.parents[2]), int(folder.parent.name)
     scratch = read_scratch_owner(job)
     owner = scratch.task_id if scratch else _record(job).job.task_id
     if (folder / UPLOADS).exists():
-        _upload(job, folder.parent, owner, is_scratch=scratch is not None)
-    else:
-        _hold(job, folder, owner, is_scratch=scratch is not None)
-
-
-def _hold(job: JobFolder, folder: Path, owner: str, *, is_scratch: bool) -> None:
-    """Mount everything, and keep it mounted while a node needs it."""
-    mounter = Mounter(folder, read_mount_specs(job), int(folder.parent.name), owner)
+        _upload(job, attempt, owner, is_scratch=scratch is not None)
+        return
+    mounter = Mounter(folder, read_mount_specs(job), attempt, owner)
     try:
-        if is_scratch:
+        if scratch is not None:
             mounter.send_leftovers()
             mounter.wait_for_others()
         mounter.mount_all()
@@ -69,23 +60,22 @@ def _hold(job: JobFolder, folder: Path, owner: str, *, is_scratch: bool) -> None
         wake(job.wakeup)
 
 
-def _upload(job: JobFolder, attempt: Path, owner: str, *, is_scratch: bool) -> None:
+def _upload(job: JobFolder, attempt: int, owner: str, *, is_scratch: bool) -> None:
     """Upload what a job has written until the end of an attempt."""
-    number = int(attempt.name)
+    is_needed = _runner_need() if is_scratch else _job_need(job, attempt)
     shown_s: float | None = None  # time of the last line about missing files
-
-    def notify(unsent: UnsentFiles) -> None:
-        nonlocal shown_s
+    newest = UnsentFiles(is_settled=False, is_hopeless=False, summary="")
+    for unsent in uploading([WriteBack(spec, owner, attempt) for spec in caches(job)], is_needed):
+        if unsent == newest:
+            continue
+        newest = unsent
         if unsent.is_settled and shown_s is not None:
             log_line(unsent.summary or "all files of the job are in its bucket")
         elif not unsent.is_settled and (shown_s is None or time.monotonic() >= shown_s + _LOG_PAUSE_S):
             shown_s = time.monotonic()
             log_line(unsent.summary)
-        write_document(attempt / UNSENT, unsent)
+        write_document(job.attempt(attempt) / UNSENT, unsent)
         wake(job.wakeup)
-
-    is_needed = _runner_need() if is_scratch else _job_need(job, number)
-    upload_all(job, owner, number, on_status=notify, is_wanted=is_needed)
     if not is_scratch and _record(job).state.job_state.status.is_final:
         remove_copies(job)
 
@@ -130,20 +120,23 @@ class Mounter:
 
     def __init__(self, folder: Path, specs: list[MountSpec], attempt: int, owner: str) -> None:
         self._folder = folder
-        self._specs = specs
-        self._attempt, self._owner = attempt, owner
-        self._caches: dict[MountSpec, Mount] = {}
-        self._buckets: dict[MountSpec, BucketMount] = {}
+        self._mounts: dict[MountSpec, BucketCopy | BucketMount | WriteBack] = {}
+        for spec in specs:
+            if spec.kind is MountKind.COPY:
+                self._mounts[spec] = BucketCopy(spec)
+            elif spec.kind is MountKind.CACHE:
+                self._mounts[spec] = WriteBack(spec, owner, attempt)
+            else:
+                self._mounts[spec] = BucketMount(spec, folder / f"rclone-{Path(spec.path).name}.log")
         self._holders_fd = os.open(folder / HOLDERS, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         # A FIFO that never had a writer does not report that it has none.
         os.close(os.open(folder / HOLDERS, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def send_leftovers(self) -> None:
         """Upload what earlier attempts have left on this machine, and record that."""
-        for spec in self._specs:
-            if spec.kind is MountKind.CACHE:
-                about = (spec, self._owner, self._attempt, self.is_wanted)
-                self._patiently(lambda about=about: send_leftovers(*about))
+        for mount in self._mounts.values():
+            if isinstance(mount, WriteBack):
+                self._patiently(lambda mount=mount: mount.send_leftovers(self.is_wanted))
         (self._folder / SENT).touch()
 
     def wait_for_others(self) -> None:
@@ -155,30 +148,29 @@ class Mounter:
 
     def mount_all(self) -> None:
         """Mount everything, and record that it is ready."""
-        for spec in self._specs:
+        for spec, mount in self._mounts.items():
             began_s = time.monotonic()
             if spec.kind is not MountKind.COPY:  # a copy reports its own progress
                 log_line(f"mounting {spec.place} at {spec.key}")
-            self._patiently(lambda spec=spec: self._mount_one(spec))
+            self._patiently(lambda mount=mount: mount.open(self.is_wanted))
             if spec.kind is not MountKind.COPY:
-                log_line(
-                    f"mounted {spec.place} at {spec.key} in {format_duration(time.monotonic() - began_s)}"
-                )
+                took = format_duration(time.monotonic() - began_s)
+                log_line(f"mounted {spec.place} at {spec.key} in {took}")
         write_document(self._folder / READY, MountResult())
 
     def keep(self) -> None:
         """Replace mounts that disappear until the last node has released them."""
         troubles: dict[MountSpec, str] = {}
         while self.is_wanted(_CHECK_S):
-            for spec in self._specs:
-                if self._is_there(spec):
+            for spec, mount in self._mounts.items():
+                if mount.is_open:
                     troubles.pop(spec, None)
                     continue
                 if not self.is_wanted(_END_S):
                     return  # the processes of the attempt, whose mount it was, have just ended
                 try:
                     log_line(f"{spec.place} is no longer mounted at {spec.key}, mounting it again")
-                    self._mount_one(spec)
+                    mount.open(self.is_wanted)
                 except HoldfastError as error:
                     if troubles.get(spec) != str(error):
                         log_line(str(error))
@@ -186,10 +178,8 @@ class Mounter:
 
     def close(self) -> None:
         """Unmount everything. Uploaders continue until all files are uploaded."""
-        for bucket in self._buckets.values():
-            bucket.close()
-        for held in self._caches.values():
-            held.close()
+        for mount in self._mounts.values():
+            mount.close()
         os.close(self._holders_fd)
 
     def is_wanted(self, timeout_s: float = 0.0) -> bool:
@@ -198,37 +188,13 @@ class Mounter:
         poll.register(self._holders_fd, 0)  # reports only the end of the last holder
         return not poll.poll(timeout_s * 1000)
 
-    def _patiently(self, mount: Callable[[], None]) -> None:
+    def _patiently(self, action: Callable[[], None]) -> None:
         give_up_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
-                return mount()
+                return action()
             except RetryLater as error:
                 if not self.is_wanted() or time.monotonic() > give_up_s:
                     raise
                 log_line(f"{error} Trying again.")
                 self.is_wanted(_PAUSE_S)
-
-    def _mount_one(self, spec: MountSpec) -> None:
-        if spec.kind is MountKind.COPY:
-            download(spec.place, Path(spec.path), self.is_wanted)
-        elif spec.kind is MountKind.CACHE:
-            self._mount_cache(spec)
-        else:
-            bucket = self._buckets.setdefault(
-                spec, BucketMount(spec, self._folder / f"rclone-{Path(spec.path).name}.log")
-            )
-            bucket.open(self.is_wanted)
-
-    def _mount_cache(self, spec: MountSpec) -> None:
-        held = mount_write_back(spec, self._owner, self._attempt, self.is_wanted)
-        if (before := self._caches.pop(spec, None)) is not None:
-            before.close()
-        self._caches[spec] = held
-        if (aside := Path(spec.path) / FOLDER / ASIDE).is_dir():
-            log_line(f"files of earlier attempts that the bucket has newer versions of are in {aside}")
-
-    def _is_there(self, spec: MountSpec) -> bool:
-        if spec.kind is MountKind.CACHE:
-            return spec in self._caches and has_uploader(Path(spec.path))
-        return spec.kind is MountKind.COPY or (spec in self._buckets and self._buckets[spec].lives)

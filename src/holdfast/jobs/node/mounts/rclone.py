@@ -42,7 +42,7 @@ class BucketMount:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def lives(self) -> bool:
+    def is_open(self) -> bool:
         """True if the bucket is mounted and rclone is running."""
         return self._process is not None and self._process.poll() is None and fuse.is_mounted(self._path)
 

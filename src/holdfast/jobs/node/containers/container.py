@@ -1,4 +1,4 @@
-"""Container of a node as its job sees it: the runtime, the specification, and an attempt's lease on it."""
+"""Container of a node as its job sees it: the runtime, the specification, and the server that holds it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from pathlib import Path
 from typing_extensions import override
 
 from holdfast.errors import Unsupported
-from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import MountKind, read_links, read_mount_specs
-from holdfast.jobs.node.roles import Lease, ProcessRole
+from holdfast.jobs.node.roles import Server
 from holdfast.jobs.node_spec import read_environment
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
 from holdfast.system.linux.program_runs import run_program
@@ -132,13 +131,14 @@ class ContainerState:
     error: str = ""
 
 
-class ContainerLease(Lease):
-    """Lease of one attempt on the container of its node, which a warden holds."""
+class Container(Server):
+    """Container of a node, which a warden creates, keeps running, and removes at the end."""
 
-    def __init__(self, attempt: Path, folder: ContainerFolder, log: Path) -> None:
-        super().__init__(attempt, warden_of(folder), "its container was running")
-        self._folder, self._log = folder, log
-        self._job = JobFolder(attempt.parents[1])
+    before_ready = "its container was running"
+
+    def __init__(self, job: JobFolder, folder: ContainerFolder, log: Path) -> None:
+        super().__init__("warden", folder.path, log)
+        self.files, self._job = folder, job
         self._namespaces: JoinedNamespaces | None = None
         self.environment: dict[str, str] = {}  # variables that the image defines, once the container runs
 
@@ -152,13 +152,23 @@ class ContainerLease(Lease):
         if self._namespaces is not None:
             self._namespaces.close()
 
+    def release(self) -> None:
+        """Have the container removed by its warden: no command runs in it any more."""
+        self.files.unneeded.touch()
+        self.start()
+
+    @override
+    def start(self) -> bool:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return super().start()
+
     @override
     def _result(self) -> str | None:
         """Open the namespaces of the container, once it runs."""
-        state = read_document(self._folder.state, ContainerState)
+        state = read_document(self.files.state, ContainerState)
         if state is None or state.error:
             return state.error if state else None
-        if not self._role.is_alive:
+        if not self.is_alive:
             return None
         try:
             namespaces = open_namespaces(state.pid)
@@ -172,39 +182,24 @@ class ContainerLease(Lease):
         return ""
 
     @override
-    def _start(self) -> bool:
-        return start_warden(self._job, self._folder, self._log)
+    def _prepare(self) -> Mapping[str, str]:
+        self.files.state.unlink(missing_ok=True)  # of a warden that is dead, perhaps of another boot
+        base: Mapping[str, str] = {}
+        with suppress(FileNotFoundError):  # the job has ended
+            base = read_environment(self._job).base  # of its user, for the runtime's own settings
+        return base or os.environ
 
 
-def warden_of(folder: ContainerFolder) -> ProcessRole:
-    """Return the role of a container's warden."""
-    return ProcessRole("warden", folder.path, folder.lock)
-
-
-def start_warden(job: JobFolder, folder: ContainerFolder, log: Path) -> bool:
-    """Start the warden of a container, unless one is running. Return True if it was started."""
-    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    base: Mapping[str, str] = {}
-    with suppress(FileNotFoundError):  # the job has ended
-        base = read_environment(job).base  # of its user, for the runtime's own settings
-    environment = {name: value for name, value in (base or os.environ).items() if name != TAG}
-
-    def forget_dead() -> None:
-        folder.state.unlink(missing_ok=True)  # of a warden that is dead, perhaps of another boot
-
-    return warden_of(folder).start(log, environment=environment, before=forget_dead)
-
-
-def containers(job: JobFolder) -> list[tuple[int, ContainerFolder]]:
+def containers(job: JobFolder) -> dict[int, Container]:
     """Return the containers for all attempts that may exist, by rank."""
     if not job.image.exists():
-        return []
+        return {}
     ranks = sorted(int(path.parent.name) for path in job.path.glob("nodes/*/container"))
-    return [(rank, job.container(rank)) for rank in ranks if not job.container(rank).removed.exists()]
+    found = {rank: Container(job, job.container(rank), job.log(rank)) for rank in ranks}
+    return {rank: container for rank, container in found.items() if not container.files.removed.exists()}
 
 
 def release_containers(job: JobFolder) -> None:
     """Have the containers of a job that has ended removed, by their wardens."""
-    for rank, folder in containers(job):
-        folder.unneeded.touch()
-        start_warden(job, folder, job.log(rank))
+    for container in containers(job).values():
+        container.release()

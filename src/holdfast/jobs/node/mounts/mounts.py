@@ -15,12 +15,11 @@ from pathlib import Path
 from typing_extensions import override
 
 from holdfast.errors import Conflict
-from holdfast.jobs.environment import TAG
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs
-from holdfast.jobs.node.roles import Lease, ProcessRole
+from holdfast.jobs.node.roles import Server
 from holdfast.jobs.node_spec import read_environment
 
 HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
@@ -29,7 +28,6 @@ exists if it is to upload what is left."""
 UNSENT = "unsent.json"  # file in the folder of the attempt, with the newest status of the uploads
 _RELEASE_LIMIT_S = 15.0  # time limit for a released mounter to unmount
 _KEEPERS_LIMIT_S = 60.0  # time limit for keepers to write the staged saves of a completed job
-_PAUSE_S = 1.0  # pause between two starts of a mounter that uploads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,52 +46,32 @@ class MountResult:
     error: str = ""
 
 
-def mounter_of(attempt: Path) -> ProcessRole:
-    """Return the role of an attempt's mounter."""
-    return ProcessRole("mounter", attempt / "mounter", attempt / "mounter" / "lock")
+class Mounts(Server):
+    """Mounts of an attempt on this machine, which one mounter serves to all of its nodes."""
 
-
-def job_environment(job: JobFolder) -> dict[str, str]:
-    """Return the environment for a job's mounts, which contains the job's credentials."""
-    document = read_environment(job)
-    return {name: value for name, value in {**document.base, **document.task}.items() if name != TAG}
-
-
-class Mounts(Lease):
-    """Mounts of an attempt on this machine: attached by its nodes, released and uploaded after their end.
-
-    Args:
-        log: file for the output of the mounter. Default: that of the first node.
-        environment: returns the environment of the mounter, with the job's credentials. It raises
-            `FileNotFoundError` if the job has ended.
-    """
+    before_ready = "its mounts were ready"
 
     def __init__(
         self,
-        folder: JobFolder,
+        job: JobFolder,
         attempt: int,
         *,
         log: Path | None = None,
-        environment: Callable[[], Mapping[str, str]] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = folder  # of the job, or its scratch folder on this machine
-        super().__init__(
-            folder.attempt(attempt), mounter_of(folder.attempt(attempt)), "its mounts were ready"
-        )
-        self._log = log or folder.log(0)
-        self._environment = environment or (lambda: job_environment(folder))
-        self.specs, self._caches = read_mount_specs(folder), caches(folder)
+        super().__init__("mounter", job.attempt(attempt) / "mounter", log or job.log(0))
+        self.job, self.specs, self._caches = job, read_mount_specs(job), caches(job)
+        self._environment = environment  # None: that of the job, with its credentials
         self._fd: int | None = None  # keeps the mounts in place
         self._give_up_s: float | None = None
         self._keepers_s: float | None = None
-        self._next_upload_s = 0.0
 
     # -- attached --------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Keep the mounts in place as long as this process lives, or until the lease ends."""
-        holders = self._role.folder / HOLDERS
-        holders.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Keep the mounts in place as long as this process lives, or until they are closed."""
+        holders = self.folder / HOLDERS
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with suppress(FileExistsError):
             os.mkfifo(holders, 0o600)
         self._fd = os.open(holders, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -106,38 +84,58 @@ class Mounts(Lease):
 
     @override
     def _result(self) -> str | None:
-        found = read_document(self._role.folder / READY, MountResult)
+        found = read_document(self.folder / READY, MountResult)
         return None if found is None else found.error
 
     @override
-    def _start(self) -> bool:
-        if self._role.is_alive:
-            return False
+    def _prepare(self) -> Mapping[str, str] | None:
+        if self._environment is not None:
+            return self._environment
         try:
-            environment = self._environment()
+            document = read_environment(self.job)
         except FileNotFoundError:
-            return False  # the job has ended, and this node is being killed
-        return self._role.start(self._log, environment=environment)
+            return None  # the job has ended, and this node is being killed
+        return {**document.base, **document.task}
 
     # -- released --------------------------------------------------------------------------------------------
 
     def is_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
-        """Make progress, and return True if nothing is mounted and, until the deadline, all is uploaded."""
+        """Make progress with unmounting and uploading; return True if nothing more happens.
+
+        That is the case once all is uploaded, no upload can continue, or the deadline is over.
+        """
         if not self.specs:
             return True
-        if not self._is_released():
+        if self.is_alive and not (self.folder / UPLOADS).exists():
+            self._give_up_s = self._give_up_s or time.monotonic() + _RELEASE_LIMIT_S
+            if time.monotonic() > self._give_up_s:  # it hangs
+                self.kill()
             return False
-        fuse.unmount_below(self.folder.path)
+        fuse.unmount_below(self.job.path)
         if not self._caches:
             return True
         self._keepers_s = self._keepers_s or time.monotonic() + _KEEPERS_LIMIT_S
         if until_unix_s is None and time.monotonic() < self._keepers_s and has_keepers():
             return False
-        return self._is_sent(until_unix_s)
+        unsent = self.unsent()
+        if unsent is not None and (unsent.is_settled or unsent.is_hopeless):
+            return True
+        if until_unix_s is not None and time.time() >= until_unix_s:
+            return True
+        self._upload()
+        return False
+
+    def check_hope(self) -> None:
+        """Raise if files of a completed job cannot be uploaded."""
+        unsent = self.unsent()
+        if unsent is not None and unsent.is_hopeless:
+            raise Conflict(
+                f"The job has completed its work, but some of its files cannot be uploaded: {unsent.summary}"
+            )
 
     def unsent(self) -> UnsentFiles | None:
         """Return the newest status of uploads, or None if it has not been checked."""
-        return read_document(self._attempt / UNSENT, UnsentFiles) if self._caches else None
+        return read_document(self.folder.parent / UNSENT, UnsentFiles) if self._caches else None
 
     def missing(self) -> str:
         """Return which files are not uploaded. Empty for none, or if that has not been checked."""
@@ -150,40 +148,13 @@ class Mounts(Lease):
         # Most jobs do not need it, and its import takes as long as all others.
         from holdfast.jobs.node.mounts.uploads import upload_status
 
-        unsent = upload_status(self.folder)
+        unsent = upload_status(self.job)
         if not unsent.is_settled:
             self._upload()
         return unsent.summary
 
-    def _is_released(self) -> bool:
-        """Return True if no mounter holds the mounts any more. Kills one that hangs."""
-        if not self._role.is_alive or (self._role.folder / UPLOADS).exists():
-            return True
-        self._give_up_s = self._give_up_s or time.monotonic() + _RELEASE_LIMIT_S
-        if time.monotonic() > self._give_up_s:
-            self._role.kill()
-        return False
-
-    def _is_sent(self, until_unix_s: float | None) -> bool:
-        unsent = self.unsent()
-        if unsent is not None and unsent.is_settled:
-            return True
-        if until_unix_s is not None and time.time() >= until_unix_s:
-            return True
-        if unsent is not None and unsent.is_hopeless and until_unix_s is None:
-            raise Conflict(
-                f"The job has completed its work, but some of its files cannot be uploaded: {unsent.summary}"
-            )
-        self._upload()
-        return False
-
     def _upload(self) -> None:
         """Have a mounter upload what is left, unless one is running."""
-        if time.monotonic() < self._next_upload_s:
-            return
-        self._next_upload_s = time.monotonic() + _PAUSE_S
-        folder = self._role.folder
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._role.start(
-            self._log, environment=self._environment(), before=lambda: (folder / UPLOADS).touch()
-        )
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.folder / UPLOADS).touch()  # no node needs the mounts any more: the next mounter only uploads
+        self.poll()

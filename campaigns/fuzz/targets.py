@@ -732,7 +732,7 @@ def _run_committed(data: bytes) -> None:
 
 def _run_unsent(data: bytes) -> None:
     from holdfast.jobs.journal import read_document
-    from holdfast.jobs.node.mounts.mounts import UnsentFiles
+    from holdfast.jobs.node.mounts.attempt import UnsentFiles
 
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)

@@ -37,7 +37,7 @@ def run_job(harness: JobHarness, run: str, num_nodes: int) -> Job:
     return ended
 
 
-@pytest.mark.parametrize(("fill", "num_nodes"), [(FILL, 1), (FILL_BESIDE, 2)])
+@pytest.mark.parametrize(("fill", "num_nodes"), [(FILL, 1), (FILL_BESIDE, 2)], ids=["one", "two"])
 def test_work_that_has_succeeded_is_not_repeated(harness: JobHarness, fill: str, num_nodes: int) -> None:
     ended = run_job(harness, f"{fill}; true", num_nodes)
     assert ended.status is JobStatus.SUCCEEDED, harness.describe(ended)
@@ -46,7 +46,9 @@ def test_work_that_has_succeeded_is_not_repeated(harness: JobHarness, fill: str,
 
 
 @pytest.mark.parametrize(
-    ("run", "num_nodes"), [(FILL, 1), (f"{FILL_BESIDE}; test $SKYPILOT_NODE_RANK = 0", 2)]
+    ("run", "num_nodes"),
+    [(FILL, 1), (f"{FILL_BESIDE}; test $SKYPILOT_NODE_RANK = 0", 2)],
+    ids=["one", "two"],
 )
 def test_the_failure_of_a_node_names_the_full_disk(harness: JobHarness, run: str, num_nodes: int) -> None:
     ended = run_job(harness, run, num_nodes)

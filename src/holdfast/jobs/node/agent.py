@@ -15,8 +15,8 @@ from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import start_checks
 from holdfast.jobs.node.containers.container import Container
+from holdfast.jobs.node.mounts.attempt import Mounts
 from holdfast.jobs.node.mounts.mount_records import enter_private_links
-from holdfast.jobs.node.mounts.mounts import Mounts
 from holdfast.jobs.node.processes import Process
 from holdfast.jobs.node.roles import Server, start_controller
 from holdfast.jobs.node.virtual_environment import (

@@ -12,9 +12,9 @@ from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.mounts.attempt import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import caches, create_links, read_mount_specs
 from holdfast.jobs.node.mounts.mounter import OPEN, SENT
-from holdfast.jobs.node.mounts.mounts import Mounts, UnsentFiles
 from holdfast.jobs.node.mounts.scratch import (
     SCRATCH,
     ScratchOwner,

@@ -12,9 +12,9 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
+from holdfast.jobs.node.mounts.attempt import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
 from holdfast.jobs.node.mounts.download import BucketCopy
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, caches, read_mount_specs
-from holdfast.jobs.node.mounts.mounts import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
 from holdfast.jobs.node.mounts.rclone import BucketMount
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.node.mounts.uploads import WriteBack, remove_copies, uploading

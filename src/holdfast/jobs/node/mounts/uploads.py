@@ -11,8 +11,8 @@ from pathlib import Path
 
 from holdfast.errors import Denied, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.node.mounts.attempt import UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import MountSpec, caches
-from holdfast.jobs.node.mounts.mounts import UnsentFiles
 from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, remove_uploaded, status_of
 from holdfast.jobs.writeback.journal import FOLDER, Journal

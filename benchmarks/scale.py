@@ -164,7 +164,7 @@ def phase_restore(kind: str, world_size: int, home: Path, rank: int) -> dict[str
             regions = Sharding(tensor.shape, wanted).regions_of(mine) if name.startswith(stage) else ()
             for region in (one for one in regions if one.num_items):
                 targets[name] = [FillTarget(torch.empty(region.sizes, dtype=torch.bfloat16), region)]
-        jobs = plan_fill(manifest, targets, mine, Parts(store, manifest))
+        jobs = plan_fill(Parts(store, manifest), targets, mine)
         return len(jobs), sum(len(job.wanted) for job in jobs)
 
     restore_plan_s, (num_parts, num_reads) = timed(plan)

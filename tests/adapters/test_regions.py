@@ -112,7 +112,7 @@ def test_the_region_is_read_into_the_target(
         for at, num_bytes, sink in make_sinks(shard, region, target, max_gap_bytes=max_gap):
             for start in range(0, num_bytes, step):
                 stop = min(start + step, num_bytes)
-                sink.write(start, memoryview(content)[at + start : at + stop])
+                sink(start, memoryview(content)[at + start : at + stop])
         assert torch.equal(target, source[region.slices].to(dtype))
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return home, last_line(run_example("01_three_lines.py", home))
 
 
-def check_killed(name: str, folder: Path, resumed: str, straight: str | None = None, **env: str) -> None:
+def check_killed(name: str, folder: Path, resumed: str, straight: str | None = None, **env: Any) -> None:
     """Kill an example in its third save, start it again, and compare its result with that of a whole run."""
     straight = straight or last_line(run_example(name, folder / "straight", **env))
     assert re.search(r"[0-9a-f]{64}", straight)

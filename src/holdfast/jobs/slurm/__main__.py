@@ -23,7 +23,7 @@ def main() -> int:
         from holdfast.jobs.node.processes import end_other_attempts
         from holdfast.jobs.slurm.job_files import JobFiles
 
-        end_other_attempts(JobFiles(folder).read_job().task_id, None)
+        end_other_attempts(JobFiles(folder.path).read_job().task_id, None)
     else:
         from holdfast.jobs.slurm.runner import run_node
 

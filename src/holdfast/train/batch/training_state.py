@@ -76,12 +76,12 @@ class TrainingState:
 def collect_training_state(state: Any) -> TrainingState:
     """Collect the training state from an object, or from mappings and sequences of objects."""
     found = TrainingState([], [], [], [], [], [])
-    kinds: tuple[tuple[list[Any], type], ...] = (
+    kinds: list[tuple[list[Any], type]] = [
         (found.modules, nn.Module),
         (found.optimizers, torch.optim.Optimizer),
         (found.tensors, torch.Tensor),
         (found.generators, torch.Generator),
-    )
+    ]
     for value in _walk(state):
         known = next((values for values, kind in kinds if isinstance(value, kind)), None)
         if known is not None:

@@ -142,7 +142,11 @@ def test_strangers_see_nothing_of_a_keeper(shared: Path, user: int, monkeypatch:
         ckpt.save(1).wait_durable()
         lock_files = list(folder.rglob("*.lock"))
         assert lock_files
-        children = psutil.Process().children(recursive=True)
+        children = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        ]
         (keeper,) = [one.pid for one in children if "holdfast.checkpoint.keeper" in one.cmdline()]
         assert _as(user, _SPY, folder, keeper) == "[]\n"
         words = Path(f"/proc/{keeper}/cmdline").read_bytes()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cli.conftest import Command, append_event, runs_without_torch
+from holdfast.watch.report.page import chart_library
 
 
 @pytest.fixture
@@ -74,6 +75,7 @@ def test_a_missing_library_is_reported_with_its_extra(
     holdfast: Command, interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
+    chart_library.cache_clear()  # as in a new process
     holdfast("report", interrupted, "-o", tmp_path / "report.html").refused(
         "pip install 'torch-holdfast[report]'"
     )

@@ -22,8 +22,7 @@ ALONE = held_by((0,))
 
 def captured(tensors: dict[str, tuple[int, ShardLayout]], lowest: tuple[str, ...] = ()) -> Any:
     """A state of float32 vectors. Their memory is never touched."""
-    return SimpleNamespace(
-        tensors={name: torch.empty(size, device="meta") for name, (size, _) in tensors.items()},
+    structure = SimpleNamespace(
         shardings={
             name: Sharding((size,), ALONE if name in lowest else layout)
             for name, (size, layout) in tensors.items()
@@ -31,6 +30,8 @@ def captured(tensors: dict[str, tuple[int, ShardLayout]], lowest: tuple[str, ...
         lowest={name: tensors[name][1] for name in lowest},
         owned=frozenset(tensors),
     )
+    vectors = {name: torch.empty(size, device="meta") for name, (size, _) in tensors.items()}
+    return SimpleNamespace(tensors=vectors, structure=structure)
 
 
 def turns_on(state: Any, rank: int, *, within: int | None = None) -> Copies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import queue
 from pathlib import Path
 
@@ -480,6 +481,21 @@ def test_late_metrics_reach_the_checkpoints_that_are_in_home(fault: str) -> None
     bench.drain.close()
     assert read_metrics(bench.home, CheckpointId(1, 10)) == {"loss": 1.0}
     assert bench.home.size(names.metrics(20, 1)) is None
+
+
+def test_late_metrics_do_not_hold_up_the_end_while_home_fails() -> None:
+    """However many there are, they have the time that a keeper lingers, together."""
+    bench = Bench((10, 20), patience_s=math.inf)
+    drain = bench.make(dataclasses.replace(bench.config, linger_s=0.0))
+    bench.drain.close()
+    for step in (10, 20):
+        drain.request(CheckpointId(1, step))
+        bench.next_told()
+    bench.home.fail("put", RetryLater("503"), matching="metrics", times=None)
+    for step in (10, 20):
+        drain.update_metrics(CheckpointId(1, step), losses(1.0))
+    drain.close()
+    assert read_metrics(bench.home, CheckpointId(1, 10)) == {}
 
 
 def test_the_best_checkpoints_are_not_forgotten_for_newer_ones() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint.state import State, assign, per_rank, replicated
@@ -332,6 +333,18 @@ def group_of_one() -> Iterator[None]:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@pytest.mark.parametrize("is_fsdp", [False, True])
+def test_a_saved_sparse_buffer_without_a_live_one_is_unexpected(is_fsdp: bool) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacent", torch.eye(2).to_sparse())
+    live: Any = nn.Linear(2, 2)
+    if is_fsdp:
+        live = FullyShardedDataParallel(live, device_id=torch.device("cpu"))
+    with pytest.raises(InvalidInput, match="in the checkpoint but not in the live state"):
+        kept({"model": model}).restore(State({"model": live}))
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -29,6 +29,23 @@ def test_plain_values_are_assigned_to_the_users_mapping() -> None:
     assert objects == {"epoch": 3, "loss": 0.5, "name": "x", "none": None, "pair": (1, 2), "blob": b"ab"}
 
 
+class Listed(dict[str, Any]):
+    """A mapping whose items are set one by one, and whose `update` means something else."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.assigned = [*getattr(self, "assigned", ()), key]
+        super().__setitem__(key, value)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("not here")
+
+
+def test_values_are_assigned_one_by_one() -> None:
+    objects = Listed(epoch=0, rate=0.0)
+    kept({"epoch": 3, "rate": 0.5}).restore(State(objects))
+    assert (dict(objects), sorted(objects.assigned)) == ({"epoch": 3, "rate": 0.5}, ["epoch", "rate"])
+
+
 def test_later_changes_do_not_affect_captured_values() -> None:
     history = [1, {"a": [2]}]
     objects = {"history": history, "epoch": 1}

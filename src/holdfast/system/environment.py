@@ -142,7 +142,7 @@ class ReportedProgress:
             self.was_preempted |= report.integer("preempted") >= 0
         elif "place" in report and self.hang is None:
             self.hang = report.text("place")[:MAX_PLACE]
-        elif "diverged" in report and self.divergence is None:
+        elif "diverged" in report and report.integer("diverged") >= 0 and self.divergence is None:
             self.divergence = report.text("reason")[:MAX_PLACE]
 
 

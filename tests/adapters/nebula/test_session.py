@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import shutil
 import time
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import holdfast
 import holdfast.adapters.nebula as nm
 from adapters.damage import flip
 from holdfast.adapters.nebula import interface
+from holdfast.adapters.nebula.tag_index import TaggedCheckpoint, TagIndex
 from holdfast.errors import Corrupt, InvalidInput, NotFound, SaveWarning, Unsupported
 
 
@@ -34,7 +37,7 @@ def load(tag: str, name: str = "model", **how: Any) -> Any:
 
 def damage(home: str, step: int) -> None:
     """Flip a bit in the data of a step."""
-    (path,) = Path(home).glob(f"step-{step:08d}/*.safetensors")
+    (path,) = Path(home).rglob(f"step-{step:08d}/*.safetensors")
     flip(path)
 
 
@@ -211,6 +214,38 @@ def test_flush_copies_near_checkpoints_to_home(home: str) -> None:
         save(f"global_step{step}", {"n": step})
     nm.flush_persistence()
     assert [one["tiers"] for one in nm.list_checkpoints().values()] == [["local", "home"]] * 3
+
+
+def test_a_flush_passes_over_what_the_near_tiers_have_deleted(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They keep the newest only, and may delete an older checkpoint before it is sent."""
+    nm.init(home, 3600, 2, local=tmp_path / "near")
+    for step in range(1, 4):
+        save(f"global_step{step}", {"n": step})
+        nm.get_latest_checkpoint()  # waits until it is complete
+    listed = TagIndex.checkpoints
+
+    def checkpoints(index: TagIndex, likely_step: int | None = None) -> Iterator[TaggedCheckpoint]:
+        found = list(listed(index, likely_step))
+        shutil.rmtree(next((tmp_path / "near").rglob("step-00000002")))
+        return iter(found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TagIndex, "checkpoints", checkpoints)
+        nm.flush_persistence()
+    assert "global_step3" in nm.list_checkpoints(home)
+    assert "global_step2" not in nm.list_checkpoints(home)
+
+
+def test_a_flush_of_a_damaged_checkpoint_raises(home: str, tmp_path: Path) -> None:
+    nm.init(home, 3600, 5, local=tmp_path / "near")
+    for step in range(1, 4):
+        save(f"global_step{step}", {"t": torch.ones(1000)})
+        nm.get_latest_checkpoint()  # waits until it is complete
+    damage(str(tmp_path / "near"), 1)
+    with pytest.raises(Corrupt, match="Step 1 is not in home"):
+        nm.flush_persistence("global_step1")
 
 
 def test_near_tiers_keep_the_given_number_of_checkpoints(home: str, tmp_path: Path) -> None:

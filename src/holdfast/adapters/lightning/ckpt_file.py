@@ -80,6 +80,8 @@ def pickle_content(content: Mapping[str, Any]) -> Pickled:
         name, tensor = first.get(address, (f"objects.{key}", None))
         if name in storages or not 0 < len(name) <= MAX_NAME_CHARS // 2 or "@" in name:
             name = f"storages.{key}"
+        while name in storages:  # a user's own key may have such a name
+            name += "_"
         storages[name] = _whole(storage, tensor)
     return Pickled(out.getvalue(), storages)
 

@@ -41,6 +41,7 @@ from holdfast.checkpoint.exchange.packed_value import Packed, describe_partition
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
+from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning
 from holdfast.system import host_memory
@@ -49,6 +50,7 @@ from holdfast.system.callsite import warn
 _WATCH_S = 0.05
 _LAST_S = 5.0
 _POLL_S = 0.05
+_SEND_AGAIN_S = 1.0
 _num_coordinators: Counter[str] = Counter()
 
 
@@ -403,9 +405,7 @@ class Session:
             return
         for tagged in reversed(lacking):
             if tagged.step != writer.last:
-                writer.checkpointer.send_home(tagged.step)
-                while tagged.checkpoint.manifest.checkpoint_id not in index:
-                    time.sleep(_POLL_S)
+                _send_home(writer.checkpointer, index, tagged, is_required=tag is not None)
         if tag is None or any(tagged.step == writer.last for tagged in lacking):
             writer.checkpointer.wait()
 
@@ -453,3 +453,22 @@ class Session:
             )
         if self._is_closed.is_set():
             raise InvalidInput(f"The session of {self.home} has ended. Call init() again.")
+
+
+def _send_home(
+    checkpointer: Checkpointer, index: TagIndex, tagged: TaggedCheckpoint, *, is_required: bool
+) -> None:
+    """Wait until a checkpoint is in home, or in no tier any more: near ones keep only the newest."""
+    found = tagged.checkpoint.manifest.checkpoint_id
+    again_s = 0.0
+    while "home" not in (tiers := index.tiers_of(found)):
+        if not tiers:
+            if is_required:
+                raise NotFound(
+                    f"{tagged.tag} was deleted from the local tier before it was in home.", key=tagged.tag
+                )
+            return
+        if time.monotonic() >= again_s:  # again, since a newer checkpoint on its way home replaces older ones
+            checkpointer.send_home(tagged.step)
+            again_s = time.monotonic() + _SEND_AGAIN_S
+        time.sleep(_POLL_S)

@@ -274,12 +274,7 @@ class TagIndex:
         meta = checkpoint.values(0).get(META)
         if not isinstance(meta, dict):
             return None
-        every = {name: listing.saved.get(found) for name, listing in listings.items()}
-        tiers = tuple(  # in memory, one file is enough
-            name
-            for name, saved in every.items()
-            if saved is not None and (saved.is_committed or (name == "memory" and bool(saved.data)))
-        )
+        tiers = tuple(name for name, listing in listings.items() if _is_complete(listing, found, name))
         try:
             tagged = TaggedCheckpoint(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
             # Ranks may have completed a tag without any file.
@@ -291,10 +286,10 @@ class TagIndex:
             ) from error
         return None if is_empty else tagged
 
-    def __contains__(self, found: CheckpointId) -> bool:
-        """Return True if a checkpoint is complete in home."""
-        saved = list_home(self._tiers["home"], step=found.step).saved.get(found)
-        return saved is not None and saved.is_committed
+    def tiers_of(self, found: CheckpointId) -> list[str]:
+        """Return the tiers that have a checkpoint now. Home is listed last, so a copy on its way is seen."""
+        every = self._tiers.items()
+        return [name for name, store in every if _is_complete(list_home(store, step=found.step), found, name)]
 
     def last_step(self) -> int | None:
         """Return the step of the newest checkpoint with a readable manifest, or None."""
@@ -334,3 +329,10 @@ class PartitionMarker:
         if not text.startswith(_FIRST_LINE.encode()):
             return None
         return decode_dataclass(cls, text[len(_FIRST_LINE) :], str(path), any_text=True)
+
+
+def _is_complete(listing: Listing, found: CheckpointId, tier: str) -> bool:
+    saved = listing.saved.get(found)
+    if saved is None:
+        return False
+    return saved.is_committed or (tier == "memory" and bool(saved.data))  # in memory, one file is enough

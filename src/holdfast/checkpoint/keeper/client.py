@@ -76,6 +76,9 @@ class Keeper(SupervisedKeeper):
         self._released = released
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
+        self._sent_again: dict[
+            int, HoldfastError | None
+        ] = {}  # why a step that was sent later is not in home
         self._arenas_in_use: set[int] = set()
         self._turned_s = 0.0  # time at which the keeper turned to its next save
         self._delayed: Save | None = None  # the last one whose delay was reported
@@ -162,7 +165,12 @@ class Keeper(SupervisedKeeper):
             self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=save.step))
 
     def drain_checkpoint(self, checkpoint: CheckpointId) -> None:
-        """Send a checkpoint of the local tier home, of any attempt."""
+        """Send a checkpoint of the local tier home, of any attempt. Raises why the last try failed, once."""
+        with self.lock:
+            error = self.fenced or self._sent_again.get(checkpoint.step)
+            self._sent_again[checkpoint.step] = None
+        if error is not None:
+            raise error
         self.child.outbox.send(messages.DrainCheckpoint(attempt=checkpoint.attempt, step=checkpoint.step))
 
     def send_best(self, steps: Sequence[int], *, is_due: bool) -> None:
@@ -421,10 +429,12 @@ class Keeper(SupervisedKeeper):
         error = kind(f"Step {step} is not in home: {message.detail}", step=step)
         if isinstance(error, (Denied, RetryLater)):  # for too long; other errors concern this step only
             self.home_lost = error
-        else:
+        elif step not in self._sent_again:
             self.add_problem(str(error))
         if step in self._towards_home:
             self._towards_home.pop(step).mark_home_failed(error)
+        if step in self._sent_again:
+            self._sent_again[step] = error
 
 
 _closing: set[Keeper] = set()

@@ -153,7 +153,7 @@ class Drain:
     def close(self, newest: CheckpointId | None = None) -> None:
         """Complete everything that is due, also `newest` and the best, if it is given; earlier if fenced.
 
-        Blocks: until home has everything, or has failed for too long.
+        Blocks: until home has everything, or has failed for too long (for the last metrics: `linger_s`).
         """
         if newest is not None:
             with self._changed:
@@ -169,28 +169,40 @@ class Drain:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        failing_since_s: float | None = None
+        failing_since_s: dict[bool, float] = {}  # for checkpoints (False) and for metrics alone (True)
         while (work := self._next()) is not None:
-            checkpoint, send = work
+            checkpoint, metrics = work
+            of_metrics = metrics is not None
             try:
                 with bugs_as_errors(f"The drain of step {checkpoint.step}"):
-                    send(checkpoint)
+                    if metrics is not None:
+                        self._send_metrics(checkpoint, metrics)
+                    else:
+                        self._send(checkpoint)
             except HoldfastError as error:
-                now_s, is_first = time.monotonic(), failing_since_s is None
-                failing_since_s = now_s if failing_since_s is None else failing_since_s
-                outage_s = now_s - failing_since_s
-                if isinstance(error, TRANSIENT_ERRORS) and outage_s < self._config.patience_s:
-                    self._retry_later(checkpoint, error, is_first=is_first, outage_s=outage_s)
+                is_transient = isinstance(error, TRANSIENT_ERRORS)
+                now_s = time.monotonic()
+                outage_s = now_s - failing_since_s.setdefault(of_metrics, now_s)  # 0 at the first failure
+                if is_transient and outage_s < self._patience_s(of_metrics=of_metrics):
+                    self._retry_later(checkpoint, error, of_metrics=of_metrics, outage_s=outage_s)
                     continue
-                self._give_up(checkpoint, error, of_metrics=send == self._send_metrics)
+                if metrics is not None:
+                    self._give_up_metrics(checkpoint, metrics, error, with_others=is_transient)
+                else:
+                    self._give_up(checkpoint, error)
                 if isinstance(error, Conflict):  # fenced: the newer attempt drains
                     return
-            failing_since_s = None
+            failing_since_s.pop(of_metrics, None)
 
-    def _next(self) -> tuple[CheckpointId, Callable[[CheckpointId], None]] | None:
+    def _patience_s(self, *, of_metrics: bool) -> float:
+        """Return for how long a failing home is tried. At the end, metrics alone do not hold up the close."""
+        limit_s = self._config.patience_s
+        return min(limit_s, self._config.linger_s) if of_metrics and self._is_closing else limit_s
+
+    def _next(self) -> tuple[CheckpointId, SaveValues | None] | None:
         """Return the newest due checkpoint, else one of the best, else one with new metrics; None at the end.
 
-        Older ones that were due are dropped. The function sends what is returned.
+        Older ones that were due are dropped.
         """
         with self._changed:
             self._current = None
@@ -202,35 +214,44 @@ class Drain:
                 self._due.clear()
                 self._requested &= {checkpoint}
                 self._newest = max(self._newest, checkpoint)
-                return checkpoint, self._send
-            return (max(self._new_metrics), self._send_metrics) if self._new_metrics else None
+                return checkpoint, None
+            return max(self._new_metrics.items(), default=None, key=lambda item: item[0])
 
     def _retry_later(
-        self, checkpoint: CheckpointId, error: HoldfastError, *, is_first: bool, outage_s: float
+        self, checkpoint: CheckpointId, error: HoldfastError, *, of_metrics: bool, outage_s: float
     ) -> None:
-        """Keep what could not be sent, report the first of many tries, and wait."""
+        """Keep what could not be sent, report the first of many tries to send a checkpoint, and wait."""
         with self._changed:
-            if checkpoint == self._current:  # else its metrics, which are kept until they are sent
+            if not of_metrics:  # metrics are kept until they are sent
                 self._due.add(checkpoint)
             self._current = None
-        if is_first:
+        if outage_s == 0 and not of_metrics:
             self._reports.drain_delayed(checkpoint.step, error)
         # A share of the outage, not of the number of tries, since each new save is one more.
         pause_s = backoff.proportional(outage_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         with self._changed:
             self._changed.wait(pause_s)
 
-    def _give_up(self, checkpoint: CheckpointId, error: HoldfastError, *, of_metrics: bool) -> None:
+    def _give_up(self, checkpoint: CheckpointId, error: HoldfastError) -> None:
         with self._changed:
             self._current = None
-            if of_metrics:
-                del self._new_metrics[checkpoint]
-            else:
-                self._ready_best.discard(checkpoint)
-        if of_metrics:
-            self._reports.metrics_lost(checkpoint.step, error)
-        else:
-            self._reports.failed(checkpoint.step, error, in_home=not isinstance(error, Conflict))
+            self._ready_best.discard(checkpoint)
+        self._reports.failed(checkpoint.step, error, in_home=not isinstance(error, Conflict))
+
+    def _give_up_metrics(
+        self, checkpoint: CheckpointId, metrics: SaveValues, error: HoldfastError, *, with_others: bool
+    ) -> None:
+        """Drop metrics that could not be sent, `with_others` all of them: home has failed for too long."""
+        with self._changed:
+            if with_others:
+                self._new_metrics.clear()
+            self._drop_metrics(checkpoint, metrics)
+        self._reports.metrics_lost(checkpoint.step, error)
+
+    def _drop_metrics(self, checkpoint: CheckpointId, metrics: SaveValues) -> None:
+        """Forget metrics of a checkpoint, unless they have changed again. The caller holds the lock."""
+        if self._new_metrics.get(checkpoint) is metrics:
+            del self._new_metrics[checkpoint]
 
     def _is_overtaken(self, checkpoint: CheckpointId, waited_s: float) -> bool:
         """Return True if this rank should abandon a checkpoint whose other files are still missing.
@@ -378,14 +399,12 @@ class Drain:
 
     # -- metrics and history ---------------------------------------------------------------------------------
 
-    def _send_metrics(self, checkpoint: CheckpointId) -> None:
+    def _send_metrics(self, checkpoint: CheckpointId, metrics: SaveValues) -> None:
         """Replace the metrics of a checkpoint in home. Those of one on its way there are copied with it."""
-        metrics = self._new_metrics[checkpoint]
         if self._home.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None:
             put_metrics(self._home, self._config, checkpoint.step, metrics)
         with self._changed:
-            if self._new_metrics.get(checkpoint) is metrics:  # else they have changed again
-                del self._new_metrics[checkpoint]
+            self._drop_metrics(checkpoint, metrics)
 
     def _copy_history(self) -> None:
         """Copy this attempt's log. It is for people, so after a failure the next copy is enough."""

@@ -206,7 +206,6 @@ class Worker:
     def _persist(self, save: StagedSave) -> None:
         request, began = save.request, time.monotonic()
         metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request)
-        self._replace_metrics()  # once this save is persisted, the trainer forgets what it has sent before
         self._arenas.unmap_except({*request.arenas, request.arena})
         arena = self._arenas.map(request.arena, save.arena_fd)
         try:
@@ -222,6 +221,7 @@ class Worker:
         else:
             # Before the arena is released: a successor of this keeper must not need an arena that is reused.
             seconds, num_bytes = time.monotonic() - began, request.layout.data_bytes
+            self._replace_metrics()  # first: at the report, the trainer forgets what it has sent before
             self._reports.persisted(request.step, num_bytes=num_bytes, seconds=seconds)
             self._arenas.set_images(request.arena, self._files.images(request.step, request.layout))
             self._pending.append(PendingSave(request.step, num_bytes, request.to_home, save.received_s))

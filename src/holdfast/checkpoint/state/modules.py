@@ -146,6 +146,7 @@ class ModuleEntry(StateEntry):
             else:
                 plan.missing.append(row.name)
         plan.unexpected += trees
+        plan.used.update(references(_composites(trees)))  # they are listed by their own names
         if made or any(map(_has_own_load_code, module.modules())):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(made))
         _plan_hidden(plan, module, parts)
@@ -260,10 +261,12 @@ def saved_trees(plan: Load, key: str, parts: Iterable[Any]) -> dict[str, Any]:
         if not isinstance(extra, dict):
             raise Corrupt(f"{key}: the saved extra state of a module is damaged.", key=key)
         placed = placed_composites(values)  # also those of an imported dict
-        composites = {name: one for name, one in placed.items() if isinstance(one, SavedTensor)}
-        plan.used.update(references(composites))  # one that is left over is listed by its own name
-        trees = {**extra, **composites, **trees}
+        trees = {**extra, **_composites(placed), **trees}
     return {plan.rename(prefix + fqn): tree for fqn, tree in trees.items()}
+
+
+def _composites(trees: Mapping[str, Any]) -> dict[str, SavedTensor]:
+    return {name: tree for name, tree in trees.items() if isinstance(tree, SavedTensor)}
 
 
 def _plan_hidden(plan: Load, module: torch.nn.Module, parts: list[Any]) -> None:

@@ -280,7 +280,7 @@ class State:
         for entry in sorted(entries.values(), key=_get_is_first, reverse=True):
             if wanted is None or entry.key in wanted:
                 entry.plan(plan)
-        plan.add_step(LoadPhase.VALUE, partial(self._objects.update, plan.replaced))  # after those of entries
+        plan.add_step(LoadPhase.VALUE, partial(self._replace, plan.replaced))  # after those of entries
         if not with_rng:
             plan.leave(rng.KEY)
         elif wanted is None or rng.KEY in wanted:
@@ -312,6 +312,11 @@ class State:
         if with_rng:
             rng.plan(plan, *self._world(), own_rank=own_rank)
         return plan.complete([], strict=False)
+
+    def _replace(self, replaced: Mapping[str, Any]) -> None:
+        """Set the objects that a load has made anew, by top-level key."""
+        for key, new in replaced.items():  # not update(): a user's mapping may give it another meaning
+            self._objects[key] = new
 
     def _wanted(self, only: Collection[str] | None, kept: Collection[str]) -> set[str] | None:
         if only is None:

@@ -29,11 +29,14 @@ class NotRegular(OSError):
 def open_below(folder_fd: int, path: str, flags: int, mode: int = 0o666) -> int:
     """Open a file or folder below an open folder; return its descriptor. ELOOP: a part is a symbolic link.
 
-    The path is relative, without "." and ".." parts; "" is the folder itself. A FIFO does not block.
+    The path is relative, without "." parts; "" is the folder itself. A FIFO does not block. A path with ".."
+    is refused: it could lead out of the folder.
     """
     if not flags & O_PATH:
         flags |= os.O_NONBLOCK | os.O_NOCTTY
-    *folders, last = path.split("/")
+    *folders, last = parts = path.split("/")
+    if ".." in parts:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
     with _descended(folder_fd, folders, _open_part) as above:
         return _open_part(above, last or ".", flags, mode)
 

@@ -82,7 +82,9 @@ class Nodes:
     def _poll_node(self, node: _Node, killed_unix_s: float | None) -> None:
         is_alive = locks.is_held(node.folder.lock)  # first, as the outcome is written under the lock
         if is_alive and node.agent is None:
-            node.watch(next(iter(processes.of_role(AGENT, node.folder.path)), None))
+            found = processes.of_role(AGENT, node.folder.path)
+            pids = {process.pid for process in found}  # its children have its command line until they exec
+            node.watch(next((process for process in found if process.parent not in pids), None))
         outcome = read_outcome(node.folder.ended)
         if outcome is None and not is_alive:
             outcome = Outcome(Phase.RUN if node.folder.running.exists() else Phase.SETUP)

@@ -294,8 +294,9 @@ class _Runner:
                 self._orders = dataclasses.replace(orders, uploads=terms)
         if self._mounts is not None and orders.opens_mounts:
             self._mounts.allow()
-        if orders.kills:  # what waits for mounts or the container ends
-            (self._folder.attempt(self._attempt) / STOPPED).touch()
+        if orders.kills and (self._mounts is not None or self._container is not None):
+            with contextlib.suppress(OSError):  # what waits for mounts or the container ends
+                (self._folder.attempt(self._attempt) / STOPPED).touch()
 
     def _notify(self, source: str, deadline_unix_s: float) -> int:
         """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""

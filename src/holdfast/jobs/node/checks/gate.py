@@ -153,7 +153,8 @@ class _Child:
         if not has_ended:
             os.kill(self._pid, signal.SIGKILL)  # one in an uninterruptible wait stays until the disk answers
         status = os.waitpid(self._pid, 0 if has_ended else os.WNOHANG)[1]
-        data = os.pread(self._results, MAX_RESULT_BYTES, 0)
+        begin = max(0, os.fstat(self._results).st_size - MAX_RESULT_BYTES)  # results come last
+        data = os.pread(self._results, MAX_RESULT_BYTES, begin)
         for fd in (self.pidfd, self._results):
             os.close(fd)
         yield from read_results(data)

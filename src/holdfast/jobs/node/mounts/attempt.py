@@ -150,6 +150,7 @@ class Mounts(Server):
 
         unsent = upload_status(self.job)
         if not unsent.is_settled:
+            self._again_s = 0.0  # nobody polls after this, so the last mounter does not wait for its turn
             self._upload()
         return unsent.summary
 

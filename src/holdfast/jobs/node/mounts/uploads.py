@@ -210,9 +210,11 @@ def _is_final(error: HoldfastError | None) -> bool:
 
 def _sum(directories: Sequence[WriteBack]) -> UnsentFiles:
     found = [directory.unsent() for directory in directories]
+    is_settled = all(unsent.is_settled for unsent in found)
     return UnsentFiles(
-        is_settled=all(unsent.is_settled for unsent in found),
-        is_hopeless=any(unsent.is_hopeless for unsent in found),
+        is_settled=is_settled,
+        # A directory that cannot be uploaded does not end the uploads of the others.
+        is_hopeless=not is_settled and all(unsent.is_settled or unsent.is_hopeless for unsent in found),
         summary="; ".join(unsent.summary for unsent in found if unsent.summary),
     )
 

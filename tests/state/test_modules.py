@@ -336,6 +336,7 @@ def group_of_one() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_one")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # torch's, about FSDP1
 @pytest.mark.parametrize("is_fsdp", [False, True])
 def test_a_saved_sparse_buffer_without_a_live_one_is_unexpected(is_fsdp: bool) -> None:
     model = nn.Linear(2, 2)

@@ -26,7 +26,9 @@ def find_syncs(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]
     """Return kinds and lines found in a step that ends with `after(model, batch, loss)`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [{"params": []}, {"params": list(model.parameters())}]
+    )  # a group may be empty
 
     def step(batch: torch.Tensor) -> None:
         loss = model(batch).square().mean()

@@ -28,6 +28,24 @@ _BYTES_PER_WEIGHT = 12  # a float32 and AdamW's two averages of it
 _FIXED_WEIGHTS = BLOCKS * 12 * WIDTH**2 + (256 + CONTEXT) * WIDTH
 
 
+class TransformerBlock(nn.Module):
+    """A transformer block: causal attention and a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend, self.gather = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.think = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, position, WIDTH) float32 to the same shape."""
+        heads = self.attend(self.before(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        found = functional.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.dropout(self.gather(found.transpose(1, 2).flatten(-2)))
+        return x + self.dropout(self.think(self.between(x)))
+
+
 class Gpt(nn.Module):
     """A GPT over bytes and pairs of bytes.
 
@@ -38,10 +56,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.byte, self.place = nn.Embedding(256, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.pair = nn.Embedding(num_pairs, WIDTH)
-        block = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, activation="gelu", batch_first=True, norm_first=True
-        )
-        self.blocks = nn.TransformerEncoder(block, BLOCKS, enable_nested_tensor=False)
+        self.blocks = nn.Sequential(*(TransformerBlock() for _ in range(BLOCKS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         self.head.weight = self.byte.weight
         for table in (self.byte, self.place, self.pair):
@@ -51,8 +66,7 @@ class Gpt(nn.Module):
         """Map (batch, CONTEXT) int64 bytes to (batch, CONTEXT, 256) float32 logits of each next byte."""
         pairs = (text * 256 + functional.pad(text, (1, 0))[:, :-1]) % self.pair.num_embeddings
         x = self.byte(text) + self.pair(pairs) + self.place.weight
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
-        return self.head(self.norm(self.blocks(x, mask, is_causal=True)))
+        return self.head(self.norm(self.blocks(x)))
 
 
 def corpus() -> Tensor:

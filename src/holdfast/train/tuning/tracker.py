@@ -117,7 +117,7 @@ def _from_first_step(watcher: Watcher) -> Watching:
         return None
     inner = {id(child) for one in found.values() for child in one.module.modules() if child is not one.module}
     outermost = tuple(one for key, one in found.items() if key not in inner)
-    device = optimizer.param_groups[0]["params"][0].device
+    device = next(one for group in optimizer.param_groups for one in group["params"]).device
     return (yield from watcher(TrainingInfo(outermost, optimizer, device)))
 
 

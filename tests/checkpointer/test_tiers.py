@@ -135,5 +135,7 @@ def test_a_save_that_waited_for_memory_is_reported(tmp_path: Path) -> None:
         ckpt.save(2)
     lines, _ = read_lines(open_store(tmp_path))
     saved = {line["step"]: line["detail"] for line in lines if line["event"] == "saved"}
-    assert saved[1] == ""
-    assert re.fullmatch(r"waited \d+\.\d+ s for memory", saved[2])
+    waited = {step: re.fullmatch(r"waited (\d+\.\d+) s for memory", detail) for step, detail in saved.items()}
+    assert waited[2] is not None
+    # On busy cores the first save may wait for its prepared memory, too, for a moment.
+    assert waited[1] is None or float(waited[1][1]) < float(waited[2][1])

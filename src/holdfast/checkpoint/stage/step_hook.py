@@ -29,6 +29,11 @@ class LastStep:
     gradient: tuple[int, int] | None  # id and version of one gradient that it uses
 
 
+_untraced: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+"""`torch.compiler.disable`, in the form that imports torch._dynamo at the first step instead of at once.
+
+That import takes a second. Each optimizer does it anyway, so a step finds it done, and a state without an
+optimizer needs none."""
 _Foreign = threading._DummyThread  # pyright: ignore[reportPrivateUsage] - the only sign of Python's own
 
 
@@ -58,9 +63,9 @@ class StepHook:
                 owner._record(optimizer)
                 bound(optimizer)
 
-        call: Any = torch.compiler.disable(before_update)
+        call: Any = _untraced(before_update)
 
-        @torch.compiler.disable
+        @_untraced
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             closure = _closure_of(optimizer, args, kwargs)
             if closure is None:

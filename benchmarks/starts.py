@@ -1,0 +1,157 @@
+"""Starts of a training: from the end of `import torch` to a restored state, each in a fresh process.
+
+Each program gets 1.5 GB of plain tensors back, or only constructs a Checkpointer. torch.load and safetensors
+load the same tensors from a file of their own. The raw read and the copy in memory of the same bytes, before and after each of Holdfast's restores,
+are the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import limits
+import machine
+from intervals import interval_of
+from pagecache import cached_share, evict, files_under
+from rich.console import Console
+from rich.table import Table
+from source_path import environment
+
+HERE = Path(__file__).resolve().parent
+BEGIN = "import json, sys, time, torch\nshapes = json.loads(sys.argv[2]); began = time.perf_counter()\n"
+STATE = "state = {name: torch.empty(shape) for name, shape in shapes}\n"
+END = "print(json.dumps({'whole_s': time.perf_counter() - began, 'part_s': part, 'modules': len(sys.modules)}))\n"
+OPTIMIZER = (
+    "model = torch.nn.Linear(3, 3); optimizer = torch.optim.AdamW(model.parameters())\n"
+    "began = time.perf_counter()\n"
+)
+PROGRAMS = {
+    "construct": "import holdfast\nholdfast.Checkpointer(sys.argv[1], {'w': torch.zeros(3)}, quiet=True)\npart = 0\n",
+    "construct-optimizer": (
+        OPTIMIZER + "import holdfast\n"
+        "holdfast.Checkpointer(sys.argv[1], {'m': model, 'o': optimizer}, quiet=True)\npart = 0\n"
+    ),
+    "holdfast": STATE
+    + (
+        "import holdfast\n"
+        "checkpointer = holdfast.Checkpointer(sys.argv[1], state, quiet=True)\n"
+        "part = time.perf_counter()\ncheckpointer.restore()\npart = time.perf_counter() - part\n"
+    ),
+    "torch.load": "state = torch.load(sys.argv[1], weights_only=True)\npart = 0\n",
+    "safetensors": "from safetensors.torch import load_file\nstate = load_file(sys.argv[1])\npart = 0\n",
+}
+LOADS = ("holdfast", "torch.load", "safetensors")
+console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+
+Run = dict[str, float]
+
+
+def main() -> int:
+    """Measure all programs in turns, and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--state", default="gpt2-124m", help="one of the states of states.py")
+    parser.add_argument(
+        "--dir", type=Path, default=HERE.parent / ".bench", help="where the files are written"
+    )
+    parser.add_argument("--out", type=Path, help="default results/starts_<hardware>_<date>.json")
+    options = parser.parse_args()
+    options.dir.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=options.dir) as name:
+        folder = Path(name)
+        shapes = _save_all(options.state, folder)
+        runs = [_round(number, folder, shapes) for number in range(options.rounds)]
+    _report(options, runs)
+    return 0
+
+
+def _save_all(state: str, folder: Path) -> str:
+    """Save the tensors in all formats, in a process of its own. Return their names and shapes as JSON."""
+    code = (
+        "import json, sys, torch; sys.path.insert(0, sys.argv[2])\n"
+        "import holdfast, states, safetensors.torch\n"
+        "tensors = states.build(sys.argv[3]).tensors(); folder = sys.argv[1]\n"
+        "torch.save(tensors, f'{folder}/torch.load')\n"
+        "safetensors.torch.save_file(tensors, f'{folder}/safetensors')\n"
+        "with holdfast.Checkpointer(f'{folder}/holdfast', tensors, quiet=True) as ckpt:\n"
+        "    ckpt.save(1).wait_durable()\n"
+        "print(json.dumps([[name, list(tensor.shape)] for name, tensor in tensors.items()]))\n"
+    )
+    return _output(code, str(folder), str(HERE), state)
+
+
+def _round(number: int, folder: Path, shapes: str) -> Run:
+    run: Run = {"round": number}
+    for name in ("construct", "construct-optimizer"):
+        found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(folder / "empty"), shapes))
+        run |= {f"{name}_s": found["whole_s"], f"{name}_modules": found["modules"]}
+        shutil.rmtree(folder / "empty", ignore_errors=True)
+    largest = max(files_under(folder / "holdfast"), key=lambda path: path.stat().st_size)
+    run["raw_read_s"] = min(limits.read_file_raw(largest).values())
+    for name in LOADS:
+        for kind in ("cold", "warm"):
+            path = folder / name
+            if kind == "cold":
+                evict(path)
+            else:
+                for file in files_under(path):
+                    file.read_bytes()
+            run[f"{name}_{kind}_cached"] = cached_share(path)
+            found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(path), shapes))
+            run[f"{name}_{kind}_s"] = found["whole_s"]
+            if name == "holdfast":
+                run[f"restore_{kind}_s"] = found["part_s"]
+    run["memcpy_s"] = _memcpy_s(shapes)
+    console.print("  ".join(f"{key} {value:.3f}" for key, value in run.items() if key.endswith("_s")))
+    return run
+
+
+def _memcpy_s(shapes: str) -> float:
+    """Return the seconds of the faster of two ways to copy the tensors in memory, in a process of its own."""
+    code = (
+        "import json, sys, torch; sys.path.insert(0, sys.argv[2])\n"
+        "import limits, states\n"
+        "class Plain:\n"
+        "    device = torch.device('cpu')\n"
+        "    def tensors(self): return {n: torch.randn(s) for n, s in json.loads(sys.argv[1])}\n"
+        "print(limits.copy_in_memory(Plain())['memcpy_s'])\n"
+    )
+    return float(_output(code, shapes, str(HERE)))
+
+
+def _output(code: str, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], check=True, stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _report(options: argparse.Namespace, runs: list[Run]) -> None:
+    facts = machine.describe(options.dir)
+    table = Table("", "estimate", "95 % interval", title=f"starts, {options.state}, {options.rounds} rounds")
+    for key in runs[0]:
+        if key.endswith("_s"):
+            found = interval_of([run[key] for run in runs])
+            table.add_row(
+                key.removesuffix("_s"), f"{found.estimate:.3f} s", f"{found.low:.3f} to {found.high:.3f} s"
+            )
+    console.print(table)
+    medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    document: dict[str, Any] = {"machine": facts, "state": options.state, "medians": medians, "runs": runs}
+    path = options.out or machine.results_path("starts", facts)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

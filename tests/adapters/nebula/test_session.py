@@ -238,6 +238,18 @@ def test_a_flush_passes_over_what_the_near_tiers_have_deleted(
     assert "global_step2" not in nm.list_checkpoints(home)
 
 
+def test_a_flush_sends_what_an_earlier_start_left_in_the_local_tier(home: str, tmp_path: Path) -> None:
+    for steps in ((1, 2), (3,)):
+        nm.init(home, 3600, 5, local=tmp_path / "near")
+        for step in steps:
+            save(f"global_step{step}", {"n": step})
+            nm.get_latest_checkpoint()  # waits until it is complete
+        if steps == (1, 2):
+            interface.end()  # only the newest is in home now
+    nm.flush_persistence()
+    assert [one["tiers"] for one in nm.list_checkpoints().values()] == [["local", "home"]] * 3
+
+
 def test_a_flush_of_a_damaged_checkpoint_raises(home: str, tmp_path: Path) -> None:
     nm.init(home, 3600, 5, local=tmp_path / "near")
     for step in range(1, 4):

@@ -373,7 +373,7 @@ class Session(TrainerRun):
         self.announce("loaded step %d of %s (%s)", chosen.step, chosen.home, chosen.folder)
 
     def continue_after(self, folder: str) -> None:
-        """Continue the run after a folder that Accelerate has written itself was loaded."""
+        """Continue the run from a folder that Accelerate itself has written and just loaded."""
         self._chosen = None
         self._continue_home()
         self._set_iteration()

@@ -193,7 +193,7 @@ class DataPosition:
     # -- a pass ----------------------------------------------------------------------------------------------
 
     def batches_of_pass(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yield the batches of a pass of a loader.
+        """Yield the batches of one pass over a loader.
 
         Generators that a pass draws from when it begins, for the order of the data, are set to their states
         at the beginning of the pass that it continues, and set back before the first batch.

@@ -172,7 +172,7 @@ class Session(CheckpointEngine):
             self._stock.create(info)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Collect the content of a file; write what does not belong to a tag."""
+        """Collect the content of a file of the tag; write any other file at once, as DeepSpeed does."""
         name = None if self._tagged is None else name_in(self._tagged, path)
         if name is None:
             self._stock.save(state_dict, path)

@@ -469,6 +469,6 @@ def _send_home(
                 )
             return
         if time.monotonic() >= again_s:  # again, since a newer checkpoint on its way home replaces older ones
-            checkpointer.send_home(tagged.step)
+            checkpointer.send_home(found.step, attempt=found.attempt)
             again_s = time.monotonic() + _SEND_AGAIN_S
         time.sleep(_POLL_S)

@@ -220,7 +220,7 @@ class Session(TrainerRun, TrainerCallback):
         return _Source(checkpointer, step, self._state[TRAINER_STATE], progress)
 
     def _load(self, *keys: str) -> _Source:
-        """Load some keys of the checkpoint that training resumes from, which is returned."""
+        """Load some keys of the checkpoint that training resumes from, and return the checkpoint."""
         source = self.source
         assert source is not None
         if keys:
@@ -317,7 +317,7 @@ class Session(TrainerRun, TrainerCallback):
 
     @override
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save what was left to the end of the epoch."""
+        """Ask for the save of the epoch, which was put off until its evaluation and its log entry."""
         if self._saves_at_epoch_end:
             control.should_save, self._saves_at_epoch_end = True, False
         if self._must_stop(control):

@@ -199,7 +199,7 @@ class Shard:
 
     @property
     def region(self) -> Region:
-        """Its region of the whole tensor."""
+        """Region of the whole tensor that the shard covers."""
         return Region(self.offsets, self.sizes)
 
     @property

@@ -165,7 +165,11 @@ class Keeper(SupervisedKeeper):
             self.drain_checkpoint(CheckpointId(attempt=self.config.attempt, step=save.step))
 
     def drain_checkpoint(self, checkpoint: CheckpointId) -> None:
-        """Send a checkpoint of the local tier home, of any attempt. Raises why the last try failed, once."""
+        """Send a checkpoint of the local tier home, of any attempt.
+
+        Raises:
+            HoldfastError: the last try to send this step failed, or a newer attempt has claimed the run.
+        """
         with self.lock:
             error = self.fenced or self._sent_again.get(checkpoint.step)
             self._sent_again[checkpoint.step] = None

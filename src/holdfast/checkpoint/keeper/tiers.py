@@ -95,7 +95,7 @@ class KeeperTiers:
         if self._committer is not None:  # else `mark_complete` follows
             if committed.ancestors is not None:
                 self._deletion.add(checkpoint, committed.ancestors)
-            # As of the newest: an older save that commits after it would not count, seen from there.
+            # Retention judges from its newest checkpoint: this save may be older than one that is complete.
             self._deletion.request()
 
     def drop(self, drop: DropSave) -> None:

@@ -203,14 +203,20 @@ class Checkpointer(TrainingLoop):
         with self._training.guard("prepare()"):
             self._training.attempt.prepare()
 
-    def send_home(self, step: int) -> None:
-        """Copy an older save of this attempt from `local` to home, in the background.
+    def send_home(self, step: int, *, attempt: int | None = None) -> None:
+        """Copy an older save from `local` to home, in the background.
+
+        Args:
+            attempt: of the save; None for this one.
+
+        Raises:
+            HoldfastError: the last such copy of this step failed, or a newer attempt has claimed the run.
 
         Ranks: every rank calls it; not collective.
         """
         step, keeper = parse_step(step, "send_home()"), self._training.attempt.keeper
         if keeper is not None and keeper.config.local is not None:
-            keeper.drain_checkpoint(CheckpointId(attempt=keeper.config.attempt, step=step))
+            keeper.drain_checkpoint(CheckpointId(attempt=attempt or keeper.config.attempt, step=step))
 
     def wait(self, timeout: Duration | None = None) -> None:
         """Wait until everything saved so far is durable, and the newest save is in home.

@@ -93,7 +93,7 @@ class MetricsBuffer:
 
     @contextlib.contextmanager
     def of_save(self, step: int) -> Iterator[SaveValues]:
-        """Yield the metrics of a save, which the body submits. Call `flush` with its step before."""
+        """Yield the metrics of a save to the block that submits the save. Call `flush` for the step first."""
         with self._lock:  # a change that overtook its save would be of a save that the keeper does not know
             yield self._saves.send(step)
 

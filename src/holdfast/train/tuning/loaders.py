@@ -125,7 +125,7 @@ class LoaderMonitor:
 
 
 def _replace(kind: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace a method by what `make` makes of it. Return the function that undoes this."""
+    """Replace a method with the one that `make` returns for it. Return the function that undoes this."""
     own, before = name in vars(kind), getattr(kind, name)
     setattr(kind, name, make(before))
     return lambda: setattr(kind, name, before) if own else delattr(kind, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import random
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
+
+from msgspec import to_builtins
 
 from campaigns.fuzz.mutation import (
     Mutation,
@@ -564,17 +565,14 @@ def _run_message(data: bytes) -> None:
         packets.receive(b)
 
 
-def _run_dataclass(cls: type, data: bytes) -> None:
-    from holdfast.system.documents import decode_dataclass
+def _run_struct(cls: type, data: bytes) -> None:
+    from holdfast.system.documents import decode_as
 
-    decode_dataclass(cls, data, "document", any_text=True)
+    decode_as(cls, data, "document", any_text=True)
 
 
-def _dataclass_seeds(value: Any) -> list[bytes]:
-    def plain(one: Any) -> Any:
-        return sorted(one) if isinstance(one, (set, frozenset)) else getattr(one, "value", str(one))
-
-    return [json.dumps(dataclasses.asdict(value), default=plain).encode()]
+def _struct_seeds(value: Any) -> list[bytes]:
+    return [json.dumps(to_builtins(value)).encode()]
 
 
 def _records() -> dict[str, Callable[[], Any]]:
@@ -625,7 +623,7 @@ def _records() -> dict[str, Callable[[], Any]]:
 
 
 def _run_record(make: Callable[[], Any], data: bytes) -> None:
-    _run_dataclass(type(make()), data)
+    _run_struct(type(make()), data)
 
 
 # -- notices, words and texts -------------------------------------------------------------------------------
@@ -1133,7 +1131,7 @@ def every() -> dict[str, Target]:
         Target("journal", lambda: [_journal_seed()], _run_journal, _mutate_journal),
         Target("keeper-messages", _messages, _run_message, mutate_json),
         *(
-            Target(name, lambda make=make: _dataclass_seeds(make()), partial(_run_record, make), mutate_json)
+            Target(name, lambda make=make: _struct_seeds(make()), partial(_run_record, make), mutate_json)
             for name, make in _records().items()
         ),
         Target("notices", _notice_seeds, _run_notice, mutate_json),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.jobs.node import processes
 from holdfast.jobs.records import Records
@@ -162,5 +162,5 @@ def _be_of_an_earlier_boot(records: Records, number: int) -> None:
     """Change a job's record as if the machine had been restarted since."""
     record = records.get(number)
     assert record.state.clock is not None
-    earlier = dataclasses.replace(record.state.clock, boot_id="an-earlier-boot")
+    earlier = replace(record.state.clock, boot_id="an-earlier-boot")
     records.save(record.with_state(clock=earlier, unix_s=record.job.submitted_unix_s))

@@ -6,6 +6,7 @@ import os
 import queue
 import tempfile
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,19 @@ def uploader(
     *,
     limit_bytes: int = 1 << 30,
     turn: int = 0,
-    **known: set[str],
+    known: Collection[str] = (),
+    lacking: Collection[str] = (),
 ) -> CacheUploader:
     return CacheUploader(
-        store, KEY, FACTS, attempt=attempt, rank=rank, limit_bytes=limit_bytes, turn=turn, **known
+        store,
+        KEY,
+        FACTS,
+        attempt=attempt,
+        rank=rank,
+        limit_bytes=limit_bytes,
+        turn=turn,
+        known=known,
+        lacking=lacking,
     )
 
 

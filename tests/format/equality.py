@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 import numpy as np
+from msgspec.structs import astuple
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import SavedDataclass, SavedNamedTuple
@@ -42,7 +43,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (argparse.Namespace, types.SimpleNamespace)):
         return same(vars(a), vars(b))
     if isinstance(a, (SavedDataclass, SavedNamedTuple, SavedTensor)):
-        return same([getattr(a, name) for name in a.__slots__], [getattr(b, name) for name in b.__slots__])
+        return same(astuple(a), astuple(b))
     if isinstance(a, dict):
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
     return content(a) == content(b)

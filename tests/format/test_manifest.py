@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from format.drawing import catalogs, run_ids, sections, text
 from holdfast.checkpoint.format import manifest
@@ -134,7 +134,7 @@ def test_a_tensor_that_is_both_per_rank_and_shared_is_refused() -> None:
 def test_a_part_with_a_wrong_number_of_starts_is_refused(num_starts: int) -> None:
     ranks = parts_of([EXAMPLE, EXAMPLE], OWN)
     assert merge(ranks).world_size == 2
-    ranks[0] = dataclasses.replace(ranks[0][0], starts_text=dumps([0] * num_starts)), b""
+    ranks[0] = replace(ranks[0][0], starts_text=dumps([0] * num_starts)), b""
     with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} shards, but the catalogs list 4"):
         merge(ranks)
 
@@ -143,7 +143,7 @@ def test_a_part_with_a_wrong_number_of_starts_is_refused(num_starts: int) -> Non
 def test_parts_of_different_checkpoints_are_not_merged(fact: str) -> None:
     ranks = parts_of([catalog(), catalog()])
     change = {"run": "x", "ancestors": ((1, 399),)}.get(fact, 3)
-    other = dataclasses.replace(ranks[1][0], **{fact: change})
+    other = replace(ranks[1][0], **{fact: change})
     with pytest.raises(InvalidInput, match=f"rank 1 has {fact}=") as caught:
         merge([ranks[0], (other, ranks[1][1])])
     assert (caught.value.rank, caught.value.step) == (1, 500)
@@ -163,7 +163,7 @@ def test_missing_and_repeated_parts_are_refused() -> None:
 
 def test_an_invalid_catalog_is_corrupt() -> None:
     ((one, document),) = parts_of([catalog()])
-    broken = dataclasses.replace(one, catalog_text=b"[]", catalog_digest=digest(b"[]"))
+    broken = replace(one, catalog_text=b"[]", catalog_digest=digest(b"[]"))
     with pytest.raises(Corrupt, match="the catalog of rank 0"):
         merge([(broken, document)])
 
@@ -181,11 +181,11 @@ def manifests(draw: st.DrawFn) -> Manifest:
     facts = {"run": draw(run_ids), "step": draw(st.integers(0, MAX_STEP))}
     facts["attempt"] = draw(st.integers(1, MAX_ATTEMPT))
     parts = [
-        (dataclasses.replace(part, ancestors=ancestors, **facts), document)
+        (replace(part, ancestors=ancestors, **facts), document)
         for part, document in parts_of([common] * len(ranks), own)
     ]
     merged = manifest.merge(parts, id=draw(text), created_unix_s=draw(st.floats(0, 1e12)))
-    return dataclasses.replace(merged, watches=draw(sections))
+    return replace(merged, watches=draw(sections))
 
 
 @given(manifests())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from format.drawing import catalogs, dtypes, run_ids, sections, tensor_names, text
 from holdfast.checkpoint.format import part
@@ -88,9 +88,9 @@ def lines_of(value: Part) -> list[bytes]:
 
 @given(parts(), sections)
 def test_parts_with_other_findings_have_the_same_files(value: Part, others: dict[str, Section]) -> None:
-    other = dataclasses.replace(value, watches=others)
+    other = replace(value, watches=others)
     assert part.differ_in_watches_only(document(value), document(other), "part")
-    moved = dataclasses.replace(value, step=value.step + 1)
+    moved = replace(value, step=value.step + 1)
     assert not part.differ_in_watches_only(document(value), document(moved), "part")
 
 
@@ -183,7 +183,7 @@ def test_every_flipped_bit_is_detected() -> None:
 @pytest.mark.parametrize("hashes", ["", digest(b"a"), digest(b"a") * 3, digest(b"a") + digest(b"b")[:31]])
 def test_a_wrong_number_of_chunk_hashes_is_corrupt(hashes: str) -> None:
     """A byte that no hash covers could not be verified."""
-    value = dataclasses.replace(example(), file=DataFile(100_000, 65536, hashes))
+    value = replace(example(), file=DataFile(100_000, 65536, hashes))
     with pytest.raises(Corrupt, match="digits of chunk hashes for 2 chunks"):
         part.parse(document(value), "part")
 
@@ -250,14 +250,14 @@ def test_starts_that_cannot_be_parsed_raise_when_they_are_used(starts: bytes) ->
 
 @pytest.mark.parametrize("starts", [(), (4096,), (4096,) * 3])
 def test_more_or_fewer_starts_than_shards_are_corrupt(starts: tuple[int, ...]) -> None:
-    found = part.parse(document(dataclasses.replace(example(), starts_text=dumps(starts))), "part")
+    found = part.parse(document(replace(example(), starts_text=dumps(starts))), "part")
     match = f"the starts of {len(starts)} shards, but by its catalog rank 0 wrote 2"
     with pytest.raises(Corrupt, match=match):
         _ = found.shards
 
 
 def test_an_invalid_catalog_raises_when_it_is_used() -> None:
-    broken = dataclasses.replace(example(), catalog_text=b"{}")
+    broken = replace(example(), catalog_text=b"{}")
     found = part.parse(document(broken), "the-part")
     with pytest.raises(Corrupt, match="the-part"):
         _ = found.catalog

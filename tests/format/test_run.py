@@ -106,5 +106,5 @@ def test_a_rollback_outside_of_the_limits_is_corrupt(member: str, value: object,
 
 
 def test_missing_members_are_corrupt() -> None:
-    with pytest.raises(Corrupt, match="lacks 'id'"):
+    with pytest.raises(Corrupt, match="missing required field `id`"):
         parse(Run, seal(dumps({"format": "holdfast-run", "version": 1})), "doc")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format import manifest, names, part, run
 from holdfast.checkpoint.format.manifest import Manifest
@@ -46,7 +46,7 @@ def store() -> MemoryStore:
 
 
 def test_an_added_parser_reads_its_version(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_v2 = dataclasses.replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
+    with_v2 = replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
     monkeypatch.setattr(manifest, "VERSIONS", with_v2)
     for step in (1, 2):
         opened = open_checkpoint(store, step)

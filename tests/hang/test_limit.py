@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.checkpoint.keeper.pulse import TrainerProgress
 from holdfast.watch.hang.limit import MIN_LIMIT_S, MIN_STEPS, HangLimits, StallClock, learn_limit
@@ -34,7 +33,7 @@ def ticks(clock: StallClock, progress: TrainerProgress, seconds: float) -> bool:
 
 
 def changed(**members: object) -> TrainerProgress:
-    return dataclasses.replace(TRAINING, **members)  # pyright: ignore[reportArgumentType]
+    return replace(TRAINING, **members)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_no_step_like_those_before_reaches_the_limit(durations_s: list[float]) -
 )
 def test_a_stall_is_late_after_its_limit(limits: HangLimits, progress: TrainerProgress, limit_s: int) -> None:
     clock = StallClock(limits)
-    for seen in (progress, dataclasses.replace(progress, beats=51)):
+    for seen in (progress, replace(progress, beats=51)):
         assert not ticks(clock, seen, limit_s + 1)  # the first tick only begins
         assert ticks(clock, seen, 1)
 

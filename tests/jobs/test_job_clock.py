@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.jobs.controller import Controller
@@ -45,11 +45,11 @@ class MachineClock:
     def pass_time(self, seconds: float) -> None:
         """Let time pass."""
         unix_s, boot_s = self.now.unix_s + seconds, self.now.boot_s + seconds
-        self.now = dataclasses.replace(self.now, unix_s=unix_s, boot_s=boot_s)
+        self.now = replace(self.now, unix_s=unix_s, boot_s=boot_s)
 
     def jump(self, seconds: float) -> None:
         """Set the clock, as an administrator or a time server does."""
-        self.now = dataclasses.replace(self.now, unix_s=self.now.unix_s + seconds)
+        self.now = replace(self.now, unix_s=self.now.unix_s + seconds)
 
     def restart(self, seconds: float, boot_id: str = "second") -> None:
         """Restart the machine, which takes some time by its clock."""

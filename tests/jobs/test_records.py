@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
 from holdfast.jobs.folder import JobFolder, job_folder
@@ -175,7 +175,7 @@ def submission_of(path: Path, **change: object) -> str:
     return json.dumps({**json.loads(submission_of_1(path)), "number": 2, **change})
 
 
-TOO_MANY = {**dataclasses.asdict(SPEC), "num_nodes": 10**12}
+TOO_MANY = {**to_builtins(SPEC), "num_nodes": 10**12}
 
 STRANGE: dict[str, Callable[[JobFolder], object]] = {
     "a file as the folder": as_path(Path.touch),

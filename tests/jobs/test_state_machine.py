@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause
@@ -348,7 +348,7 @@ def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
         (HUNG, False, JobStatus.FAILED),
         (HUNG, None, JobStatus.FAILED),
         (HUNG, True, JobStatus.RECOVERING),
-        (dataclasses.replace(HUNG, hung="rank 3 elsewhere"), False, JobStatus.RECOVERING),
+        (replace(HUNG, hung="rank 3 elsewhere"), False, JobStatus.RECOVERING),
         (PREEMPTED, False, JobStatus.RECOVERING),
     ],
 )
@@ -439,4 +439,4 @@ def test_applying_events_twice_changes_nothing(num_nodes: int) -> None:
         once.apply(event)
         twice.apply(event, event)
     assert once.job_state == twice.job_state
-    assert once.job_state == dataclasses.replace(once.job_state, status=JobStatus.SUCCEEDED)
+    assert once.job_state == replace(once.job_state, status=JobStatus.SUCCEEDED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
@@ -212,7 +212,7 @@ def test_a_keeper_exits_if_its_save_will_never_be_committed(
         submit(first, 0).wait_durable(600)
     monkeypatch.delenv("HOLDFAST_KILL_AT")
     assert list((tmp_path / "home").glob("step-*/rank-00000-*.json"))
-    config = dataclasses.replace(make_config(home, 1, commit_timeout_s=900.0), linger_s=900.0)
+    config = replace(make_config(home, 1, commit_timeout_s=900.0), linger_s=900.0)
     second = Keeper(config, released=lambda _: None)
     save = submit(second, 1)
     second.close(timeout_s=600.0)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from typing_extensions import override
 
 import holdfast
@@ -69,7 +70,7 @@ class RecordingReports(Reports):
 def make_drain(near: Store, home: Store, config: KeeperConfig, told: queue.Queue[Told]) -> Drain:
     """A drain that sends each checkpoint of the near tier at once."""
     reports = RecordingReports(near, config, told)
-    return Drain(dataclasses.replace(make_components(near, config), reports=reports), home, lambda _: True)
+    return Drain(replace(make_components(near, config), reports=reports), home, lambda _: True)
 
 
 class Bench:
@@ -135,7 +136,7 @@ def test_the_newest_is_drained_first_and_older_ones_are_forgotten() -> None:
 def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() -> None:
     """Retention runs after each save. As no other save may follow, it runs again after the drain."""
     bench = Bench(())
-    config = dataclasses.replace(bench.config, keep_local=1)
+    config = replace(bench.config, keep_local=1)
     tiers = KeeperTiers(make_components(bench.near, config, bench.home), set)
     gate = bench.home.hold("put", matching=names.step_dir(10))
     for step in (10, 20):
@@ -228,7 +229,7 @@ def test_histories_are_drained_including_those_of_killed_keepers_and_the_last_ev
     bench.near.append(names.history(1, 0), b"one\ntwo\n")
     bench.near.append(names.history(1, 1), b"of a rank that is no more\n")
     bench.home.put(names.history(1, 0), b"one\n")
-    drain = bench.make(dataclasses.replace(bench.config, attempt=2))
+    drain = bench.make(replace(bench.config, attempt=2))
     bench.near.append(names.history(2, 0), b"three\n")
     drain.request(CheckpointId(1, 10))
     assert bench.next_told().error is None
@@ -486,7 +487,7 @@ def test_late_metrics_reach_the_checkpoints_that_are_in_home(fault: str) -> None
 def test_late_metrics_do_not_hold_up_the_end_while_home_fails() -> None:
     """However many there are, they have the time that a keeper lingers, together."""
     bench = Bench((10, 20), patience_s=math.inf)
-    drain = bench.make(dataclasses.replace(bench.config, linger_s=0.0))
+    drain = bench.make(replace(bench.config, linger_s=0.0))
     bench.drain.close()
     for step in (10, 20):
         drain.request(CheckpointId(1, step))

@@ -101,16 +101,16 @@ def _is_file(path: Path, device: int, inode: int) -> bool:
 @pytest.mark.parametrize(
     ("members", "fault"),
     [
-        ({}, "'kind'"),
-        ({"kind": "Message"}, "kind should be one of"),
-        ({"kind": ["Ping"]}, "kind should be one of"),
-        ({"kind": "ArenaReleased"}, "lacks 'arena'"),
-        ({"kind": "ArenaReleased", "arena": -1}, "arena: it should be from 0"),
-        ({"kind": "ArenaReleased", "arena": True}, "arena should be of type int"),
-        ({"kind": "ArenaReleased", "arena": 1, "more": 1}, "unknown member 'more'"),
+        ({}, "missing required field `kind`"),
+        ({"kind": "Message"}, "Invalid value 'Message'"),
+        ({"kind": ["Ping"]}, "Expected `str`, got `list` - at `..kind`"),
+        ({"kind": "ArenaReleased"}, "missing required field `arena`"),
+        ({"kind": "ArenaReleased", "arena": -1}, "`int` >= 0 - at `..arena`"),
+        ({"kind": "ArenaReleased", "arena": True}, "Expected `int`, got `bool` - at `..arena`"),
+        ({"kind": "ArenaReleased", "arena": 1, "more": 1}, "unknown field `more`"),
         ({"kind": "ArenaImages", "images": [{"name": "a", "offset": -1, "num_bytes": 2}]}, "offset"),
-        ({"kind": "UpdateMetrics", "step": 1, "metrics": {"a": "low"}}, "a should be of type float"),
-        ({"kind": "Close", "frees_memory": 1}, "frees_memory should be of type bool"),
+        ({"kind": "UpdateMetrics", "step": 1, "metrics": {"a": "low"}}, "Invalid enum value 'low'"),
+        ({"kind": "Close", "frees_memory": 1}, "Expected `bool`, got `int`"),
     ],
 )
 def test_a_message_with_a_wrong_member_is_rejected(members: dict[str, object], fault: str):

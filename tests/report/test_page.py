@@ -6,11 +6,11 @@ import html
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod

@@ -1,6 +1,5 @@
 """Filling tensors: every dtype and shape, whole, split and per-rank, only from the parts that are needed."""
 
-import dataclasses
 import math
 from itertools import pairwise
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from faulty_store import FaultyStore
 from holdfast.checkpoint.format import names
@@ -134,7 +134,7 @@ def test_parts_that_contradict_the_manifest_are_refused() -> None:
         ("partitioning", EvenPartitioning(((0, 2),), (0, 1)), "on this rank, found"),
         ("dtype", "I32", "I32"),
     ):
-        other = made.tensors["t"] = dataclasses.replace(tensor, **{fact: value})
+        other = made.tensors["t"] = replace(tensor, **{fact: value})
         with pytest.raises(Corrupt, match=says) as caught:
             fill(store, made, {"t": torch.zeros(4, dtype=torch_dtype(other.dtype))}, 0)
         assert caught.value.key == "t"

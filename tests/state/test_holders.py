@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from holdfast.checkpoint.state import State, per_rank, replicated
@@ -114,7 +114,7 @@ def test_the_error_names_different_tensors_of_one_name(other: dict[str, Any]) ->
 
 def test_annotations_of_the_user_take_precedence() -> None:
     """Ranks that replicated() names hold the tensor."""
-    agreement = dataclasses.replace(HolderAgreement(0, 4), marked={"table": (1, 3)})
+    agreement = replace(HolderAgreement(0, 4), marked={"table": (1, 3)})
     assert agreement.layout("table.x", None, is_lowest=False, in_module=False) is held_by((1, 3))
     assert agreement.layout("tables", None, is_lowest=False, in_module=False) is held_by((0, 1, 2, 3))
 

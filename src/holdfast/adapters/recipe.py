@@ -10,12 +10,12 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import xxhash
+from msgspec import Struct, to_builtins
 
 from holdfast.checkpoint.home.newest import LIMIT_S, Patience
 from holdfast.checkpoint.store.contract import check_name
@@ -133,16 +133,14 @@ def load_checkpoint(
     return decorate
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
+class _File(Struct, frozen=True):
     """Size and hash of a file of a step."""
 
     num_bytes: int
     xxh3: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Metadata:
+class _Metadata(Struct, frozen=True):
     """Metadata of a step.
 
     `files` are by path in the folder; None if the guide's own code wrote it without hashes.
@@ -187,7 +185,7 @@ class _Series:
         self._move_back(kept)
         files |= {name: earlier[name] for name in kept}
         metadata = _Metadata(step, datetime.now(timezone.utc).isoformat(), model_type, files)
-        self._store.put(self._metadata_name(step), json.dumps(asdict(metadata), indent=1).encode())
+        self._store.put(self._metadata_name(step), json.dumps(to_builtins(metadata), indent=1).encode())
         self._remove_before(earlier)
         logger.info("Saved checkpoint at step %d", step)
         return result

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, SupportsFloat, final
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.run import Checkpointer
@@ -35,8 +35,7 @@ OWN_PREFIX = "holdfast/"
 """Prefix of the numbers of the run itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlace:
+class RowPlace(Struct, frozen=True):
     """Place of a row in a run."""
 
     run: str  # id of the run

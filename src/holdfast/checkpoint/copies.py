@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class SharedTensor:
+class SharedTensor(Struct, frozen=True):
     """Region of a tensor on this rank that other ranks hold too.
 
     Attributes:
@@ -31,8 +31,7 @@ class SharedTensor:
     is_trained: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
+class Copies(Struct, frozen=True):
     """Names of the tensors to copy and hash at each save.
 
     Attributes:

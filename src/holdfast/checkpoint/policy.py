@@ -7,14 +7,14 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import parse_duration
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Struct, frozen=True):
     """Facts that a save policy bases its decision on."""
 
     step: int  # optimizer steps completed
@@ -67,8 +67,7 @@ MIN_FAILURES = 3
 """Failures of a run from which they count for the interval between its saves."""
 
 
-@dataclass(frozen=True, slots=True)
-class IntervalChoice:
+class IntervalChoice(Struct, frozen=True):
     """Interval between saves, in seconds, with its reason."""
 
     interval_s: float
@@ -158,8 +157,7 @@ def single_policies(value: int | str | datetime.timedelta | Every | None) -> tup
 _MAX_EXPONENT = 700.0  # of a double's exp()
 
 
-@dataclass(frozen=True, slots=True)
-class BestInterval:
+class BestInterval(Struct, frozen=True):
     """Interval with the least loss, for one mean time between failures."""
 
     mtbf_s: float

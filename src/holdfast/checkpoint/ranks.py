@@ -8,12 +8,12 @@ import itertools
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
@@ -33,8 +33,7 @@ _numbers = itertools.count()  # of the Ranks of this process, equal on every ran
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True, slots=True)
-class RankOutcome(Generic[_T]):
+class RankOutcome(Struct, Generic[_T], frozen=True):
     """Outcome of one rank's work: its value, or the error that it raised."""
 
     rank: int

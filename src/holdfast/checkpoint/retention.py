@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.errors import InvalidInput
@@ -13,8 +14,7 @@ from holdfast.errors import InvalidInput
 _NO_VALUES: Mapping[CheckpointId, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(Struct, frozen=True):
     """Retention policy: which checkpoints are kept, and which of them is the best.
 
     The value of a checkpoint is the one that `Checkpointer.record` received for its step. Without one, the
@@ -88,8 +88,7 @@ def best_first(
     return sorted(finite, key=lambda one: sign * values[one])
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointLine:
+class CheckpointLine(Struct, frozen=True):
     """Complete checkpoints of a home, newest first."""
 
     current: tuple[CheckpointId, ...]  # the newest, and what it continues

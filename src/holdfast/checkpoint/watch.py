@@ -7,11 +7,11 @@ its half in the keeper is `holdfast.checkpoint.keeper.watch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.copies import Copies, SharedTensor
@@ -43,8 +43,7 @@ class Note(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedRun:
+class WatchedRun(Struct, frozen=True):
     """Parts of a run that a watch in the trainer may use.
 
     Attributes:
@@ -86,8 +85,7 @@ class WatchedRun:
         return self.pulse.words(self.name)
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPlace:
+class SharedPlace(Struct, frozen=True):
     """Folder that several ranks of a host share.
 
     Attributes:
@@ -99,8 +97,7 @@ class SharedPlace:
     turn: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedSave:
+class CopiedSave(Struct, frozen=True):
     """Save whose copy is whole, and leaves for the keeper now.
 
     Attributes:
@@ -115,8 +112,7 @@ class CopiedSave:
     has_room: bool
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredState:
+class RestoredState(Struct, frozen=True):
     """State after a restore.
 
     Attributes:
@@ -140,8 +136,7 @@ class Act(IntEnum):
     STOP = 3  # save, wait until that is durable, and end with status 75
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
+class Vote(Struct, frozen=True):
     """Request of a watch, made after a step.
 
     Attributes:
@@ -166,8 +161,7 @@ class Vote:
             raise InvalidInput(f"The numbers of a Vote must be whole, got {self}.")
 
 
-@dataclass(frozen=True, slots=True)
-class WatchFigure:
+class WatchFigure(Struct, frozen=True):
     """Figure of a watch in the report of a run.
 
     Attributes:

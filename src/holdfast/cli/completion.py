@@ -7,9 +7,10 @@ import contextlib
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+from msgspec import Struct
 
 from holdfast.cli.commands import COMMANDS, add_command, argument, command, short_summary
 
@@ -32,8 +33,7 @@ VALUES = {
 _RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.checkpoint.format.names`
 
 
-@dataclass(frozen=True, slots=True)
-class Completions:
+class Completions(Struct, frozen=True):
     """All candidates for the last argument of a line."""
 
     kind: Kind  # "words", "paths", or "files" if the shell itself is to complete the names of files

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict
 from operator import attrgetter, itemgetter
+
+from msgspec import to_builtins
 
 from holdfast.cli.commands import command
 from holdfast.cli.jobs import JOB, format_span, job_row
@@ -57,7 +58,7 @@ def print_checks(found: JobDescription) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the job."""
     found = describe(args.job)
-    print_result(args, {**asdict(found), "job": job_row(found.job)}, lambda: _print(found))
+    print_result(args, {**to_builtins(found), "job": job_row(found.job)}, lambda: _print(found))
     return 0
 
 

@@ -8,9 +8,10 @@ import fnmatch
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, to_builtins
 
 from holdfast.checkpoint.format.manifest import EACH
 from holdfast.checkpoint.home.documents import read_part
@@ -33,8 +34,7 @@ _SLICE_ITEMS = 1 << 22  # compared at once: in double precision that is some 100
 _SIDE = re.compile(r"(.+)@(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Struct, frozen=True):
     """One of the two checkpoints."""
 
     name: str
@@ -47,8 +47,7 @@ class Side:
         return dict(leaf for key, value in part.values.items() for leaf in values.leaves(value, key))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorChange:
+class TensorChange(Struct, frozen=True):
     """A tensor that differs. It has no numbers if dtype or shape differ."""
 
     name: str
@@ -59,8 +58,7 @@ class TensorChange:
     mean_abs: float | None = None  # over all elements
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(Struct, frozen=True):
     """Differences of two checkpoints. Each value has its path and its text on both sides, None if missing."""
 
     only_a: list[str]
@@ -117,7 +115,7 @@ def _facts(side: Side) -> dict[str, Any]:
 
 
 def _as_json(a: Side, b: Side, difference: Difference) -> dict[str, Any]:
-    facts = {"a": _facts(a), "b": _facts(b), **asdict(difference)}
+    facts = {"a": _facts(a), "b": _facts(b), **to_builtins(difference)}
     for change in facts["changed"]:
         for name in ("max_abs", "mean_abs"):
             if change[name] is not None and not math.isfinite(change[name]):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import to_builtins
 
 from holdfast.checkpoint.exchange.exporter import KINDS, check_step, choose_kind
 from holdfast.checkpoint.home.newest import deletion_named
@@ -72,7 +73,7 @@ def import_(args: argparse.Namespace) -> int:
     tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     took = format_rate(done.num_bytes, done.seconds)
     text = f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind}), {took}"
-    print_result(args, asdict(done), text)
+    print_result(args, to_builtins(done), text)
     return 0
 
 
@@ -135,5 +136,5 @@ def export(args: argparse.Namespace) -> int:
     tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     took = format_rate(done.num_bytes, done.seconds)
     text = f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}"
-    print_result(args, {"home": store.url, **asdict(done)}, text)
+    print_result(args, {"home": store.url, **to_builtins(done)}, text)
     return 0

@@ -11,10 +11,11 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.history import read_lines
@@ -34,8 +35,7 @@ from holdfast.watch.report.events import parse_events
 _MAX_ROWS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class DifferenceRow:
+class DifferenceRow(Struct, frozen=True):
     """One tensor or value that differs."""
 
     key: str
@@ -157,8 +157,7 @@ def unseeded(whole: Trace, other: Trace) -> set[str]:
     }
 
 
-@dataclass(slots=True)
-class Trials:
+class Trials(Struct):
     """Runs a command several times, one after the other."""
 
     command: list[str]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict
 from operator import attrgetter
+
+from msgspec import to_builtins
 
 from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command, either, step_number
@@ -274,7 +275,7 @@ def nodes(args: argparse.Namespace) -> int:
     results = list(each(clear_node, args.clear))
     found = node_standings()
     if args.json:
-        print_json([asdict(one) for one in found])
+        print_json([to_builtins(one) for one in found])
     elif args.clear:
         cleared = [name for name, error in zip(args.clear, results, strict=True) if error is None]
         print(f"cleared: {', '.join(cleared) or 'no node'}")
@@ -342,7 +343,7 @@ def service(args: argparse.Namespace) -> int:
         f"installed: systemd continues the jobs in {found.state} when this machine starts\n"
         f"to see it: holdfast service status ({found.unit})"
     )
-    print_result(args, asdict(found), (lambda: _print_service(found)) if is_status else text)
+    print_result(args, to_builtins(found), (lambda: _print_service(found)) if is_status else text)
     for problem in found.problems if not args.json else ():
         print_note(problem)
     return 0 if found.unit or not is_status else _NOT_INSTALLED

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from holdfast.cli import TROUBLE, print_note
 from holdfast.cli.commands import Argument, argument
@@ -26,7 +27,7 @@ def engine_option(*, default: str | None, shown: str) -> Argument:
 
 def job_row(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object, with its durations."""
-    return {**asdict(job), "status": job.status.value, **asdict(durations_of(job))}
+    return {**to_builtins(job), "status": job.status.value, **to_builtins(durations_of(job))}
 
 
 def print_jobs(args: argparse.Namespace, jobs: list[Job], text: Callable[[Job], str], nothing: str) -> None:

@@ -8,10 +8,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
+
+from msgspec import to_builtins
 
 from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command, count
@@ -55,7 +56,7 @@ def _plan(task: Task, engine: RecordedEngine) -> dict[str, Any]:
         "engine": engine.name,
         "num_nodes": task.num_nodes,
         "notes": list(task.notes),
-        "unsupported_keys": [asdict(one) for one in engine.unsupported_keys(task)],
+        "unsupported_keys": [to_builtins(one) for one in engine.unsupported_keys(task)],
         "rendered": engine.render(task),
         "task": to_yaml(task),
     }

@@ -7,8 +7,10 @@ import math
 import os
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
 from holdfast.checkpoint.format.manifest import Manifest
@@ -30,8 +32,7 @@ SOUND, DIFFERS, RANDOM = "sound", "differs", "not deterministic"
 """Verdicts: equal to the record; both replays agree, and differ from it; they differ from each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayVerdict:
+class ReplayVerdict(Struct, frozen=True):
     """Verdict of a replay."""
 
     name: str
@@ -216,7 +217,7 @@ def _replay(
         "verdict": verdict.name,
         "matches_once": verdict.matches_once,
         "num_compared": num_compared,
-        "differences": [asdict(row) for row in verdict.differences],
+        "differences": [to_builtins(row) for row in verdict.differences],
         "metric": None if verdict.name == SOUND else metric,
     }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+
+from msgspec import to_builtins
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
@@ -55,5 +56,5 @@ def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -
     lines = [f"{title}:", *(f"  {line}" for line in describe_groups(groups))]
     for rank in ranks if args.full else ():
         lines += ["", *format_stacks(rank)]
-    rows = [{**asdict(group), "kind": group.kind.value} for group in groups]
-    print_result(args, {"groups": rows, "ranks": [asdict(rank) for rank in ranks]}, "\n".join(lines))
+    rows = [{**to_builtins(group), "kind": group.kind.value} for group in groups]
+    print_result(args, {"groups": rows, "ranks": [to_builtins(rank) for rank in ranks]}, "\n".join(lines))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
@@ -119,7 +120,7 @@ def _as_json(report: VerifyReport) -> dict[str, Any]:
         "step": report.step,
         "attempt": report.attempt,
         "good": report.is_good,
-        "problems": [asdict(problem) for problem in report.problems],
+        "problems": [to_builtins(problem) for problem in report.problems],
         "extra": list(report.extra),
         "bytes": report.num_bytes,
         "seconds": report.seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import traceback
@@ -10,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError
 from holdfast.jobs.failure_cause import FailureCause, find_cause
@@ -227,7 +228,7 @@ class Controller(ABC):
         if status.is_final and not self.has_ended and state.attempt:
             missing = self._missing_uploads()
             reason = reason if missing in reason else "; ".join(filter(None, (reason, missing)))
-        return state if reason == state.reason else dataclasses.replace(state, reason=reason)
+        return state if reason == state.reason else replace(state, reason=reason)
 
     def _log_change(self, state: JobState) -> None:
         reason = state.reason.partition("\n")[0]

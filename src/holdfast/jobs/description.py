@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from holdfast.checkpoint.store import Store
 from holdfast.errors import HoldfastError
@@ -29,8 +30,7 @@ _NUM_LINES = 10
 _NUM_CHECKED = 20  # newest attempts whose checks are read
 
 
-@dataclass(frozen=True, slots=True)
-class JobDescription:
+class JobDescription(Struct, frozen=True):
     """Job with everything that is recorded about it.
 
     Attributes:
@@ -57,7 +57,7 @@ class JobDescription:
     workdirs: list[str]
     logs: list[str]
     notifications: tuple[Delivery, ...] = ()
-    checks: dict[int, dict[int, NodeChecks]] = field(default_factory=dict)
+    checks: dict[int, dict[int, NodeChecks]] = {}
 
 
 def describe_job(job: Job) -> JobDescription:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import Struct
 
 from holdfast.errors import HoldfastError
 from holdfast.jobs.records import JobRecord
@@ -15,8 +16,7 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True)
-class UnsupportedKey:
+class UnsupportedKey(Struct, frozen=True):
     """Task-file key that an engine ignores or interprets differently."""
 
     key: str  # path in the file, such as resources.use_spot
@@ -24,8 +24,7 @@ class UnsupportedKey:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Struct, frozen=True):
     """Job as shown to users and scripts.
 
     Attributes:
@@ -93,8 +92,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(Struct, frozen=True):
     """Line of a job's output.
 
     Attributes:

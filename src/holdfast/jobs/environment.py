@@ -6,7 +6,8 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.system.environment import PREEMPTION, PROGRESS
 
@@ -46,16 +47,14 @@ _GUARD = r"""conda() {  # otherwise `conda activate` would fail, and the command
 """
 
 
-@dataclass(frozen=True, slots=True)
-class JobPipeline:
+class JobPipeline(Struct, frozen=True):
     """Pipeline of a job, which SkyPilot numbers as one job with several tasks."""
 
     job: int  # number of its first job
     task_ids: tuple[str, ...]  # of all its jobs, in their order
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(Struct, frozen=True):
     """Settings of one node in one attempt that determine its environment."""
 
     task_id: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import redact
 from holdfast.jobs.outcome import Outcome, own_ends
@@ -42,8 +43,7 @@ _ERROR = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FailureCause:
+class FailureCause(Struct, frozen=True):
     """Cause of a failed attempt."""
 
     what: str  # line that names the error, or else the last one, for people

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder
@@ -15,8 +16,7 @@ from holdfast.jobs.status import JobStatus
 _RUNS = frozenset({JobStatus.RUNNING, JobStatus.WINDING_DOWN, JobStatus.CANCELLING})
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Struct, frozen=True):
     """Change of a job's status, attempt or reason."""
 
     unix_s: float
@@ -24,14 +24,13 @@ class Change:
     attempt: int
     is_active: bool  # processes of the attempt may exist
     reason: str = ""
-    outcomes: Mapping[int, Outcome] = field(default_factory=dict)  # so far in the attempt, by node
+    outcomes: Mapping[int, Outcome] = {}  # so far in the attempt, by node
     machines: tuple[str, ...] = ()
     step: int | None = None  # newest checkpoint that the job has reported
     saved_unix_s: float | None = None  # time of that report
 
 
-@dataclass(frozen=True, slots=True)
-class JobAttempt:
+class JobAttempt(Struct, frozen=True):
     """Attempt of a job.
 
     Attributes:
@@ -67,8 +66,7 @@ class JobAttempt:
         return f"signal {outcome.killed_by}" if outcome.killed_by is not None else str(outcome.code)
 
 
-@dataclass(frozen=True, slots=True)
-class Durations:
+class Durations(Struct, frozen=True):
     """Durations of a job in seconds.
 
     Attributes:

@@ -8,12 +8,13 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import to_builtins
+
 from holdfast.errors import Corrupt
-from holdfast.system.documents import MAX_BYTES, decode, decode_dataclass, read_as
+from holdfast.system.documents import MAX_BYTES, decode, decode_as, read_as
 from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _RESERVED_BYTES = 16 << 10
 
 def encode(value: DataclassInstance) -> str:
     """Return a dataclass as one line of JSON."""
-    return json.dumps(asdict(value), default=sorted)  # a set becomes a list
+    return json.dumps(to_builtins(value), default=sorted)  # a set becomes a list
 
 
 def write_document(path: Path, value: DataclassInstance) -> None:
@@ -37,7 +38,7 @@ def write_document(path: Path, value: DataclassInstance) -> None:
 
 def load_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T:
     """Return a dataclass from its document, which exists."""
-    return decode_dataclass(kind, path.read_bytes(), str(path), max_bytes=max_bytes, any_text=True)
+    return decode_as(kind, path.read_bytes(), str(path), max_bytes=max_bytes, any_text=True)
 
 
 def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T | None:
@@ -50,7 +51,7 @@ def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> 
 
 def write_list(path: Path, values: Sequence[DataclassInstance]) -> None:
     """Write dataclasses as one document."""
-    write_atomic(path, json.dumps([asdict(value) for value in values]))
+    write_atomic(path, json.dumps([to_builtins(value) for value in values]))
 
 
 def read_list(path: Path, kind: type[_T]) -> list[_T]:
@@ -67,7 +68,7 @@ def read_values(path: Path, kind: type[_T], *, tail_bytes: int | None = None) ->
     found: list[_T] = []
     for line in lines(path, tail_bytes=tail_bytes):
         with contextlib.suppress(Corrupt):  # torn by a kill
-            found.append(decode_dataclass(kind, line, str(path), any_text=True))
+            found.append(decode_as(kind, line, str(path), any_text=True))
     return found
 
 

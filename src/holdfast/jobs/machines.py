@@ -15,14 +15,15 @@ nodes in arXiv 2605.09370.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.jobs import journal
 from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
@@ -40,8 +41,7 @@ MAX_CHANCE = 0.01  # greatest probability of its losses by chance for a machine 
 _NEWEST_REASONS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class MachineEvent:
+class MachineEvent(Struct, frozen=True):
     """Event of a machine: an attempt of a job has ended there, or the user has cleared it."""
 
     unix_s: float  # time of the event
@@ -63,7 +63,7 @@ def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
             "failed": event.failed[:16],
             "why": event.why[:_MAX_WHY],
         }
-        lines.append(journal.encode(dataclasses.replace(event, **short)))
+        lines.append(journal.encode(replace(event, **short)))
     if not lines:
         return
     path = state / _FILE
@@ -130,8 +130,7 @@ def attempt_events(
     return list(found.values())
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStanding:
+class NodeStanding(Struct, frozen=True):
     """Standing of a machine on which jobs have run.
 
     Attributes:

@@ -6,15 +6,16 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct, to_builtins
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import load_document
 from holdfast.jobs.outcome import Outcome
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.system.linux.files import write_atomic
 
 MAX_OWN_BYTES = 64 << 20  # limit for a document that contains an environment
@@ -23,8 +24,7 @@ MAX_OWN_BYTES = 64 << 20  # limit for a document that contains an environment
 _OUTCOME_BYTES = 2048  # size of the document with the outcome of a node, with spaces at its end
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSpec:
+class NodeSpec(Struct, frozen=True):
     """Specification of a node's work in one attempt."""
 
     headline: str  # first line of the attempt in the log
@@ -49,8 +49,7 @@ class NodeSpec:
         return load_document(path, cls, max_bytes=MAX_OWN_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class Environment:
+class Environment(Struct, frozen=True):
     """Environment of a job: that of its user, the variables of its task, and its pipeline."""
 
     base: Mapping[str, str]
@@ -72,7 +71,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
     """Write the outcome of a node, into the space that was reserved for it."""
     reserved = _reserved(path)
     with reserved.open("r+b") as file:
-        file.write(json.dumps(asdict(outcome)).ljust(_OUTCOME_BYTES).encode())
+        file.write(json.dumps(to_builtins(outcome)).ljust(_OUTCOME_BYTES).encode())
         file.flush()
         os.fsync(file.fileno())
     reserved.replace(path)
@@ -89,7 +88,7 @@ def read_outcome(path: Path) -> Outcome | None:
     except FileNotFoundError:
         return None
     try:
-        return decode_dataclass(Outcome, text, str(path))
+        return decode_as(Outcome, text, str(path))
     except Corrupt as error:
         raise Internal(f"{path} is not a valid outcome of a node: {error}") from error
 

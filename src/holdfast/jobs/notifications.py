@@ -15,8 +15,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import Corrupt, printable, redact
 from holdfast.jobs import journal
@@ -62,8 +63,7 @@ _AGAIN = frozenset({408, 425, 429})  # statuses below 500 that may pass
 _HOOK_LIMIT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class NotificationPlan:
+class NotificationPlan(Struct, frozen=True):
     """Targets of a job and their environment, with secrets. Removed once the last notification was sent."""
 
     job: int
@@ -72,12 +72,11 @@ class NotificationPlan:
     task_id: str
     targets: tuple[str, ...]
     statuses: frozenset[JobStatus]
-    environment: dict[str, str] = field(default_factory=dict)  # of the user who launched the job
+    environment: dict[str, str] = {}  # of the user who launched the job
     directory: str = "/"  # current one of the launch
 
 
-@dataclass(frozen=True, slots=True)
-class Notification:
+class Notification(Struct, frozen=True):
     """New status of a job, to be sent."""
 
     id: str  # the same if it is recorded again after a kill
@@ -92,8 +91,7 @@ class Notification:
     failed_saves: int = 0  # that the job has reported
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(Struct, frozen=True):
     """Result of sending a notification to one target.
 
     Attributes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 
@@ -21,8 +22,7 @@ class Phase(str, Enum):
     RUN = "run"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(Struct, frozen=True):
     """Outcome of a node: its shell exited, its shell was killed, or the node was lost."""
 
     phase: Phase

@@ -9,9 +9,9 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported

@@ -6,7 +6,6 @@ No number is used twice, not even after its job was removed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import itertools
@@ -16,9 +15,11 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
@@ -28,7 +29,7 @@ from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import ClockReading, Timers
-from holdfast.system.documents import MAX_BYTES, decode_dataclass, refuse
+from holdfast.system.documents import MAX_BYTES, decode_as, refuse
 from holdfast.system.linux.files import open_regular, write_atomic
 
 VERSION = 1
@@ -49,8 +50,7 @@ _HERE = "local"  # engine whose states are recorded by a controller on this mach
 _REASON = "the record of this job was lost, and rebuilt from its folder"
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
+class JobSpec(Struct, frozen=True):
     """Shape of a submitted job."""
 
     num_nodes: int
@@ -69,8 +69,7 @@ class JobSpec:
     is_pinned: bool = False  # its user has named its machines
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
+class Submission(Struct, frozen=True):
     """Submitted job. Never changes."""
 
     number: int
@@ -83,8 +82,7 @@ class Submission:
     version: int = VERSION
 
 
-@dataclass(frozen=True, slots=True)
-class StoredState:
+class StoredState(Struct, frozen=True):
     """State of a job from a moment on: an entry of its journal."""
 
     unix_s: float
@@ -100,8 +98,7 @@ class StoredState:
     clock: ClockReading | None = None  # the job's clock at this entry
 
 
-@dataclass(frozen=True, slots=True)
-class JobRequest:
+class JobRequest(Struct, frozen=True):
     """Request of a command to a job."""
 
     id: str
@@ -109,8 +106,7 @@ class JobRequest:
     lead_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class JobRecord:
+class JobRecord(Struct, frozen=True):
     """Record of one job: its submission and newest state."""
 
     job: Submission
@@ -118,7 +114,7 @@ class JobRecord:
 
     def with_state(self, **changes: Any) -> JobRecord:
         """Return a copy with changes of the state."""
-        return JobRecord(self.job, dataclasses.replace(self.state, **changes))
+        return JobRecord(self.job, replace(self.state, **changes))
 
 
 class Records:
@@ -307,7 +303,7 @@ def read_submission(folder: JobFolder) -> Submission | None:
             with open_regular(path) as file:
                 text = file.read(MAX_BYTES + 1)  # the decoder refuses more
             _check_version(path, text)
-            return _checked(path, decode_dataclass(Submission, text, str(path), any_text=True))
+            return _checked(path, decode_as(Submission, text, str(path), any_text=True))
         except FileNotFoundError:
             continue
         except Corrupt as error:
@@ -350,7 +346,7 @@ def newest_state(folder: JobFolder) -> StoredState | None:
     """Return the newest state that can be read, or None."""
     for line in reversed(lines(folder.states, tail_bytes=_TAIL_BYTES)):
         with contextlib.suppress(Corrupt):  # torn by a kill, or damaged: its neighbours are read
-            return decode_dataclass(StoredState, line, str(folder.states), any_text=True)
+            return decode_as(StoredState, line, str(folder.states), any_text=True)
     return None
 
 

@@ -15,8 +15,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job
@@ -36,8 +37,7 @@ _TARGET = "default.target"
 _STOP_S = 60  # time for the jobs at the end of the machine: the lead of their notice, and as much again
 
 
-@dataclass(frozen=True, slots=True)
-class Service:
+class Service(Struct, frozen=True):
     """Service of a state folder."""
 
     name: str  # its name
@@ -120,8 +120,7 @@ def start() -> list[Job]:
     return [job for job in LocalEngine().jobs() if not job.status.is_final]
 
 
-@dataclass(frozen=True, slots=True)
-class BootCommand:
+class BootCommand(Struct, frozen=True):
     """Command with its environment."""
 
     name: str  # name of the service, made of that of the folder and a hash of its path

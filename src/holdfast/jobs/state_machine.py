@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
 from holdfast.jobs.outcome import Outcome, Phase, own_ends
@@ -17,8 +19,7 @@ PEERS_S = 5.0  # time that other nodes have to exit after one has failed, so tha
 GRACE_S = 30.0  # default time limit for a job's last save
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
+class RestartPolicy(Struct, frozen=True):
     """Rules for restarting a job."""
 
     num_nodes: int = 1
@@ -29,8 +30,7 @@ class RestartPolicy:
     grace_s: float = GRACE_S
 
 
-@dataclass(frozen=True, slots=True)
-class JobState:
+class JobState(Struct, frozen=True):
     """State of a job, which determines all further actions."""
 
     status: JobStatus = JobStatus.PENDING
@@ -44,47 +44,42 @@ class JobState:
     cause: FailureCause | None = None  # of the job's last own error, without a newer checkpoint since
     num_same: int = 0  # errors with that cause in a row
     is_noticed: bool = False  # the attempt has received a preemption notice
-    outcomes: Mapping[int, Outcome] = field(default_factory=dict)  # outcomes of the attempt, by node
+    outcomes: Mapping[int, Outcome] = {}  # outcomes of the attempt, by node
     reason: str = ""  # why the job has its status, for people
 
 
-@dataclass(frozen=True, slots=True)
-class JobEvent:
+class JobEvent(Struct, frozen=True):
     """Event of a job."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptEvent(JobEvent):
+class AttemptEvent(JobEvent, frozen=True):
     """Event of an attempt, without an effect in later attempts."""
 
     attempt: int
 
 
-class ControllerStarted(JobEvent):
+class ControllerStarted(JobEvent, frozen=True):
     """A controller has started."""
 
 
-class NodesRunning(AttemptEvent):
+class NodesRunning(AttemptEvent, frozen=True):
     """Every node has started `run`."""
 
 
-@dataclass(frozen=True, slots=True)
-class NodeExited(AttemptEvent):
+class NodeExited(AttemptEvent, frozen=True):
     """The commands of a node have exited, or the node was lost."""
 
     node: int
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Uploading(AttemptEvent):
+class Uploading(AttemptEvent, frozen=True):
     """All nodes have exited, but some of their files are not uploaded yet."""
 
     what: str  # missing files, for people
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptExited(AttemptEvent):
+class AttemptExited(AttemptEvent, frozen=True):
     """No process of the attempt is left."""
 
     has_advanced: bool | None  # True if there is a newer checkpoint; None if steps were never reported
@@ -92,45 +87,40 @@ class AttemptExited(AttemptEvent):
     cause: FailureCause | None = None  # of the job's own error, if its output shows one
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeReceived(JobEvent):
+class NoticeReceived(JobEvent, frozen=True):
     """The machine will be reclaimed."""
 
     lead_s: float
     source: str = "holdfast preempt"
 
 
-@dataclass(frozen=True, slots=True)
-class NoticeDelivered(AttemptEvent):
+class NoticeDelivered(AttemptEvent, frozen=True):
     """The notice was sent to all nodes."""
 
     num_listening: int  # processes with a handler for it
 
 
-class CancelRequested(JobEvent):
+class CancelRequested(JobEvent, frozen=True):
     """A user has cancelled the job."""
 
 
-class BackoffElapsed(JobEvent):
+class BackoffElapsed(JobEvent, frozen=True):
     """The backoff before the next attempt is over."""
 
 
-@dataclass(frozen=True, slots=True)
-class StartDelayed(JobEvent):
+class StartDelayed(JobEvent, frozen=True):
     """The job does not fit beside those that are running, or others come first."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class PredecessorFailed(JobEvent):
+class PredecessorFailed(JobEvent, frozen=True):
     """The task before this one in a pipeline has ended without success."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerFailed(JobEvent):
+class ControllerFailed(JobEvent, frozen=True):
     """The controller cannot continue."""
 
     why: str

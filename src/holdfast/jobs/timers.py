@@ -5,17 +5,17 @@ Both survive a restart of the controller.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-@dataclass(frozen=True, slots=True)
-class ClockReading:
+class ClockReading(Struct, frozen=True):
     """Reading of a job's clock. Another controller continues from it.
 
     Source: clock_gettime(2), CLOCK_BOOTTIME; random(4), boot_id.
@@ -72,8 +72,7 @@ class JobClock:
         return unix_s - (self._begin_s + now.boot_s) + now.unix_s
 
 
-@dataclass(frozen=True, slots=True)
-class Timers:
+class Timers(Struct, frozen=True):
     """Actions that are due, with deadlines on the job's clock."""
 
     start: int | None = None  # attempt to start
@@ -87,11 +86,11 @@ class Timers:
         """Return a copy with a deadline for all processes. The earliest counts."""
         if self.kill_unix_s is not None and self.kill_unix_s <= at_unix_s:
             return self
-        return dataclasses.replace(self, kill_unix_s=at_unix_s, kill_keepers=keepers)
+        return replace(self, kill_unix_s=at_unix_s, kill_keepers=keepers)
 
     def with_notice(self, until_unix_s: float, source: str, *, kills_keepers: bool = False) -> Timers:
         """Return a copy with a notice to send, and the end of all processes at its deadline."""
-        due = dataclasses.replace(self, notice_until_unix_s=until_unix_s, notice_source=source)
+        due = replace(self, notice_until_unix_s=until_unix_s, notice_source=source)
         return due.with_kill(until_unix_s, keepers=kills_keepers)
 
     def next_unix_s(self) -> float | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import enum
 import json
 import math
 import re
-import types
-import typing
-from collections.abc import Collection, Mapping
-from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar, final
+from collections.abc import Collection
+from typing import Annotated, Any, NoReturn, TypeVar, final, overload
+
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import fields
 
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -28,8 +25,8 @@ _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONG_INTEGER = b"0" * (MAX_DIGITS + 1)  # once all digits are zeros
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_NUMBER = 1.7e308
-_MAX_INTEGER = 2**64 - 1
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound=Struct)
 Text = bytes | bytearray | memoryview | str
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
@@ -276,139 +273,38 @@ class Fields:
         return Fields(self.value(name), f"{self.what}: {name}")
 
 
-def decode_dataclass(cls: type[_T], text: Text, what: str, **limits: Any) -> _T:
-    """Return the dataclass that was written as a JSON object of its fields; see `decode_object`."""
-    return read_dataclass(cls, decode(text, what, **limits), what)
+@overload
+def decode_as(kind: type[_T], text: Text, what: str, **limits: Any) -> _T: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """Limits of a member, beside its type: `Annotated[int, Bounds(at_most=8)]`."""
-
-    at_least: float = 0
-    at_most: float = MAX_COUNT
-    max_len: int = MAX_TEXT_CHARS  # characters of a text, and items of an array or an object
-    pattern: re.Pattern[str] | None = None  # regular expression that all of a text must match
-
-    def check(self, value: Any, what: str) -> None:
-        """Refuse a value outside of the limits."""
-        if isinstance(value, (int, float)):
-            if not self.at_least <= value <= self.at_most:
-                refuse(what, "it", f"from {self.at_least} to {self.at_most}", value)
-        elif len(value) > self.max_len:
-            refuse(what, "it", f"at most {self.max_len} long", value)
-        elif self.pattern is not None and not self.pattern.fullmatch(value):
-            refuse(what, "it", f"a text like {self.pattern.pattern}", value)
+@overload
+def decode_as(kind: Any, text: Text, what: str, **limits: Any) -> Any: ...
 
 
-Count = Annotated[int, Bounds()]  # A count, size, offset or number of something
+def decode_as(kind: Any, text: Text, what: str, **limits: Any) -> Any:
+    """Return a JSON text as a value of a type; `limits` are the other arguments of `decode`."""
+    return read_as(kind, decode(text, what, **limits), what)
 
 
-def read_members(cls: type[_T], body: Fields) -> _T:
-    """Return a dataclass from the members of its fields; others are ignored, and null is a default."""
-    hints, required = _fields_of(cls)
-    members = {
-        name: value
-        for name, value in body.members.items()
-        if name in required or (name in hints and value is not None)
-    }
-    return read_dataclass(cls, members, body.what)
+def read_members(cls: type[_S], body: Fields) -> _S:
+    """Return a struct from the members of its fields; others are ignored, and null is a default."""
+    required = {field.name for field in fields(cls) if field.required}
+    members = {name: value for name, value in body.members.items() if name in required or value is not None}
+    return read_as(cls, members, body.what)
 
 
-def read_dataclass(cls: type[_T], value: Any, what: str) -> _T:
-    """Return a dataclass whose fields are the members of a JSON object.
+def read_as(kind: type[_T], value: Any, what: str) -> _T:
+    """Return a value of JSON as a type, whose annotations may have limits by `msgspec.Meta`.
 
-    Every member is checked against the annotation of its field: numbers, texts, None, enums by value, arrays
-    for tuples, lists and sets, objects for mappings and dataclasses. A field with a default may be missing.
-    `Annotated` adds `Bounds`, or a function of value and name that reads the member.
+    Arrays become tuples, lists and sets, texts enums by value, and objects mappings and structs.
     """
-    members = Fields(value, what).members
-    hints, required = _fields_of(cls)
-    for name in members.keys() - hints.keys():
-        raise Corrupt(f"{what} has the unknown member {shown(name)}.", key=what)
-    if lacking := required - members.keys():
-        raise Corrupt(f"{what} lacks {min(lacking, key=list(hints).index)!r}.", key=what)
-    arguments = {name: read_as(hints[name], member, f"{what}: {name}") for name, member in members.items()}
     try:
-        return cls(**arguments)
-    except InvalidInput as error:  # a class with checks of its own
-        raise Corrupt(f"{what}: {error}", key=what) from error
+        return convert(value, kind, str_keys=True)
+    except ValidationError as error:  # also from a class with checks of its own
+        raise Corrupt(f"{what}: {error}.", key=what) from error
 
 
-@cache
-def _fields_of(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    required = [name for name, field in fields.items() if field.default is field.default_factory]  # missing
-    return {name: hints[name] for name in fields}, frozenset(required)
-
-
-def read_as(hint: Any, value: Any, what: str) -> Any:
-    """Return a value of JSON as the type of an annotation, see `read_dataclass`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any or hint is object:
-        return value
-    if origin is Annotated:
-        hint, mark = arguments[0], arguments[1]
-        if not isinstance(mark, Bounds):
-            return mark(value, what)
-        found = read_as(hint, value, what)
-        mark.check(found, what)
-        return found
-    if origin in (typing.Union, types.UnionType):
-        return _read_as_one_of(arguments, value, what)
-    if origin in (tuple, list, frozenset, set):
-        return _read_as_array(origin, arguments, value, what)
-    if origin in (dict, Mapping):
-        return {
-            _read_key(arguments[0], name, what): read_as(arguments[1], member, f"{what}: {name}"[:200])
-            for name, member in Fields(value, what).members.items()
-        }
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        return read_dataclass(hint, value, what)
-    if isinstance(hint, type) and issubclass(hint, tuple):  # with names
-        return hint(*_read_as_array(tuple, tuple(typing.get_type_hints(hint).values()), value, what))
-    return _read_plain(hint, value, what)
-
-
-def _read_plain(hint: Any, value: Any, what: str) -> Any:
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        if value not in [one.value for one in hint]:
-            raise Corrupt(f"{what} should be a {hint.__name__}, found {shown(value)}.", key=what)
-        return hint(value)
-    if hint is float and type(value) in (int, float) and abs(value) <= MAX_NUMBER:
-        return float(value)
-    is_plain = hint in (str, bool, int, type(None)) and type(value) is hint
-    if not is_plain or (hint is int and abs(value) > _MAX_INTEGER):
-        raise Corrupt(
-            f"{what} should be of type {getattr(hint, '__name__', hint)}, found {shown(value)}.", key=what
-        )
-    return value
-
-
-def _read_as_one_of(hints: tuple[Any, ...], value: Any, what: str) -> Any:
-    for hint in hints[:-1]:
-        with contextlib.suppress(Corrupt):
-            return read_as(hint, value, what)
-    return read_as(hints[-1], value, what)
-
-
-def _read_as_array(origin: Any, hints: tuple[Any, ...], value: Any, what: str) -> Any:
-    if type(value) is not list:
-        refuse(what, "it", "an array", value)
-    if origin is tuple and hints[-1:] != (Ellipsis,):
-        if len(hints) != len(value):
-            refuse(what, "it", f"an array of {len(hints)} items", value)
-        return tuple(read_as(hint, item, what) for hint, item in zip(hints, value, strict=True))
-    return origin([read_as(hints[0], item, what) for item in value])
-
-
-def _read_key(hint: Any, name: str, what: str) -> Any:
-    if hint is not int:
-        return read_as(hint, name, what)
-    if not name.isascii() or not name.isdigit() or len(name) > MAX_DIGITS:
-        refuse(what, "a key", "an integer", name)
-    return int(name)
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # A count, size, offset or number of something
 
 
 def decode_text(data: bytes, name: str) -> str:

@@ -6,8 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object
@@ -113,12 +114,11 @@ def _report(**fields: str | int) -> None:
             os.close(fd)
 
 
-@dataclass(slots=True)
-class ReportedProgress:
+class ReportedProgress(Struct):
     """Reports of the trainings of a job, from a position of their file on."""
 
-    steps: dict[str, int] = field(default_factory=dict[str, int])  # greatest step of each home
-    failed_saves: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    steps: dict[str, int] = {}  # greatest step of each home
+    failed_saves: set[tuple[int, int]] = set()
     """Attempts and steps of the saves that failed, on any rank."""
     was_preempted: bool = False
     is_preempted: bool = False  # a preemption is the newest report: the training was not started again

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.keeper.lockfile import is_trainer_alive
@@ -101,8 +102,7 @@ def _points(line: Mapping[str, Any]) -> list[dict[str, Any]]:
 # -- in the keeper -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryGrowth:
+class MemoryGrowth(Struct, frozen=True):
     """Growth of the memory of one host, whose ranks will fill it."""
 
     rank: int  # rank that grows most

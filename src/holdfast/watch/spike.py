@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.format.sections import Mark, Section
@@ -141,16 +142,14 @@ _MAX_METRICS = 8
 _REFRESH = 8  # values between two computations of the median, unless one is high by the older one
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedValue:
+class RecordedValue(Struct, frozen=True):
     """Recorded value of a step."""
 
     step: int
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Trend:
+class Trend(Struct, frozen=True):
     """Judgement of the metrics that were recorded up to a save."""
 
     is_spiking: bool | None  # None if there are too few values

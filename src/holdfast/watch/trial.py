@@ -19,7 +19,7 @@ from typing_extensions import override
 from holdfast.checkpoint.policy import Every, Moment
 from holdfast.checkpoint.watch import RestoredState, Watch, WatchedRun
 from holdfast.errors import HoldfastError, ResumeWarning
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.system.environment import TRIAL
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Trial(Watch):
 
     def __init__(self) -> None:
         text = Path(os.environ[TRIAL]).read_text()
-        self._plan = decode_dataclass(TrialPlan, text, "the plan of a trial")
+        self._plan = decode_as(TrialPlan, text, "the plan of a trial")
 
     @property
     @override

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.jobs.local.claims import Capacity, Demand, ResourceClaim, allocate
 
@@ -25,7 +25,7 @@ DEMANDS = st.builds(
     memory_mib=st.sampled_from((0, 1 << 10, 20 << 10, 64 << 10, 1 << 30)),
 )
 QUEUES = st.lists(DEMANDS, max_size=8).map(
-    lambda found: [dataclasses.replace(one, job=number) for number, one in enumerate(found, 1)]
+    lambda found: [replace(one, job=number) for number, one in enumerate(found, 1)]
 )
 
 
@@ -88,7 +88,7 @@ def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data
     """Jobs arrive and end in any order. A waiting one fits once those before it have ended."""
     claims: list[ResourceClaim] = []
     waiting: list[Demand] = []
-    arriving = [dataclasses.replace(one, priority=0) for one in queue]
+    arriving = [replace(one, priority=0) for one in queue]
     while arriving or waiting:
         if arriving and data.draw(st.booleans()):
             waiting.append(arriving.pop(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.errors import NotFound
 from holdfast.jobs import clear_node, machines, nodes
@@ -32,7 +32,7 @@ def event(machine: str, number: int = 1, *, is_wrong: bool = False) -> MachineEv
 
 
 def test_events_are_read_back(tmp_path: Path) -> None:
-    events = [event("n1"), dataclasses.replace(event("n2", 2), is_lost=True, failed=("disk",), why="x\n\x1b")]
+    events = [event("n1"), replace(event("n2", 2), is_lost=True, failed=("disk",), why="x\n\x1b")]
     add_events(tmp_path, events)
     assert read_events(tmp_path) == events
     assert (tmp_path / "nodes.jsonl").stat().st_mode & 0o077 == 0
@@ -60,7 +60,7 @@ def test_damage_costs_only_its_own_lines(tmp_path_factory: pytest.TempPathFactor
 
 
 def test_old_events_are_forgotten(tmp_path: Path) -> None:
-    old = dataclasses.replace(event("n1"), unix_s=NOW - machines.REMEMBERED_S - 1)
+    old = replace(event("n1"), unix_s=NOW - machines.REMEMBERED_S - 1)
     add_events(tmp_path, [old, event("n2")])
     assert [one.machine for one in read_events(tmp_path)] == ["n2"]
 
@@ -68,7 +68,7 @@ def test_old_events_are_forgotten(tmp_path: Path) -> None:
 def test_the_record_has_a_limit(tmp_path: Path) -> None:
     why = "x" * 10_000  # shortened
     for number in range(4):
-        add_events(tmp_path, [dataclasses.replace(event(f"n{number}"), why=why)] * 2000)
+        add_events(tmp_path, [replace(event(f"n{number}"), why=why)] * 2000)
     assert (tmp_path / "nodes.jsonl").stat().st_size < machines.MAX_BYTES + (1 << 20)
     found = read_events(tmp_path)
     assert len(found) >= machines.KEPT_EVENTS

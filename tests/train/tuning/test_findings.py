@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import TrialResult
 from holdfast.train.tuning.measurements import (
@@ -49,7 +50,7 @@ def sync(place: SourceLine = LINE, *, num_steps: int = 10, kind: str = ".item()"
 def trial(
     value: int, rate: float, *, step_s: float = 0.1, noise: float = 0.03, **more: object
 ) -> TrialResult:
-    return dataclasses.replace(TrialResult(value, step_s, rate, 0.0, noise, None), **more)  # type: ignore[arg-type]
+    return replace(TrialResult(value, step_s, rate, 0.0, noise, None), **more)  # type: ignore[arg-type]
 
 
 def verdict(variant: str, speed_up: float) -> CompileVerdict:
@@ -57,10 +58,10 @@ def verdict(variant: str, speed_up: float) -> CompileVerdict:
 
 
 def test_measurements_survive_json() -> None:
-    steps = dataclasses.replace(STEPS, lengths=RowLengths(((1, 2), (3,)), (4, 4)))
-    assert decode_dataclass(StepMeasurements, json.dumps(dataclasses.asdict(steps)), "steps") == steps
-    syncs = SyncMeasurements("cpu", 10, (sync(), dataclasses.replace(sync(), inside=OTHER)))
-    assert decode_dataclass(SyncMeasurements, json.dumps(dataclasses.asdict(syncs)), "syncs") == syncs
+    steps = replace(STEPS, lengths=RowLengths(((1, 2), (3,)), (4, 4)))
+    assert decode_as(StepMeasurements, json.dumps(to_builtins(steps)), "steps") == steps
+    syncs = SyncMeasurements("cpu", 10, (sync(), replace(sync(), inside=OTHER)))
+    assert decode_as(SyncMeasurements, json.dumps(to_builtins(syncs)), "syncs") == syncs
 
 
 def test_a_sync_in_every_step_is_a_finding_and_an_occasional_one_is_not() -> None:
@@ -88,7 +89,7 @@ def test_one_or_two_recompiles_are_not_a_finding(num_times: int, hit_limit: bool
 
 def test_waiting_is_a_finding_with_the_best_number_of_workers_or_on_the_dataset() -> None:
     assert findings.find_input(STEPS, measure_throughput(STEPS.steps, "cpu"), []) == []
-    waiting = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4),) * 5)
+    waiting = replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4),) * 5)
     now = measure_throughput(waiting.steps, "cpu")
     trials = [trial(0, 40), trial(1, 70, step_s=0.06), trial(2, 90, step_s=0.04), trial(4, 0, failure="no")]
     (one,) = findings.find_input(waiting, now, trials)
@@ -104,12 +105,12 @@ def test_compiling_is_suggested_only_if_it_pays() -> None:
     (one,) = findings.find_compile(STEPS, [verdict("whole", 0.8), verdict("random", 1.2)])
     assert "fallback_random" in one.change
     assert one.place == STEPS.call
-    (one,) = findings.find_compile(dataclasses.replace(STEPS, in_place=False), [verdict("whole", 1.5)])
+    (one,) = findings.find_compile(replace(STEPS, in_place=False), [verdict("whole", 1.5)])
     assert "`model = torch.compile(model)`" in one.change
 
 
 def test_compiling_that_slows_down_or_is_useless_twice_is_a_finding() -> None:
-    compiling = dataclasses.replace(STEPS, compiled_at=LINE)
+    compiling = replace(STEPS, compiled_at=LINE)
     (one,) = findings.find_compile(compiling, [verdict("own", 0.8)])
     assert one.place == LINE
     assert "Do not compile" in one.change
@@ -131,7 +132,7 @@ def test_the_smallest_batch_at_full_speed_is_suggested_unless_its_gain_is_noise(
     assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
     assert findings.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
     assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
-    steps = dataclasses.replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16),) * 5)
+    steps = replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16),) * 5)
     (one,) = findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
     assert "Accumulate 2 batches per step instead of 4" in one.change
 
@@ -145,11 +146,11 @@ def test_a_batch_that_exceeds_memory_is_not_tried() -> None:
 
 def test_static_padding_is_a_finding_and_tight_padding_is_not() -> None:
     rows = tuple(tuple(10 + (i * 7 + j * 13) % 50 for j in range(8)) for i in range(12))
-    wide = dataclasses.replace(STEPS, lengths=RowLengths(rows, (512,) * 12))
+    wide = replace(STEPS, lengths=RowLengths(rows, (512,) * 12))
     (one,) = findings.find_padding(wide, findings.compare_lengths(wide.lengths))
     assert one.place == LOADER.sample_code
     assert "93% of the model's positions are padding" in one.seen
-    even = dataclasses.replace(STEPS, lengths=RowLengths(((50,) * 8,) * 12, (52,) * 12))
+    even = replace(STEPS, lengths=RowLengths(((50,) * 8,) * 12, (52,) * 12))
     assert findings.find_padding(even, findings.compare_lengths(even.lengths)) == []
     assert findings.compare_lengths(RowLengths(((64,) * 8,) * 12, (64,) * 12)) is None
     assert findings.compare_lengths(None) is None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.train.tuning.measurements import (
     MIN_GAIN,
@@ -86,5 +86,5 @@ def test_work_is_cpu_time_on_a_cpu_and_wall_time_elsewhere() -> None:
 def test_the_memory_ratio_needs_allocations_of_both_kinds_of_steps(
     eager: int | None, compiled: int | None, ratio: float | None
 ) -> None:
-    took = dataclasses.replace(race([0.2] * 8, [0.1] * 8), eager_bytes=eager, compiled_bytes=compiled)
+    took = replace(race([0.2] * 8, [0.1] * 8), eager_bytes=eager, compiled_bytes=compiled)
     assert judge_compile(took).memory_ratio == ratio

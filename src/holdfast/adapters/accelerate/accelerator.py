@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from msgspec.structs import astuple
 from typing_extensions import override
 
 from holdfast.adapters.accelerate.folders import (

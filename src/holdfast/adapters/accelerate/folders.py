@@ -7,8 +7,9 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.adapters.kit.run import HOME
 from holdfast.adapters.kit.saved_files import folder_fault, read_json
@@ -62,8 +63,7 @@ _MARKER = "holdfast_checkpoint.json"
 _MOVED = "interrupted-"
 
 
-@dataclass(frozen=True, slots=True)
-class FolderMarker:
+class FolderMarker(Struct, frozen=True):
     """Content of the file that names a folder's checkpoint."""
 
     home: str  # absolute path or URL

@@ -6,11 +6,11 @@ import io
 import itertools
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -87,8 +87,7 @@ def _copy_run(run: torch.Tensor, target: torch.Tensor, items: torch.Tensor) -> N
     target.copy_(items.as_strided(run.shape, run.stride()))
 
 
-@dataclass(slots=True)
-class _Opened:
+class _Opened(Struct):
     """Checkpoint that is being loaded. Its parts are read on demand."""
 
     store: Store

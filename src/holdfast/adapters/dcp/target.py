@@ -7,7 +7,8 @@ import os
 import re
 import socket
 import threading
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
@@ -23,8 +24,7 @@ from holdfast.system.callsite import warn
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True):
     """Home as an absolute path or URL, and a step or None."""
 
     home: str
@@ -61,14 +61,13 @@ class Target:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class SaveClaim:
+class SaveClaim(Struct, frozen=True):
     """Task of a rank in a save. The coordinator claims it, and sends each rank its own inside the plan."""
 
     writer: WriterId
     step: int
     ancestors: Ancestors
-    catalog: bytes = field(default=b"", repr=False)  # tensors of all ranks
+    catalog: bytes = b""  # tensors of all ranks
     index: str = ""  # index of all ranks' values; only for rank 0
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -300,7 +302,10 @@ class HoldfastWriter(StorageWriter):
         own = self._claim = replace(claim, catalog=catalog, index=index)
         ranks = range(1, len(plans))
         others = [replace(own, writer=replace(own.writer, rank=rank), index="") for rank in ranks]
-        return [replace(plan, storage_data=claim) for plan, claim in zip(plans, (own, *others), strict=True)]
+        return [
+            dataclasses.replace(plan, storage_data=claim)
+            for plan, claim in zip(plans, (own, *others), strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's data file and part.
@@ -325,7 +330,7 @@ class HoldfastWriter(StorageWriter):
         store = open_store(self._target.home)
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
         draft = part.draft(
-            **asdict(claim.writer),
+            **to_builtins(claim.writer),
             step=step,
             ancestors=claim.ancestors,
             values=encoded,

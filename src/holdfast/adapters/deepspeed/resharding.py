@@ -11,13 +11,13 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import deepspeed.runtime.engine as stock
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from msgspec import Struct
 
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
 from holdfast.errors import Unsupported
@@ -32,8 +32,7 @@ class UnsupportedRanks(Unsupported, ZeRORuntimeException):
     """Refusal of a checkpoint that another number of ranks saved. Scripts for DeepSpeed catch it too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Parameters as an engine flattens them."""
 
     groups: tuple[tuple[tuple[str, int], ...], ...]  # name and size of each parameter, by flat group

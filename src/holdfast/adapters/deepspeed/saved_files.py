@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct, to_builtins
+from msgspec.structs import fields
 from torch.optim import Optimizer
 
 import holdfast
@@ -36,8 +37,7 @@ _VERSION = 1
 _RESERVED = frozenset({META, "rng"})
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """Facts about one save of an engine."""
 
     tag: str  # DeepSpeed's name of the checkpoint
@@ -64,12 +64,11 @@ def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:
     """Return the state that the Checkpointer saves for this rank."""
     keyed = {name: (partition_key(name, _RESERVED), packed) for name, packed in files.items()}
     state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
-    state[META] = {"version": _VERSION, **asdict(facts), "partitions": describe_partitions(keyed)}
+    state[META] = {"version": _VERSION, **to_builtins(facts), "partitions": describe_partitions(keyed)}
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class SavedFiles:
+class SavedFiles(Struct, frozen=True):
     """Files of one checkpoint, of all ranks. Every byte is verified."""
 
     facts: Facts

@@ -7,10 +7,10 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from msgspec import Struct
 from torch.optim import Optimizer
 
 import holdfast
@@ -45,8 +45,7 @@ def split_notices(watches: Iterable[Watch] | None) -> tuple[Preemption, list[Wat
     return found, [NO_NOTICES, *(one for one in given if not isinstance(one, Preemption))]
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """Checkpoint to load, which a folder of the trainer names."""
 
     folder: str

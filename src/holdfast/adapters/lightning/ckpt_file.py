@@ -10,7 +10,6 @@ import stat
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +18,7 @@ import torch
 import xxhash
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
+from msgspec import Struct, to_builtins
 
 from holdfast.adapters.kit.run import open_loaded
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
@@ -43,8 +43,7 @@ _SMALL_BYTES = 16 << 10
 """Storages of at most so many bytes are compared by their content."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(Struct, frozen=True):
     """Dictionary as torch.save stores it: a pickle, and the storages in the order of their keys.
 
     The storages are those of the live tensors, which training changes. Each has the name of its first tensor
@@ -137,8 +136,7 @@ _NUM_THREADS = 2
 _MAX_PATH_CHARS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Struct, frozen=True):
     """Facts about one save of Lightning."""
 
     path: str  # of its file, relative to the folder of the home if it is in there
@@ -155,7 +153,7 @@ def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
             "format": _FORMAT,
             "names": list(pickled.storages),
             _PICKLED: torch.frombuffer(bytearray(pickled.data), dtype=torch.uint8),
-            **asdict(facts),
+            **to_builtins(facts),
         },
     }
 
@@ -214,8 +212,7 @@ _PICKLE = "data.pkl"
 _HEADER_BYTES, _BLOCK_BYTES, _MAX_HASHES_BYTES = 30, 1 << 20, 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class FileId(OfCheckpoint):
+class FileId(OfCheckpoint, Struct, frozen=True):
     """Checkpoint that a file was written from, and whether training can resume from it."""
 
     run: str
@@ -381,12 +378,11 @@ def home_beside(folder: str | os.PathLike[str]) -> str:
     return str(home)
 
 
-@dataclass(frozen=True, slots=True)
-class HomePlace:
+class HomePlace(Struct, frozen=True):
     """Home of a run, and its files."""
 
     home: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = {}
 
     @property
     def folder(self) -> str:

@@ -9,12 +9,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
+from msgspec import Struct, field
 from torch.optim import Optimizer
 
 from holdfast.adapters.kit.run import NO_NOTICES
@@ -64,8 +64,7 @@ _ORPHANS_S = 600.0
 """Longest wait for the keeper of a dead process, which may be about to complete a checkpoint."""
 
 
-@dataclass(slots=True)
-class _Job:
+class _Job(Struct):
     """File to be written from a checkpoint of the home."""
 
     path: str

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, to_builtins
 from typing_extensions import Self
 
 from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
@@ -19,14 +19,13 @@ from holdfast.system.log import get_logger
 _log = get_logger("lightning")
 
 
-@dataclass(frozen=True, slots=True)
-class DataPosition:
+class DataPosition(Struct, frozen=True):
     """Position of one rank in a pass over its training data."""
 
     num_batches: int  # that training has used
     at_start: dict[str, Any] | None = None  # generators when the pass began; None if that is the next batch
     before_fetched: dict[str, Any] | None = None  # generators before the fetch of an unused batch
-    loaders: list[dict[str, Any]] = field(default_factory=list)  # their states, if each has one
+    loaders: list[dict[str, Any]] = []  # their states, if each has one
 
 
 class PositionedLoader(CombinedLoader):
@@ -249,7 +248,7 @@ def capture_point(trainer: Any) -> dict[str, Any]:
         epoch_loop = trainer.fit_loop.epoch_loop
         is_at_end = epoch_loop.batch_progress.is_last_batch or epoch_loop._num_ready_batches_reached()
         position = DataPosition(0) if is_at_end else loader.position(num_used(trainer))
-        own = {"generators": loader.capture(), "position": asdict(position)}
+        own = {"generators": loader.capture(), "position": to_builtins(position)}
         own["batches"] = [one.state_dict() for one in loader.batches]
     ranks: list[Any] = [own]
     if dist.is_available() and dist.is_initialized():

@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import fields
 
 from holdfast.adapters.nebula.interface import Checkpoint, get_checkpoint, get_latest_checkpoint, init
 from holdfast.adapters.nebula.tag_index import EXPLICIT, PartitionMarker
@@ -66,8 +67,7 @@ def _restore_block() -> None:
     engine.create_checkpoint_engine = create_checkpoint_engine
 
 
-@dataclass(frozen=True, slots=True)
-class NebulaBlock:
+class NebulaBlock(Struct, frozen=True):
     """`"nebula"` block of DeepSpeed's configuration, with its defaults."""
 
     persistent_storage_path: str | None = None

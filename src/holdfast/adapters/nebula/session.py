@@ -7,9 +7,9 @@ import os
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
 from torch.distributed import DistError
 
 from holdfast.adapters.kit.store_ranks import StoreRanks
@@ -54,15 +54,14 @@ _SEND_AGAIN_S = 1.0
 _num_coordinators: Counter[str] = Counter()
 
 
-@dataclass(slots=True)
-class TagDraft:
+class TagDraft(Struct):
     """Tag that is not complete yet."""
 
     tag: str
     key: str  # key of the coordinator
     num_files: int | None
     label: str | None = None
-    files: dict[str, Packed] = field(default_factory=dict)
+    files: dict[str, Packed] = {}
 
     @property
     def is_explicit(self) -> bool:
@@ -70,8 +69,7 @@ class TagDraft:
         return self.num_files == EXPLICIT
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteTag:
+class CompleteTag(Struct, frozen=True):
     """Tag that is complete in this attempt."""
 
     names: frozenset[str]  # of this rank's partitions

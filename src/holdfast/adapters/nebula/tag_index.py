@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from msgspec import Struct, to_builtins
 
 from holdfast.checkpoint.exchange.packed_value import (
     Packed,
@@ -42,7 +43,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning
 from holdfast.system.callsite import warn
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 
 META = "nebula"
 """Top-level key of a checkpoint's tag and partitions."""
@@ -306,8 +307,7 @@ _FIRST_LINE = "This is no file of torch.save: the state is in a Holdfast checkpo
 _LIMIT_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class PartitionMarker:
+class PartitionMarker(Struct, frozen=True):
     """Reference to a partition of a checkpoint, in a file."""
 
     home: str
@@ -317,7 +317,7 @@ class PartitionMarker:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the marker to a path, replacing any file."""
         with atomic_file(Path(path), overwrite=True) as partial:
-            partial.write_text(_FIRST_LINE + json.dumps(asdict(self)) + "\n")
+            partial.write_text(_FIRST_LINE + json.dumps(to_builtins(self)) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> PartitionMarker | None:
@@ -328,7 +328,7 @@ class PartitionMarker:
         text = file.read_bytes()
         if not text.startswith(_FIRST_LINE.encode()):
             return None
-        return decode_dataclass(cls, text[len(_FIRST_LINE) :], str(path), any_text=True)
+        return decode_as(cls, text[len(_FIRST_LINE) :], str(path), any_text=True)
 
 
 def _is_complete(listing: Listing, found: CheckpointId, tier: str) -> bool:

@@ -11,12 +11,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, to_builtins
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
@@ -32,7 +32,7 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.system.documents import decode_dataclass, decode_object
+from holdfast.system.documents import decode_as, decode_object
 from holdfast.system.environment import read_integer
 from holdfast.system.privacy import is_own
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration
@@ -45,8 +45,7 @@ INTERVAL = "NEBULA_PERSISTENT_TIME_INTERVAL"
 LOCAL = "HOLDFAST_LOCAL"
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(Struct, frozen=True):
     """Home, nearer tier and interval of a session."""
 
     home: str
@@ -99,8 +98,7 @@ _MIN_BYTES = 64 << 20
 _BLOCK_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
+class MemoryBudget(Struct, frozen=True):
     """Memory limit of one process, and its origin.
 
     If a limit is set, several processes on the node share one half of it, and a single one has all of it.
@@ -174,8 +172,7 @@ _LEAVE_LIMIT = datetime.timedelta(seconds=30)
 _POLL_S = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class TagPlan:
+class TagPlan(Struct, frozen=True):
     """Plan of how a tag becomes a checkpoint. The rank that completes the tag decides it for all."""
 
     members: tuple[int, ...]  # ranks whose files are in the checkpoint
@@ -236,7 +233,7 @@ class TagCoordinator:
 
     def propose(self, tag: str, plan: TagPlan) -> TagPlan:
         """Propose a plan for a tag; return the plan that a rank proposed first."""
-        return _plan(self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(asdict(plan))))
+        return _plan(self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(to_builtins(plan))))
 
     def plan(self, tag: str) -> TagPlan | None:
         """Return the plan for a tag, or None."""
@@ -272,7 +269,7 @@ class TagCoordinator:
 
 
 def _plan(text: bytes) -> TagPlan:
-    return decode_dataclass(TagPlan, text, "the plan for a tag")
+    return decode_as(TagPlan, text, "the plan for a tag")
 
 
 def is_grouped() -> bool:

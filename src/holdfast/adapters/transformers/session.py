@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from contextlib import ExitStack
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct, to_builtins
 from transformers import TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_utils import HubStrategy, IntervalStrategy
 from typing_extensions import Self, override
@@ -53,8 +53,7 @@ _log = get_logger("adapters")
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Source:
+class _Source(Struct, frozen=True):
     """Checkpoint of a home that training resumes from. It has been verified as a whole."""
 
     checkpointer: Checkpointer  # that of this run, or of another one's home
@@ -362,7 +361,7 @@ class Session(TrainerRun, TrainerCallback):
             has_training=not self._args.save_only_model,
             counters=read_counters(trainer),
         )
-        self._state[PROGRESS] = dataclasses.asdict(progress)
+        self._state[PROGRESS] = to_builtins(progress)
         # The Trainer brings its loaders back. A model alone never resumes exactly, which the resume says.
         silenced = ResumeWarning if self._args.save_only_model else LoaderWarning
         self._last = self.save_step(step, silenced=[silenced])

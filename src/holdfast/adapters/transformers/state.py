@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
@@ -27,8 +28,7 @@ GENERATORS = "rng"
 _TRL_COUNTERS = ("_total_train_tokens", "_metrics")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """Progress since the last log entry, which the Trainer does not save. Each rank has its own."""
 
     world_size: int

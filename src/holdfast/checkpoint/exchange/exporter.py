@@ -12,10 +12,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast, final
+
+from msgspec import Struct
 
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
@@ -78,8 +79,7 @@ def check_step(path: Path, step: int) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(Struct, frozen=True):
     """Result of an export. `num_bytes` counts bytes of tensors."""
 
     path: str

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.exchange import safetensors_files, torch_files
 from holdfast.checkpoint.exchange.home_writer import refuse_existing_home, write_home
@@ -25,8 +27,7 @@ MAX_EXPANSION = 4
 _FREE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
+class Imported(Struct, frozen=True):
     """Result of an import. `num_bytes` is the size of the data file."""
 
     home: str

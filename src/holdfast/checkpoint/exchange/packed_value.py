@@ -9,10 +9,10 @@ import enum
 import importlib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.values import encode
@@ -63,13 +63,12 @@ class StateDict(collections.OrderedDict[Any, Any]):
         )
 
 
-@dataclass(slots=True)
-class Packed:
+class Packed(Struct):
     """Partition that is ready to be saved."""
 
     tree: Any  # of plain values and tensors
-    kinds: list[tuple[Path, str, Any]] = field(default_factory=list)  # of objects, outer before inner
-    devices: dict[Path, str] = field(default_factory=dict)  # devices of tensors that were not on the CPU
+    kinds: list[tuple[Path, str, Any]] = []  # of objects, outer before inner
+    devices: dict[Path, str] = {}  # devices of tensors that were not on the CPU
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, once per occurrence."""

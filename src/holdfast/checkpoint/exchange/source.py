@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.layout import Region, Shard, item_offset
 from holdfast.checkpoint.restore.slices import copy_part
 from holdfast.errors import Corrupt, NotFound, RetryLater
 
 
-@dataclass(frozen=True, slots=True)
-class RegionReader:
+class RegionReader(Struct, frozen=True):
     """Reader of a region of a tensor; `read` returns the bytes of a region that is contiguous inside it."""
 
     region: Region
@@ -70,8 +70,7 @@ def _too_short(path: Path, end: int, start: int, num_bytes: int) -> Corrupt:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
+class SourceTensor(Struct, frozen=True):
     """Tensor of a source. `dtype` is a safetensors name; the readers' regions cover `shape` exactly once."""
 
     name: str
@@ -104,8 +103,7 @@ class SourceTensor:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     """Contents of a source.
 
     `values` are by top-level key, with a `TensorRef` in place of each tensor. A plain dict of tensors is
@@ -114,8 +112,8 @@ class Source:
     """
 
     tensors: tuple[SourceTensor, ...]
-    tied: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    tied: dict[str, str] = {}
+    values: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[SourceTensor]:
         return iter(self.tensors)

@@ -11,10 +11,11 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.exchange import safe_unpickler
 from holdfast.checkpoint.exchange.safe_unpickler import DTYPE_NAMES, TensorStandIn
@@ -115,8 +116,7 @@ DAMAGED = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorLocation:
+class TensorLocation(Struct, frozen=True):
     """Position of a tensor's bytes in a file, row-major and without gaps."""
 
     dtype: str
@@ -201,8 +201,7 @@ class _FileRange(io.RawIOBase):
         return num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """Record of an archive: its name, its size, and a function that yields its bytes."""
 
     name: str
@@ -285,8 +284,7 @@ class _ArchiveFile(io.RawIOBase):
         self._out.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class _Storage:
+class _Storage(Struct, frozen=True):
     """Storage of a tensor, with the reference to it in a pickle."""
 
     reference: tuple[Any, ...]

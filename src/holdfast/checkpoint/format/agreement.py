@@ -6,8 +6,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, parse_catalog
 from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
@@ -21,8 +23,7 @@ _MIN_WORK = 300_000  # corners, and one more for each byte of the catalogs
 _MAX_COMPARISONS = 200_000  # of regions, to name the region that an error is about
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
+class Agreement(Struct, frozen=True):
     """Result of the check: the tensors that all ranks together have written."""
 
     tensors: dict[str, Tensor]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import (
@@ -33,8 +34,7 @@ EACH, SPLIT = "each", "split"
 """Owners that are no rank: every rank has its own / several ranks hold regions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
+class Tensor(Struct, frozen=True):
     """One tensor of a checkpoint.
 
     `partitioning` - the regions of the tensor and their writers; None for a per-rank tensor. `held_by` -
@@ -56,8 +56,7 @@ class Tensor:
         return self.partitioning.ranks[0] if is_whole else SPLIT
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
+class Catalog(Struct, frozen=True):
     """The tensors that ranks have in common, without per-rank ones."""
 
     tensors: dict[str, Tensor]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.array_values import read_array, read_integer, read_object, read_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
@@ -37,8 +38,7 @@ RAW_DTYPES = {
 """Stored dtype, and stored elements of one element, by the name of a dtype that safetensors lacks."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(Struct, frozen=True):
     """A composite tensor.
 
     In a tree that is fitted to live values, `live` is a tensor of the same type with the same facts, which is
@@ -48,7 +48,11 @@ class SavedTensor:
     type: str  # "module:qualified name" of its class, or a name without colon for torch's own kinds
     inner: dict[str, Any]  # a `TensorRef`, another composite tensor, or in a rebuilt tree the tensor itself
     facts: dict[str, Any]  # plain values that describe it
-    live: Any = field(default=None, repr=False, compare=False)
+    live: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        is_other = isinstance(other, SavedTensor)
+        return is_other and (self.type, self.inner, self.facts) == (other.type, other.inner, other.facts)
 
     @property
     def is_class(self) -> bool:

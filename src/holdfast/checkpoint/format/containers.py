@@ -12,8 +12,9 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import (

@@ -8,8 +8,9 @@ import math
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.errors import Corrupt, InvalidInput
@@ -56,8 +57,7 @@ class Region(NamedTuple):
         return all(0 <= start <= start + length <= size for start, length, size in sides)
 
 
-@dataclass(frozen=True, slots=True)
-class EvenPartitioning:
+class EvenPartitioning(Struct, frozen=True):
     """Partitioning by a rule: each split divides every region so far along `dim` into `parts`.
 
     Of n elements, each of p parts gets ceil(n / p), as long as any are left. So the last parts may be
@@ -122,8 +122,7 @@ class EvenPartitioning:
             yield from self._touching(wanted, part, split + 1, index * parts + which)
 
 
-@dataclass(frozen=True, slots=True)
-class ListedPartitioning:
+class ListedPartitioning(Struct, frozen=True):
     """Partitioning without a rule: each region is listed with the rank that wrote it.
 
     A rank may have written several regions.
@@ -161,8 +160,7 @@ def whole(rank: int) -> EvenPartitioning:
     return EvenPartitioning((), (rank,))
 
 
-@dataclass(frozen=True, slots=True)
-class FillTarget:
+class FillTarget(Struct, frozen=True):
     """Destination of a saved tensor's bytes."""
 
     tensor: torch.Tensor  # contiguous, of the saved dtype, and of the region's sizes
@@ -174,8 +172,7 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors readers refuse more
 _RESERVED = re.compile(r"@r[0-9]+\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True):
     """A rank's part of a tensor.
 
     `offsets` and `sizes` - its region of the global `shape`. `dtype` - a safetensors name. `per_rank` -
@@ -231,8 +228,7 @@ def check_name(name: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(Struct, frozen=True):
     """Positions of all shards in a data file."""
 
     header: bytes  # from byte 0, including length prefix and padding

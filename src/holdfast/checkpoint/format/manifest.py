@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.agreement import Agreement, agree
@@ -23,15 +24,14 @@ from holdfast.checkpoint.format.limits import (
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors, Part, read_ancestors
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
-from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, Section, Sections, health_of
+from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, Sections, health_of
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import Fields, decode_object, read_integers, shown
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "parse"]
 
 
-@dataclass(frozen=True, slots=True)
-class PartFile:
+class PartFile(Struct, frozen=True):
     """The manifest's facts about a rank's files."""
 
     rank: int
@@ -42,8 +42,7 @@ class PartFile:
     catalog: int  # index of the rank's catalog
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest(OfCheckpoint):
+class Manifest(OfCheckpoint, Struct, frozen=True):
     """A complete checkpoint."""
 
     id: str  # random; distinguishes our own commit from others' if an answer was lost
@@ -57,7 +56,7 @@ class Manifest(OfCheckpoint):
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
-    watches: Sections = field(default_factory=dict[str, Section])  # findings about all files
+    watches: Sections = {}  # findings about all files
 
     @property
     def health(self) -> Health:

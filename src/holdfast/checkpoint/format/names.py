@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
 from holdfast.errors import Corrupt
@@ -107,8 +108,7 @@ def attempt_in(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed(OfCheckpoint):
+class Parsed(OfCheckpoint, Struct, frozen=True):
     """Facts in an object's name.
 
     `kind` is one of: attempt, manifest, part, data, frozen, refusal, skipped, metrics, step-other.

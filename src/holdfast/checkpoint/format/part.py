@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format import names, sections
 from holdfast.checkpoint.format.catalog import Catalog, check_facts, check_size, columns, parse_catalog
@@ -25,7 +27,7 @@ from holdfast.checkpoint.format.limits import (
 )
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
-from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Section, Sections
+from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Sections
 from holdfast.errors import Corrupt
 from holdfast.system.documents import Fields, decode, decode_object, read_integers
 
@@ -33,8 +35,7 @@ _get_start = operator.itemgetter(3)
 Ancestors = tuple[CheckpointId, ...]  # checkpoints that led to one by restores, oldest first
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(Struct, frozen=True):
     """Size and chunk hashes of a data file."""
 
     num_bytes: int
@@ -46,8 +47,7 @@ class DataFile:
         return self.hashes[DIGITS * chunk : DIGITS * (chunk + 1)]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(Struct, frozen=True, dict=True):
     """One rank's contribution to a checkpoint.
 
     Its shards are those that the catalog assigns to this rank, in the order of the catalog, followed by
@@ -68,7 +68,7 @@ class Part:
     catalog_text: bytes
     starts_text: bytes  # of the shards that the catalog assigns to this rank
     what: str  # name of its document, for errors
-    watches: Sections = field(default_factory=dict[str, Section])  # findings about the rank's files
+    watches: Sections = {}  # findings about the rank's files
 
     @cached_property
     def catalog(self) -> Catalog:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from msgspec import Meta, Struct, to_builtins
 
 from holdfast.checkpoint.format.limits import (
     MAX_ATTEMPT,
@@ -20,59 +20,44 @@ from holdfast.checkpoint.format.limits import (
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
-from holdfast.system.documents import MAX_NUMBER, Bounds, Count, Fields, read_as, read_members, refuse
+from holdfast.errors import InvalidInput
+from holdfast.system.documents import MAX_NUMBER, Count, Fields, read_as, read_members
 
 _T = TypeVar("_T")
 
 
-def _read_range(value: Any, what: str) -> tuple[int, int]:
-    start, end = read_as(tuple[Count, Count], value, what)
-    if start > end:
-        refuse(what, "it", "the first sample and the end", value)
-    return start, end
-
-
-def read_metric(value: Any, what: str) -> float:
-    """Return a metric from JSON, where numbers that are not finite are texts."""
-    return float(value) if value in ("nan", "inf", "-inf") else read_as(float, value, what)
-
-
-RunId = Annotated[str, Bounds(pattern=RUN_ID)]
-AttemptNumber = Annotated[int, Bounds(at_most=MAX_ATTEMPT)]
-Step = Annotated[int, Bounds(at_most=MAX_STEP)]
-WorldSize = Annotated[int, Bounds(at_least=1, at_most=MAX_RANKS)]
-UnixSeconds = Annotated[float, Bounds(at_most=math.inf)]
-Name = Annotated[str, Bounds(max_len=MAX_NAME_CHARS)]
-Reason = Annotated[str, Bounds(max_len=MAX_SMALL_BYTES)]
-SampleRange = Annotated[tuple[int, int], _read_range]
-Metric = Annotated[float, read_metric]
-Mode = Annotated[str, Bounds(pattern=re.compile("min|max"))]
+RunId = Annotated[str, Meta(pattern=rf"\A{RUN_ID.pattern}\Z")]
+AttemptNumber = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+UnixSeconds = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Reason = Annotated[str, Meta(max_length=MAX_SMALL_BYTES)]
+Mode = Annotated[str, Meta(pattern=r"\A(min|max)\Z")]
+EncodedMetric = float | Literal["nan", "inf", "-inf"]  # JSON has no such numbers
 
 MAX_ROLLBACK_KEYS = 64  # objects that a rollback's record names as skipping, and as kept
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(Struct, frozen=True):
     """`holdfast.json`: identity of a home's run. `id` is random, made when the home is first used."""
 
     id: RunId
     created_unix_s: UnixSeconds
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptClaim:
+class AttemptClaim(Struct, frozen=True):
     """`attempts/aNNNN.json`: the claim of an attempt. Only the highest number may commit."""
 
     number: AttemptNumber
     run: RunId
     world_size: WorldSize
-    host: Annotated[str, Bounds(max_len=1024)]
+    host: Annotated[str, Meta(max_length=1024)]
     pid: Count
     started_unix_s: UnixSeconds
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(Struct, frozen=True):
     """`attempts/aNNNN-saved.json`: proof of an attempt's first complete checkpoint, that of `step`."""
 
     run: RunId
@@ -80,8 +65,7 @@ class Saved:
     step: Step
 
 
-@dataclass(frozen=True, slots=True)
-class Emptied:
+class Emptied(Struct, frozen=True):
     """`attempts/aNNNN-emptied.json`: record that all checkpoints up to this attempt were deleted."""
 
     run: RunId
@@ -89,8 +73,7 @@ class Emptied:
     deleted_unix_s: UnixSeconds
 
 
-@dataclass(frozen=True, slots=True)
-class Rollback:
+class Rollback(Struct, frozen=True):
     """`attempts/aNNNN-rollback.json`: record of an attempt that went back behind a spike.
 
     `skipped` has, for each object of the state that can skip samples, the first one skipped and the end.
@@ -103,11 +86,16 @@ class Rollback:
     base_step: Step
     first_step: Step  # of the spike
     last_step: Step  # of the attempt
-    in_a_row: Annotated[int, Bounds(at_least=1)]  # rollbacks without progress, with this one
-    reason: Annotated[str, Bounds(max_len=MAX_REASON_CHARS)]  # the value that was high
-    skipped: Annotated[Mapping[Name, SampleRange], Bounds(max_len=MAX_ROLLBACK_KEYS)]
-    kept: Annotated[tuple[Name, ...], Bounds(max_len=MAX_ROLLBACK_KEYS)]
+    in_a_row: Annotated[int, Meta(ge=1)]  # rollbacks without progress, with this one
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]  # the value that was high
+    skipped: Annotated[Mapping[Name, tuple[Count, Count]], Meta(max_length=MAX_ROLLBACK_KEYS)]
+    kept: Annotated[tuple[Name, ...], Meta(max_length=MAX_ROLLBACK_KEYS)]
     noted_unix_s: UnixSeconds
+
+    def __post_init__(self) -> None:
+        for name, (start, end) in self.skipped.items():
+            if start > end:
+                raise InvalidInput(f"the samples of {name} end at {end}, before the first, {start}")
 
     @property
     def base(self) -> CheckpointId:
@@ -119,8 +107,7 @@ class Rollback:
         return checkpoint.attempt <= self.attempt and checkpoint > self.base
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Struct, frozen=True):
     """`done.json`: marker of a finished run, written after everything it saved is durable."""
 
     run: RunId
@@ -129,20 +116,18 @@ class Done:
     finished_unix_s: UnixSeconds
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(Struct, frozen=True):
     """`step-NNNNNNNN/refused-aNNNN.json`: record of a save that is not committed, with its reason."""
 
     run: RunId
     attempt: AttemptNumber
     step: Step
     reason: Reason
-    rank: Annotated[int, Bounds(at_most=MAX_RANKS - 1)] | None = None  # the rank that the reason is about
+    rank: Annotated[int, Meta(ge=0, le=MAX_RANKS - 1)] | None = None  # the rank that the reason is about
     key: Name | None = None  # the tensor
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedNote:
+class SkippedNote(Struct, frozen=True):
     """`step-NNNNNNNN/passed-aNNNN.json`: note that a restore has skipped this checkpoint, which is kept."""
 
     run: RunId
@@ -152,8 +137,7 @@ class SkippedNote:
     noted_unix_s: UnixSeconds
 
 
-@dataclass(frozen=True, slots=True)
-class Metrics:
+class Metrics(Struct, frozen=True):
     """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss, by name.
 
     `of_steps` has the step of each value that was recorded for another step than that of the checkpoint, and
@@ -163,9 +147,9 @@ class Metrics:
     run: RunId
     attempt: AttemptNumber
     step: Step
-    values: Mapping[str, Metric]
-    of_steps: Mapping[str, Step] = field(default_factory=dict[str, int])
-    modes: Mapping[str, Mode] = field(default_factory=dict[str, str])
+    values: Mapping[str, float]
+    of_steps: Mapping[str, Step] = {}
+    modes: Mapping[str, Mode] = {}
 
     def members(self) -> dict[str, Any]:
         """Return its members for JSON, which has no NaN and no infinity."""
@@ -175,7 +159,7 @@ class Metrics:
         return {"run": self.run, "attempt": self.attempt, "step": self.step, "values": values, **given}
 
 
-def encode_metric(value: float) -> float | str:
+def encode_metric(value: float) -> EncodedMetric:
     """Return a metric for JSON: the number, or "nan", "inf" or "-inf"."""
     if abs(value) <= MAX_NUMBER:
         return value
@@ -186,7 +170,7 @@ def document(
     value: Run | AttemptClaim | Saved | Emptied | Rollback | Done | Refusal | SkippedNote | Metrics,
 ) -> bytes:
     """Return the sealed document of a value."""
-    members = value.members() if isinstance(value, Metrics) else asdict(value)
+    members = value.members() if isinstance(value, Metrics) else to_builtins(value)
     return seal(dumps({**VERSIONS[type(value)].header, **members}))
 
 
@@ -194,6 +178,12 @@ def parse(cls: type[_T], text: bytes, what: str) -> _T:
     """Parse a document into a value of type `cls`."""
     body = unseal(text, what)
     return VERSIONS[cls].parser(body, what)(body)
+
+
+def _read_metrics(body: Fields) -> Metrics:
+    encoded = read_as(dict[str, EncodedMetric], body.value("values"), f"{body.what}: values")
+    values = {name: float(value) for name, value in encoded.items()}
+    return read_members(Metrics, Fields({**body.members, "values": values}, body.what))
 
 
 _KINDS: dict[type, str] = {
@@ -208,5 +198,8 @@ _KINDS: dict[type, str] = {
     Metrics: "holdfast-metrics",
 }
 VERSIONS: dict[type, Versions[Callable[[Fields], Any]]] = {
-    cls: Versions(kind, written=1, parsers={1: partial(read_members, cls)}) for cls, kind in _KINDS.items()
+    cls: Versions(
+        kind, written=1, parsers={1: _read_metrics if cls is Metrics else partial(read_members, cls)}
+    )
+    for cls, kind in _KINDS.items()
 }

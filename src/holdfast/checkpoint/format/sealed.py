@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import xxhash
+from msgspec import Struct
 
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import MAX_DEPTH, MAX_DOCUMENT_BYTES, MAX_SMALL_BYTES
@@ -75,8 +75,7 @@ def _digest_of_rest(document: bytes) -> str:
 _Parser = TypeVar("_Parser", bound="Callable[..., Any]")
 
 
-@dataclass(frozen=True, slots=True)
-class Versions(Generic[_Parser]):
+class Versions(Struct, Generic[_Parser], frozen=True):
     """Versions of one kind of document that can be read, each with its parser.
 
     A new version is one more entry of `parsers`; the older ones stay. `written` follows when every reader in

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.catalog import columns
 from holdfast.checkpoint.format.sealed import dumps
@@ -34,8 +35,7 @@ class Mark(IntEnum):
     AGAINST = 3  # it is not healthy
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(Struct, frozen=True):
     """Finding of a watch about one checkpoint, stored in its documents.
 
     Attributes:
@@ -46,7 +46,7 @@ class Section:
     """
 
     version: int
-    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    data: Mapping[str, Any] = {}
     mark: Mark = Mark.NONE
     reasons: tuple[str, ...] = ()
 
@@ -54,8 +54,7 @@ class Section:
 Sections = Mapping[str, Section]  # sections by the names of their watches
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
+class Health(Struct, frozen=True):
     """Health of a checkpoint, by the marks of all its watches.
 
     Attributes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.system.documents import decode_object, read_as, refuse
@@ -11,8 +12,7 @@ from holdfast.system.documents import decode_object, read_as, refuse
 INDEX = "@dcp"  # key of the index of all ranks' values, in the values of rank 0
 
 
-@dataclass(frozen=True, slots=True)
-class ValueIndex:
+class ValueIndex(Struct, frozen=True):
     """Index of the values of all ranks. A reader needs only rank 0's part for it."""
 
     ranks: dict[str, int]  # rank whose part has a value, by its name

@@ -21,8 +21,9 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.array_values import (
     decode_dtype,
@@ -52,22 +53,19 @@ _MAX_TYPE_CHARS = 1024
 _is_tag = operator.methodcaller("startswith", "$")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(Struct, frozen=True):
     """Placeholder for a tensor in a tree of values; `name` is its key in the data files."""
 
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRef:
+class EntryRef(Struct, frozen=True):
     """Placeholder for an object in a container; `key` is its own key."""
 
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class SavedEnum:
+class SavedEnum(Struct, frozen=True):
     """An enum member: `type` is "module:qualified name" of its class, `name` is its name.
 
     The name of a combination of flags has all their names, joined by "|".
@@ -77,16 +75,14 @@ class SavedEnum:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class SavedNamedTuple:
+class SavedNamedTuple(Struct, frozen=True):
     """A named tuple: `type` is "module:qualified name" of its class, `fields` has names with values."""
 
     type: str
     fields: tuple[tuple[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedDataclass:
+class SavedDataclass(Struct, frozen=True):
     """An instance of a dataclass: `type` is "module:qualified name" of its class, `fields` by name."""
 
     type: str

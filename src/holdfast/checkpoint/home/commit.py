@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.limits import MAX_LINE_BYTES
@@ -213,8 +214,7 @@ _MAX_LOG_BYTES = 16 << 20
 """Largest log that is read at the start of a training."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRate:
+class FailureRate(Struct, frozen=True):
     """Failures of a run during its training time."""
 
     num_failures: int  # attempts that ended without a recorded reason, or that hung

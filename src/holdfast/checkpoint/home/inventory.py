@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
@@ -31,8 +32,7 @@ Skipped: a restore has found it damaged or could not read it; retention leaves i
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Row(OfCheckpoint):
+class Row(OfCheckpoint, Struct, frozen=True):
     """One checkpoint, or an incomplete save. `num_bytes` counts all its files."""
 
     step: int
@@ -45,14 +45,14 @@ class Row(OfCheckpoint):
     base_step: int | None
     reason: str | None  # what is wrong, beyond the state
     tiers: tuple[str, ...] = ()  # where it is, nearest first, if several places were listed
-    metrics: Mapping[str, float] = field(default_factory=dict[str, float])  # recorded for its step
-    metric_steps: Mapping[str, int] = field(default_factory=dict[str, int])  # of those recorded for another
-    metric_modes: Mapping[str, str] = field(default_factory=dict[str, str])  # "min" or "max", of its best
+    metrics: Mapping[str, float] = {}  # recorded for its step
+    metric_steps: Mapping[str, int] = {}  # of those recorded for another
+    metric_modes: Mapping[str, str] = {}  # "min" or "max", of its best
     health: Health = UNKNOWN
 
     def as_json(self) -> dict[str, Any]:
         """Return its members for JSON; `tiers` only if several places were listed."""
-        members = asdict(self)
+        members = to_builtins(self)
         members["metrics"] = {name: encode_metric(value) for name, value in self.metrics.items()}
         del members["health"]
         members |= {"healthy": self.health.healthy, "health_reasons": list(self.health.reasons)}
@@ -61,8 +61,7 @@ class Row(OfCheckpoint):
         return members
 
 
-@dataclass(frozen=True, slots=True)
-class Inventory:
+class Inventory(Struct, frozen=True):
     """All checkpoints and incomplete saves of a home, newest first."""
 
     home: Listing
@@ -179,8 +178,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) or "none"
 
 
-@dataclass(frozen=True, slots=True)
-class SaveSpace:
+class SaveSpace(Struct, frozen=True):
     """Space of the next save."""
 
     home: str

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 import holdfast
 from holdfast.checkpoint.format import sections
@@ -19,8 +20,7 @@ _MAX_MADE = 4
 """Checkpoints of an attempt whose sections are kept, for the next one."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteSave:
+class CompleteSave(Struct, frozen=True):
     """Save whose parts all exist, for the judge of one watch.
 
     Attributes:

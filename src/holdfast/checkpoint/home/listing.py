@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.store.contract import ObjectInfo, Store
 
 
-@dataclass(slots=True)
-class ListedSave(OfCheckpoint):
+class ListedSave(OfCheckpoint, Struct):
     """Files of one step of one attempt, complete or not."""
 
     step: int
     attempt: int
     manifest_bytes: int | None = None  # None: no manifest, so not a checkpoint (yet)
-    parts: dict[int, int] = field(default_factory=dict)  # rank -> bytes
-    data: dict[int, int] = field(default_factory=dict)  # rank -> bytes
-    frozen: dict[int, int] = field(default_factory=dict)  # rank -> bytes of its file of frozen tensors
+    parts: dict[int, int] = {}  # rank -> bytes
+    data: dict[int, int] = {}  # rank -> bytes
+    frozen: dict[int, int] = {}  # rank -> bytes of its file of frozen tensors
     was_skipped: bool = False  # a restore has skipped it, see `holdfast.checkpoint.home.newest`
     has_metrics: bool = False  # see `holdfast.checkpoint.home.metrics`
 
@@ -52,8 +52,7 @@ class ListedSave(OfCheckpoint):
         return sum(self.sizes.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(Struct, frozen=True):
     """One listing of a home."""
 
     attempts: tuple[int, ...]  # claimed, ascending
@@ -135,8 +134,7 @@ def files_of(
     return files
 
 
-@dataclass(frozen=True, slots=True)
-class WriterId:
+class WriterId(Struct, frozen=True):
     """One rank of one attempt of a run."""
 
     run: str
@@ -145,8 +143,7 @@ class WriterId:
     world_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTrainer:
+class LiveTrainer(Struct, frozen=True):
     """A living process that may still save to the home."""
 
     attempt: int

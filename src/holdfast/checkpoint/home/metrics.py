@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
@@ -18,16 +19,14 @@ from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater,
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class SaveValues:
+class SaveValues(Struct, frozen=True):
     """Metrics of a save by name, and the steps of those recorded for another step."""
 
-    values: Mapping[str, float] = field(default_factory=dict[str, float])
-    of_steps: Mapping[str, int] = field(default_factory=dict[str, int])
+    values: Mapping[str, float] = {}
+    of_steps: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class MetricByCheckpoint:
+class MetricByCheckpoint(Struct, frozen=True):
     """Values of one metric, and the run's mode for its best checkpoints."""
 
     values: Mapping[CheckpointId, float]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
@@ -164,8 +165,7 @@ class Patience:
             raise RetryLater(message, step=error.step, key=error.key) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped(OfCheckpoint):
+class Skipped(OfCheckpoint, Struct, frozen=True):
     """A checkpoint that a restore has skipped, with the reason."""
 
     step: int

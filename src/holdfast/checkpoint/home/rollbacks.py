@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
@@ -23,8 +24,7 @@ _MAX_CHOICES = 4
 """Checkpoints to go back to, as one may be damaged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rollbacks:
+class Rollbacks(Struct, frozen=True):
     """Rollbacks of a home, the oldest first, and descriptions of unreadable ones."""
 
     found: tuple[run.Rollback, ...] = ()

@@ -8,9 +8,9 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, final
 
+from msgspec import Struct, field
 from typing_extensions import override
 
 from holdfast.checkpoint.format.names import CheckpointId
@@ -44,8 +44,7 @@ _MAX_UNSAVED = 64
 """Messages since the last save that a new keeper is sent again. Older ones have long been handled."""
 
 
-@dataclass(slots=True)
-class _Submitted:
+class _Submitted(Struct):
     """Save that a new keeper would be sent again."""
 
     save: Save

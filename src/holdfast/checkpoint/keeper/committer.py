@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.part import Ancestors
@@ -23,8 +24,7 @@ from holdfast.errors import RetryLater
 from holdfast.system.log import QUIET_S
 
 
-@dataclass(slots=True)
-class PendingSave:
+class PendingSave(Struct):
     """Save whose files of this rank are durable, and that is not committed yet."""
 
     step: int
@@ -42,8 +42,7 @@ class PendingSave:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Struct, frozen=True):
     """Outcome of a commit. `ancestors` is None if retention has deleted the checkpoint since."""
 
     ancestors: Ancestors | None

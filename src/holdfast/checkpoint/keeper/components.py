@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
@@ -11,8 +11,7 @@ from holdfast.checkpoint.keeper.watch import KeeperWatches
 from holdfast.checkpoint.store import Store
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperComponents:
+class KeeperComponents(Struct, frozen=True):
     """Components of one keeper."""
 
     config: KeeperConfig

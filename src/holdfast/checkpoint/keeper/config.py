@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.retention import Keep
@@ -15,8 +17,7 @@ IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchConfig:
+class WatchConfig(Struct, frozen=True):
     """Half of a watch that the keeper loads."""
 
     name: str
@@ -25,8 +26,7 @@ class WatchConfig:
     options: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperConfig:
+class KeeperConfig(Struct, frozen=True):
     """Configuration of the keeper of one rank."""
 
     home: str

@@ -9,15 +9,15 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from holdfast.checkpoint.keeper import messages, packets
 from holdfast.system.failpoint import failpoint
 
 
-@dataclass(frozen=True, slots=True)
-class StagedSave:
+class StagedSave(Struct, frozen=True):
     """Save in an arena, to be persisted. Its descriptors are closed by the worker."""
 
     request: messages.SubmitSave

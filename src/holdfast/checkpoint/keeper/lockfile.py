@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import functools
@@ -13,14 +12,16 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.listing import LiveTrainer
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater, Unsupported
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.linux.processes import start_time
 from holdfast.system.log import get_logger
@@ -32,8 +33,7 @@ SOCKET_SUFFIX = ".sock"
 _SIZE = 512
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperInfo:
+class KeeperInfo(Struct, frozen=True):
     """Contents of a lock file."""
 
     attempt: int
@@ -100,11 +100,11 @@ class Lockfile:
     def set_busy(self, busy: bool) -> None:
         """Record whether this keeper has data that is not in the nearest store yet."""
         if busy != self.info.busy:
-            self._update(dataclasses.replace(self.info, busy=busy))
+            self._update(replace(self.info, busy=busy))
 
     def set_done(self, *, held: str = "") -> None:
         """Record that no attempt needs to wait for this keeper, and the name of its socket, if it has one."""
-        self._update(dataclasses.replace(self.info, busy=False, is_done=True, held=held))
+        self._update(replace(self.info, busy=False, is_done=True, held=held))
 
     def _update(self, info: KeeperInfo) -> None:
         self.info = info
@@ -112,12 +112,12 @@ class Lockfile:
             self._write()
 
     def _write(self) -> None:
-        text = json.dumps(asdict(self.info)).encode()
+        text = json.dumps(to_builtins(self.info)).encode()
         os.pwrite(self.fd, text.ljust(_SIZE), 0)  # one write of a fixed size: readers never see a part of it
 
 
 def _read(fd: int) -> KeeperInfo:
-    info = decode_dataclass(KeeperInfo, os.pread(fd, _SIZE, 0), "the lock file of a keeper")
+    info = decode_as(KeeperInfo, os.pread(fd, _SIZE, 0), "the lock file of a keeper")
     if "/" in info.held or "\0" in info.held:
         raise Corrupt("The lock file of a keeper names a socket outside its folder.")
     return info

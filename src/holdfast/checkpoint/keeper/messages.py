@@ -4,39 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Any, TypeAlias
+
+from msgspec import Struct, to_builtins
 
 from holdfast.checkpoint.format.names import OfCheckpoint
-from holdfast.checkpoint.format.run import encode_metric, read_metric
+from holdfast.checkpoint.format.run import EncodedMetric, encode_metric
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.system.documents import Count, decode_object, read_dataclass
+from holdfast.system.documents import Count, decode_as
 
 MAX_MESSAGE_BYTES = 64 << 10
 """Limit on an encoded message. Messages are small: tensors and drafts are sent as descriptors."""
 MAX_DETAIL = 5000
 """Characters of free text in a message. As JSON each takes at most 12 bytes."""
 
-EncodedMetrics: TypeAlias = Mapping[str, Annotated["float | str", read_metric]]
-"""Metrics by name: finite numbers, "nan", "inf" and "-inf"; once they are parsed, numbers."""
+EncodedMetrics: TypeAlias = Mapping[str, EncodedMetric]
 
 _WHAT = "a message between trainer and keeper"
-_KIND = "kind"
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
+    """Base of the messages, which have the name of their class as the member `kind`."""
 
 
 # -- from the trainer ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Configure:
+class Configure(_Message, frozen=True):
     """Configuration of the keeper. Sent first, and once."""
 
     config: KeeperConfig
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaLayout:
+class ArenaLayout(Struct, frozen=True):
     """Positions of the file images of a save in its arena."""
 
     data_bytes: Count  # size of the data file, which begins at 0
@@ -45,8 +46,7 @@ class ArenaLayout:
     is_frozen_unchanged: bool = False  # copied on the assumption that it equals that of the previous save
 
 
-@dataclass(frozen=True, slots=True)
-class SubmitSave:
+class SubmitSave(_Message, frozen=True):
     """Staged save, sent with the descriptors of its arena and its draft."""
 
     step: Count
@@ -55,14 +55,11 @@ class SubmitSave:
     layout: ArenaLayout
     to_home: bool
     is_resent: bool = False  # an earlier keeper of this rank received it, and has died since
-    metrics: EncodedMetrics = field(default_factory=dict[str, "float | str"])  # on rank 0
-    of_steps: Mapping[str, Count] = field(
-        default_factory=dict[str, int]
-    )  # of metrics recorded for another step
+    metrics: EncodedMetrics = {}  # on rank 0
+    of_steps: Mapping[str, Count] = {}  # of metrics recorded for another step
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeCommit:
+class ResumeCommit(_Message, frozen=True):
     """Save that an earlier keeper of this rank has persisted; only its commit is left."""
 
     step: Count
@@ -70,56 +67,49 @@ class ResumeCommit:
     to_home: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DropSave:
+class DropSave(_Message, frozen=True):
     """Save without a copy on this rank, so that no rank can commit it."""
 
     step: Count
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrainCheckpoint(OfCheckpoint):
+class DrainCheckpoint(OfCheckpoint, _Message, frozen=True):
     """Checkpoint of the local tier to be sent home."""
 
     attempt: Count
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class DrainBest:
+class DrainBest(_Message, frozen=True):
     """Steps of this attempt's best saves. They stay in the local folder until they are in home."""
 
     steps: tuple[Count, ...]
     is_due: bool = False  # send them home now, beside a save that is due there
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteStep:
+class DeleteStep(_Message, frozen=True):
     """Step whose checkpoints are deleted once a newer one is complete."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateMetrics:
+class UpdateMetrics(_Message, frozen=True):
     """Metrics of a save, in place of those submitted with it."""
 
     step: Count
     metrics: EncodedMetrics
-    of_steps: Mapping[str, Count] = field(default_factory=dict[str, int])
+    of_steps: Mapping[str, Count] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class MarkComplete(OfCheckpoint):
+class MarkComplete(OfCheckpoint, _Message, frozen=True):
     """Checkpoint that is complete, though its files are in folders of several hosts."""
 
     attempt: Count
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent:
+class RecordEvent(_Message, frozen=True):
     """Event of the trainer, for the history of the run."""
 
     event: str
@@ -132,18 +122,15 @@ class RecordEvent:
     members: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Ping:
+class Ping(_Message, frozen=True):
     """Request for a `Pong`, to detect a keeper that is stopped or frozen."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextShown:
+class TextShown(_Message, frozen=True):
     """Reply to a `ShowText`: the trainer has printed the text."""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(_Message, frozen=True):
     """End of the conversation. The keeper completes what it has, and exits."""
 
     frees_memory: bool  # no later attempt needs the contents of its memory
@@ -152,41 +139,35 @@ class Close:
 # -- from the keeper -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Pong:
+class Pong(_Message, frozen=True):
     """Reply to a `Ping`."""
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaReleased:
+class ArenaReleased(_Message, frozen=True):
     """Arena that may be used again."""
 
     arena: Count
 
 
-@dataclass(frozen=True, slots=True)
-class SavePersisted:
+class SavePersisted(_Message, frozen=True):
     """Save whose files of this rank are durable."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDurable:
+class SaveDurable(_Message, frozen=True):
     """Save that is committed, or as durable as a node-local one becomes."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedHome:
+class ArrivedHome(_Message, frozen=True):
     """Checkpoint that is complete in home."""
 
     step: Count
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFailed:
+class SaveFailed(_Message, frozen=True):
     """Save that will not be committed, or not be sent home. After a Conflict, a newer attempt has the run."""
 
     step: Count
@@ -195,24 +176,21 @@ class SaveFailed:
     in_home: bool = False  # it is committed in the local tier
 
 
-@dataclass(frozen=True, slots=True)
-class SaveDelayed:
+class SaveDelayed(_Message, frozen=True):
     """Save that waits, and its reason. The keeper tries again."""
 
     step: Count
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class WarnOf:
+class WarnOf(_Message, frozen=True):
     """Text that the trainer warns of at its next call."""
 
     text: str
     is_of_watch: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ShowText:
+class ShowText(_Message, frozen=True):
     """Text for the trainer to print."""
 
     text: str
@@ -222,18 +200,15 @@ class ShowText:
 # -- between a keeper and a later attempt --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RequestImages:
+class RequestImages(_Message, frozen=True):
     """Request for all file images that the keeper has in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class FreeImages:
+class FreeImages(_Message, frozen=True):
     """Request to free the memory. The keeper then exits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
+class Image(Struct, frozen=True):
     """File image in an arena. The arena may have been overwritten in part since: check hashes."""
 
     name: str
@@ -241,8 +216,7 @@ class Image:
     num_bytes: Count
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaImages:
+class ArenaImages(_Message, frozen=True):
     """Images in one arena, sent with its descriptor. After the last one the connection is closed."""
 
     images: tuple[Image, ...]
@@ -274,21 +248,17 @@ KeeperMessage: TypeAlias = (
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
 
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}
-
 
 def encode(message: Message) -> bytes:
     """Return a message as JSON."""
-    body = {_KIND: type(message).__name__, **asdict(message)}
-    return json.dumps(body, separators=(",", ":")).encode()
+    return json.dumps(to_builtins(message), separators=(",", ":")).encode()
 
 
 def parse(text: bytes) -> Message:
     """Return the message in a JSON text."""
-    body = decode_object(text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True)  # paths may not be UTF-8
-    name = body.choice(_KIND, _KINDS)
-    members = {member: value for member, value in body.members.items() if member != _KIND}
-    return read_dataclass(_KINDS[name], members, f"{_WHAT}, {name}")
+    return decode_as(
+        Message, text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True
+    )  # paths may not be UTF-8
 
 
 def encode_metrics(metrics: Mapping[str, float]) -> EncodedMetrics:

@@ -12,8 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.keeper.messages import MAX_MESSAGE_BYTES, Message, RecordEvent, encode, parse
 
@@ -82,8 +83,7 @@ _NO_ROOM = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 """Refusals that end: of the socket's buffer, and of descriptors that no process has received yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
+class _Queued(Struct, frozen=True):
     packet: bytes
     fds: tuple[int, ...]  # duplicates, closed once they are sent or dropped
     on_sent: Callable[[], None] | None

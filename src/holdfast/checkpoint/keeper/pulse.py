@@ -9,7 +9,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -31,8 +32,7 @@ NUM_WORDS = 8
 """Words of one watch."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerProgress:
+class TrainerProgress(Struct, frozen=True):
     """Progress of a trainer at one moment. Times are of the machine's monotonic clock."""
 
     is_training: bool  # within its loop, so that the next step is expected

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
+
+from msgspec.structs import asdict
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.history import History
@@ -102,7 +103,7 @@ class Reports:
 
     def record(self, event: messages.RecordEvent) -> None:
         """Record an event of the trainer."""
-        self.history.record(**dataclasses.asdict(event))
+        self.history.record(**asdict(event))
 
     def _warn(self, event: str, step: int, problem: str, error: HoldfastError, tier: str) -> None:
         self._report(event, step, _warning(problem, str(error)), detail=str(error), tier=tier)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct
+
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Section, Sections
 from holdfast.checkpoint.home.history import History
@@ -20,8 +22,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, ru
 from holdfast.checkpoint.keeper.messages import MAX_DETAIL, ShowText, WarnOf
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperRun:
+class KeeperRun(Struct, frozen=True):
     """Parts of a run that the half of a watch in a keeper may use.
 
     Attributes:
@@ -83,8 +84,7 @@ class KeeperRun:
         self.history.record("watch-off", step=None, detail=text)
 
 
-@dataclass(frozen=True, slots=True)
-class PersistedSave:
+class PersistedSave(Struct, frozen=True):
     """Save whose data files are durable, and whose part is written next.
 
     Attributes:

@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
@@ -335,8 +336,7 @@ def _reported(inbox: TrainerInbox, reason: str) -> Iterator[None]:
         inbox.set_delay("")
 
 
-@dataclass(slots=True)
-class _Arena:
+class _Arena(Struct):
     fd: int
     memory: mmap.mmap
     images: tuple[Image, ...] = ()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec import Struct, field, to_builtins
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
@@ -34,7 +35,7 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import first_good
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 
 
 class Loading(Protocol):
@@ -63,8 +64,7 @@ def _ignore(*_: object) -> None:
     """Do nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Struct, frozen=True):
     """Checkpoint and state entries that a restore is asked for."""
 
     step: int | None = None  # only this step; the newest attempt that saved it is tried first
@@ -80,8 +80,7 @@ class Selection:
     kept: Collection[str] = ()  # key paths of objects that stay as they are
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True):
     """Request for a restore; the same on all ranks but for the stores and functions of each."""
 
     store: Store  # home, or all tiers of this rank as one
@@ -100,8 +99,7 @@ class Request:
     mark: Mark = _ignore  # called on every rank, and again while it raises RetryLater
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Struct, frozen=True):
     """Checkpoints that rank 0 has found. Equal on all ranks."""
 
     run: str | None
@@ -115,8 +113,7 @@ class Survey:
     holdings: tuple[Holding, ...] = ()  # files in home of checkpoints that are not complete there
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(Struct, frozen=True):
     """Checkpoints that may be restored. Equal on all ranks."""
 
     survey: Survey
@@ -159,9 +156,9 @@ def _survey(request: Request, patience: Patience) -> Survey:
     find = partial(patience.spend, store.url, partial(_list_tiers, store, request))
     if request.group.world_size == 1:
         return find()  # there is no other rank to send it to
-    outcome = request.group.on_first(lambda: json.dumps(asdict(find())))
+    outcome = request.group.on_first(lambda: json.dumps(to_builtins(find())))
     raise_first([outcome], request.group.rank, f"could not list {store.url}")
-    return decode_dataclass(Survey, outcome.value or "", "the survey of rank 0", max_bytes=MAX_BYTES)
+    return decode_as(Survey, outcome.value or "", "the survey of rank 0", max_bytes=MAX_BYTES)
 
 
 def _list_tiers(store: Store, request: Request) -> Survey:
@@ -252,7 +249,7 @@ def _find_node_local(
         found = patience.spend(
             own_local.url, lambda: find_holdings(own_local, survey.run, besides=survey.found)
         )
-        return [asdict(one) for one in found]
+        return [to_builtins(one) for one in found]
 
     group = request.group
     rows = values_of(group.agree(list_folder), group.rank, "could not list its local folder")
@@ -288,8 +285,7 @@ def _read_values(
     return [(one.attempt, one.step, value) for one, value in found.values.items()], found.mode
 
 
-@dataclass(frozen=True, slots=True)
-class Holding(OfCheckpoint):
+class Holding(OfCheckpoint, Struct, frozen=True):
     """A rank's complete files of one checkpoint, with a part that matches them."""
 
     attempt: int
@@ -302,8 +298,7 @@ class Holding(OfCheckpoint):
     frozen_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class NodeLocalCheckpoint:
+class NodeLocalCheckpoint(Struct, frozen=True):
     """A checkpoint that is incomplete in home, but complete in several tiers together."""
 
     checkpoint: CheckpointId

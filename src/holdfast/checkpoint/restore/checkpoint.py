@@ -7,9 +7,10 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import values as value_format
 from holdfast.checkpoint.format.composites import shown_type
@@ -46,8 +47,7 @@ if TYPE_CHECKING:
 HomeLike = Union[str, "os.PathLike[str]", Store]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(Struct, frozen=True):
     """Facts about a tensor from the manifest. `dtype` is a safetensors name, such as "BF16"."""
 
     dtype: str

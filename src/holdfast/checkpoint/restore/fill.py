@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.format.layout import FillTarget, Region, contiguous_cover, is_contiguous, item_offset
 from holdfast.checkpoint.restore.parts import Located, Parts
@@ -172,8 +172,7 @@ def _want(tensor: torch.Tensor, place: Region, found: Located) -> Want:
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Struct, frozen=True):
     """Differences between a loaded checkpoint and the live objects; all empty if they fit exactly."""
 
     missing: tuple[str, ...]  # names that only the live objects have; they stay as they are

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.checkpoint.format.manifest import EACH, Manifest, Tensor
@@ -15,8 +17,7 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound
 from holdfast.system.units import plural
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(Struct, frozen=True):
     """A shard, with its position in a data file."""
 
     rank: int  # the rank that wrote it

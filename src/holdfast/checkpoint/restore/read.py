@@ -9,9 +9,10 @@ import time
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.hashes import DIGITS, chunk_ranges, hash_chunks
 from holdfast.checkpoint.format.part import DataFile, Part
@@ -46,8 +47,7 @@ class Want(NamedTuple):
     sink: Sink
 
 
-@dataclass(frozen=True, slots=True)
-class FileRead:
+class FileRead(Struct, frozen=True):
     """Requests to read one data file."""
 
     part: Part
@@ -68,14 +68,13 @@ class FileRead:
         return self.part.files[name]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStats:
+class ReadStats(Struct, frozen=True):
     """Statistics of a read. `num_bytes` counts whole chunks, as read from the store."""
 
     num_bytes: int
     num_reads: int
     seconds: float
-    sources: Mapping[str, int] = field(default_factory=dict)  # bytes by the URL of the copy they came from
+    sources: Mapping[str, int] = {}  # bytes by the URL of the copy they came from
     recovered_from: tuple[str, ...] = ()  # damage in nearer copies, where a farther one was good
 
     def plus(self, other: ReadStats) -> ReadStats:
@@ -89,8 +88,7 @@ class ReadStats:
         )
 
 
-@dataclass(slots=True)
-class Read:
+class Read(Struct):
     """One read of adjacent chunks of a file, with the requests that it serves."""
 
     name: str
@@ -98,7 +96,7 @@ class Read:
     file: DataFile
     start: int
     stop: int
-    wanted: list[Want] = field(default_factory=list)
+    wanted: list[Want] = []
 
 
 def read(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
@@ -31,8 +32,7 @@ SUPERSEDED = "superseded"
 _KINDS = {kind.kind: kind for kind in (Corrupt, Denied, NotFound, RetryLater, Unsupported)}
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(Struct, frozen=True):
     """Verdict on one checkpoint, equal on all ranks."""
 
     kinds: tuple[str, ...] = ()  # of the errors of all ranks; empty if there were none

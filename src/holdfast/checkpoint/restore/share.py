@@ -7,11 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.ranks import RankGroup
@@ -33,8 +33,7 @@ Key = tuple[int, bool]  # a data file: the rank that wrote it, and whether it is
 Need = tuple[int, int, int, int, int]  # rank, frozen, first chunk, chunk after the last, chunk_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """Adjacent chunks of a file that the same ranks need; `reader` reads and verifies them for all."""
 
     key: Key
@@ -44,8 +43,7 @@ class Block:
     reader: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lending:
+class Lending(Struct, frozen=True):
     """Ranks that read files for others that have no copy."""
 
     lenders: Mapping[int, Sequence[int]]  # ranks that have the files, by saved rank

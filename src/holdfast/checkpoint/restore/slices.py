@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_offset, lay_out
@@ -47,8 +48,7 @@ def split_into_slices(shape: tuple[int, ...], item_bytes: int, limit_bytes: int)
             yield Region(offsets, (*(1 for _ in first), min(step, shape[dim] - start), *rest))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(Struct, frozen=True):
     """Slice of a tensor: contiguous bytes, from byte `start` on. `view` is valid until the next slice."""
 
     name: str

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.format.part import Ancestors
-from holdfast.checkpoint.format.sections import Section, Sections
+from holdfast.checkpoint.format.sections import Sections
 from holdfast.checkpoint.home.commit import merge_in_memory
 from holdfast.checkpoint.home.documents import check_listed, read_manifest
 from holdfast.checkpoint.home.newest import Skipped
@@ -171,8 +173,7 @@ class Stages:
         self._loading.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class Restored(OfCheckpoint):
+class Restored(OfCheckpoint, Struct, frozen=True):
     """Restored checkpoint, and those that were skipped for it. Bytes and seconds are this rank's."""
 
     step: int
@@ -188,4 +189,4 @@ class Restored(OfCheckpoint):
     whole: tuple[CheckpointId, ...] = ()  # checkpoints that still lack only their manifest
     seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
     rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
-    watches: Sections = field(default_factory=dict[str, Section])  # findings of watches, in its manifest
+    watches: Sections = {}  # findings of watches, in its manifest

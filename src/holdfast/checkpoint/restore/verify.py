@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.manifest import EACH, Manifest
@@ -18,8 +19,7 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """One problem of a checkpoint."""
 
     kind: str  # corrupt, not-found, unsupported; retry-later or denied if a file could not be read
@@ -28,8 +28,7 @@ class Problem:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Struct, frozen=True):
     """Result of a verification. `extra` files belong to no checkpoint, and do no harm."""
 
     step: int

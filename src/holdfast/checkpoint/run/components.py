@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import run as runs
@@ -28,8 +29,7 @@ from holdfast.system.log import get_logger
 _log = get_logger("checkpoint.run")
 
 
-@dataclass(frozen=True, slots=True)
-class Components:
+class Components(Struct, frozen=True):
     """Components of a Checkpointer that outlive its attempts."""
 
     options: Options

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.run import MAX_ROLLBACK_KEYS, Rollback
@@ -30,8 +31,7 @@ Range = tuple[int, int]
 """First sample of a range, and the sample after its last one."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRollback:
+class PlannedRollback(Struct, frozen=True):
     """Rollback that all ranks have agreed on.
 
     Attributes:

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, SupportsFloat
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.run import encode_metric
 from holdfast.checkpoint.home.metrics import SaveValues
@@ -216,11 +217,10 @@ def _encode(value: float | None) -> Any:
 _MAX_SAVES = 256  # newest saves whose metrics may still change
 
 
-@dataclass(slots=True)
-class _SavedValues:
+class _SavedValues(Struct):
     """Metrics of one save."""
 
-    values: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> step of the value, value
+    values: dict[str, tuple[int, float]] = {}  # name -> step of the value, value
     is_sent: bool = False
 
 

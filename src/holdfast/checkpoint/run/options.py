@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
+from msgspec import Struct
+
 from holdfast.checkpoint.policy import Every, every
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.watch import Watch
@@ -203,8 +205,7 @@ class Limits:
         return parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(Struct, frozen=True, kw_only=True):
     """All options of a Checkpointer but its state and group, parsed."""
 
     home: Home

@@ -6,10 +6,10 @@ import contextlib
 import mmap
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format import part as parts
@@ -29,8 +29,7 @@ from holdfast.system.units import plural
 _log = get_logger("checkpoint.run")
 
 
-@dataclass(frozen=True, slots=True)
-class PendingCopy:
+class PendingCopy(Struct, frozen=True):
     """A save with its copy."""
 
     save: Save
@@ -307,8 +306,7 @@ def _arena_layout(plan: SavePlan, staging: Staging) -> ArenaLayout:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedCopy:
+class PlacedCopy(Struct, frozen=True):
     """Copy of a tensor in the arena: index in the plan, offset and size in bytes."""
 
     tensor: SharedTensor
@@ -317,8 +315,7 @@ class PlacedCopy:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class SaveCopies:
+class SaveCopies(Struct, frozen=True):
     """Copies of one save.
 
     Attributes:
@@ -344,8 +341,7 @@ class SaveCopies:
         return tensors, places
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCopies:
+class PlannedCopies(Struct, frozen=True):
     """Copies of one state, valid while its structure stays the same.
 
     Attributes:

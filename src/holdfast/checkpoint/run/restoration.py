@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
@@ -185,8 +186,7 @@ _MAX_SHOWN = 5  # lines of a warning
 _MAX_SENT = 20  # lines of a rank
 
 
-@dataclass(frozen=True, slots=True)
-class Differences:
+class Differences(Struct, frozen=True):
     """Differences of one restore on one rank, as lines. Unlike the load, they keep no memory in use."""
 
     values: tuple[str, ...] = ()  # live values that are not those of the checkpoint

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.names import CheckpointId
@@ -36,8 +37,7 @@ from holdfast.system.environment import sandboxed
 from holdfast.system.units import format_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(Struct, frozen=True):
     """Checkpoints that a trainer found, and the one it restored: the basis of its claim.
 
     `restored` is None for a trainer that found nothing.

@@ -8,9 +8,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from msgspec import Struct
 
 import holdfast
 from holdfast.checkpoint.copies import Copies, SharedTensor
@@ -82,8 +83,7 @@ def _folder_of(half: str) -> str:
     return str(Path(places[0]).absolute().parent)
 
 
-@dataclass(frozen=True, slots=True)
-class NamedVote:
+class NamedVote(Struct, frozen=True):
     """Vote of a watch, with the name of the watch."""
 
     watch: str

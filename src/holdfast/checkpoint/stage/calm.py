@@ -6,9 +6,9 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
 
 import torch
+from msgspec.structs import replace
 
 from holdfast.checkpoint.stage.watch import WriteWatch
 from holdfast.checkpoint.state.tensors import versions

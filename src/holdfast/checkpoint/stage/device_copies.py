@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.state.tensors import is_dtensor
 from holdfast.errors import InvalidInput
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceCopies:
+class DeviceCopies(Struct, frozen=True):
     """Copies that are queued: on each device an event that follows them."""
 
     events: Mapping[torch.device, torch.cuda.Event]
@@ -86,8 +85,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingScalar:
+class PendingScalar(Struct, frozen=True):
     """A number that is being copied from a device."""
 
     host: torch.Tensor

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
 import torch
+from msgspec import Struct, field
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.stage.arena import Arena
@@ -35,8 +35,7 @@ _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
-@dataclass
-class Staging:
+class Staging(Struct, dict=True):
     """One copy into an arena."""
 
     arena: Arena
@@ -320,8 +319,7 @@ class Stager:
         self.watcher.close()
 
 
-@dataclass
-class _Copy:
+class _Copy(Struct, dict=True):
     """The copy of one save, whose tensors have the indices of its plan. It keeps their memory alive."""
 
     stager: Stager
@@ -331,12 +329,12 @@ class _Copy:
     witnesses: Mapping[int, int]  # offsets in the arena by index, of those that are copied
     then: Callable[[Staging], None]
     at_once: bool
-    live: list[torch.Tensor] = field(default_factory=list)  # what is copied, by index
+    live: list[torch.Tensor] = []  # what is copied, by index
     free: tuple[int, ...] = ()  # tensors without an owner that may be calm
-    views: list[torch.Tensor] = field(default_factory=list)  # copies in the arena, by index
-    later: list[int] = field(default_factory=list)  # tensors that are copied in the background
-    watches: list[WriteWatch] = field(default_factory=list)  # over these
-    changed: set[int] = field(default_factory=set)  # during the blocking copy
+    views: list[torch.Tensor] = []  # copies in the arena, by index
+    later: list[int] = []  # tensors that are copied in the background
+    watches: list[WriteWatch] = []  # over these
+    changed: set[int] = set()  # during the blocking copy
 
     def watch(self, indices: Iterable[int]) -> list[int]:
         """Watch tensors until the end of the copy; return those that can be watched."""

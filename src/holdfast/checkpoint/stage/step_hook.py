@@ -6,10 +6,10 @@ import bisect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers  # pyright: ignore[reportAttributeAccessIssue] - torch.optim deletes the name
 
@@ -20,8 +20,7 @@ _hooks: set[int] = set()
 """Ids of the hooks of all StepHooks."""
 
 
-@dataclass(frozen=True, slots=True)
-class LastStep:
+class LastStep(Struct, frozen=True):
     """Last step that an optimizer has begun."""
 
     optimizer: weakref.ref[Optimizer]

@@ -12,9 +12,9 @@ import errno
 import mmap
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.stage.write_tracker import Range, WriteTracker, use_huge_pages
 from holdfast.system.linux.memory_mappings import read_mappings
@@ -26,8 +26,7 @@ _GAP_BYTES = 256 << 10  # ranges as close as this are tracked as one: each costs
 _PAGE = mmap.PAGESIZE
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(Struct, frozen=True):
     """Bytes of a tensor on a page that it shares with other memory."""
 
     index: int  # of the tensor
@@ -36,8 +35,7 @@ class Edge:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Extents:
+class Extents(Struct, frozen=True):
     """The memory of some tensors: whole pages, which can be tracked, and edges, which cannot."""
 
     pages: tuple[tuple[int, int, int], ...]  # start, stop and the tensor's index, by start
@@ -332,8 +330,7 @@ class Watcher:
         self._tracker, self.refusal = None, "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class WriteWatch:
+class WriteWatch(Struct, frozen=True):
     """A watch over some tensors, from its creation to its end.
 
     Bytes of a tensor on pages that it shares with other memory are not watched: they were saved when the

@@ -5,10 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.copies import SharedTensor
@@ -24,8 +24,7 @@ from holdfast.checkpoint.state.tensors import NAMES, is_composite, is_savable
 from holdfast.checkpoint.state.tree import Extraction, references
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedState:
+class CapturedState(Struct, frozen=True):
     """A state at one moment: its tensors still live, its values already encoded.
 
     `tensors` are detached and share memory with the training objects; of tied tensors only the first is

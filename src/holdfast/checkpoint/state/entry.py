@@ -7,10 +7,11 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.state.tensors import PLAIN
@@ -30,8 +31,7 @@ class Replication(enum.Enum):
     OWN = "own"  # every rank has its own, except for tensors that are sharded by themselves
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedObject:
+class MarkedObject(Struct, frozen=True):
     """An object of the state, marked by the user with the replication of its tensors."""
 
     _holdfast_is_leaf: ClassVar[bool] = True  # no container of a state, whose fields are saved
@@ -119,8 +119,7 @@ def is_entry(value: Any) -> bool:
     return kind is MarkedObject or is_stateful(value) or is_generator(value)
 
 
-@dataclass(frozen=True, slots=True)
-class FoundEntry:
+class FoundEntry(Struct, frozen=True):
     """An object of a state or in its containers, with its mark."""
 
     root: str  # top-level key

@@ -6,10 +6,11 @@ import collections
 import enum
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor, shown_type
 from holdfast.checkpoint.format.containers import (
@@ -46,13 +47,12 @@ class Misfit(InvalidInput):
     """A saved value that the live state has no value of the same type for."""
 
 
-@dataclass(slots=True)
-class Fitting:
+class Fitting(Struct):
     """One walk over a saved tree and a live one together, and its result."""
 
     tree: Any = None  # with values of the live types, still with a `TensorRef` for each tensor
-    missing: list[str] = field(default_factory=list)  # key paths of fields that only the live state has
-    unexpected: list[str] = field(default_factory=list)  # of those that only the checkpoint has
+    missing: list[str] = []  # key paths of fields that only the live state has
+    unexpected: list[str] = []  # of those that only the checkpoint has
 
     def fit(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
         """Return a saved value in the types of a live one; `is_here` unless that only shows the types."""
@@ -290,8 +290,7 @@ def _without_devices(value: Any) -> Any:
     return {key: _without_devices(item) for key, item in value.items()}
 
 
-@dataclass(slots=True)
-class Updates:
+class Updates(Struct):
     """The updates of one restore.
 
     A script may begin with one object in two places, as after `dict.fromkeys(names, [])`, and replace it
@@ -299,7 +298,7 @@ class Updates:
     too if the value there is equal. Otherwise the second place gets a value of its own.
     """
 
-    _first: dict[int, tuple[Any, Any, Any]] = field(default_factory=dict[int, tuple[Any, Any, Any]])
+    _first: dict[int, tuple[Any, Any, Any]] = {}
     """By the id of an object: it, its new value, and the result."""
     _memory: FilledMemory = field(default_factory=FilledMemory)  # of arrays
 

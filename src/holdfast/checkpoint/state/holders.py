@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.agreement import check_regions
 from holdfast.checkpoint.format.hashes import digest
@@ -21,8 +22,7 @@ Held = tuple[str, tuple[int, ...], ShardLayout | None]
 """Dtype and shape of a whole tensor, and its layout, None if it is plain."""
 
 
-@dataclass(frozen=True, slots=True)
-class HolderAgreement:
+class HolderAgreement(Struct, frozen=True):
     """Holders of each tensor.
 
     A plain tensor is held by the first of these that applies: the ranks that the user has named; the ranks
@@ -34,10 +34,10 @@ class HolderAgreement:
     rank: int
     world_size: int
     is_alike: bool = True  # all ranks have the same names under the same keys, according to the agreement
-    layouts: Mapping[str, ShardLayout] = field(default_factory=dict)  # by name
-    keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # the ranks that have a top-level key
+    layouts: Mapping[str, ShardLayout] = {}  # by name
+    keys: Mapping[str, tuple[int, ...]] = {}  # the ranks that have a top-level key
     names: frozenset[str] = frozenset()  # that any rank has
-    marked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # ranks of a key, as users name them
+    marked: Mapping[str, tuple[int, ...]] = {}  # ranks of a key, as users name them
 
     def layout(self, name: str, raw: ShardLayout | None, *, is_lowest: bool, in_module: bool) -> ShardLayout:
         """Return the layout of a tensor that belongs to no parameter.
@@ -109,8 +109,7 @@ def inventory(keys: Iterable[str], tensors: Mapping[str, Held], others: Iterable
     return {"keys": sorted(keys), "layouts": layouts, "tensors": rows, "others": sorted(others)}
 
 
-@dataclass(slots=True)
-class _Merge:
+class _Merge(Struct):
     """Facts about one name, merged so far, and the rank that they come from."""
 
     rank: int

@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.composites import SavedTensor, shown_type

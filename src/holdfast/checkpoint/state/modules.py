@@ -8,12 +8,12 @@ import functools
 import operator
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, final
 
 import torch
+from msgspec import Struct
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -38,8 +38,7 @@ _get_is_meta = operator.attrgetter("is_meta")
 _MISMATCH = "size mismatch for"  # torch's words for a shape that load code did not adapt
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(Struct, frozen=True):
     """Facts about one key of a module's state_dict()."""
 
     fqn: str
@@ -53,8 +52,7 @@ class _Row:
         return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleLayout:
+class _ModuleLayout(Struct, frozen=True):
     """Names and roles of a module's tensors, valid while `facts` stay the same."""
 
     facts: list[object]  # keys and kinds of its state_dict(), and what is known of possible wrappers

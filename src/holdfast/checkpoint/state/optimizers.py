@@ -7,11 +7,11 @@ import operator
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
 from itertools import chain, compress
 from typing import Any, final
 
 import torch
+from msgspec import Struct
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from typing_extensions import override
@@ -37,8 +37,7 @@ from holdfast.errors import Corrupt, InvalidInput
 _get_values = operator.methodcaller("values")
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerLayout:
+class OptimizerLayout(Struct, frozen=True):
     """Positions and names of the values in an optimizer's state, valid while `facts` stay the same."""
 
     facts: tuple[Any, ...] | None  # see `_facts`; a layout without them is used once
@@ -129,8 +128,7 @@ def state_tensors(optimizer: Optimizer) -> list[torch.Tensor]:
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
+class SavedState(Struct, frozen=True):
     """Saved state of one parameter: tensors by state key, other state as trees."""
 
     fqn: str
@@ -138,8 +136,7 @@ class SavedState:
     trees: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class SavedOptimizer:
+class SavedOptimizer(Struct, frozen=True):
     """A saved optimizer, as the source for the live one."""
 
     options: list[dict[str, Any] | None]  # by live group; None without a saved one

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from types import FunctionType
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.state.loader_watch import loader_doubts
@@ -94,8 +94,7 @@ def _kind_of_snapshot(value: dict[Any, Any]) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRisk:
+class ResumeRisk(Struct, frozen=True):
     """A part of a state that will not resume exactly."""
 
     text: str  # a sentence with the fix

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
 from holdfast.checkpoint.state.tensors import (
@@ -72,8 +73,7 @@ class ShardLayout:
         return {rank: tuple(sorted(indices)) for rank, indices in found.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(Struct, frozen=True):
     """A tensor's whole shape and its layout."""
 
     shape: tuple[int, ...]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.format.layout import Region, check_name
 from holdfast.checkpoint.state.entry import Replication
@@ -46,8 +46,7 @@ class Role(NamedTuple):
     follows: str | None = None  # the parameter whose state it is, held by the same ranks
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StateStructure:
+class StateStructure(Struct, frozen=True, eq=False):
     """All facts about a captured state except its bytes and values."""
 
     names: list[str]
@@ -65,7 +64,7 @@ class StateStructure:
 
     def has_same_facts(self, other: StateStructure) -> bool:
         """Return True if all facts are equal, including the order of names."""
-        return all(getattr(self, fact) == getattr(other, fact) for fact in self.__slots__)
+        return all(getattr(self, fact) == getattr(other, fact) for fact in self.__struct_fields__)
 
 
 class TensorTable:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import operator
 import sys
@@ -13,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.containers import kind_of
@@ -390,7 +390,7 @@ class State:
         if agreed is None or (agreed.rank, agreed.world_size) != (rank, world_size):
             agreed = HolderAgreement(rank, world_size)
         marked = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
-        return dataclasses.replace(agreed, marked=marked) if marked else agreed
+        return replace(agreed, marked=marked) if marked else agreed
 
     def _release_memory(self) -> None:
         self._table = self._marked = None

@@ -9,10 +9,11 @@ from __future__ import annotations
 import collections
 import enum
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor
 from holdfast.checkpoint.format.containers import (
@@ -154,12 +155,10 @@ _PLAIN_CONTAINERS = frozenset({dict, collections.OrderedDict, list, tuple})
 Emit = Callable[[str, torch.Tensor], object]
 
 
-@dataclass(slots=True)
-class Extraction:
+class Extraction(Struct):
     """Walk over trees that takes the tensors out of them."""
 
     emit: Emit  # receives each tensor with its name
-    _: KW_ONLY
     per_rank: Emit | None = None  # receives those that are different on every rank by their kind
     named_types: bool = False  # replace values of the program's own types by forms to restore live ones from
     entries: bool = False  # replace objects that are entries of their own by an `EntryRef`

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from urllib.parse import parse_qsl, quote, urlsplit
+
+from msgspec import Struct
 
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
@@ -40,8 +41,7 @@ DEFAULT_REQUEST_TIMEOUT_S = 120.0
 DEFAULT_PARALLEL = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(Struct, frozen=True):
     """A prefix of a bucket (Azure: a container), and the settings for its requests.
 
     `protocol` - `S3`, `GCS` or `AZURE`. `scheme` - as written in the URL. `prefix` - without "/" at either

@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.errors import HoldfastError, RetryLater
 
@@ -24,8 +25,7 @@ Load = Callable[[str, "float | None"], "bytes | None"]
 Save = Callable[[str, bytes, "float | None"], None]
 
 
-@dataclass(slots=True)
-class _Log:
+class _Log(Struct):
     tail: bytearray = field(default_factory=bytearray)  # bytes that this process has appended
     base: bytes | None = None  # earlier content of the log, once it is loaded
     saved: int = 0  # bytes of the tail that are in the store

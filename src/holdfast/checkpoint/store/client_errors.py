@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.store.error_codes import (
     BY_CODE,
@@ -19,8 +20,7 @@ from holdfast.checkpoint.store.error_codes import (
 from holdfast.errors import redact
 
 
-@dataclass(frozen=True, slots=True)
-class ClientError:
+class ClientError(Struct, frozen=True):
     """Classified error of a request. Neither text has secrets."""
 
     kind: ErrorKind

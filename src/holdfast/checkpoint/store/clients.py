@@ -10,9 +10,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
+
+from msgspec import Struct, field
 
 from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address
 from holdfast.checkpoint.store.client_errors import ClientError, classify
@@ -59,8 +60,7 @@ class TryAgain(Exception):
     """Request for another try, raised from the client's error."""
 
 
-@dataclass(slots=True)
-class StoreRequest:
+class StoreRequest(Struct):
     """One request to a store.
 
     `verb` - the action, for messages. `name` - the object, or a prefix. `num_bytes` - size of its data.

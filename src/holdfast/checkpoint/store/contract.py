@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput
 
@@ -57,16 +58,14 @@ def _fault(part: str) -> str | None:
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
+class ObjectInfo(Struct, frozen=True):
     """One object in a listing."""
 
     name: str
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Properties:
+class Properties(Struct, frozen=True):
     """Properties of a store. Callers check these, never the class.
 
     `survives_host` - bytes outlive the machine. `read_align_bytes` - reads whose offset, length and buffer

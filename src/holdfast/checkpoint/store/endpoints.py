@@ -5,12 +5,13 @@ from __future__ import annotations
 import configparser
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from msgspec.structs import replace
 
 from holdfast.checkpoint.store.address import AZURE, GCS, S3, SCHEMES, Address, parse_address
 from holdfast.errors import InvalidInput, Unsupported

@@ -7,8 +7,9 @@ import shutil
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import to_builtins
 
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import print_note
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     if args.json:
         facts = {"proven": proven, "seconds": round(took_s, 1), "kept_in": place if args.keep else None}
-        print_json({**facts, "claims": [asdict(claim) for claim in checked], "figures": asdict(figures)})
+        print_json(
+            {**facts, "claims": [to_builtins(claim) for claim in checked], "figures": to_builtins(figures)}
+        )
     else:
         screen.show_results(checked, figures)
         verdict = "all claims are proven" if proven else "NOT all claims are proven"

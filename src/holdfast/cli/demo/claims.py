@@ -6,14 +6,14 @@ import itertools
 import signal
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.cli.demo.scenario import DemoOutcome
 from holdfast.errors import PREEMPTED_STATUS
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
+class Recovery(Struct, frozen=True):
     """Recovery from one failure."""
 
     what: str
@@ -26,8 +26,7 @@ class Recovery:
     back_s: float | None  # from the start of the process to the end of its first step
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(Struct, frozen=True):
     """Figures of one demo: medians over all saves of the survivor."""
 
     num_saves: int
@@ -87,8 +86,7 @@ def _recoveries(outcome: DemoOutcome) -> Iterator[Recovery]:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class DemoClaim:
+class DemoClaim(Struct, frozen=True):
     """One claim, whether it holds, and the evidence."""
 
     text: str

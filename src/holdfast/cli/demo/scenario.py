@@ -13,9 +13,10 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
+
+from msgspec import Struct
 
 import holdfast
 from holdfast.checkpoint.format import names, run
@@ -36,8 +37,7 @@ _POLL_S = 0.001  # a save is in flight for less than a tenth of a second
 _LIMIT_S = 300.0
 
 
-@dataclass(slots=True)
-class Start:
+class Start(Struct):
     """One start of a training: what it has sent so far, and its end."""
 
     name: str  # "reference" or "survivor"
@@ -46,9 +46,9 @@ class Start:
     sha256: str | None = None  # of weights and optimizer, after it has finished
     failure: str = ""  # name of the failure that ended it
     saving: int | None = None  # step of the save in progress at that failure
-    output: list[str] = field(default_factory=list)  # lines on stderr
+    output: list[str] = []  # lines on stderr
     first_step_s: float | None = None  # from its start to the end of its first step
-    optimizer_s: dict[int, float] = field(default_factory=dict)  # duration of optimizer.step(), by step
+    optimizer_s: dict[int, float] = {}  # duration of optimizer.step(), by step
 
 
 class Child:
@@ -137,8 +137,7 @@ def _each_line(lines: IO[str], receive: Callable[[str], None]) -> None:
 _BLOCK_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class RawWrite:
+class RawWrite(Struct, frozen=True):
     """One raw write: a new file from aligned memory, with fsync."""
 
     num_bytes: int
@@ -172,8 +171,7 @@ def write_raw(folder: Path, num_bytes: int) -> RawWrite:
     return RawWrite(num_bytes, seconds, is_direct)
 
 
-@dataclass(frozen=True, slots=True)
-class Damage:
+class Damage(Struct, frozen=True):
     """One changed byte."""
 
     step: int
@@ -199,8 +197,7 @@ NUM_SAVES = 12
 _KEEPERS_LIMIT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Struct, frozen=True):
     """A failure of the survivor. Times are in save intervals from the start of the run."""
 
     name: str
@@ -219,8 +216,7 @@ _FAILURES = (
 )
 
 
-@dataclass(slots=True)
-class DemoOutcome:
+class DemoOutcome(Struct):
     """Observations during the scenario."""
 
     steps: int

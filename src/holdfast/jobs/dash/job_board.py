@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater
 from holdfast.jobs.dash.run_view import RunPlace
@@ -30,8 +32,7 @@ MAX_HOMES = 100  # homes of a job that the page lists
 MAX_ENDED = 200  # jobs of the list that have ended. `holdfast queue --all` has all.
 
 
-@dataclass(frozen=True, slots=True)
-class JobListing:
+class JobListing(Struct, frozen=True):
     """All jobs at one moment."""
 
     jobs: tuple[Job, ...] = ()  # those that have not ended first, newest first
@@ -118,7 +119,7 @@ def homes_of(job: Job) -> list[str]:
 
 def _row(job: Job) -> dict[str, Any]:
     changes = read_changes(job_folder(state_dir(), job.id))
-    facts = {**asdict(job), "status": job.status.value, "is_final": job.status.is_final}
+    facts = {**to_builtins(job), "status": job.status.value, "is_final": job.status.is_final}
     return facts | _durations(job, changes)
 
 

@@ -8,10 +8,11 @@ import json
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qsl
+
+from msgspec import Struct, field
 
 COOKIE = "holdfast-dash"  # name of the cookie that a browser gets for the token
 _MAX_FIELDS = 8
@@ -53,8 +54,7 @@ _HEADERS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PageResponse:
+class PageResponse(Struct, frozen=True):
     """Response to a browser."""
 
     status: int
@@ -96,8 +96,7 @@ _SIGN_IN = (
 _NO_SCRIPTS = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-@dataclass(frozen=True, slots=True)
-class AccessKeys:
+class AccessKeys(Struct, frozen=True):
     """Random keys of one server: of all paths, the printed URL, and the cookie that replaces its token."""
 
     # First part of all paths. Browsers send cookies to all ports of a host: this one only for these paths.

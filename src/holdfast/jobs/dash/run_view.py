@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import list_home
@@ -24,8 +25,7 @@ _REST = 9.0  # pause between two readings of a home, as a multiple of the time t
 _MAX_KEPT = 16  # homes whose curves are kept in memory
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlace:
+class RunPlace(Struct, frozen=True):
     """Home of a run, which the page names by a hash: no path of a request is ever opened."""
 
     place: str

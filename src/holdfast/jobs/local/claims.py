@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import re
 import socket
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import Conflict, Corrupt, NotFound, RetryLater
 from holdfast.jobs import journal
@@ -30,16 +31,14 @@ _GIB_MIB = 1024
 _ROUNDING = 1e-6  # tolerance of sums of parts of CPUs
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(Struct, frozen=True):
     """CPUs and memory of a machine."""
 
     cpus: float
     memory_mib: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceClaim:
+class ResourceClaim(Struct, frozen=True):
     """Resources of a job that has started and not ended."""
 
     job: int
@@ -49,8 +48,7 @@ class ResourceClaim:
     ports: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(Struct, frozen=True):
     """Resources that a job needs for its start."""
 
     job: int
@@ -74,12 +72,11 @@ class Demand:
         return not (self.num_gpus or self.cpus or self.memory_mib or self.ports or self.needs_port)
 
 
-@dataclass(frozen=True, slots=True)
-class Claims:
+class Claims(Struct, frozen=True):
     """Claims of all jobs on this machine: those that may start now, and why the others wait."""
 
-    given: Mapping[int, Devices] = field(default_factory=dict)  # GPUs of the jobs that may start, by job
-    shortages: Mapping[int, str] = field(default_factory=dict)  # why a job waits, by job, first come first
+    given: Mapping[int, Devices] = {}  # GPUs of the jobs that may start, by job
+    shortages: Mapping[int, str] = {}  # why a job waits, by job, first come first
     holders: tuple[int, ...] = ()  # jobs that have started and not ended, whatever they need
     ports: frozenset[int] = frozenset()  # of the jobs that have started, and those that waiting ones name
 
@@ -227,7 +224,7 @@ def read_claims(records: Records, state: Path) -> Claims:
     claims += [_claim(one) for one in started]
     waiting = [one for one in found.values() if _is_waiting(one, found, records)]
     demands = [demand(one.job) for one in waiting]
-    return dataclasses.replace(
+    return replace(
         allocate(read_capacity(), claims, demands),
         holders=tuple(one.job.number for one in started),
         ports=frozenset(port for one in (*claims, *demands) for port in one.ports),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HoldfastError, NotFound, Unsupported
@@ -90,7 +90,7 @@ class LocalEngine(NodeEngine):
     @override
     def _spec(self, task: Task, after: int | None) -> JobSpec:
         commands = f"{task.setup}\n{task.run}"
-        return dataclasses.replace(
+        return replace(
             super()._spec(task, after),
             devices=tuple(visible_gpus()),
             cpus=task.cpus,
@@ -161,11 +161,11 @@ class LocalEngine(NodeEngine):
     def _job(self, record: JobRecord, claims: Claims) -> Job:
         shortage = claims.shortage(record.job.number)  # now, not when its controller last looked
         job_state = record.state.job_state
-        job_state = dataclasses.replace(job_state, reason=shortage) if shortage else job_state
+        job_state = replace(job_state, reason=shortage) if shortage else job_state
         if job_state.status in _HAS_NODES and is_of_earlier_boot(
             record.state.clock
         ):  # its processes are gone
-            job_state = dataclasses.replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
+            job_state = replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record.with_state(job_state=job_state), step=self._newest_step(record))
 
     @override

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.jobs.environment import container_base, tag
 from holdfast.jobs.folder import JobFolder, NodeFolder
@@ -27,8 +29,7 @@ from holdfast.watch.preemption.notice import Notice, write_notice
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 
 
-@dataclasses.dataclass(slots=True)
-class _Node:
+class _Node(Struct):
     folder: NodeFolder
     agent: Process | None = None  # None: exited, or not yet known
     fd: int | None = None  # pidfd of the agent
@@ -93,7 +94,7 @@ class Nodes:
         if not (outcome.is_success or outcome.is_lost or killed_unix_s is None):
             # Within the resolution of timestamps, a failure after the kill was caused by it.
             is_after = node.folder.ended.stat().st_mtime >= killed_unix_s - 0.01
-            outcome = dataclasses.replace(outcome, is_stopped=is_after)
+            outcome = replace(outcome, is_stopped=is_after)
         node.outcome = outcome
         node.let_go()
 
@@ -177,7 +178,7 @@ def make_specs(record: JobRecord, job_state: JobState, folder: JobFolder) -> lis
     job, spec = record.job, record.job.spec
     environment = read_environment(folder)
     if spec.image:
-        environment = dataclasses.replace(environment, base=container_base(environment.base))
+        environment = replace(environment, base=container_base(environment.base))
     why = f", after: {job_state.reason}" if job_state.reason else ""
     return [
         make_node_spec(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from holdfast.errors import Conflict, Corrupt
 from holdfast.jobs.folder import JobFolder
@@ -89,7 +90,7 @@ def _remove_environment(path: Path) -> None:
     try:
         plan = NodeSpec.read(path)
         if plan.environment or plan.setup_environment:
-            write_document(path, dataclasses.replace(plan, environment={}, setup_environment={}))
+            write_document(path, replace(plan, environment={}, setup_environment={}))
     except FileNotFoundError:
         return
     except (Corrupt, OSError):  # damaged, or the disk is full

@@ -8,8 +8,9 @@ import select
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.jobs.environment import TAG, tag
 from holdfast.system.linux.processes import handles_signal, read_stat
@@ -21,8 +22,7 @@ CONTAINER_PREFIX = b"holdfast-"  # beginning of the names of containers of jobs
 _ROUND_S = 5.0  # time for killed processes to disappear before they are searched for again
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
+class Process(Struct, frozen=True):
     """Process in the kernel's table, identified by pid and start time."""
 
     pid: int

@@ -11,7 +11,6 @@ long for Linux, or the path contains spaces, they write three lines that are val
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import shlex
@@ -19,12 +18,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.system.failpoint import failpoint
 from holdfast.system.linux.program_runs import run_program
 
@@ -77,8 +78,7 @@ print(json.dumps({
 """
 
 
-@dataclass(frozen=True, slots=True)
-class ParentPython:
+class ParentPython(Struct, frozen=True):
     """Properties of the parent Python that a virtual environment on top of it needs."""
 
     executable: str  # path by which it is called
@@ -172,7 +172,7 @@ def _ask(
         raise Unsupported(f"{found} does not run: it exits with {done.status}: {last[:200]}")
     answer = done.out.strip().rpartition(b"\n")[2]
     try:
-        parent = decode_dataclass(ParentPython, answer, f"the answer of {found}", any_text=True)
+        parent = decode_as(ParentPython, answer, f"the answer of {found}", any_text=True)
     except Corrupt as error:
         raise Unsupported(f"{found} is not a Python that Holdfast knows: {error}") from error
     if parent.implementation != "cpython":
@@ -180,7 +180,7 @@ def _ask(
     on_path = [os.path.realpath(one) for one in environment.get("PATH", os.defpath).split(os.pathsep)]
     first, *others = parent.scripts  # shims stand for the first folder, which need not be on the PATH
     seen = tuple(one for one in others if os.path.realpath(one) in on_path)
-    return dataclasses.replace(parent, scripts=(first, *seen))
+    return replace(parent, scripts=(first, *seen))
 
 
 def make_virtual_environment(folder: Path, parent: ParentPython) -> None:

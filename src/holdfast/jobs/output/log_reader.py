@@ -8,8 +8,9 @@ import os
 import select
 import time
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.jobs.output.log_times import read_samples, times_path
 from holdfast.system.units import format_bytes
@@ -21,8 +22,7 @@ _EVENTS_BYTES = 1 << 16
 _POLL_S = 5.0  # interval of polling where inotify is unavailable or misses changes
 
 
-@dataclass(frozen=True, slots=True)
-class OutputBlock:
+class OutputBlock(Struct, frozen=True):
     """Lines of one node that were written within a second. The last may be a part of a very long line."""
 
     node: int | None  # None: changes of the job's status
@@ -31,8 +31,7 @@ class OutputBlock:
     is_progress: bool = False  # the present text of a line that is still being rewritten
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSelection:
+class OutputSelection(Struct, frozen=True, kw_only=True):
     """Choice of a job's output."""
 
     follow: bool = False  # read until the job ends, and not only what was written so far

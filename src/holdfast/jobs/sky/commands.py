@@ -7,8 +7,9 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import Corrupt, RetryLater, Unsupported
 from holdfast.jobs.status import JobStatus
@@ -109,8 +110,7 @@ def _environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **(further or {})}
 
 
-@dataclass(frozen=True, slots=True)
-class ManagedJob:
+class ManagedJob(Struct, frozen=True):
     """Managed job of `sky jobs queue`."""
 
     id: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import getpass
 import re
 import time
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Conflict, HoldfastError, RetryLater, Unsupported
@@ -116,7 +116,7 @@ class SkyEngine(RecordedEngine):
         if (job := next(found, None)) is None:
             reason = f"SkyPilot does not have a job named {name!r}"
             reason = f"SkyPilot does not answer\n{trouble}" if trouble else reason
-            return record.with_state(job_state=dataclasses.replace(record.state.job_state, reason=reason))
+            return record.with_state(job_state=replace(record.state.job_state, reason=reason))
         job_state = JobState(
             status=job.status,
             attempt=0 if job.started_unix_s is None else job.recoveries + 1,
@@ -194,7 +194,7 @@ def render_document(task: Task, task_id: str, job: str) -> str:
     if task.file_mounts:
         mounts = document["file_mounts"]
         document["file_mounts"] = {target: _one_after_the_other(spec) for target, spec in mounts.items()}
-    return to_yaml(dataclasses.replace(task, document=document))
+    return to_yaml(replace(task, document=document))
 
 
 def managed_name(name: str, job: str) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.machines import NodeStanding, judge, read_events
@@ -49,8 +50,7 @@ _SOON_AGAIN = frozenset({"PREEMPTED", "NODE_FAIL", "BOOT_FAIL"})
 """States after which Slurm requeues a job by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+class Queued(Struct, frozen=True):
     """State of a job in Slurm."""
 
     state: str  # such as PENDING
@@ -264,18 +264,18 @@ def current_state(
         return _waiting(job_state, queued, is_cancelled=is_cancelled)
     if queued is not None and queued.state in _THERE:
         status = JobStatus.STARTING if job_state.status is JobStatus.PENDING else job_state.status
-        return dataclasses.replace(job_state, status=status)
+        return replace(job_state, status=status)
     ended = _ended(job_state, queued, is_cancelled=is_cancelled, output=output)
-    return dataclasses.replace(ended, reason="; ".join(filter(None, (ended.reason, missing))))
+    return replace(ended, reason="; ".join(filter(None, (ended.reason, missing))))
 
 
 def _waiting(job_state: JobState, queued: Queued, *, is_cancelled: bool) -> JobState:
     if is_cancelled:
-        return dataclasses.replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
+        return replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
     status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
     why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
     before = f"{job_state.reason}; " if job_state.reason else ""
-    return dataclasses.replace(job_state, status=status, reason=before + why)
+    return replace(job_state, status=status, reason=before + why)
 
 
 def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str) -> JobState:
@@ -283,7 +283,7 @@ def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, ou
     state = "Slurm has forgotten the job" if queued is None else f"Slurm reports {queued.state}"
     if is_cancelled or (queued and queued.state.startswith("CANCELLED")):
         reason = "cancelled" if is_cancelled else "cancelled in Slurm"
-        return dataclasses.replace(job_state, status=JobStatus.CANCELLED, is_active=False, reason=reason)
+        return replace(job_state, status=JobStatus.CANCELLED, is_active=False, reason=reason)
     cause = (
         "the job's controller did not record how it ended"
         if job_state.attempt
@@ -291,4 +291,4 @@ def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, ou
         "(HOLDFAST_STATE), and Python at the same path there?"
     )
     reason = f"{state}, and {cause} (see {output})"
-    return dataclasses.replace(job_state, status=JobStatus.FAILED_CONTROLLER, is_active=False, reason=reason)
+    return replace(job_state, status=JobStatus.FAILED_CONTROLLER, is_active=False, reason=reason)

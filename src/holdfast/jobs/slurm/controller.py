@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
@@ -102,7 +102,7 @@ class SlurmController(Controller):
             signal.signal(number, lambda number, _: self._signals.append(number))
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         assert self._stored.restart <= self._restart, "Slurm has started the job again elsewhere"
-        self._stored = dataclasses.replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
+        self._stored = replace(self._stored, restart=self._restart, slurm_id=self._slurm_id)
         self._mounts.read_ends(self._files, self.state.attempt)
         if self.state.is_active and not self._can_resume():  # the previous controller was lost with its nodes
             self._apply(
@@ -142,7 +142,7 @@ class SlurmController(Controller):
         """Store the state. Exit if Slurm has started the job elsewhere, where a new controller stores it."""
         if self._files.read_state().restart > self._restart:
             raise SystemExit(FAILED)
-        self._stored = dataclasses.replace(self._stored, **changes)
+        self._stored = replace(self._stored, **changes)
         self._files.write_state(self._stored)
 
     @override
@@ -336,7 +336,7 @@ class SlurmController(Controller):
         self._step = None
         before = self.state
         num_silent = 0 if self._has_reports or before.is_noticed else self._stored.num_silent + 1
-        self._stored = dataclasses.replace(self._stored, num_silent=num_silent)
+        self._stored = replace(self._stored, num_silent=num_silent)
         if num_silent >= _MAX_SILENT:  # nodes that never send a message are not just lost machines
             yield ControllerFailed(
                 f"srun could not start the nodes, {num_silent} times (see {self._files.output})"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
@@ -133,7 +133,7 @@ class SlurmEngine(NodeEngine):
     def _spec(self, task: Task, after: int | None) -> JobSpec:
         options = wanted_options(task)
         exclude, is_fixed = options.get("exclude") or "", is_pinned(options)
-        return dataclasses.replace(super()._spec(task, after), exclude=exclude, is_pinned=is_fixed)
+        return replace(super()._spec(task, after), exclude=exclude, is_pinned=is_fixed)
 
     @override
     def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
@@ -198,7 +198,7 @@ class SlurmEngine(NodeEngine):
         for recorded in records:
             record, story = recorded, stories.get(recorded.job.number)
             if isinstance(story, HoldfastError):
-                why = dataclasses.replace(recorded.state.job_state, reason=str(story))
+                why = replace(recorded.state.job_state, reason=str(story))
                 jobs.append(Job.of(recorded.with_state(job_state=why)))
                 continue
             if story is not None:  # else the job had ended when it was last queried
@@ -229,15 +229,13 @@ class SlurmEngine(NodeEngine):
         if job_state.status.is_final:
             return job_state
         if trouble:
-            return dataclasses.replace(job_state, reason=f"Slurm does not answer\n{trouble}")
+            return replace(job_state, reason=f"Slurm does not answer\n{trouble}")
         files = self._files(record.job.number)
         slurm_id = story.slurm_id or record.state.engine_job_id
         if not slurm_id:
             if files.is_cancelled:  # if Slurm has it after all, its controller ends it when it starts
-                return dataclasses.replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
-            return dataclasses.replace(
-                job_state, reason="not in Slurm's queue yet, or sbatch was interrupted"
-            )
+                return replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
+            return replace(job_state, reason="not in Slurm's queue yet, or sbatch was interrupted")
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries
             state = commands.query_accounting(slurm_id)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
@@ -16,8 +17,7 @@ from holdfast.jobs.state_machine import JobState
 from holdfast.system.documents import decode_object
 
 
-@dataclass(frozen=True, slots=True)
-class NodeUploads:
+class NodeUploads(Struct, frozen=True):
     """Uploads of a node in the newest attempt."""
 
     machine: str
@@ -26,8 +26,7 @@ class NodeUploads:
     is_settled: bool = False  # another upload would not send them either
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmJobState:
+class SlurmJobState(Struct, frozen=True):
     """State of the job, as recorded by its controller."""
 
     job_state: JobState = field(default_factory=JobState)
@@ -38,7 +37,7 @@ class SlurmJobState:
     num_silent: int = 0  # attempts in a row without any message from a node
     machines: tuple[str, ...] = ()  # of the newest attempt, by node
     left_out: tuple[str, ...] = ()  # nodes that a requeue was to leave out
-    uploads: Mapping[int, NodeUploads] = field(default_factory=dict)  # by node, if the job has mounts
+    uploads: Mapping[int, NodeUploads] = {}  # by node, if the job has mounts
     started_unix_s: float | None = None
     ended_unix_s: float | None = None
 

@@ -6,26 +6,26 @@ Each is the whole state, sent again when it changes, so a receiver needs only th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import select
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.errors import Corrupt
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.slurm import commands
-from holdfast.system.documents import decode_object, read_dataclass
+from holdfast.system.documents import decode_object, read_as
 from holdfast.system.entry import command
 
 
-@dataclass(frozen=True, slots=True)
-class NodeReport:
+class NodeReport(Struct, frozen=True):
     """State of a node, from its runner to the controller."""
 
     node: int
@@ -43,16 +43,14 @@ class NodeReport:
     is_settled: bool = False  # another upload would not send them either, as for a symbolic link
 
 
-@dataclass(frozen=True, slots=True)
-class UploadTerms:
+class UploadTerms(Struct, frozen=True):
     """Terms of the uploads of all nodes, once all commands have ended."""
 
     until_unix_s: float | None  # None: as long as it takes
     removes: bool  # remove the scratch folder, as the job leaves the machine
 
 
-@dataclass(frozen=True, slots=True)
-class Orders:
+class Orders(Struct, frozen=True):
     """All that the nodes are to do besides their commands, from the controller to the runners."""
 
     notice: str = ""  # source of a notice for all processes; empty: there is none
@@ -68,7 +66,7 @@ _T = TypeVar("_T", NodeReport, Orders)
 
 def write(state: NodeReport | Orders) -> bytes:
     """Return a report or orders as a line."""
-    return json.dumps({"holdfast": asdict(state)}).encode() + b"\n"
+    return json.dumps({"holdfast": to_builtins(state)}).encode() + b"\n"
 
 
 class Inbox(Generic[_T]):
@@ -84,7 +82,7 @@ class Inbox(Generic[_T]):
         for line in lines:
             try:
                 members = decode_object(line, "a line", any_text=True).members["holdfast"]
-                yield read_dataclass(self._kind, members, "a message")
+                yield read_as(self._kind, members, "a message")
             except (Corrupt, KeyError):
                 if line.strip():
                     self.others.append(line.decode("utf-8", "replace"))
@@ -147,7 +145,7 @@ class Step:
 
     def order(self, **changes: Any) -> None:
         """Change the orders of all nodes."""
-        orders = dataclasses.replace(self.orders, **changes)
+        orders = replace(self.orders, **changes)
         if orders != self.orders:
             self.orders = orders
             with contextlib.suppress(OSError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from holdfast.errors import Conflict, HoldfastError, NotFound
 from holdfast.jobs.folder import JobFolder
@@ -99,7 +100,7 @@ class NodeMounts(Mounts):
             _end_uploader(Path(spec.path))
         unsent = upload_status(self.job)
         summary = f"on {machine_name()}, {unsent.summary}" if unsent.summary else ""
-        return dataclasses.replace(unsent, summary=summary)
+        return replace(unsent, summary=summary)
 
     def remove(self) -> None:
         """Remove the scratch folder. Files that are not uploaded stay."""
@@ -155,9 +156,7 @@ class ClusterMounts:
         for node, uploads in list(self.uploads.items()):
             unsent = read_document(job.node(attempt, node).unsent, UnsentFiles)
             if uploads.missing is None and unsent is not None:
-                self.uploads[node] = dataclasses.replace(
-                    uploads, missing=unsent.summary, is_settled=unsent.is_settled
-                )
+                self.uploads[node] = replace(uploads, missing=unsent.summary, is_settled=unsent.is_settled)
 
     def common_path(self, key: str) -> str:
         """Return the path of the scratch folders, for a link that all nodes see."""

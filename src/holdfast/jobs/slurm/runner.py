@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import signal
@@ -13,6 +12,8 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.jobs.environment import container_base
@@ -291,7 +292,7 @@ class _Runner:
             self._fds.remove(0)
             if orders.uploads is None:
                 terms = messages.UploadTerms(time.time() + self._job.policy.grace_s, removes=False)
-                self._orders = dataclasses.replace(orders, uploads=terms)
+                self._orders = replace(orders, uploads=terms)
         if self._mounts is not None and orders.opens_mounts:
             self._mounts.allow()
         if orders.kills and (self._mounts is not None or self._container is not None):
@@ -321,7 +322,7 @@ class _Runner:
 
     def _tell(self, **changes: Any) -> None:
         """Change the report of the node, and send it if it has changed."""
-        report = dataclasses.replace(self._report, **changes)
+        report = replace(self._report, **changes)
         if report != self._report:
             self._report = report
             self._send()

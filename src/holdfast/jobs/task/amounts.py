@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\+?", re.I)
 _MULTIPLE = re.compile(r"\d+(?:\.\d+)?x", re.I)
@@ -36,8 +37,7 @@ def is_multiple(value: Any) -> bool:
 _ONE = re.compile(r"[A-Za-z0-9][\w.\-/+]*(?::\d+(?:\.\d+)?)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Accelerators:
+class Accelerators(Struct, frozen=True):
     """Requested accelerators."""
 
     choices: tuple[tuple[str, float], ...]  # alternatives, each with name and number per node

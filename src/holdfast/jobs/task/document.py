@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from msgspec import Struct
 from yaml.reader import ReaderError
 
 from holdfast.errors import InvalidInput, Unsupported
@@ -17,13 +17,12 @@ MAX_VALUES = 20_000  # limit for the values of a task file, with aliases expande
 MAX_DEPTH = 32
 
 
-@dataclass(frozen=True, slots=True)
-class TaskDocument:
+class TaskDocument(Struct, frozen=True):
     """Document of a task file: plain values, and the lines of all keys and values, by path."""
 
     plain: Any
-    key_lines: dict[str, int] = field(default_factory=dict)  # by path, such as resources.any_of[0].cpus
-    value_lines: dict[str, int] = field(default_factory=dict)  # of their values, which may begin below
+    key_lines: dict[str, int] = {}  # by path, such as resources.any_of[0].cpus
+    value_lines: dict[str, int] = {}  # of their values, which may begin below
 
     def rename(self, old: str, new: str) -> None:
         """Give the lines of a key, and of all keys in its value, to another key."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
+
+from msgspec.structs import replace
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.task.model import Task
@@ -39,5 +40,5 @@ def qualified(image: str) -> str:
 
 def in_image(task: Task, image: str) -> Task:
     """Return a task whose commands run in an image, where its mounts are too."""
-    mounts = tuple(dataclasses.replace(mount, is_inside=True) for mount in task.file_mounts)
-    return dataclasses.replace(task, image=image, file_mounts=mounts)
+    mounts = tuple(replace(mount, is_inside=True) for mount in task.file_mounts)
+    return replace(task, image=image, file_mounts=mounts)

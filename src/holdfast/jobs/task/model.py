@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from holdfast.jobs.task.amounts import Accelerators
 from holdfast.jobs.task.subscription import Subscription
@@ -21,15 +22,14 @@ class MountMode(str, Enum):
     MOUNT_CACHED = "MOUNT_CACHED"
 
 
-@dataclass(frozen=True, slots=True)
-class FileMount:
+class FileMount(Struct, frozen=True):
     """Entry of `file_mounts`."""
 
     target: str  # path in the job: absolute, below ~, or below the workdir
     source: str | None  # path or URL. None: the bucket named `bucket`
     mode: MountMode
     bucket: str | None = None  # name of a bucket
-    spec: Mapping[str, Any] = field(default_factory=dict)  # the whole entry, for engines that need more
+    spec: Mapping[str, Any] = {}  # the whole entry, for engines that need more
     is_inside: bool = False  # its target is in the container image of the task
 
     @property
@@ -52,24 +52,21 @@ class FileMount:
         return target.is_absolute() and os.path.normpath(target) == os.path.normpath(source)
 
 
-@dataclass(frozen=True, slots=True)
-class Repository:
+class Repository(Struct, frozen=True):
     """Git repository used as the workdir."""
 
     url: str
     ref: str | None = None  # branch, tag or commit. None: the repository's default branch
 
 
-@dataclass(frozen=True, slots=True)
-class JobRecovery:
+class JobRecovery(Struct, frozen=True):
     """`resources.job_recovery` of a task file."""
 
     max_restarts: int = 0
     free_codes: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Struct, frozen=True):
     """Contents of a task file, or of one document of a pipeline."""
 
     name: str
@@ -84,10 +81,10 @@ class Task:
     priority: int = 0  # jobs with a greater one come first
     recovery: JobRecovery = field(default_factory=JobRecovery)
     file_mounts: tuple[FileMount, ...] = ()
-    envs: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
-    document: Mapping[str, Any] = field(default_factory=dict)  # normalized, without values of secrets
-    lines: Mapping[str, int] = field(default_factory=dict)  # line of each key in the file, by path
+    envs: Mapping[str, str] = {}
+    secrets: Mapping[str, str] = {}
+    document: Mapping[str, Any] = {}  # normalized, without values of secrets
+    lines: Mapping[str, int] = {}  # line of each key in the file, by path
     notes: tuple[str, ...] = ()  # interpretations that may surprise
     path: str = ""  # path of the file
     image: str | None = None  # container image in which the engine runs the commands
@@ -104,8 +101,7 @@ class Task:
         return f"{self.path}:{self.line_of(key)}: {key}"
 
 
-@dataclass(frozen=True, slots=True)
-class TaskFile:
+class TaskFile(Struct, frozen=True):
     """Contents of a task file: one task, or a pipeline of tasks that run one after the other."""
 
     name: str

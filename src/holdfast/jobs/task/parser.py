@@ -6,11 +6,11 @@ Source: skypilot 0.14.1, sky/utils/dag_utils.py, for files with the tasks of a p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.amounts import Accelerators, memory_mib, parse_accelerators, parse_cpus
@@ -34,13 +34,12 @@ _HEADERS = ({"name"}, {"name", "execution"})  # keys of a header. With others to
 MAX_TASKS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
+class Overrides(Struct, frozen=True):
     """Options of the command line that override the file."""
 
     name: str | None = None
-    envs: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
+    envs: Mapping[str, str] = {}
+    secrets: Mapping[str, str] = {}
     accelerators: str | None = None
     num_nodes: int | None = None
     workdir: str | None = None

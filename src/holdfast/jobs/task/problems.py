@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
 from holdfast.jobs.task.document import TaskDocument
@@ -22,8 +23,7 @@ STORES = ("S3", "GCS", "AZURE", "R2", "IBM", "OCI", "NEBIUS", "COREWEAVE", "VAST
 DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
 
 
-@dataclass(frozen=True, slots=True)
-class TaskProblem:
+class TaskProblem(Struct, frozen=True):
     """Problem in a task file."""
 
     line: int
@@ -31,8 +31,7 @@ class TaskProblem:
     what: str  # expected and found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Shape(Struct, frozen=True, kw_only=True):
     """Valid values in one place of a task file; by default, all values."""
 
     kind: str = "any"  # or scalar, list, map
@@ -41,7 +40,7 @@ class Shape:
     allowed: Collection[str] = ()  # if given: only these, in upper or lower case
     least: float | None = None
     inner: Shape | None = None  # of each item of a list, or each value of a map with keys that users choose
-    shapes: Mapping[str, Shape] = field(default_factory=dict)  # of a map with a fixed set of keys, by key
+    shapes: Mapping[str, Shape] = {}  # of a map with a fixed set of keys, by key
     either: tuple[Shape, ...] = ()  # shapes of which a value must have one
 
     def is_near(self, value: Any) -> bool:

@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.mount import create_folder, resolve_place
 from holdfast.jobs.writeback.uploader import Uploader
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.system.log import get_logger, write_times
 from holdfast.system.units import parse_bytes
 
@@ -58,7 +58,7 @@ def main() -> int:
 
 def _config(args: argparse.Namespace) -> UploaderConfig:
     if args.config:
-        return decode_dataclass(UploaderConfig, args.config, "the config of an uploader", any_text=True)
+        return decode_as(UploaderConfig, args.config, "the config of an uploader", any_text=True)
     if not args.directory or not args.place:
         raise InvalidInput("Give DIRECTORY and PLACE.")
     root = Path(args.directory).absolute()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fnmatch import fnmatch
+
+from msgspec import Struct
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.writeback.journal import FOLDER
@@ -14,8 +15,7 @@ EXCLUDED = ("*.tmp", "*.partial", "*.part", ".nfs*", ".unfinished-*", "tmp-check
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
-@dataclass(frozen=True, slots=True)
-class UploaderConfig:
+class UploaderConfig(Struct, frozen=True):
     """Configuration of an uploader. `mount` describes the fields without a comment."""
 
     directory: str

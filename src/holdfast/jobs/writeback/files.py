@@ -10,9 +10,10 @@ import stat
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
+
+from msgspec import Struct
 
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
@@ -23,8 +24,7 @@ NameTest: TypeAlias = "Callable[[str], bool]"
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(Struct, frozen=True):
     """State of a file by size, time and inode. Compare with `matches`."""
 
     num_bytes: int
@@ -42,8 +42,7 @@ class Fingerprint:
         return self == other and self.changed_ns != UNSETTLED
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedFile:
+class ScannedFile(Struct, frozen=True):
     """Regular file of the directory."""
 
     name: str

@@ -11,8 +11,9 @@ import os
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import RetryLater, Unsupported
 
@@ -26,8 +27,7 @@ _HEAD = struct.Struct("iIII")
 _READ_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class FileEvent:
+class FileEvent(Struct, frozen=True):
     """Event of one name. Both events of a rename have the same `pair`."""
 
     kind: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sqlite3
 import threading
 import time
@@ -10,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec import to_builtins
+from msgspec.structs import astuple
 
 from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.jobs.writeback.files import Fingerprint
@@ -21,7 +23,7 @@ from holdfast.jobs.writeback.upload_queue import (
     UploadQueue,
     Version,
 )
-from holdfast.system.documents import decode, read_dataclass, refuse, shown
+from holdfast.system.documents import decode, read_as, refuse, shown
 from holdfast.system.log import get_logger
 
 FOLDER = ".holdfast-writeback"
@@ -168,17 +170,17 @@ def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | UploadProblem]
         what = f"{path}: {shown(key)}"
         if type(key) is not (int if isinstance(row, Upload) else str):
             refuse(str(path), "a key", "of another type", key)
-        read_dataclass(type(row), dataclasses.asdict(row), what)
+        read_as(type(row), to_builtins(row), what)
 
 
 def _row(key: int | str, value: Upload | Sent | UploadProblem) -> tuple[object, ...]:
     if not isinstance(value, Upload):
         ends = (value.digest,) if isinstance(value, Sent) else (value.kind, value.why)
-        return (key, *dataclasses.astuple(value.fingerprint), *ends)
+        return (key, *astuple(value.fingerprint), *ends)
     version = value.version
     kept = (None,) * 5
     if version is not None:
-        kept = (version.form, *dataclasses.astuple(version.fingerprint), version.digest)
+        kept = (version.form, *astuple(version.fingerprint), version.digest)
     return (key, value.name, value.source, *kept)
 
 

@@ -12,8 +12,9 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import to_builtins
 
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import (
@@ -215,7 +216,7 @@ def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> Non
     with os.fdopen(reading, "rb", buffering=0) as replies:
         try:
             with (folder / LOG).open("ab") as log:
-                words = ("--config", json.dumps(asdict(config)), "--ready", str(writing))
+                words = ("--config", json.dumps(to_builtins(config)), "--ready", str(writing))
                 # Returns when the uploader has forked, so that it is not a child of this process.
                 subprocess.run(
                     command("holdfast.jobs.writeback", *words),

@@ -10,9 +10,10 @@ import json
 import os
 import time
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.writeback.config import EXCLUDED, is_excluded
@@ -29,8 +30,7 @@ LOCK = "lock"
 _POLL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Unsent:
+class Unsent(Struct, frozen=True):
     """Change that is not in the bucket. `why` is what it waits for, or why it is not uploaded."""
 
     name: str
@@ -38,8 +38,7 @@ class Unsent:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryStatus:
+class DirectoryStatus(Struct, frozen=True):
     """Status of a write-back directory at the time of the scan.
 
     `waiting` is in upload order. `unread` files have changes that the uploader has not recorded yet.
@@ -80,7 +79,7 @@ class DirectoryStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Return the status as JSON values."""
-        facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **asdict(self)}
+        facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **to_builtins(self)}
         return json.loads(json.dumps(facts))
 
     def summary(self) -> str:

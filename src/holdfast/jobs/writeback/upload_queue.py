@@ -7,8 +7,10 @@ so that a queue loaded from the journal is the same queue.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.jobs.writeback.files import UNSETTLED, Fingerprint
 
@@ -18,8 +20,7 @@ INCOMPLETE, REJECTED, SKIPPED = "incomplete", "rejected", "skipped"
 """Reasons why a file is not uploaded: incomplete, impossible as an object, open or missing for too long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+class Version(Struct, frozen=True):
     """File as it was when it was closed. `digest` is empty until it is computed."""
 
     form: str
@@ -27,8 +28,7 @@ class Version:
     digest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
+class Upload(Struct, frozen=True):
     """Change to upload."""
 
     number: int
@@ -37,16 +37,14 @@ class Upload:
     source: str = ""  # name that had the same bytes when this was added, so that the bucket can copy them
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(Struct, frozen=True):
     """State of an object in the bucket, as last uploaded or downloaded."""
 
     fingerprint: Fingerprint
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class UploadProblem:
+class UploadProblem(Struct, frozen=True):
     """Reason why the file with this fingerprint is not in the bucket."""
 
     kind: str
@@ -54,8 +52,7 @@ class UploadProblem:
     fingerprint: Fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class JournalWrite:
+class JournalWrite(Struct, frozen=True):
     """Row of the journal to write, or to delete if its value is None."""
 
     table: str
@@ -63,17 +60,16 @@ class JournalWrite:
     value: Upload | Sent | UploadProblem | None
 
 
-@dataclass(slots=True)
-class UploadQueue:
+class UploadQueue(Struct):
     """Queued uploads in order, and the results of completed ones."""
 
-    entries: dict[int, Upload] = field(default_factory=dict)
-    sent: dict[str, Sent] = field(default_factory=dict)
-    problems: dict[str, UploadProblem] = field(default_factory=dict)
+    entries: dict[int, Upload] = {}
+    sent: dict[str, Sent] = {}
+    problems: dict[str, UploadProblem] = {}
     last: int = 0
     begun: int = 0  # number of the entry being uploaded, which cannot be withdrawn
-    writes: list[JournalWrite] = field(default_factory=list, init=False)  # changes the journal does not have
-    _newest_of: dict[str, int] = field(default_factory=dict, init=False)  # number of the newest entry by name
+    writes: list[JournalWrite] = []  # changes the journal does not have
+    _newest_of: dict[str, int] = {}  # number of the newest entry by name
 
     def __post_init__(self) -> None:
         self._newest_of = {entry.name: number for number, entry in self.entries.items()}

@@ -7,8 +7,9 @@ import errno
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.system.linux.partial_files import temporary_folder
 
@@ -112,8 +113,7 @@ def _check(result: int, path: str | None = None) -> None:
         raise OSError(number, os.strerror(number), path)
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedNamespaces:
+class JoinedNamespaces(Struct, frozen=True):
     """Descriptors of namespaces, which keep them alive."""
 
     user: int | None  # None: that of this process

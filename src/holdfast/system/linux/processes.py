@@ -9,8 +9,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
@@ -24,8 +25,7 @@ _DIE_WITH_PARENT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessStat:
+class ProcessStat(Struct, frozen=True):
     """Facts about a running process. The start time distinguishes it from others with the same pid."""
 
     parent: int

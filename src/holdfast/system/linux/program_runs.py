@@ -9,16 +9,16 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO
+
+from msgspec import Struct
 
 _LOOK_S = 0.2  # interval between two calls of `on_look`
 _END_S = 5.0  # time for a process to end after SIGTERM, and again after SIGKILL
 _BLOCK_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True):
     """Result of a program."""
 
     status: int

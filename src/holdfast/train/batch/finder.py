@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
 import torch
+from msgspec import Struct
 
 from holdfast.checkpoint.ranks import RankGroup, Ranks, values_of
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
@@ -288,8 +288,7 @@ def _device_limit(device: torch.device, limit_bytes: int) -> Iterator[None]:
 
 
 @final
-@dataclass(slots=True)
-class _Finder:
+class _Finder(Struct):
     """The stages of a search. The ranks agree on the outcome of each; fills in `result`."""
 
     _ranks: RankGroup
@@ -298,7 +297,7 @@ class _Finder:
     _min_size: int
     _max_size: int
     _max_step_s: float
-    _probes: dict[int, Probe] = field(default_factory=dict)
+    _probes: dict[int, Probe] = {}
 
     def __post_init__(self) -> None:
         self._result.limit_bytes = min(self._ranks.gather(self._benchmark.limit_bytes))

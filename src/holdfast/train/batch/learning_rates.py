@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable
+
+from msgspec import Struct
 
 from holdfast.errors import InvalidInput
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScaledRate:
+class ScaledRate(Struct, frozen=True):
     """A learning rate scaled by one rule.
 
     Attributes:
@@ -28,8 +28,7 @@ class ScaledRate:
     also: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Accumulation:
+class Accumulation(Struct, frozen=True):
     """Gradient accumulation that yields a global batch from micro-batches.
 
     Attributes:

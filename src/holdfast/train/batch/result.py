@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, final
+
+from msgspec import Struct
+from msgspec.structs import astuple
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, plural
@@ -13,8 +15,7 @@ from holdfast.system.units import format_bytes, format_duration, plural
 _FULL_THROUGHPUT = 0.97  # of the best: steps of the same work differ by about 3 %
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(Struct, frozen=True):
     """Measurements of one batch size, from the rank that needed most.
 
     Attributes:
@@ -63,7 +64,7 @@ class BatchFit:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the result as plain values."""
-        return {**vars(self), "probes": [list(dataclasses.astuple(one)) for one in self.probes]}
+        return {**vars(self), "probes": [list(astuple(one)) for one in self.probes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of an earlier search."""

@@ -9,10 +9,10 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from msgspec import Struct
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
@@ -140,8 +140,7 @@ STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second inclu
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class StepBenchmark:
+class StepBenchmark(Struct, frozen=True):
     """Benchmark of real steps. It changes the state, as steps do: use `restored`."""
 
     step: Callable[[Any], object]  # one complete training step on a batch

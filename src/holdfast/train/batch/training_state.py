@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -19,8 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainingState:
+class TrainingState(Struct, frozen=True):
     """Everything that a training step changes, by the way it is copied and restored."""
 
     modules: list[nn.Module]  # outermost modules

@@ -6,7 +6,8 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
@@ -49,8 +50,7 @@ def first_numbers(ranges: Ranges, num: int) -> Ranges:
     return tuple(taken)
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(Struct, frozen=True):
     """Position in the units of a run, which are numbered through all epochs."""
 
     epoch: int = 0
@@ -58,8 +58,7 @@ class Cursor:
     position: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GlobalBatch:
+class GlobalBatch(Struct, frozen=True):
     """Units of all ranks in one optimizer step."""
 
     before: Cursor  # its epoch, and the position at which it was drawn
@@ -73,8 +72,7 @@ class GlobalBatch:
         return [place for low, high in self.stretches for place in range(low - start, high - start)]
 
 
-@dataclass(frozen=True, slots=True)
-class EpochLayout:
+class EpochLayout(Struct, frozen=True):
     """Division of each epoch into batches.
 
     The size of a batch depends only on the number of units that are left of the epoch. So the rest of an

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
 from holdfast.train.lengths.batches import first_fit
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Padding:
+class Padding(Struct, frozen=True):
     """One way to batch sequences of unequal length, and its cost.
 
     Attributes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec import Struct
 from torch import nn
 
 from holdfast.errors import InvalidInput
@@ -22,8 +22,7 @@ _GROUPS = (nn.ModuleList, nn.ModuleDict)
 _INDIVISIBLE = (nn.MultiheadAttention,)  # uses parameters of its children without calling them
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(Struct, frozen=True):
     """The blocks of a model."""
 
     names: tuple[str, ...]  # module names, inner ones before outer ones, otherwise in the model's order

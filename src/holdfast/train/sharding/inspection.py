@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -19,8 +20,7 @@ from holdfast.train.sharding.process_group import MeshLayout, backends_of
 _COLUMN = 36
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(Struct, frozen=True):
     """Parameters that are gathered and freed together."""
 
     num_params: int  # elements of all parameters, unsharded
@@ -45,8 +45,7 @@ class ModuleNode:
     children: tuple[ModuleNode, ...] = ()  # nodes of its children
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Struct, frozen=True):
     """Sharding of a model across ranks. `print` shows it."""
 
     kind: str  # class of the model

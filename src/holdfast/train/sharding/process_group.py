@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 from torch._C._distributed_c10d import HashStore
 
 from holdfast.errors import InvalidInput, Unsupported
@@ -90,8 +90,7 @@ def _make_group_of_one(device: str | None) -> None:
     atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
-@dataclass(frozen=True, slots=True)
-class MeshLayout:
+class MeshLayout(Struct, frozen=True):
     """Groups of `shards` neighbouring ranks that share one copy of the parameters."""
 
     num_ranks: int  # ranks in the process group

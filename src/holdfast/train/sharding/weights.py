@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
+from msgspec import Struct
 from torch import nn
 
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
@@ -28,8 +28,7 @@ _T = TypeVar("_T")
 Read = Callable[[str], torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDigest:
+class ModelDigest(Struct, frozen=True):
     """Digest of a rank's model before sharding."""
 
     structure: str  # digest of names, shapes and dtypes of all tensors
@@ -37,8 +36,7 @@ class ModelDigest:
     on_meta: tuple[str, ...]  # names of the tensors on meta
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSource:
+class WeightSource(Struct, frozen=True):
     """Source of rank 0's tensors. On other ranks it is never read."""
 
     read: Read  # function from a name to the full tensor, on any device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import os
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 
 from holdfast.system.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
@@ -43,7 +43,7 @@ def main(own: Path) -> int:
     def receive(facts: Any) -> None:
         results.append(facts)
         if is_first:
-            write_result(own, {"facts": dataclasses.asdict(facts)})
+            write_result(own, {"facts": to_builtins(facts)})
 
     tracker = StepTracker(make_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
     tracker.start()

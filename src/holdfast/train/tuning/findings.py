@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
@@ -31,8 +32,7 @@ _NOTICEABLE = 0.01  # of a step: smallest cost to give in seconds
 _MIN_RECOMPILES = 3  # fewer are normal: the compiler learns which sizes change
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """One suggested change."""
 
     kind: str
@@ -139,8 +139,7 @@ def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]
 # -- input ---------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrialResult:
+class TrialResult(Struct, frozen=True):
     """Measurements of the training with one changed setting, from a real run."""
 
     value: int  # of the setting
@@ -243,8 +242,7 @@ _MIN_ROWS = 16
 _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PaddingComparison:
+class PaddingComparison(Struct, frozen=True):
     """The user's batches with their own padding, and with other paddings."""
 
     now: int  # positions that the model computes now, including padding
@@ -366,8 +364,7 @@ def fits_next(tried: Sequence[TrialResult], value: int, limit_bytes: int) -> boo
 # -- report --------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TuningReport:
+class TuningReport(Struct, frozen=True):
     """Result of a profile.
 
     As text it has one paragraph per finding. `holdfast tune` also prints tables.
@@ -386,7 +383,7 @@ class TuningReport:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        values = dataclasses.asdict(self)
+        values = to_builtins(self)
         shown = ("device", "optimizer", "learning_rate", "loader", "call")
         values["steps"] = {key: values["steps"][key] for key in shown}
         for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from msgspec import Struct
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from holdfast.train.data.batches import Batches
@@ -22,8 +22,7 @@ _POSITIONAL = (
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoaderSettings:
+class LoaderSettings(Struct, frozen=True):
     """Changed settings for one data loader of the script. None keeps the script's setting."""
 
     index: int

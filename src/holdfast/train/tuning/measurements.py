@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SourceLine:
+class SourceLine(Struct, frozen=True):
     """A line of source code."""
 
     file: str
@@ -19,8 +19,7 @@ class SourceLine:
     code: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepTiming:
+class StepTiming(Struct, frozen=True):
     """Timing of one optimizer step, from the end of the previous one."""
 
     wall_s: float
@@ -31,8 +30,7 @@ class StepTiming:
     is_odd: bool = False  # the step started an epoch or compiled something, so it is not typical
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoaderInfo:
+class LoaderInfo(Struct, frozen=True):
     """The data loader that feeds the steps."""
 
     index: int  # index among the script's loaders, in the order of their creation
@@ -44,16 +42,14 @@ class LoaderInfo:
     is_iterable: bool  # the dataset is a stream, which each worker would read completely
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowLengths:
+class RowLengths(Struct, frozen=True):
     """Lengths of the rows of the batches without padding."""
 
     rows: tuple[tuple[int, ...], ...]  # useful length of each row, batch by batch
     widths: tuple[int, ...]  # padded length of the rows of each batch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepMeasurements:
+class StepMeasurements(Struct, frozen=True):
     """Measurements of unmodified steps."""
 
     device: str
@@ -71,8 +67,7 @@ class StepMeasurements:
     """`model.compile()` compiles the model. For torch's own containers it compiles nothing."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HostSync:
+class HostSync(Struct, frozen=True):
     """A line that makes the host wait for the device."""
 
     kind: str
@@ -84,8 +79,7 @@ class HostSync:
     in_forward: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SyncMeasurements:
+class SyncMeasurements(Struct, frozen=True):
     """Measurements of host syncs."""
 
     device: str
@@ -93,16 +87,14 @@ class SyncMeasurements:
     found: tuple[HostSync, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GraphBreak:
+class GraphBreak(Struct, frozen=True):
     """A line that breaks the model's graph."""
 
     place: SourceLine
     reason: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recompile:
+class Recompile(Struct, frozen=True):
     """A function that was recompiled, with the reasons."""
 
     place: SourceLine  # first line of the function
@@ -113,8 +105,7 @@ class Recompile:
     is_shape: bool  # shapes of its inputs are the reason
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GraphMeasurements:
+class GraphMeasurements(Struct, frozen=True):
     """Graphs, graph breaks and recompiles that the compiler's tracer produced for the model."""
 
     num_graphs: int  # graphs of the model for one batch
@@ -124,8 +115,7 @@ class GraphMeasurements:
     failure: str = ""  # the compiler's error if it could not trace the model
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompileMeasurements:
+class CompileMeasurements(Struct, frozen=True):
     """Measurements of eager and compiled steps of one run, taken in turns."""
 
     variant: str
@@ -150,8 +140,7 @@ MIN_GAIN = 0.03  # smallest difference that counts. Steps of the same program di
 _REUSED = 0.1  # no compiler saves nine tenths of a step's memory; such a difference comes from the allocator
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompileVerdict:
+class CompileVerdict(Struct, frozen=True):
     """Verdict on one way to compile."""
 
     variant: str
@@ -199,8 +188,7 @@ def _memory_ratio(race: CompileMeasurements) -> float | None:
     return peaks[1] / peaks[0]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Throughput:
+class Throughput(Struct, frozen=True):
     """Speed of the steps."""
 
     step_s: float  # wall time of a step

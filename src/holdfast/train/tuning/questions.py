@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
@@ -31,8 +33,7 @@ KINDS = {
 """Class of the measurements of each kind of run."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunSpec:
+class RunSpec(Struct, frozen=True):
     """Specification of a run."""
 
     question: str  # a key of `KINDS`
@@ -116,7 +117,7 @@ class Profile:
     def ask(self, what: str, **changes: Any) -> Any:
         """Return the measurements of a run with a changed specification; None if it has failed."""
         self.on_progress(what)
-        spec = dataclasses.replace(self.spec, **changes)
+        spec = replace(self.spec, **changes)
         try:
             return self.measure(spec)
         except RunFailed as why:

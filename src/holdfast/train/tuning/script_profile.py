@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -16,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import decode_dataclass, read_dataclass
+from holdfast.system.documents import decode_as, read_as
 from holdfast.system.entry import command
 from holdfast.system.environment import sandbox_environment
 from holdfast.system.linux.files import write_atomic
@@ -41,8 +42,7 @@ _POLL_S = 0.2
 _EXIT_S = 20.0  # limit for the script's cleanup after SIGINT
 
 
-@dataclasses.dataclass(slots=True)
-class ProfileRuns:
+class ProfileRuns(Struct):
     """Runner of profile runs, one after the other."""
 
     folder: Path  # for all files of the runs: logs, results, the script's checkpoints
@@ -59,14 +59,14 @@ class ProfileRuns:
         own = self.folder / f"{self.num_runs}-{spec.name}"
         self.num_runs += 1
         own.mkdir()
-        (own / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)))
+        (own / "spec.json").write_text(json.dumps(to_builtins(spec)))
         log = own / "log.txt"
         with process_group(self._command(own), self._environment(own), log) as process:
             status = self._wait(process, own)
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
         if result is not None and "facts" in result:
-            return read_dataclass(KINDS[spec.question], result["facts"], "the result of a profile run")
+            return read_as(KINDS[spec.question], result["facts"], "the result of a profile run")
         tail = end_of(log)
         if result is not None:
             raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
@@ -107,7 +107,7 @@ class ProfileRuns:
 
 def read_spec(own: Path) -> RunSpec:
     """Read the specification in a run's folder."""
-    return decode_dataclass(RunSpec, (own / "spec.json").read_text(), "the specification of a profile run")
+    return decode_as(RunSpec, (own / "spec.json").read_text(), "the specification of a profile run")
 
 
 def write_result(own: Path, result: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ def _try_batches(profile: Profile, memory_bytes: int | None) -> list[TrialResult
     for doubling in range(1, _DOUBLINGS + 1):
         value = first.value * 2**doubling
         if not findings.fits_next(found, value, limit_bytes):
-            found.append(dataclasses.replace(first, value=value, failure="would not fit into memory"))
+            found.append(replace(first, value=value, failure="would not fit into memory"))
             break
         found.append(try_size(value))
         if found[-1].failure or found[-1].items_per_s < found[-2].items_per_s * (1 + MIN_GAIN):
@@ -234,7 +234,7 @@ def _try(profile: Profile, what: str, settings: LoaderSettings) -> TrialResult:
     profile.on_progress(what)
     value = settings.num_workers or settings.batch_size or 0
     try:
-        tried = profile.measure(dataclasses.replace(profile.spec, loader=settings))
+        tried = profile.measure(replace(profile.spec, loader=settings))
     except RunFailed as why:
         return TrialResult(value, failure=str(why).partition("\n")[0])
     if not tried.steps:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo.external_utils
 import torch._dynamo.trace_rules
+from msgspec import Struct
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -29,8 +30,7 @@ class StopRun(BaseException):
     """Request to end a run between two steps. Not an Exception, so the script's handlers do not catch it."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OutermostModule:
+class OutermostModule(Struct, frozen=True):
     """A module that a step calls directly."""
 
     module: nn.Module
@@ -38,8 +38,7 @@ class OutermostModule:
     is_compiled_around: bool  # called inside a function that the script compiles: calls cannot be intercepted
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TrainingInfo:
+class TrainingInfo(Struct, frozen=True):
     """Facts about the training from its first step."""
 
     modules: tuple[OutermostModule, ...]

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.errors import InvalidInput
@@ -35,8 +36,7 @@ _LEFT_OUT_ENDS = (".lock", ".tmp")
 _IS_BEING_BUILT = "_CxxBuild"  # inductor's folder next to a file that the compiler is writing
 
 
-@dataclass(frozen=True, slots=True)
-class Directory:
+class Directory(Struct, frozen=True):
     """A cache directory of torch.compile."""
 
     path: Path  # the directory

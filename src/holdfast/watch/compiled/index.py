@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.catalog import columns
 from holdfast.checkpoint.format.hashes import DIGITS, digest
@@ -29,8 +30,7 @@ _INDEX = re.compile(rf"{_KEY}{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-([0-9]{{4}
 _PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
 
 
-@dataclass(frozen=True, slots=True)
-class PackedFile:
+class PackedFile(Struct, frozen=True):
     """One file: its path, size and hash, and its position in a pack."""
 
     path: str
@@ -41,8 +41,7 @@ class PackedFile:
     packed_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CacheIndex:
+class CacheIndex(Struct, frozen=True):
     """Uploads of one rank of an attempt so far. A greater `number` replaces the smaller ones."""
 
     attempt: int

@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
 from typing import final
+
+from msgspec import Struct
 
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, HoldfastError, NotFound
@@ -37,15 +38,14 @@ MAX_INDICES = 256  # most indices to read, newest first
 _READS_AT_ONCE = 4
 
 
-@dataclass(slots=True)
-class DownloadResult:
+class DownloadResult(Struct):
     """Result of a download."""
 
-    there: set[str] = field(default_factory=set)  # paths that exist in the directory now
-    lacking: set[str] = field(default_factory=set)  # paths in an index that could not be downloaded
+    there: set[str] = set()  # paths that exist in the directory now
+    lacking: set[str] = set()  # paths in an index that could not be downloaded
     num_placed: int = 0  # downloaded files
     num_bytes: int = 0  # of these
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = []
 
 
 def read_indices(store: Store, key: str, facts: BuildEnvironment) -> tuple[list[CacheIndex], list[str]]:
@@ -146,8 +146,7 @@ def _listed_paths(indices: Iterable[CacheIndex]) -> Iterator[str]:
 PACK_BYTES = 8 << 20  # target size of a pack: the memory of one upload, and the most that a kill can cost
 
 
-@dataclass(slots=True)
-class UploadResult:
+class UploadResult(Struct):
     """Result of an upload: new files and bytes in home, and a problem, as text."""
 
     num_files: int = 0
@@ -156,24 +155,22 @@ class UploadResult:
 
 
 @final
-@dataclass(slots=True)
-class CacheUploader:
+class CacheUploader(Struct):
     """Uploader of the files of one directory, for one rank of an attempt."""
 
     store: Store
     key: str
     facts: BuildEnvironment
-    _: KW_ONLY
     attempt: int
     rank: int  # of the uploader, one per host
     limit_bytes: int  # for all compile caches in the home
     turn: int = 0  # 0 may delete old files; others mostly have the same files, and start later
     known: Collection[str] = ()  # paths that home already has
     lacking: Collection[str] = ()  # paths in an index that could not be downloaded
-    _files: tuple[PackedFile, ...] = field(default=(), init=False)  # of its own index
-    _number: int = field(default=0, init=False)
-    _has_tidied: bool = field(default=False, init=False)
-    _has_waited: bool = field(default=False, init=False)
+    _files: tuple[PackedFile, ...] = ()  # of its own index
+    _number: int = 0
+    _has_tidied: bool = False
+    _has_waited: bool = False
 
     def upload(
         self, directory: Directory, *, is_last: bool = False, is_ended: Callable[[], bool]

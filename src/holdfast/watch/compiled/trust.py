@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.store.address import SCHEMES, parse_address
 from holdfast.checkpoint.store.endpoints import is_unencrypted, with_environment
@@ -23,8 +25,7 @@ _OTHER_PARTITIONS = ("cn-", "us-gov-", "us-iso", "eu-iso", "eusc-")
 """Prefixes of AWS regions where the same bucket name may belong to someone else."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrustedPlace:
+class TrustedPlace(Struct, frozen=True):
     """A home, or a folder of homes: its server and the parts of its path."""
 
     server: tuple[str, ...]

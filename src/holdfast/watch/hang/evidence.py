@@ -7,13 +7,14 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.watch.hang.stacks import NAME, ProcessStacks, capture
 
 EVENT = "hang"  # kind of the event with the evidence of one rank
@@ -22,8 +23,7 @@ _MAX_LINE_BYTES = 200_000
 _FEW_THREADS, _FEW_FRAMES = 4, 40
 
 
-@dataclass(frozen=True, slots=True)
-class RankEvidence:
+class RankEvidence(Struct, frozen=True):
     """Evidence of one rank."""
 
     rank: int
@@ -44,7 +44,7 @@ class RankEvidence:
 
 def encode(evidence: RankEvidence) -> dict[str, Any]:
     """Return evidence as a JSON object. Of very large stacks the innermost frames are kept."""
-    found = asdict(evidence)
+    found = to_builtins(evidence)
     if len(json.dumps(found)) > _MAX_LINE_BYTES:
         for process in (found["process"], *found["workers"]):
             process["threads"] = [
@@ -60,7 +60,7 @@ def decode(line: Mapping[str, Any]) -> RankEvidence | None:
         return None
     try:
         text = json.dumps(members).encode()
-        return decode_dataclass(RankEvidence, text, "the evidence of a hang", any_text=True)
+        return decode_as(RankEvidence, text, "the evidence of a hang", any_text=True)
     except Corrupt:
         return None
 

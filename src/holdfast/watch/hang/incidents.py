@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import printable
 from holdfast.system.units import format_duration
@@ -17,8 +19,7 @@ _TOGETHER_S = 120.0  # longest time between the records of two ranks about one h
 _STOPPED = ("stopped", "gone", "waiting for a device")
 
 
-@dataclass(frozen=True, slots=True)
-class PlaceGroup:
+class PlaceGroup(Struct, frozen=True):
     """Ranks that are at the same place."""
 
     ranks: tuple[int, ...]  # ascending
@@ -84,8 +85,7 @@ def _odd(groups: Sequence[PlaceGroup]) -> list[PlaceGroup]:
 # -- the history ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class HangIncident:
+class HangIncident(Struct, frozen=True):
     """Hang of a run."""
 
     attempt: int

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.keeper.pulse import TrainerProgress
 
@@ -17,8 +18,7 @@ _MAX_TICK_S = 2.0
 """Longest time that one tick counts: a suspended machine makes no progress, and does not hang."""
 
 
-@dataclass(frozen=True, slots=True)
-class HangLimits:
+class HangLimits(Struct, frozen=True):
     """Limits of the times without progress, in seconds."""
 
     step_s: float | None = None  # of a step; None to learn it

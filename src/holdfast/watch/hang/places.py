@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from holdfast.watch.hang.stacks import Frame, Thread
 
@@ -43,8 +44,7 @@ class Kind(str, Enum):
     DEBUGS = "debugs"
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """Place of a thread."""
 
     kind: Kind  # whether it waits for other ranks

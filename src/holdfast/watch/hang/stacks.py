@@ -12,10 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from holdfast.errors import HUNG_STATUS, Corrupt
 from holdfast.system.documents import decode
@@ -34,8 +35,7 @@ MAX_FRAMES, MAX_THREADS = 100, 64
 _MAX_TEXT = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Struct, frozen=True):
     """Call of a function."""
 
     file: str
@@ -43,16 +43,14 @@ class Frame:
     function: str
 
 
-@dataclass(frozen=True, slots=True)
-class Thread:
+class Thread(Struct, frozen=True):
     """Thread of a process, with its calls, innermost first."""
 
     ident: int
     frames: tuple[Frame, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessStacks:
+class ProcessStacks(Struct, frozen=True):
     """Threads of a process, and its state."""
 
     pid: int

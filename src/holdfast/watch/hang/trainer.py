@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
+from msgspec import to_builtins
 from typing_extensions import override
 
 from holdfast.checkpoint.watch import ActionWatch, WatchedRun
@@ -56,7 +57,7 @@ class Hang(ActionWatch):
 
     @override
     def options(self) -> Mapping[str, Any]:
-        return {"restarts": self.action == "restart", "limits": asdict(self._limits)}
+        return {"restarts": self.action == "restart", "limits": to_builtins(self._limits)}
 
     @override
     def begin(self, run: WatchedRun) -> None:

@@ -6,7 +6,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.watch.pace.windows import PaceWindow, SlowPeriod, find_cause
 
@@ -22,8 +24,7 @@ _LEAST_EARLIER, _MAX_EARLIER = 16, 240  # earlier windows that a rank is compare
 _LEAST_PRESENT = 0.9  # share of the ranks whose own times are needed
 
 
-@dataclass(frozen=True, slots=True)
-class SlowRank:
+class SlowRank(Struct, frozen=True):
     """Rank that the others wait for."""
 
     rank: int
@@ -31,19 +32,17 @@ class SlowRank:
     factor: float  # its own time, as a multiple of that of a usual rank
 
 
-@dataclass(frozen=True, slots=True)
-class PaceVerdict:
+class PaceVerdict(Struct, frozen=True):
     """Verdict about all ranks, without slow ones if there are too few windows."""
 
     slow: tuple[SlowRank, ...] = ()  # the slowest first
     cost_share: float = 0.0  # of the time, which all would save if these were as quick as the slowest other
 
 
-@dataclass(slots=True)
-class _RankPast:
+class _RankPast(Struct):
     """Recent windows of one rank, relative to a usual rank."""
 
-    factors: list[float] = field(default_factory=list)
+    factors: list[float] = []
     since: int | None = None  # it is slow since this window
 
     def is_above(self, factor: float) -> bool:

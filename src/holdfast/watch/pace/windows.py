@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from msgspec import Struct, to_builtins
+
 from holdfast.errors import Corrupt, printable
-from holdfast.system.documents import read_dataclass
+from holdfast.system.documents import read_as
 from holdfast.system.units import format_duration
 from holdfast.watch.pace.sampler import OWN, Activity
 
@@ -20,8 +21,7 @@ _MAX_TIME_S = 1e11
 _MAX_DIGITS, _MAX_HOST = 7, 255
 
 
-@dataclass(frozen=True, slots=True)
-class RankWindow:
+class RankWindow(Struct, frozen=True):
     """One rank in one window, in shares of its time."""
 
     runs: float  # with a processor, or waiting for one
@@ -49,8 +49,7 @@ class RankWindow:
         return cls(runs, loads, sleeps, min(1.0, max(0.0, queues)))
 
 
-@dataclass(frozen=True, slots=True)
-class PaceWindow:
+class PaceWindow(Struct, frozen=True):
     """Ranks in one window of time."""
 
     number: int  # its begin, in windows since 1970, so that hosts have the same numbers
@@ -64,8 +63,7 @@ class PaceWindow:
         return shares if max(shares.values(), default=0.0) >= _LEAST_OWN else {}
 
 
-@dataclass(frozen=True, slots=True)
-class PaceReading:
+class PaceReading(Struct, frozen=True):
     """Own shares of the ranks in one window of the history."""
 
     attempt: int  # its attempt
@@ -73,12 +71,11 @@ class PaceReading:
     shares: Mapping[int, float]  # share of the window that each rank did not wait for others
 
 
-@dataclass(slots=True)
-class WindowTable:
+class WindowTable(Struct):
     """Windows of several hosts, until each of them has the ranks of all hosts."""
 
     world_size: int  # number of ranks
-    _windows: dict[int, PaceWindow] = field(default_factory=dict)
+    _windows: dict[int, PaceWindow] = {}
     _taken: int = -1
 
     def add(self, window: PaceWindow) -> None:
@@ -103,8 +100,7 @@ class WindowTable:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Document:
+class _Document(Struct, frozen=True):
     """Windows of one host, as a member of a line of the history."""
 
     host: str
@@ -129,7 +125,7 @@ def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow
     if line.get("event") != EVENT:
         return None
     try:
-        document = read_dataclass(_Document, line.get(EVENT), "the pace of a host")
+        document = read_as(_Document, line.get(EVENT), "the pace of a host")
     except Corrupt:
         return None
     numbers, steps_s = document.numbers, document.step_s
@@ -202,8 +198,7 @@ def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
 BEGUN, OVER = "slow-rank", "slow-rank-over"  # kinds of the events at the begin and end of a period
 
 
-@dataclass(frozen=True, slots=True)
-class SlowPeriod:
+class SlowPeriod(Struct, frozen=True):
     """Period during which the other ranks waited for one."""
 
     rank: int  # its number
@@ -222,7 +217,7 @@ class SlowPeriod:
 
     def members(self) -> dict[str, Any]:
         """Return the members of its line in the history."""
-        return {"slow": asdict(self)}
+        return {"slow": to_builtins(self)}
 
     def describe(self) -> str:
         """Return it as one line of text."""
@@ -234,8 +229,7 @@ class SlowPeriod:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SlowAttempt:
+class SlowAttempt(Struct, frozen=True):
     """Slow period, with its attempt."""
 
     attempt: int  # the attempt
@@ -247,7 +241,7 @@ def decode_period(line: Mapping[str, Any]) -> SlowPeriod | None:
     if line.get("event") not in (BEGUN, OVER) or not isinstance(line.get("slow"), dict):
         return None
     try:
-        return read_dataclass(SlowPeriod, line["slow"], "a slow rank")
+        return read_as(SlowPeriod, line["slow"], "a slow rank")
     except Corrupt:
         return None
 

@@ -13,10 +13,11 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from types import FrameType
 from typing import Any, NoReturn
+
+from msgspec import Struct
 
 from holdfast.watch.preemption.signals import SIGNALS
 
@@ -120,8 +121,7 @@ def _prepare_start(loader: Any) -> None:
             server._preload_modules = [*server._preload_modules, _FORK_SERVER]
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstFunction:
+class _FirstFunction(Struct, frozen=True):
     """First function that a worker calls: leaves the signals to the trainer, then calls the user's."""
 
     own: Callable[[int], None] | None

@@ -5,16 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct, to_builtins
 
 from holdfast.errors import Corrupt
 from holdfast.system.documents import decode_object, read_members
 from holdfast.system.linux.files import write_atomic
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Struct, frozen=True):
     """Notice that this machine will be reclaimed, or may be."""
 
     source: str  # such as "SIGTERM", "aws", "holdfast preempt"
@@ -45,7 +45,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 def write_notice(path: Path, notice: Notice) -> None:
     """Write a notice to a file that training processes watch."""
-    write_atomic(path, json.dumps(asdict(notice)), is_durable=False)
+    write_atomic(path, json.dumps(to_builtins(notice)), is_durable=False)
 
 
 def read_notice(path: Path) -> Notice | None:

@@ -8,9 +8,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.errors import InvalidInput
@@ -137,8 +137,7 @@ _CLOUDS: dict[str, Callable[[str], list[Cloud]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
+class Sources(Struct, frozen=True):
     """Sources of notices other than signals."""
 
     clouds: tuple[Cloud, ...] = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from msgspec import Struct, field, to_builtins
 
 from holdfast.system.units import plural
 
@@ -12,8 +13,7 @@ MAX_TENSORS = 8  # tensors that are named in a difference; the others are only c
 _Key = tuple[str, int]  # a tensor's name and the number of its region
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(Struct, frozen=True):
     """One rank's copy of a region of a tensor."""
 
     tensor: int  # number of the tensor in the catalog of the rank
@@ -22,8 +22,7 @@ class Replica:
     hash: str  # xxh3-64 in 16 hex digits
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaDifference:
+class ReplicaDifference(Struct, frozen=True):
     """Tensors with other bytes on some ranks, the same for all of them."""
 
     step: int  # of the first checkpoint that showed it
@@ -50,11 +49,10 @@ class ReplicaDifference:
 
     def members(self) -> dict[str, Any]:
         """Return the difference as JSON, for a line of the history."""
-        return {name: value for name, value in asdict(self).items() if name != "step"}
+        return {name: value for name, value in to_builtins(self).items() if name != "step"}
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Struct, frozen=True):
     """Comparison of the replicas in one checkpoint."""
 
     num_equal: int = 0  # regions of tensors that were compared and are equal on all ranks
@@ -62,13 +60,12 @@ class Comparison:
     """Of this checkpoint, and of earlier ones whose tensors were not found equal since."""
 
 
-@dataclass(slots=True)
-class ReplicaHashes:
+class ReplicaHashes(Struct):
     """Hashes of one checkpoint, collected from the parts of all ranks."""
 
-    hosts: dict[int, str] = field(default_factory=dict[int, str])
-    trained: set[_Key] = field(default_factory=set[_Key])
-    hashes: dict[_Key, dict[int, str]] = field(default_factory=dict[_Key, dict[int, str]])
+    hosts: dict[int, str] = {}
+    trained: set[_Key] = set()
+    hashes: dict[_Key, dict[int, str]] = {}
 
     def add(self, rank: int, host: str, replicas: Iterable[Replica], names: Sequence[str]) -> None:
         """Add the replicas of one rank. Raises ValueError if they do not fit the names in its catalog."""
@@ -82,16 +79,14 @@ class ReplicaHashes:
                 self.trained.add(key)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
+class _Split(Struct, frozen=True):
     """Ranks with other bytes, and those with the bytes of the majority."""
 
     ranks: tuple[int, ...]
     others: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(Struct):
     """The two newest audits of one region, and the difference that is not settled."""
 
     audits: list[tuple[int, dict[int, str]]] = field(default_factory=list[tuple[int, dict[int, str]]])

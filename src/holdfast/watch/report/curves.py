@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.watch.report.events import METRICS, HistoryEvent
 from holdfast.watch.report.saves import checkpoint_of, named_attempt
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(Struct, frozen=True):
     """One value of one step."""
 
     step: int
@@ -20,8 +20,7 @@ class Point:
     value: float
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
+class Curve(Struct, frozen=True):
     """All values of one metric."""
 
     name: str
@@ -29,14 +28,13 @@ class Curve:
     lost: tuple[tuple[Point, ...], ...]  # discarded by interruptions, each of one attempt
 
 
-@dataclass(slots=True)
-class _Stretch:
+class _Stretch(Struct):
     """Training of one attempt since a restore."""
 
     attempt: int
     base: int = -1  # restored step; -1: started from scratch
     source: int | None = None  # index of the stretch that trained the restored step
-    numbers: dict[str, dict[int, float]] = field(default_factory=dict)
+    numbers: dict[str, dict[int, float]] = {}
     counts_upto: float = -math.inf
 
 

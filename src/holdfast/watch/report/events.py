@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.home.history import Line, is_number
 
@@ -15,8 +16,7 @@ METRICS = "metrics"  # kind of events with training metrics
 Metric = tuple[str, int, float]  # value of a training metric: its name, the step, the value
 
 
-@dataclass(frozen=True, slots=True)
-class HistoryEvent:
+class HistoryEvent(Struct, frozen=True):
     """One event. Missing members of its line have default values."""
 
     unix_s: float

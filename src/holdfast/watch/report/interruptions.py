@@ -6,8 +6,9 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format import run
 from holdfast.checkpoint.format.names import CheckpointId
@@ -17,11 +18,10 @@ from holdfast.watch.report.saves import SaveRecord
 Span = tuple[float, float]  # start and end, in seconds of one clock
 
 
-@dataclass(slots=True)
-class Spans:
+class Spans(Struct):
     """A union of time spans, kept as disjoint stretches in order."""
 
-    stretches: list[Span] = field(default_factory=list)
+    stretches: list[Span] = []
 
     def add(self, begin: float, end: float) -> list[Span]:
         """Add a stretch, and return the parts of it that are new."""
@@ -60,8 +60,7 @@ _TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", "kill
 """Events of the trainer's own process. The keeper's continue after its death, but for "killed"."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptSpan:
+class AttemptSpan(Struct, frozen=True):
     """One attempt. A killed trainer records no end: `last_seen_unix_s` is its last event."""
 
     number: int
@@ -144,8 +143,7 @@ _IDLE = (FINISHED, CLOSED)  # not meant to train
 _SKIPPED = re.compile(r"skipped step ([0-9]{1,19}) of attempt ([0-9]{1,19})(?![0-9])")
 
 
-@dataclass(frozen=True, slots=True)
-class Interruption:
+class Interruption(Struct, frozen=True):
     """Time between the last event of one attempt and the training of the next one.
 
     The three times are what this interruption adds to the time lost. Time that an earlier one lost does not
@@ -179,8 +177,7 @@ class Interruption:
         return self.kind == STOPPED
 
 
-@dataclass(frozen=True, slots=True)
-class Losses:
+class Losses(Struct, frozen=True):
     """All gaps between attempts, and the time spans that they cost."""
 
     gaps: tuple[Interruption, ...]  # between any two attempts that trained, also after a finished run

@@ -7,8 +7,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
 
 from holdfast.errors import RetryLater, redact
 from holdfast.system.units import format_duration
@@ -17,8 +18,7 @@ _T = TypeVar("_T")
 _WAIT_S = 10.0  # time that a request waits for a reading, counted from its start
 
 
-@dataclass(slots=True)
-class _Reading(Generic[_T]):
+class _Reading(Struct, Generic[_T]):
     """A reading under way, or its result."""
 
     began_s: float

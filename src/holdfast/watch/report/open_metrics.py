@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+
+from msgspec import Struct, to_builtins
 
 from holdfast.watch.report.summary import RunSummary
 
@@ -15,8 +16,7 @@ Values = float | None | Sequence[tuple[Labels, float]]
 """Value without labels, None if it is not known, or values by their labels."""
 
 
-@dataclass(frozen=True, slots=True)
-class MetricFamily:
+class MetricFamily(Struct, frozen=True):
     """Numbers of one name."""
 
     name: str  # without the suffix of counters
@@ -92,7 +92,7 @@ def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
     cost = max((one.cost_share for one in slow), default=0.0)
     yield "slow_rank_cost_ratio", "Share of the time that all lose by slow ranks now.", cost
 
-    times = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.times).items()}
+    times = {name.removesuffix("_s"): seconds for name, seconds in to_builtins(summary.times).items()}
     parts = [({"part": part}, seconds) for part, seconds in times.items() if part != "total"]
     yield "time_seconds", "Time since the first start, by what it was.", parts
     share = "Training that counts, as a share of the time that was meant for training."

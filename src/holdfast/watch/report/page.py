@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import json
-from dataclasses import dataclass
 from functools import cache
+
+from msgspec import Struct
 
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.errors import Unsupported
@@ -23,8 +24,7 @@ from holdfast.watch.report.style import (
 from holdfast.watch.report.summary import RunSummary
 
 
-@dataclass(frozen=True, slots=True)
-class HeadlineNumber:
+class HeadlineNumber(Struct, frozen=True):
     """A number with its name and a remark."""
 
     name: str

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.watch.report.events import MEMORY, TIERS, HistoryEvent
@@ -18,8 +19,7 @@ _OWN = ("saved", "staged", "persisted", "committed")  # in the order of preferen
 _OF_ATTEMPT = re.compile(r"\battempt ([0-9]{1,19})(?![0-9])")
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Struct, frozen=True):
     """A checkpoint in one tier."""
 
     tier: str
@@ -35,8 +35,7 @@ class Copy:
         return self.num_bytes / self.write_s if self.num_bytes and self.write_s else None
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRecord(OfCheckpoint):
+class SaveRecord(OfCheckpoint, Struct, frozen=True):
     """One call of `save`, on all ranks together."""
 
     step: int
@@ -163,8 +162,7 @@ def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: in
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TierLevel:
+class TierLevel(Struct, frozen=True):
     """Contents of a tier from one moment on."""
 
     unix_s: float

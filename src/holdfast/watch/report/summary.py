@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.home.history import Line, read_lines
@@ -42,8 +44,7 @@ PROBLEMS = (
 """Kinds of events that need attention."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedNode:
+class CheckedNode(Struct, frozen=True):
     """Checks of one node before one attempt of a job."""
 
     job: int  # number of the job
@@ -57,8 +58,7 @@ class CheckedNode:
     cost_s: float  # time that the commands of the job had to wait; of a refused node, duration of its attempt
 
 
-@dataclass(frozen=True, slots=True)
-class TimeBreakdown:
+class TimeBreakdown(Struct, frozen=True):
     """Time from the first claim to the last event, in seconds. The parts add up to `total_s`."""
 
     total_s: float
@@ -85,8 +85,7 @@ class TimeBreakdown:
         return self.kept_s / self.wanted_s if self.wanted_s > 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class IntervalAdvice:
+class IntervalAdvice(Struct, frozen=True):
     """The run's save interval, and the best one."""
 
     cost_s: float | None  # mean duration of save()
@@ -108,8 +107,7 @@ class IntervalAdvice:
         return None if self.own is None else max(self.own.daly_s, self.durable_s or 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class HomeContents:
+class HomeContents(Struct, frozen=True):
     """Present contents of home, from a listing."""
 
     num_bytes: int
@@ -117,8 +115,7 @@ class HomeContents:
     newest_step: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(Struct, frozen=True):
     """All data of a report."""
 
     started_unix_s: float | None  # None: no events yet
@@ -164,9 +161,10 @@ class RunSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as JSON members. Infinite and unknown values are null."""
-        document = asdict(self)
+        document = to_builtins(self)
         document["interruptions"] = [
-            {**asdict(one), "cost_s": one.cost_s, "is_failure": one.is_failure} for one in self.interruptions
+            {**to_builtins(one), "cost_s": one.cost_s, "is_failure": one.is_failure}
+            for one in self.interruptions
         ]
         del document["losses"]["gaps"]
         for row, hang in zip(document["hangs"], self.hangs, strict=True):
@@ -174,7 +172,7 @@ class RunSummary:
             row["place"] = describe_odd(hang.ranks)
         del document["paces"], document["lines"]  # the history has them
         document["slow_periods"] = [
-            {"attempt": one.attempt, **asdict(one.period), "cost_s": one.period.cost_s}
+            {"attempt": one.attempt, **to_builtins(one.period), "cost_s": one.period.cost_s}
             for one in self.slow_periods
         ]
         document["times"]["lost_s"] = self.times.lost_s

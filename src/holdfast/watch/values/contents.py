@@ -12,15 +12,16 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import median
 from typing import Annotated, Any
 
+from msgspec import Meta, Struct
+
 from holdfast.checkpoint.format.hashes import CACHED_BYTES
 from holdfast.checkpoint.format.layout import header_bytes, parse_header
 from holdfast.checkpoint.format.sections import Mark
-from holdfast.system.documents import Bounds, Count
+from holdfast.system.documents import Count
 
 MAX_NAMES = 8  # tensors that are named in a part; the others are only counted
 MAX_BEFORE = 8
@@ -29,23 +30,21 @@ _MIN_BEFORE = 3  # checkpoints that a norm is compared with, at least
 _MAX_GROWTH = 10.0
 """A norm of parameters this many times as large, or as small, as before is not within reason."""
 _MAX_MOMENT_GROWTH = 100.0  # the same for norms of an optimizer's state, which follow the gradients
-_Square = Annotated[float, Bounds(at_most=math.inf)] | None
+_Square = Annotated[float, Meta(ge=0)] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Squares:
+class Squares(Struct, frozen=True):
     """Sums of squares of floating-point tensors; None where there are none, or they overflow."""
 
     parameters: _Square = None
     moments: _Square = None  # of optimizers
 
 
-@dataclass(frozen=True, slots=True)
-class TensorHealth:
+class TensorHealth(Struct, frozen=True):
     """Health of the tensors in one data file."""
 
     num_bad: Count = 0  # tensors with a NaN, or with an infinity that is not part of a mask
-    bad: Annotated[tuple[str, ...], Bounds(max_len=MAX_NAMES)] = ()  # names of the first of them
+    bad: Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)] = ()  # names of the first of them
     squares: Squares = Squares()  # sums of squares of this rank's shards
 
 
@@ -70,8 +69,7 @@ def can_check() -> bool:
     return importlib.util.find_spec("numpy") is not None
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(Struct, frozen=True):
     """One floating-point tensor of a file."""
 
     name: str
@@ -247,8 +245,7 @@ def _count(values: Any) -> tuple[int, int, float]:
 # -- judgement of all ranks ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ValueJudgement:
+class ValueJudgement(Struct, frozen=True):
     """Judgement of the tensors of all ranks."""
 
     mark: Mark  # FOR only if the norms could be compared with those before, and are within reason

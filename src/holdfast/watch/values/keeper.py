@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from typing import Annotated
 
+from msgspec import Meta, Struct, to_builtins
 from typing_extensions import override
 
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperWatch, PersistedSave
 from holdfast.errors import Corrupt
-from holdfast.system.documents import Bounds, Fields, read_members
+from holdfast.system.documents import Fields, read_members
 from holdfast.watch.values.contents import (
     MAX_BEFORE,
     NOT_CHECKED,
@@ -29,12 +29,11 @@ _MAX_NAME_CHARS = 1 << 14
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Judged:
+class _Judged(Struct, frozen=True):
     """Section of a manifest: the sums of squares of its checkpoint, and of those before, oldest first."""
 
     squares: Squares
-    before: Annotated[tuple[Squares, ...], Bounds(max_len=MAX_BEFORE)]
+    before: Annotated[tuple[Squares, ...], Meta(max_length=MAX_BEFORE)]
 
 
 class ValuesKeeper(KeeperWatch):
@@ -58,7 +57,7 @@ class ValuesKeeper(KeeperWatch):
         if self._check is None:
             return Section(_VERSION, {}, Mark.UNSURE, (NOT_CHECKED,))
         found, self._check = self._check.result(), None  # which holds the memory of the save
-        data = {**asdict(found), "bad": [name[:_MAX_NAME_CHARS] for name in found.bad]}
+        data = {**to_builtins(found), "bad": [name[:_MAX_NAME_CHARS] for name in found.bad]}
         mark = Mark.AGAINST if found.num_bad else Mark.NONE
         return Section(_VERSION, data, mark, tuple(not_finite([found])))
 
@@ -67,7 +66,7 @@ class ValuesKeeper(KeeperWatch):
         tensors = [_tensors(save.sections.get(rank)) for rank in range(save.world_size)]
         before = _before(save)
         found = judge(tensors, before)
-        data = {"squares": asdict(found.squares), "before": list(map(asdict, before))}
+        data = {"squares": to_builtins(found.squares), "before": list(map(to_builtins, before))}
         return Section(_VERSION, data, found.mark, found.reasons)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib
 import itertools
@@ -17,6 +16,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node.checks.disk import FEW_BYTES, NUM_BYTES, check_disk, first_difference
@@ -334,7 +335,7 @@ def start_checks(
         for check in found.failed:
             write(f"a check of this node failed: {describe_failures([check])}")
         with suppress(OSError):  # the disk is full or broken, which a check has found
-            write_checks(node.checks, dataclasses.replace(found, was_refused=bool(stopping)))
+            write_checks(node.checks, replace(found, was_refused=bool(stopping)))
         return describe_failures(stopping)[:_MAX_REFUSAL]
 
     text = plan.environment.get(MODE)

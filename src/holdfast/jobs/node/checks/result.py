@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import Corrupt
 from holdfast.jobs.journal import encode
-from holdfast.system.documents import decode_dataclass
+from holdfast.system.documents import decode_as
 from holdfast.system.linux.files import open_regular, write_atomic
 
 MODE = "HOLDFAST_NODE_CHECKS"  # variable of a job: `stop` (default), `report` or `off`
@@ -18,8 +19,7 @@ MAX_RESULT_BYTES = 64 << 10
 _MAX_TROUBLE = 300
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(Struct, frozen=True):
     """Result of one check.
 
     Attributes:
@@ -36,11 +36,10 @@ class Check:
     trouble: str = ""
     stops: bool = False
     is_wrong: bool = False
-    values: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, float] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class NodeChecks:
+class NodeChecks(Struct, frozen=True):
     """Results of all checks of one node before an attempt.
 
     Attributes:
@@ -88,7 +87,7 @@ def read_checks(path: Path) -> NodeChecks | None:
     try:
         with open_regular(path) as file:
             text = file.read(MAX_RESULT_BYTES + 1)
-        return decode_dataclass(NodeChecks, text, str(path), max_bytes=MAX_RESULT_BYTES, any_text=True)
+        return decode_as(NodeChecks, text, str(path), max_bytes=MAX_RESULT_BYTES, any_text=True)
     except (OSError, Corrupt):
         return None
 
@@ -103,7 +102,7 @@ def read_results(data: bytes) -> list[Check]:
     found: list[Check] = []
     for line in data.split(b"\n")[:-1]:
         try:
-            found.append(decode_dataclass(Check, line, "a check", max_bytes=MAX_RESULT_BYTES, any_text=True))
+            found.append(decode_as(Check, line, "a check", max_bytes=MAX_RESULT_BYTES, any_text=True))
         except Corrupt:
             continue
     return found

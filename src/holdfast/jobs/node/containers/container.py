@@ -8,10 +8,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.errors import Unsupported
@@ -70,8 +70,7 @@ def _answer(*command: str) -> str | None:
     return done.text if done.status == 0 else None
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerOwner:
+class ContainerOwner(Struct, frozen=True):
     """Owner of a container that belongs to one attempt: a process on the same machine."""
 
     machine: str
@@ -80,8 +79,7 @@ class ContainerOwner:
     start: int  # clock ticks since boot, to distinguish it from another process with this pid
 
 
-@dataclass(frozen=True, slots=True)
-class ImageSpec:
+class ImageSpec(Struct, frozen=True):
     """Image of a job, and the settings of its containers: a document in the job's folder."""
 
     runtime: ContainerRuntime
@@ -121,13 +119,12 @@ def make_image_spec(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerState:
+class ContainerState(Struct, frozen=True):
     """Process that holds the namespaces of a container, or the reason why it cannot run, from its warden."""
 
     pid: int = 0
     start: int = 0  # clock ticks since boot, to distinguish it from another process with this pid
-    environment: Mapping[str, str] = field(default_factory=dict)  # of the image
+    environment: Mapping[str, str] = {}  # of the image
     error: str = ""
 
 

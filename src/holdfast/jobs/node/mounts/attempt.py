@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.errors import Conflict
@@ -30,8 +30,7 @@ _RELEASE_LIMIT_S = 15.0  # time limit for a released mounter to unmount
 _KEEPERS_LIMIT_S = 60.0  # time limit for keepers to write the staged saves of a completed job
 
 
-@dataclass(frozen=True, slots=True)
-class UnsentFiles:
+class UnsentFiles(Struct, frozen=True):
     """Files of a job's write-back directories that are not uploaded."""
 
     is_settled: bool  # nothing more can be uploaded
@@ -39,8 +38,7 @@ class UnsentFiles:
     summary: str  # a sentence for each directory with missing files
 
 
-@dataclass(frozen=True, slots=True)
-class MountResult:
+class MountResult(Struct, frozen=True):
     """Result of a mounter for the nodes that wait: why the mounts failed; empty if they are ready."""
 
     error: str = ""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
 from holdfast.checkpoint.store.address import parse_address
@@ -27,7 +28,7 @@ def exists(url: str) -> bool:
     """Return True if an object exists at a URL or below it."""
     address = parse_address(url)
     if address.option("timeout") is None:
-        address = dataclasses.replace(address, options=(*address.options, ("timeout", _TIMEOUT_S)))
+        address = replace(address, options=(*address.options, ("timeout", _TIMEOUT_S)))
     if next(iter(open_store(address.url).list()), None) is not None:
         return True
     return _one(address.url) is not None
@@ -149,7 +150,7 @@ def _one(url: str) -> tuple[Store, ObjectInfo] | None:
     parent, _, name = address.prefix.rpartition("/")
     if not name:
         return None  # a whole bucket
-    store = open_store(dataclasses.replace(address, prefix=parent).url)
+    store = open_store(replace(address, prefix=parent).url)
     num_bytes = store.size(name)
     return None if num_bytes is None else (store, ObjectInfo(name, num_bytes))
 

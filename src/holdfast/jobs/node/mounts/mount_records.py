@@ -12,9 +12,10 @@ import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
 
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.folder import JobFolder, job_folder
@@ -39,8 +40,7 @@ class MountKind(str, Enum):
     CACHE = "cache"  # a write-back directory
 
 
-@dataclass(frozen=True, slots=True)
-class MountSpec:
+class MountSpec(Struct, frozen=True):
     """Specification of a mount, shared by all nodes of a job."""
 
     kind: MountKind
@@ -67,8 +67,7 @@ def caches(folder: JobFolder) -> list[MountSpec]:
     return [spec for spec in read_mount_specs(folder) if spec.kind is MountKind.CACHE]
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(Struct, frozen=True):
     """Symbolic link at a path of the job."""
 
     target: str  # absolute, unless `is_inside`

@@ -5,16 +5,17 @@ It has the same files as the folder of a job on a single machine, as far as moun
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
@@ -39,8 +40,7 @@ _DEFAULT = "/tmp"
 _OWNER = "owner.json"
 
 
-@dataclass(frozen=True, slots=True)
-class ScratchOwner:
+class ScratchOwner(Struct, frozen=True):
     """Owner of a scratch folder. Never changes."""
 
     task_id: str
@@ -140,9 +140,9 @@ def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool)
     """Write a job's mounts and links into its scratch folder, for mounter and shells."""
     paths = _paths(job, scratch)
     specs = read_mount_specs(job)
-    moved = [dataclasses.replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]
+    moved = [replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]
     write_mount_specs(scratch, moved)
-    links = [dataclasses.replace(one, source=paths.get(one.source, one.source)) for one in read_links(job)]
+    links = [replace(one, source=paths.get(one.source, one.source)) for one in read_links(job)]
     write_links(scratch, links)
 
 
@@ -154,7 +154,7 @@ def _paths(job: JobFolder, scratch: JobFolder) -> dict[str, str]:
 def moved_links(job: JobFolder, scratch: JobFolder) -> list[Link]:
     """Return the links of a job to files in its scratch folder."""
     paths, links = _paths(job, scratch), read_links(job)
-    return [dataclasses.replace(one, source=paths[one.source]) for one in links if one.source in paths]
+    return [replace(one, source=paths[one.source]) for one in links if one.source in paths]
 
 
 def fixed_links(job: JobFolder) -> list[Link]:

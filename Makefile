@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages crds lint bench campaigns crash-states damage kills hangs troubles soak fuzz docs clean torn in-turn endurance
+.PHONY: help demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles soak fuzz docs clean torn in-turn endurance
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -72,6 +72,12 @@ lint: $(DEV) ## formatting, lint and types
 LONG ?=
 bench: $(BENCH) ## measure against raw limits and peers; LONG=1 for every round of everything
 	$(BIN)/python benchmarks/suite.py $(if $(LONG),--long)
+
+bench-check: $(BENCH) ## fail if a measured ratio is 15 % worse than the committed one, in about 20 minutes
+	$(BIN)/python benchmarks/suite.py --check
+
+gpu: ## everything that needs a GPU, without a network, in 8 minutes: one JSON file, one table, one plot
+	benchmarks/gpu/run.sh
 
 campaigns: crash-states damage kills hangs troubles soak in-turn endurance torn fuzz ## every long search for failures, with its defaults
 

@@ -196,7 +196,14 @@ def _sharding(document: Document) -> list[float]:
     return [max(ratios)]
 
 
-_SAVING = "make bench"
+_SAVING = "benchmarks/run.py"
+_STARTS = "benchmarks/starts.py"
+
+
+def _start(what: str, bound: float, unit: str, ratio: Callable[[Values], float], **more: bool) -> Goal:
+    """A number of a fresh process with 1.5 GB of plain tensors, beside the limits of its round."""
+    found = _of_runs("starts", lambda document: map(ratio, document["runs"]))
+    return Goal(what, bound, unit, _STARTS, found, **more)
 
 
 def _of_size(state: str) -> tuple[Goal, ...]:
@@ -275,6 +282,44 @@ def _of_nebula(state: str) -> tuple[Goal, ...]:
 
 
 GOALS = (
+    _start(
+        "import and construction beyond `import torch`, no optimizer",
+        FIRST_BYTE_S,
+        "s",
+        lambda run: run["construct_s"],
+    ),
+    _start(
+        "the same, after an optimizer was made",
+        FIRST_BYTE_S,
+        "s",
+        lambda run: run["construct-optimizer_s"],
+    ),
+    _start(
+        "`import torch` to restored, warm, share of torch.load's time",
+        1.0,
+        "x",
+        lambda run: run["holdfast_warm_s"] / run["torch.load_warm_s"],
+    ),
+    _start(
+        "`import torch` to restored, cold, in raw reads",
+        1.1,
+        "x",
+        lambda run: run["holdfast_cold_s"] / run["raw_read_s"],
+    ),
+    _start(
+        "first restore of a process, cold, share of raw read",
+        0.95,
+        "x",
+        lambda run: run["raw_read_s"] / run["restore_cold_s"],
+        at_least=True,
+    ),
+    _start(
+        "first restore of a process, warm, share of memcpy",
+        0.6,
+        "x",
+        lambda run: run["memcpy_s"] / run["restore_warm_s"],
+        at_least=True,
+    ),
     Goal("training lost per save, 1.5 GB", 1.0, "copies", _SAVING, _training_lost),
     *_of_size(MEDIUM),
     *_of_size(LARGE),

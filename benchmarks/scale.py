@@ -196,6 +196,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=HERE.parent / ".bench")
+    parser.add_argument("--out", type=Path, help="default results/scale_<hardware>_<date>.json")
     parser.add_argument("--phase", choices=list(PHASES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.phase:
@@ -246,7 +247,7 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> int:
     """Write the results and show them as a table."""
     options.dir.mkdir(exist_ok=True)
     facts = machine.describe(options.dir)
-    path = machine.results_path("scale", facts)
+    path = options.out or machine.results_path("scale", facts)
     document = {"machine": facts, "rounds": options.rounds, "tensors": NUM_TENSORS, "rows": rows}
     path.write_text(json.dumps(document, indent=1) + "\n")
     table = Table("layout", "ranks", "plan", "part", "commit", "again", "restore plan", "parts read", "peak")

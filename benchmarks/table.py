@@ -84,7 +84,7 @@ def _documents_of(kind: str) -> list[dict[str, Any]]:
 def newest(folder: Path, kind: str) -> list[dict[str, Any]]:
     """Results of a kind from the machine that was measured last, newest first; quick runs do not count."""
     full = read_results(folder, f"{kind}*_*.json")
-    return [document for document in full if _hardware(document) == _hardware(full[0])]
+    return [document for document in full if hardware_of(document) == hardware_of(full[0])]
 
 
 def read_results(folder: Path, pattern: str = "*_*.json") -> list[dict[str, Any]]:
@@ -97,7 +97,8 @@ def read_results(folder: Path, pattern: str = "*_*.json") -> list[dict[str, Any]
     return sorted(found, key=lambda document: document["machine"]["date"], reverse=True)
 
 
-def _hardware(document: dict[str, Any]) -> list[Any]:
+def hardware_of(document: dict[str, Any]) -> list[Any]:
+    """Return the facts in which machines of the same hardware are equal."""
     return [document["machine"][key] for key in ("cpu", "cores", "memory_bytes", "disk")]
 
 
@@ -202,17 +203,22 @@ def render_training_lost(documents: list[dict[str, Any]]) -> str:
     return columns.training_lost(results, REAL[0], measured[REAL[0]]["machine"])
 
 
+def by_kind(documents: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return results by their kind, in the given order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for document in documents:
+        found.setdefault(document["kind"], []).append(document)
+    return found
+
+
 def render_goals(documents: list[dict[str, Any]]) -> str:
     """The Markdown of all goals: a table for each machine that has some, whole for the one measured last."""
     machines: dict[str, list[dict[str, Any]]] = {}
     for document in documents:  # the newest first
-        machines.setdefault(json.dumps(_hardware(document)), []).append(document)
+        machines.setdefault(json.dumps(hardware_of(document)), []).append(document)
     parts: list[str] = []
     for found in machines.values():
-        by_kind: dict[str, list[dict[str, Any]]] = {}
-        for document in found:
-            by_kind.setdefault(document["kind"], []).append(document)
-        verdicts = judge(Measurements(by_kind))
+        verdicts = judge(Measurements(by_kind(found)))
         if any(one.found is not None for one in verdicts):
             rows = [list(columns.verdict(one)) for one in verdicts if not parts or one.found is not None]
             parts.append(f"_{columns.hardware(found[0]['machine'])}_")

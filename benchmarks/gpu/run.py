@@ -93,18 +93,14 @@ def _read(answer: Path) -> dict[str, Any] | None:
 def _report(document: dict[str, Any], out: Path) -> int:
     rows = summary.rows(document)
     facts = document["machine"]
-    table = Table(
-        "part",
-        "what",
-        "found",
-        "goal",
-        "",
-        title=f"{facts['gpu']}, torch {torch.__version__}, {facts['date']}",
-    )
+    title = f"{facts['gpu']}, torch {torch.__version__}, {facts['date']}"
+    table = Table("part", "what", "found", "goal", "", title=title)
     for row in rows:
         table.add_row(row.part, row.what, row.found, row.goal, row.verdict)
     console.print(table)
-    console.print(f"wrote {out}")
+    picture = out.with_suffix(".svg")
+    picture.write_text(summary.plot(rows, f"{title}; dashed: the goals"))
+    console.print(f"wrote {out} and {picture}")
     return int(any(row.verdict == summary.FAIL for row in rows))
 
 

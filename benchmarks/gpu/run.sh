@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All measurements that need a GPU, in one offline command of at most 8 minutes: one JSON file and one table.
+# All measurements that need a GPU, in one offline command of at most 8 minutes: one JSON file, one table, one plot.
 #
 #   benchmarks/gpu/run.sh                     on the first CUDA device
 #   benchmarks/gpu/run.sh --device cpu        dry run of the same parts with tiny states

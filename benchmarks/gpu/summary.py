@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +29,7 @@ class Row:
     found: str
     goal: str = ""
     verdict: str = NONE
+    of_goal: float | None = None  # how much of what the goal allows; more than 1 misses it
 
 
 def rows(document: dict[str, Any]) -> list[Row]:
@@ -44,6 +47,30 @@ def rows(document: dict[str, Any]) -> list[Row]:
     return found
 
 
+def plot(found: list[Row], title: str) -> str:
+    """Return an SVG image of the numbers that have a goal, as bars beside the line of their goals."""
+    bars = [row for row in found if row.of_goal is not None]
+    parts = [_text(10, 20, title, "bold")]
+    for number, row in enumerate(bars):
+        y, share = 40 + 22 * number, min(max(row.of_goal or 0.0, 0.0), _MOST_OF_GOAL)
+        color = "#2a7" if share <= 1 else "#c43"
+        parts.append(_text(10, y + 12, f"{row.part}: {row.what}"))
+        parts.append(f'<rect x="520" y="{y}" width="{100 * share:.1f}" height="15" fill="{color}"/>')
+        parts.append(_text(525 + 100 * _MOST_OF_GOAL, y + 12, f"{row.found} ({row.goal})"))
+    height = 55 + 22 * len(bars)
+    parts.append(f'<line x1="620" x2="620" y1="32" y2="{height - 15}" stroke="#333" stroke-dasharray="4"/>')
+    size = f'width="1000" height="{height}" viewBox="0 0 1000 {height}"'
+    style = 'font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>' + "".join(parts) + "</svg>\n"
+
+
+_MOST_OF_GOAL = 2.0  # longest bar of a plot
+
+
+def _text(x: float, y: float, text: str, weight: str = "normal") -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-weight="{weight}">{html.escape(text)}</text>'
+
+
 def _error_of(name: str, part: dict[str, Any]) -> str | None:
     """Return why a part has no results, or not all of them."""
     if error := part.get("error"):
@@ -59,8 +86,8 @@ def _judged(part: str, what: str, found: float | None, text: str, goal: float, *
     sign = "at least" if at_least else "at most"
     if found is None:
         return Row(part, what, "not measured", f"{sign} {goal:g}")
-    passed = found >= goal if at_least else found <= goal
-    return Row(part, what, text, f"{sign} {goal:g}", PASS if passed else FAIL)
+    of_goal = (goal / found if found else math.inf) if at_least else found / goal
+    return Row(part, what, text, f"{sign} {goal:g}", PASS if of_goal <= 1 else FAIL, of_goal)
 
 
 def _tests(part: dict[str, Any]) -> Iterator[Row]:

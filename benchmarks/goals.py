@@ -10,6 +10,7 @@ from typing import Any
 from results import Results, Spread, combine
 
 KEEPER_BYTES = 60e6
+KEEPER_START_S, KEEPER_MIB = 0.06, 35.0
 SMALL_EXTRA_S = 0.030
 SMALL, MEDIUM, LARGE = "small-8000", "gpt2-124m", "gpt2-355m"
 SIZES = {MEDIUM: "1.5 GB", LARGE: "4.3 GB"}
@@ -320,6 +321,8 @@ GOALS = (
         lambda run: run["memcpy_s"] / run["restore_warm_s"],
         at_least=True,
     ),
+    _start("start of a keeper", KEEPER_START_S, "s", lambda run: run["keeper_s"]),
+    _start("memory of a keeper, without arenas", KEEPER_MIB, "MiB", lambda run: run["keeper_mib"]),
     Goal("training lost per save, 1.5 GB", 1.0, "copies", _SAVING, _training_lost),
     *_of_size(MEDIUM),
     *_of_size(LARGE),

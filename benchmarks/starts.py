@@ -1,8 +1,9 @@
 """Starts of a training: from the end of `import torch` to a restored state, each in a fresh process.
 
 Each program gets 1.5 GB of plain tensors back, or only constructs a Checkpointer. torch.load and safetensors
-load the same tensors from a file of their own. The raw read and the copy in memory of the same bytes,
-measured in each round, are the limits.
+load the same tensors from a file of their own. `restore` is the restore alone, into memory in use, like
+that of a model which was just made, and `keeper` a keeper without anything to do. The raw read and the copy
+in memory of the same bytes, measured in each round, are the limits.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ OPTIMIZER = (
     "model = torch.nn.Linear(3, 3); optimizer = torch.optim.AdamW(model.parameters())\n"
     "began = time.perf_counter()\n"
 )
+RESTORE = (
+    "import holdfast\n"
+    "checkpointer = holdfast.Checkpointer(sys.argv[1], state, quiet=True)\n"
+    "part = time.perf_counter()\ncheckpointer.restore()\npart = time.perf_counter() - part\n"
+)
 PROGRAMS = {
     "construct": (
         "import holdfast\nholdfast.Checkpointer(sys.argv[1], {'w': torch.zeros(3)}, quiet=True)\npart = 0\n"
@@ -44,16 +50,12 @@ PROGRAMS = {
         OPTIMIZER + "import holdfast\n"
         "holdfast.Checkpointer(sys.argv[1], {'m': model, 'o': optimizer}, quiet=True)\npart = 0\n"
     ),
-    "holdfast": STATE
-    + (
-        "import holdfast\n"
-        "checkpointer = holdfast.Checkpointer(sys.argv[1], state, quiet=True)\n"
-        "part = time.perf_counter()\ncheckpointer.restore()\npart = time.perf_counter() - part\n"
-    ),
+    "holdfast": STATE + RESTORE,
+    "restore": STATE + "for one in state.values(): one.fill_(1)\n" + RESTORE,
     "torch.load": "state = torch.load(sys.argv[1], weights_only=True)\npart = 0\n",
     "safetensors": "from safetensors.torch import load_file\nstate = load_file(sys.argv[1])\npart = 0\n",
 }
-LOADS = ("holdfast", "torch.load", "safetensors")
+LOADS = ("holdfast", "restore", "torch.load", "safetensors")
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 Run = dict[str, float]
@@ -101,11 +103,12 @@ def _round(number: int, folder: Path, shapes: str) -> Run:
         found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(folder / "empty"), shapes))
         run |= {f"{name}_s": found["whole_s"], f"{name}_modules": found["modules"]}
         shutil.rmtree(folder / "empty", ignore_errors=True)
+    run |= _keeper_start()
     largest = max(files_under(folder / "holdfast"), key=lambda path: path.stat().st_size)
     run["raw_read_s"] = min(limits.read_file_raw(largest).values())
     for name in LOADS:
         for kind in ("cold", "warm"):
-            path = folder / name
+            path = folder / ("holdfast" if name == "restore" else name)
             if kind == "cold":
                 evict(path)
             else:
@@ -113,12 +116,23 @@ def _round(number: int, folder: Path, shapes: str) -> Run:
                     file.read_bytes()
             run[f"{name}_{kind}_cached"] = cached_share(path)
             found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(path), shapes))
-            run[f"{name}_{kind}_s"] = found["whole_s"]
-            if name == "holdfast":
-                run[f"restore_{kind}_s"] = found["part_s"]
+            run[f"{name}_{kind}_s"] = found["part_s" if name == "restore" else "whole_s"]
     run["memcpy_s"] = _memcpy_s(shapes)
     console.print("  ".join(f"{key} {value:.3f}" for key, value in run.items() if key.endswith("_s")))
     return run
+
+
+def _keeper_start() -> Run:
+    """Return the seconds of a process that loads what a keeper does, and its memory."""
+    code = (
+        "import json, resource, subprocess, time; from holdfast.system.entry import command\n"
+        "began = time.perf_counter()\n"
+        "subprocess.run(command('holdfast.checkpoint.keeper.worker'), check=True)\n"
+        "seconds = time.perf_counter() - began\n"
+        "print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))\n"
+    )
+    seconds, mib = json.loads(_output(code))
+    return {"keeper_s": seconds, "keeper_mib": mib}
 
 
 def _memcpy_s(shapes: str) -> float:

@@ -321,6 +321,12 @@ GOALS = (
         lambda run: run["memcpy_s"] / run["restore_warm_s"],
         at_least=True,
     ),
+    _start(
+        "first finished step of a resumed training, beyond a plain one",
+        0.2,
+        "s",
+        lambda run: run["step_s"] - run["step-plain_s"],
+    ),
     _start("start of a keeper", KEEPER_START_S, "s", lambda run: run["keeper_s"]),
     _start("memory of a keeper, without arenas", KEEPER_MIB, "MiB", lambda run: run["keeper_mib"]),
     Goal("training lost per save, 1.5 GB", 1.0, "copies", _SAVING, _training_lost),

@@ -2,8 +2,9 @@
 
 Each program gets 1.5 GB of plain tensors back, or only constructs a Checkpointer. torch.load and safetensors
 load the same tensors from a file of their own. `restore` is the restore alone, into memory in use, like
-that of a model which was just made, and `keeper` a keeper without anything to do. The raw read and the copy
-in memory of the same bytes, measured in each round, are the limits.
+that of a model which was just made, `keeper` a keeper without anything to do, and `step` a small training
+that resumes, until its first step is done. The raw read and the copy in memory of the same bytes, measured
+in each round, are the limits.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ STATE = "state = {name: torch.empty(shape) for name, shape in shapes}\n"
 END = (
     "whole = time.perf_counter() - began\n"
     "print(json.dumps({'whole_s': whole, 'part_s': part, 'modules': len(sys.modules)}))\n"
+    "if 'checkpointer' in globals(): checkpointer.close()\n"
 )
 OPTIMIZER = (
     "model = torch.nn.Linear(3, 3); optimizer = torch.optim.AdamW(model.parameters())\n"
@@ -42,7 +44,23 @@ RESTORE = (
     "checkpointer = holdfast.Checkpointer(sys.argv[1], state, quiet=True)\n"
     "part = time.perf_counter()\ncheckpointer.restore()\npart = time.perf_counter() - part\n"
 )
+TRAINING = (
+    "model = torch.nn.Linear(64, 64); optimizer = torch.optim.AdamW(model.parameters())\n"
+    "def train():\n"
+    "    optimizer.zero_grad(); model(torch.randn(8, 64)).square().mean().backward(); optimizer.step()\n"
+)
 PROGRAMS = {
+    "step-plain": TRAINING + "train()\npart = 0\n",
+    "step": TRAINING
+    + (
+        "import holdfast\n"
+        "state = {'model': model, 'optimizer': optimizer}\n"
+        "checkpointer = holdfast.Checkpointer(sys.argv[1], state, quiet=True)\n"
+        "for number in checkpointer.steps(1_000_000):\n"
+        "    train()\n"
+        "    if number: break\n"
+        "part = 0\n"
+    ),
     "construct": (
         "import holdfast\nholdfast.Checkpointer(sys.argv[1], {'w': torch.zeros(3)}, quiet=True)\npart = 0\n"
     ),
@@ -92,6 +110,11 @@ def _save_all(state: str, folder: Path) -> str:
         "safetensors.torch.save_file(tensors, f'{folder}/safetensors')\n"
         "with holdfast.Checkpointer(f'{folder}/holdfast', tensors, quiet=True) as ckpt:\n"
         "    ckpt.save(1).wait_durable()\n"
+        "model = torch.nn.Linear(64, 64); optimizer = torch.optim.AdamW(model.parameters())\n"
+        "model(torch.randn(8, 64)).sum().backward(); optimizer.step()\n"
+        "state = {'model': model, 'optimizer': optimizer}\n"
+        "with holdfast.Checkpointer(f'{folder}/trained', state, quiet=True) as ckpt:\n"
+        "    ckpt.save(1).wait_durable()\n"
         "print(json.dumps([[name, list(tensor.shape)] for name, tensor in tensors.items()]))\n"
     )
     return _output(code, str(folder), str(HERE), state)
@@ -103,6 +126,9 @@ def _round(number: int, folder: Path, shapes: str) -> Run:
         found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(folder / "empty"), shapes))
         run |= {f"{name}_s": found["whole_s"], f"{name}_modules": found["modules"]}
         shutil.rmtree(folder / "empty", ignore_errors=True)
+    for name in ("step-plain", "step"):
+        words = str(folder / "trained"), shapes
+        run[f"{name}_s"] = json.loads(_output(BEGIN + PROGRAMS[name] + END, *words))["whole_s"]
     run |= _keeper_start()
     largest = max(files_under(folder / "holdfast"), key=lambda path: path.stat().st_size)
     run["raw_read_s"] = min(limits.read_file_raw(largest).values())

@@ -22,7 +22,7 @@ from typing import Any
 import limits
 import machine
 from intervals import interval_of
-from pagecache import cached_share, evict, files_under
+from pagecache import evict, files_under
 from rich.console import Console
 from rich.table import Table
 from source_path import environment
@@ -73,10 +73,11 @@ PROGRAMS = {
     "torch.load": "state = torch.load(sys.argv[1], weights_only=True)\npart = 0\n",
     "safetensors": "from safetensors.torch import load_file\nstate = load_file(sys.argv[1])\npart = 0\n",
 }
-LOADS = ("holdfast", "restore", "torch.load", "safetensors")
+PEERS = ("torch.load", "safetensors")
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 Run = dict[str, float]
+Environment = dict[str, str]
 
 
 def main() -> int:
@@ -89,13 +90,14 @@ def main() -> int:
     parser.add_argument(
         "--dir", type=Path, default=HERE.parent / ".bench", help="where the files are written"
     )
+    parser.add_argument("--before", type=Path, help="`src` of an older version, to measure in turns")
     parser.add_argument("--out", type=Path, help="default results/starts_<hardware>_<date>.json")
     options = parser.parse_args()
     options.dir.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         folder = Path(name)
         shapes = _save_all(options.state, folder)
-        runs = [_round(number, folder, shapes) for number in range(options.rounds)]
+        runs = [_round(number, folder, shapes, options.before) for number in range(options.rounds)]
     _report(options, runs)
     return 0
 
@@ -120,35 +122,52 @@ def _save_all(state: str, folder: Path) -> str:
     return _output(code, str(folder), str(HERE), state)
 
 
-def _round(number: int, folder: Path, shapes: str) -> Run:
+def _round(number: int, folder: Path, shapes: str, before: Path | None) -> Run:
     run: Run = {"round": number}
-    for name in ("construct", "construct-optimizer"):
-        found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(folder / "empty"), shapes))
-        run |= {f"{name}_s": found["whole_s"], f"{name}_modules": found["modules"]}
-        shutil.rmtree(folder / "empty", ignore_errors=True)
-    for name in ("step-plain", "step"):
-        words = str(folder / "trained"), shapes
-        run[f"{name}_s"] = json.loads(_output(BEGIN + PROGRAMS[name] + END, *words))["whole_s"]
-    run |= _keeper_start()
     largest = max(files_under(folder / "holdfast"), key=lambda path: path.stat().st_size)
     run["raw_read_s"] = min(limits.read_file_raw(largest).values())
-    for name in LOADS:
-        for kind in ("cold", "warm"):
-            path = folder / ("holdfast" if name == "restore" else name)
-            if kind == "cold":
-                evict(path)
-            else:
-                for file in files_under(path):
-                    file.read_bytes()
-            run[f"{name}_{kind}_cached"] = cached_share(path)
-            found = json.loads(_output(BEGIN + PROGRAMS[name] + END, str(path), shapes))
-            run[f"{name}_{kind}_s"] = found["part_s" if name == "restore" else "whole_s"]
     run["memcpy_s"] = _memcpy_s(shapes)
+    for name in PEERS:
+        for kind in ("cold", "warm"):
+            run[f"{name}_{kind}_s"] = _load(name, folder / name, kind, shapes)["whole_s"]
+    run["step-plain_s"] = _program("step-plain", folder, shapes)["whole_s"]
+    sources = [("", environment()), *([("before_", environment(before))] if before else [])]
+    for prefix, source in sources[:: 1 if number % 2 else -1]:  # none is always the first
+        run |= {f"{prefix}{key}": value for key, value in _ours(folder, shapes, source).items()}
     console.print("  ".join(f"{key} {value:.3f}" for key, value in run.items() if key.endswith("_s")))
     return run
 
 
-def _keeper_start() -> Run:
+def _ours(folder: Path, shapes: str, source: Environment) -> Run:
+    """Measure one version of Holdfast."""
+    run: Run = {}
+    for name in ("construct", "construct-optimizer"):
+        found = _program(name, folder / "empty", shapes, source)
+        run |= {f"{name}_s": found["whole_s"], f"{name}_modules": found["modules"]}
+        shutil.rmtree(folder / "empty", ignore_errors=True)
+    run["step_s"] = _program("step", folder / "trained", shapes, source)["whole_s"]
+    run |= _keeper_start(source)
+    for kind in ("cold", "warm"):
+        run[f"holdfast_{kind}_s"] = _load("holdfast", folder / "holdfast", kind, shapes, source)["whole_s"]
+        run[f"restore_{kind}_s"] = _load("restore", folder / "holdfast", kind, shapes, source)["part_s"]
+    return run
+
+
+def _load(name: str, path: Path, kind: str, shapes: str, source: Environment | None = None) -> Run:
+    """Run a program whose files are in the page cache, or none of them."""
+    if kind == "cold":
+        evict(path)
+    else:
+        for file in files_under(path):
+            file.read_bytes()
+    return _program(name, path, shapes, source)
+
+
+def _program(name: str, path: Path, shapes: str, source: Environment | None = None) -> Run:
+    return json.loads(_output(BEGIN + PROGRAMS[name] + END, str(path), shapes, source=source))
+
+
+def _keeper_start(source: Environment) -> Run:
     """Return the seconds of a process that loads what a keeper does, and its memory."""
     code = (
         "import json, resource, subprocess, time; from holdfast.system.entry import command\n"
@@ -157,7 +176,7 @@ def _keeper_start() -> Run:
         "seconds = time.perf_counter() - began\n"
         "print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))\n"
     )
-    seconds, mib = json.loads(_output(code))
+    seconds, mib = json.loads(_output(code, source=source))
     return {"keeper_s": seconds, "keeper_mib": mib}
 
 
@@ -174,10 +193,9 @@ def _memcpy_s(shapes: str) -> float:
     return float(_output(code, shapes, str(HERE)))
 
 
-def _output(code: str, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], check=True, stdout=subprocess.PIPE, text=True, env=environment()
-    )
+def _output(code: str, *words: str, source: Environment | None = None) -> str:
+    command, env = [sys.executable, "-c", code, *words], source or environment()
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     return done.stdout.strip().splitlines()[-1]
 
 

@@ -37,6 +37,17 @@ SCALE = {
     "commit_again_s": "commit of a structure seen before",
     "restore_plan_s": "plan of a restore on 3/4 of the ranks",
 }
+STARTS = (
+    ("construct_s", "import and construction, no optimizer", "0.15 s"),
+    ("construct-optimizer_s", "import and construction, after an optimizer", "0.15 s"),
+    ("holdfast_warm_s", "restored, files in memory", "memcpy_s"),
+    ("holdfast_cold_s", "restored, files on disk only", "raw_read_s"),
+    ("restore_warm_s", "the restore alone, files in memory", "memcpy_s"),
+    ("restore_cold_s", "the restore alone, files on disk only", "raw_read_s"),
+    ("step_s", "a small training that resumes, to its first step", "step-plain_s"),
+    ("keeper_s", "start of a keeper", "0.06 s"),
+)
+"""For each quantity its key, label, and the limit or its key."""
 UNMEASURED = ("engines",)
 """Kinds whose table names the command until there are results."""
 REAL = ("gpt2-124m", "gpt2-355m")
@@ -251,6 +262,24 @@ def render_numbers(labels: Mapping[str, str]) -> Callable[[list[dict[str, Any]]]
     return render
 
 
+def render_starts(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of `starts.py`: for each quantity the limit, two peers, an older version, and now."""
+    document = documents[0]
+    found = document["medians"]
+
+    def seconds(key: str) -> str:
+        return f"{found[key]:.3f} s" if key in found else "-"
+
+    rows = []
+    for key, label, limit in STARTS:
+        kind = key.partition("_")[2]  # warm_s or cold_s
+        peers = [seconds(f"{peer}_{kind}") for peer in ("torch.load", "safetensors")]
+        limit = limit if " " in limit else seconds(limit)
+        rows.append([label, limit, *peers, seconds(f"before_{key}"), seconds(key)])
+    facts = f"_{columns.facts(document['machine'], rounds=len(document['runs']))}_"
+    return f"{facts}\n\n" + _table(["", "limit", "torch.load", "safetensors", "before", "now"], rows)
+
+
 def render_scale(documents: list[dict[str, Any]]) -> str:
     """The Markdown of `scale.py`: a line for each layout and number of ranks, the newest."""
     rows: dict[tuple[str, int], list[str]] = {}
@@ -279,6 +308,7 @@ RENDERERS = {
     "resharding": render_resharding,
     "sharding": render_sharding,
     "scale": render_scale,
+    "starts": render_starts,
     "trainers": render_trainers,
     "goodput": render_goodput,
     "tiers": render_numbers(

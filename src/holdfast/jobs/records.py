@@ -68,6 +68,16 @@ class JobSpec(Struct, frozen=True):
     exclude: str = ""  # machines that its user leaves out, separated by commas
     is_pinned: bool = False  # its user has named its machines
 
+    @property
+    def num_claimed_gpus(self) -> int:
+        """GPUs of all nodes that no other job may have; 0 on a machine whose GPUs are not divided."""
+        return self.num_nodes * self.num_gpus if self.devices else 0
+
+    @property
+    def needs_claim(self) -> bool:
+        """True if the job needs something that is divided among jobs."""
+        return bool(self.num_claimed_gpus or self.cpus or self.memory_mib or self.ports or self.needs_port)
+
 
 class Submission(Struct, frozen=True):
     """Submitted job. Never changes."""

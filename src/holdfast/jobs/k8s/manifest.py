@@ -12,7 +12,14 @@ from typing import Any
 import yaml
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
-from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file, conda_start
+from holdfast.jobs.environment import (
+    TAG,
+    UNBUFFERED,
+    add_notice_file,
+    conda_start,
+    setup_variables,
+    sky_variables,
+)
 from holdfast.jobs.k8s import pod_config as pods
 from holdfast.jobs.k8s.refusal import (
     escape,
@@ -169,21 +176,15 @@ def _environment(
 ) -> list[dict[str, Any]]:
     """Return the variables of the task, SkyPilot's and Holdfast's. Each may refer to those before it."""
     _, num_gpus = pods.gpu_choice(task)
-    # The same after every restart. Two namespaces may have jobs of one name.
-    task_id = f"$({_NAMESPACE})-{object_name(task)}"
     first = {
         _NAMESPACE: _value_from("fieldRef", fieldPath="metadata.namespace"),
         TAG: _value_from("fieldRef", fieldPath="metadata.name"),
     }
+    # An id that is the same after every restart. Two namespaces may have jobs of one name.
+    common = sky_variables(f"$({_NAMESPACE})-{object_name(task)}", addresses, num_gpus)
     ours = {
-        "SKYPILOT_TASK_ID": task_id,
-        "SKYPILOT_TASK_IDS": task_id,
-        "SKYPILOT_JOB_RANK": "0",
-        "SKYPILOT_NODE_IPS": "\n".join(addresses),
-        "SKYPILOT_NUM_NODES": str(len(addresses)),
-        "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
-        "SKYPILOT_SETUP_NODE_IPS": "\n".join(addresses),
-        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": str(num_gpus),
+        **common,
+        **setup_variables(common),
         PREEMPTION: escape(add_notice_file(task.envs.get(PREEMPTION, "auto"), _NOTICE)),
     }
     defaults = {

@@ -14,7 +14,7 @@ from typing_extensions import override
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller, event_of
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.local.claims import choose_port, demand, lead_on, locked, read_claims
+from holdfast.jobs.local.claims import choose_port, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes, make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import release_containers
@@ -142,7 +142,6 @@ class LocalController(Controller):
         self._is_next = False  # the job before this one has ended, but its controller is still running
         self.is_idle = False
         """True if the job waits for its claim behind another one, and needs no controller for now."""
-        self._needs_claim = not demand(record.job).is_empty
         self._watch_attempt()
         self._wakeup = WakeupPipe(folder.wakeup)
 
@@ -169,7 +168,7 @@ class LocalController(Controller):
     @property
     def _is_waiting(self) -> bool:
         """True if the job waits for another one in its pipeline, or for its claim."""
-        may_wait = self._job.spec.after is not None or self._needs_claim
+        may_wait = self._job.spec.after is not None or self._job.spec.needs_claim
         return may_wait and self.state.status is JobStatus.PENDING
 
     @override
@@ -178,7 +177,7 @@ class LocalController(Controller):
         if not self._is_waiting:
             return
         event = ControllerStarted() if self._job.spec.after is None else self._predecessor_event()
-        if isinstance(event, ControllerStarted) and self._needs_claim:
+        if isinstance(event, ControllerStarted) and self._job.spec.needs_claim:
             self._start_with_claim()
         elif event is not None:
             self._apply(event)

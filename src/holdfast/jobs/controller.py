@@ -23,8 +23,8 @@ from holdfast.jobs.outcome import own_ends
 from holdfast.jobs.output.log_reader import last_lines
 from holdfast.jobs.records import JobRequest, Submission
 from holdfast.jobs.state_machine import (
+    AttemptDue,
     AttemptExited,
-    BackoffElapsed,
     CancelRequested,
     ControllerFailed,
     JobEvent,
@@ -268,7 +268,7 @@ class Controller(ABC):
                 self._apply(event)
         wake_unix_s = self._timers.wake_unix_s
         if wake_unix_s is not None and self._clock.unix_s() >= wake_unix_s and not self._is_leaving():
-            self._apply(BackoffElapsed())
+            self._apply(AttemptDue())
         self._start_if_due()  # last, as an attempt has no nodes to look at before its action was taken
         return (self.state, self._timers) != before
 

@@ -14,7 +14,7 @@ from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.task.parser import Overrides, command_task, load_task, parse_task, parse_tasks
+from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_task, parse_tasks
 from holdfast.jobs.task.problems import RESOURCES, STORAGE, TASK
 from jobs.task.guide import SNIPPETS
 
@@ -265,7 +265,7 @@ def test_job_groups_and_unclear_options_of_pipelines_are_refused() -> None:
 
 def test_a_missing_file_is_not_found(tmp_path) -> None:
     with pytest.raises(NotFound, match=r"The task file .* does not exist"):
-        load_task(tmp_path / "none.yaml")
+        load_tasks(tmp_path / "none.yaml")
 
 
 def test_variables_are_filled_in_in_paths() -> None:
@@ -333,6 +333,6 @@ def test_a_file_in_another_encoding_is_refused_with_its_line(tmp_path: Path, dat
     path = tmp_path / "task.yaml"
     path.write_bytes(data)
     with pytest.raises(InvalidInput, match=said + r".*Save it as UTF-8\."):
-        load_task(path)
+        load_tasks(path)
     path.write_bytes(b"\xef\xbb\xbfname: x\nrun: a\n")
-    assert load_task(path).name == "x"
+    assert load_tasks(path).name == "x"

@@ -29,10 +29,9 @@ from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.messages import Step, UploadTerms
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
+    AttemptDue,
     AttemptExited,
-    BackoffElapsed,
     ControllerFailed,
-    ControllerStarted,
     JobEvent,
     JobState,
     NodeExited,
@@ -115,7 +114,7 @@ class SlurmController(Controller):
         if not self.has_ended and self._is_on_excluded():
             self._requeue()
         elif not self.has_ended:
-            self._apply(ControllerStarted() if self.state.status is JobStatus.PENDING else BackoffElapsed())
+            self._apply(AttemptDue())
 
     @override
     def _is_leaving(self) -> bool:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey, each
+from holdfast.jobs.engine import Job, each
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets
 from holdfast.jobs.node.mounts.mount_plan import validate
@@ -37,9 +37,8 @@ from holdfast.jobs.slurm.options import (
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, value_at
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, in_file_order
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
@@ -91,10 +90,10 @@ class SlurmEngine(NodeEngine):
     script_prefix = "trap '' USR1; "  # Slurm may signal all processes of a job, and SIGUSR1 kills most
 
     @override
-    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        task = self._in_image(task)
-        found = find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder beside those of the jobs")
-        return in_file_order(task, [*found, *_further_keys(task)])
+    def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
+        bucket = "a folder beside those of the jobs"
+        yield from find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket=bucket)
+        yield from _further_keys(task)
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -121,9 +120,8 @@ class SlurmEngine(NodeEngine):
         commands.require()
 
     @override
-    def _in_image(self, task: Task) -> Task:
-        image = docker_image(task)
-        return task if image is None or has_own_container(wanted_options(task)) else in_image(task, image)
+    def _runs_image(self, task: Task) -> bool:
+        return not has_own_container(wanted_options(task))
 
     @override
     def _grace_s(self, task: Task) -> float:

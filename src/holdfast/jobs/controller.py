@@ -198,17 +198,10 @@ class Controller(ABC):
     def _record_machines(self, ended: JobState) -> None:
         """Remember how the attempt has ended on each of its machines."""
         machines = self._node_machines()
-        found = [read_checks(self._folder.node(ended.attempt, rank).checks) for rank in range(len(machines))]
-        events = attempt_events(
-            machines,
-            ended.outcomes,
-            {rank: checks for rank, checks in enumerate(found) if checks is not None},
-            job=self._job.task_id,
-            attempt=ended.attempt,
-            unix_s=time.time(),
-            is_preempted=ended.is_noticed or ended.status is JobStatus.CANCELLING,
-            gone=self._gone_machines(machines),
-        )
+        nodes = (self._folder.node(ended.attempt, rank) for rank in range(len(machines)))
+        checks = {rank: read_checks(node.checks) for rank, node in enumerate(nodes)}
+        gone = self._gone_machines(machines)
+        events = attempt_events(machines, ended, checks, job=self._job.task_id, gone=gone)
         try:
             add_events(self._folder.path.parents[1], events)
         except OSError as error:  # the job continues without the memory of its machines

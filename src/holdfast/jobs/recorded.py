@@ -38,7 +38,7 @@ from holdfast.jobs.output.log_reader import (
     texts,
 )
 from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
-from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
+from holdfast.jobs.state_machine import GRACE_S, RestartPolicy
 from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.subscription import subscribe
@@ -225,10 +225,10 @@ class RecordedEngine(ABC):
     def _record(self, number: int) -> JobRecord:
         return self._records().get(number)
 
-    def _announce(self, record: JobRecord, job_state: JobState) -> None:
+    def _announce(self, record: JobRecord) -> None:
         """Send the notification of a status, if the controller was killed before it did so."""
         folder = job_folder(self._state, record.job.number)
-        announce(folder, job_state, log=folder.controller_log)
+        announce(folder, record.state.job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
         return read_progress(job_folder(self._state, record.job.number).progress).newest_step

@@ -30,6 +30,7 @@ from holdfast.jobs.k8s.refusal import (
     unsupported,
 )
 from holdfast.jobs.task.edits import fill_in
+from holdfast.jobs.task.image import image_id
 from holdfast.jobs.task.model import Task, value_at
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
@@ -49,12 +50,10 @@ _RETRIED = 143  # exit status for which a PyTorchJob restarts a pod, as for any 
 
 
 def make_object(task: Task, kind: str) -> Object:
-    """Return the object that runs a task.
+    """Return the object that runs a task: a Job, a JobSet, whose nodes restart together, or a PyTorchJob.
 
-    Args:
-        kind: Job for one node; JobSet for several nodes, which are restarted together; or PyTorchJob. The
-            training operator does not count failures apart from preemptions, so pods of a PyTorchJob restart
-            `run` in place after errors. Their scripts derive their rank.
+    The training operator does not count failures apart from preemptions, so pods of a PyTorchJob restart
+    `run` in place after errors. Their scripts derive their rank.
     """
     name, num_nodes = object_name(task), _at_most(task, "num_nodes", task.num_nodes, 5000, " nodes")
     max_restarts = _at_most(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
@@ -164,11 +163,11 @@ def _pod(
 
 
 def _priority_class(task: Task) -> str | None:
-    found = (task.document.get("resources") or {}).get("priority_class")
-    if found is not None and not is_subdomain(str(found)):
-        what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
-        raise invalid(task, "resources.priority_class", what)
-    return None if found is None else str(found)
+    found = value_at(task.document, "resources.priority_class")
+    if found is None or is_subdomain(str(found)):
+        return None if found is None else str(found)
+    what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
+    raise invalid(task, "resources.priority_class", what)
 
 
 def _environment(
@@ -246,9 +245,7 @@ def _claim(task: Task, path: str, value: Any) -> str:
 
 
 def _image(task: Task) -> str:
-    asked = (task.document.get("resources") or {}).get("image_id")
-    if isinstance(asked, Mapping) and len(asked) == 1:
-        (asked,) = asked.values()
+    asked = image_id(task)
     found = _IMAGE.fullmatch(str(asked or ""))
     if found is None:
         what = "expected the container image of the training, such as docker:registry.example/gpt:1, found "

@@ -79,63 +79,55 @@ def allocate(
     that later ones start only with what it does not need. Needs beyond the machine count as all of it, except
     for GPUs.
     """
-    machine = _Machine(capacity, claims)
+    taken = list(claims)
     given: dict[int, Devices] = {}
     shortages: dict[int, str] = {}
     for job, spec in sorted(waiting, key=lambda one: (-one[1].priority, one[0])):
-        gpus, shortage = machine.take(job, spec)
-        if shortage:
-            shortages[job] = shortage
+        claim, needs, users = _take(capacity, taken, job, spec)
+        if needs:
+            shortages[job] = f"waits for {' and '.join(needs)}{_who(users, shortages.keys())}"
         else:
-            each, ranks = len(gpus) // spec.num_nodes, range(spec.num_nodes)
-            given[job] = tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in ranks)
+            each, ranks = len(claim.gpus) // spec.num_nodes, range(spec.num_nodes)
+            given[job] = tuple(claim.gpus[rank * each : (rank + 1) * each] for rank in ranks)
+        taken.append(claim)
     return Claims(given, shortages)
 
 
-class _Machine:
-    """Resources of a machine while they are divided."""
+def _take(
+    capacity: Capacity, taken: Sequence[ResourceClaim], job: int, spec: JobSpec
+) -> tuple[ResourceClaim, list[str], set[int]]:
+    """Return what is free of a job's needs, the needs that are not free, and the jobs that have these."""
+    used = {gpu for one in taken for gpu in one.gpus}
+    gpus = [gpu for gpu in dict.fromkeys(spec.devices) if gpu not in used]
+    num_gpus = spec.num_claimed_gpus
+    cpus = min(spec.cpus * spec.num_nodes, capacity.cpus)
+    memory_mib = min(spec.memory_mib * spec.num_nodes, capacity.memory_mib)
+    free_cpus = max(0.0, capacity.cpus - sum(one.cpus for one in taken))
+    free_mib = max(0, capacity.memory_mib - sum(one.memory_mib for one in taken))
+    needs: list[str] = []
+    users: set[int] = set()
+    if len(gpus) < num_gpus:
+        needs.append(f"{plural(num_gpus, 'GPU')} ({len(gpus)} free)")
+        users |= {one.job for one in taken if set(one.gpus) & set(spec.devices)}
+    if cpus > free_cpus + _ROUNDING:
+        needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({free_cpus:g} free)")
+        users |= {one.job for one in taken if one.cpus}
+    if memory_mib > free_mib:
+        needs.append(f"{_amount(memory_mib)} of memory ({_amount(free_mib)} free)")
+        users |= {one.job for one in taken if one.memory_mib}
+    for port in spec.ports:
+        needs += [f"port {port} of job {one.job}" for one in taken if port in one.ports]
+    free = (tuple(gpus[:num_gpus]), min(cpus, free_cpus), min(memory_mib, free_mib))
+    return ResourceClaim(job, *free, spec.ports), needs, users
 
-    def __init__(self, capacity: Capacity, claims: Iterable[ResourceClaim]) -> None:
-        self._capacity = capacity
-        self._taken = list(claims)
-        self._waiting: set[int] = set()  # jobs that wait, and keep what they have taken
 
-    def take(self, job: int, spec: JobSpec) -> tuple[list[str], str]:
-        """Take what a job needs, or of that what is free. Return its GPUs, and why it must wait, if so."""
-        taken, capacity, num_gpus = self._taken, self._capacity, spec.num_claimed_gpus
-        used = {gpu for one in taken for gpu in one.gpus}
-        gpus = [gpu for gpu in dict.fromkeys(spec.devices) if gpu not in used]
-        cpus = min(spec.cpus * spec.num_nodes, capacity.cpus)
-        memory_mib = min(spec.memory_mib * spec.num_nodes, capacity.memory_mib)
-        free_cpus = max(0.0, capacity.cpus - sum(one.cpus for one in taken))
-        free_mib = max(0, capacity.memory_mib - sum(one.memory_mib for one in taken))
-        needs: list[str] = []
-        users: set[int] = set()
-        if len(gpus) < num_gpus:
-            needs.append(f"{plural(num_gpus, 'GPU')} ({len(gpus)} free)")
-            users |= {one.job for one in taken if set(one.gpus) & set(spec.devices)}
-        if cpus > free_cpus + _ROUNDING:
-            needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({free_cpus:g} free)")
-            users |= {one.job for one in taken if one.cpus}
-        if memory_mib > free_mib:
-            needs.append(f"{_amount(memory_mib)} of memory ({_amount(free_mib)} free)")
-            users |= {one.job for one in taken if one.memory_mib}
-        for port in spec.ports:
-            needs += [f"port {port} of job {one.job}" for one in taken if port in one.ports]
-        shortage = f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
-        gpus, cpus, memory_mib = gpus[:num_gpus], min(cpus, free_cpus), min(memory_mib, free_mib)
-        taken.append(ResourceClaim(job, tuple(gpus), cpus, memory_mib, spec.ports))
-        if shortage:
-            self._waiting.add(job)
-        return gpus, shortage
-
-    def _who(self, users: set[int]) -> str:
-        """Return which jobs have, or get first, what another one needs."""
-        running, first = sorted(users - self._waiting), sorted(users & self._waiting)
-        parts = [f"{_jobs(running)} {'has' if len(running) == 1 else 'have'} the rest"] if running else []
-        if first:
-            parts.append(f"{_jobs(first)} {'comes' if len(first) == 1 else 'come'} first")
-        return f"; {', and '.join(parts)}" if parts else ""
+def _who(users: set[int], waiting: Collection[int]) -> str:
+    """Return which jobs have, or get first, what another one needs."""
+    running, first = sorted(users - set(waiting)), sorted(users & set(waiting))
+    parts = [f"{_jobs(running)} {'has' if len(running) == 1 else 'have'} the rest"] if running else []
+    if first:
+        parts.append(f"{_jobs(first)} {'comes' if len(first) == 1 else 'come'} first")
+    return f"; {', and '.join(parts)}" if parts else ""
 
 
 def _jobs(numbers: Sequence[int]) -> str:

@@ -127,15 +127,9 @@ class LocalEngine(NodeEngine):
         is_needed = any(may_need_claim(record) for record in records)
         return read_claims(self._records(), self._state) if is_needed else Claims()
 
-    @override
-    def _record(self, number: int) -> JobRecord:
-        record = super()._record(number)
-        self._ensure_controller(record, self._claims([record]))
-        return record
-
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
         """Start or wake the controller of a job that has not ended."""
-        self._announce(record, record.state.job_state)
+        self._announce(record)
         if record.state.job_state.status.is_final:
             release_containers(job_folder(self._state, record.job.number))
             remove_secrets_of_ended(job_folder(self._state, record.job.number))
@@ -158,9 +152,8 @@ class LocalEngine(NodeEngine):
         shortage = claims.shortage(record.job.number)  # now, not when its controller last looked
         job_state = record.state.job_state
         job_state = replace(job_state, reason=shortage) if shortage else job_state
-        if job_state.status in _HAS_NODES and is_of_earlier_boot(
-            record.state.clock
-        ):  # its processes are gone
+        has_nodes = job_state.status in _HAS_NODES
+        if has_nodes and is_of_earlier_boot(record.state.clock):  # its processes are gone
             job_state = replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record.with_state(job_state=job_state), step=self._newest_step(record))
 

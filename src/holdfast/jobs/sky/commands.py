@@ -8,17 +8,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
 from holdfast.errors import Corrupt, RetryLater, Unsupported
 from holdfast.jobs.status import JobStatus
-from holdfast.system.documents import Fields, decode
+from holdfast.system.documents import Count, decode_as
 from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
 PROGRAM = "HOLDFAST_SKY"  # variable with the path of the program. Default: `sky` on the PATH.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
+_MAX_BYTES = 64 << 20
 _SHORT_S = 300.0
 _LAUNCH_S = 3600.0  # includes the upload of workdir and file mounts
 _OURS: Mapping[str, JobStatus] = {
@@ -122,29 +124,40 @@ class ManagedJob(Struct, frozen=True):
     ended_unix_s: float | None
 
 
+class _Row(Struct, frozen=True):
+    """Managed job as SkyPilot prints it. Those of any kind are texts for people."""
+
+    job_id: Any = None
+    job_name: Any = None
+    status: str | None = None
+    failure_reason: Any = None
+    details: Any = None
+    recovery_count: Count | None = None
+    start_at: float | None = None
+    end_at: float | None = None
+
+
 def parse_queue(text: str) -> list[ManagedJob]:
     """Parse the output of `sky jobs queue --output json`, newest job first."""
     start = text.find("[")  # messages about the server may precede it
     try:
-        rows = decode(text[start:], "SkyPilot's queue", max_bytes=64 << 20) if start >= 0 else []
-        every = [Fields(row, "a job of SkyPilot") for row in rows]
-        return [_read(row) for row in every if "job_id" in row]
-    except (Corrupt, ValueError, TypeError) as error:
+        listed = text[start:] if start >= 0 else "[]"
+        rows = decode_as(list[_Row], listed, "SkyPilot's queue", max_bytes=_MAX_BYTES)
+        return [_managed(row) for row in rows if row.job_id is not None]
+    except (Corrupt, ValueError) as error:
         raise RetryLater(f"Cannot parse SkyPilot's queue: {error} In {text[:200]!r}.") from error
 
 
-def _read(job: Fields) -> ManagedJob:
-    row = job.members
-    word = str(row.get("status") or "PENDING").rpartition(".")[2]
+def _managed(row: _Row) -> ManagedJob:
+    word = (row.status or "PENDING").rpartition(".")[2]
     status = _OURS.get(word) or JobStatus(word)
-    why = row.get("failure_reason") or row.get("details") or ""
     special = f"{word}: " if word in _OURS and status.is_final else ""
     return ManagedJob(
-        str(row["job_id"]),
-        str(row.get("job_name") or ""),
+        str(row.job_id),
+        str(row.job_name or ""),
         status,
-        job.integer("recovery_count") if "recovery_count" in job else 0,
-        (special + str(why)).strip(),
-        job.number("start_at") if "start_at" in job else None,
-        job.number("end_at") if status.is_final and "end_at" in job else None,
+        row.recovery_count or 0,
+        f"{special}{row.failure_reason or row.details or ''}".strip(),
+        row.start_at,
+        row.end_at if status.is_final else None,
     )

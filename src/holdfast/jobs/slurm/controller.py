@@ -291,12 +291,8 @@ class SlurmController(Controller):
         step.order(
             uploads=UploadTerms(self._mounts.until_unix_s(self.state, notice_unix_s, leaves=leaves), leaves)
         )
-        parts = [
-            f"node {node}: {one.missing}"
-            for node, one in sorted(step.reports.items())
-            if one.missing and not one.are_uploads_over
-        ]
-        missing = "; ".join(parts)
+        reports = sorted(step.reports.items())
+        missing = "; ".join(f"node {node}: {one.uploading}" for node, one in reports if one.uploading)
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
             yield Uploading(self.state.attempt, missing)
 

@@ -202,7 +202,7 @@ class SlurmEngine(NodeEngine):
             if story is not None:  # else the job had ended when it was last queried
                 record = self._updated(record, story, queued.get(ids.get(record.job.number, "")), trouble)
             if record.state.job_state.status.is_final:
-                self._announce(record, record.state.job_state)
+                self._announce(record)
                 remove_secrets(self._files(record.job.number))
             jobs.append(Job.of(record, step=self._newest_step(record)))
         return jobs
@@ -211,7 +211,11 @@ class SlurmEngine(NodeEngine):
         self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
     ) -> JobRecord:
         """Return the record of a job with its present state, which is recorded if it is final."""
-        job_state, started_s = self._state_of(record, story, queued, trouble), story.started_unix_s
+        job_state, started_s = story.job_state, story.started_unix_s
+        if not job_state.status.is_final and trouble:
+            job_state = replace(job_state, reason=f"Slurm does not answer\n{trouble}")
+        elif not job_state.status.is_final:
+            job_state = self._state_of(record, story, queued)
         if not job_state.status.is_final:
             return record.with_state(job_state=job_state, started_unix_s=started_s, ended_unix_s=None)
         ended_s = story.ended_unix_s or time.time()
@@ -220,20 +224,14 @@ class SlurmEngine(NodeEngine):
         saved = self._records().save(changed)
         return saved.with_state(started_unix_s=started_s, ended_unix_s=ended_s)
 
-    def _state_of(
-        self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
-    ) -> JobState:
-        job_state = story.job_state
-        if job_state.status.is_final:
-            return job_state
-        if trouble:
-            return replace(job_state, reason=f"Slurm does not answer\n{trouble}")
+    def _state_of(self, record: JobRecord, story: SlurmJobState, queued: Queued | None) -> JobState:
+        """Return the state of a job whose controller has not recorded its end."""
         files = self._files(record.job.number)
         slurm_id = story.slurm_id or record.state.engine_job_id
+        if not slurm_id and files.is_cancelled:  # if Slurm has it after all, its controller ends it
+            return replace(story.job_state, status=JobStatus.CANCELLED, reason="cancelled")
         if not slurm_id:
-            if files.is_cancelled:  # if Slurm has it after all, its controller ends it when it starts
-                return replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
-            return replace(job_state, reason="not in Slurm's queue yet, or sbatch was interrupted")
+            return replace(story.job_state, reason="not in Slurm's queue yet, or sbatch was interrupted")
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries
             state = commands.query_accounting(slurm_id)

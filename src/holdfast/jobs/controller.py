@@ -54,6 +54,8 @@ class Controller(ABC):
     Another controller can take over at any moment from that.
     """
 
+    shown_machines: tuple[str, ...] = ()  # names of the attempt's machines, if it has others than this one
+
     def __init__(
         self,
         folder: JobFolder,
@@ -151,10 +153,6 @@ class Controller(ABC):
     def _abandon(self) -> None:
         """Kill what is running, without waiting for anything."""
 
-    def _machines(self) -> tuple[str, ...]:
-        """Return the names of the attempt's machines, if it has others than this one."""
-        return ()
-
     @abstractmethod
     def _node_machines(self) -> tuple[str, ...]:
         """Return the names of the attempt's machines, by rank; empty if unknown."""
@@ -227,7 +225,7 @@ class Controller(ABC):
         reason = state.reason.partition("\n")[0]
         line = f"attempt {state.attempt} {state.status.value} {reason}".rstrip()
         try:
-            add_change(self._folder, state, machines=self._machines(), step=self._newest_step())
+            add_change(self._folder, state, machines=self.shown_machines, step=self._newest_step())
             with self._folder.changed.open("a") as file:
                 file.write(f"{time.strftime('%F %T')} {line}\n")
         except OSError as error:  # only for people: the state is stored, and the job continues

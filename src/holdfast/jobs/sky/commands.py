@@ -14,13 +14,14 @@ from msgspec import Struct
 
 from holdfast.errors import Corrupt, RetryLater, Unsupported
 from holdfast.jobs.status import JobStatus
-from holdfast.system.documents import Count, decode_as
+from holdfast.system.documents import Count, decode_as, read_as
 from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
 PROGRAM = "HOLDFAST_SKY"  # variable with the path of the program. Default: `sky` on the PATH.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
 _MAX_BYTES = 64 << 20
+_JOB = "a job of SkyPilot"
 _SHORT_S = 300.0
 _LAUNCH_S = 3600.0  # includes the upload of workdir and file mounts
 _OURS: Mapping[str, JobStatus] = {
@@ -127,7 +128,7 @@ class ManagedJob(Struct, frozen=True):
 class _Row(Struct, frozen=True):
     """Managed job as SkyPilot prints it. Those of any kind are texts for people."""
 
-    job_id: Any = None
+    job_id: Any
     job_name: Any = None
     status: str | None = None
     failure_reason: Any = None
@@ -142,8 +143,8 @@ def parse_queue(text: str) -> list[ManagedJob]:
     start = text.find("[")  # messages about the server may precede it
     try:
         listed = text[start:] if start >= 0 else "[]"
-        rows = decode_as(list[_Row], listed, "SkyPilot's queue", max_bytes=_MAX_BYTES)
-        return [_managed(row) for row in rows if row.job_id is not None]
+        rows = decode_as(list[dict[str, Any]], listed, "SkyPilot's queue", max_bytes=_MAX_BYTES)
+        return [_managed(read_as(_Row, row, _JOB)) for row in rows if row.get("job_id") is not None]
     except (Corrupt, ValueError) as error:
         raise RetryLater(f"Cannot parse SkyPilot's queue: {error} In {text[:200]!r}.") from error
 

@@ -84,6 +84,7 @@ class SlurmController(Controller):
             step_before=stored.step_before,
         )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
+        self.shown_machines = tuple(filter(None, [os.environ.get("SLURM_JOB_NODELIST")]))
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._kill_wait_s = commands.kill_wait_s()
         self._step: Step | None = None
@@ -187,11 +188,6 @@ class SlurmController(Controller):
     @override
     def _missing_uploads(self) -> str:
         return self._mounts.missing()
-
-    @override
-    def _machines(self) -> tuple[str, ...]:
-        nodelist = os.environ.get("SLURM_JOB_NODELIST")
-        return (nodelist,) if nodelist else ()
 
     @override
     def _node_machines(self) -> tuple[str, ...]:

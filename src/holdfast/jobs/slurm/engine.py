@@ -26,14 +26,7 @@ from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.mounts import ClusterMounts
-from holdfast.jobs.slurm.options import (
-    FURTHER,
-    Options,
-    grace_s,
-    has_own_container,
-    is_pinned,
-    wanted_options,
-)
+from holdfast.jobs.slurm.options import CONTAINERS, FURTHER, NODES, Options, grace_s, wanted_options
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.amounts import memory_mib
@@ -121,7 +114,7 @@ class SlurmEngine(NodeEngine):
 
     @override
     def _runs_image(self, task: Task) -> bool:
-        return not has_own_container(wanted_options(task))
+        return CONTAINERS.isdisjoint(wanted_options(task))
 
     @override
     def _grace_s(self, task: Task) -> float:
@@ -130,8 +123,8 @@ class SlurmEngine(NodeEngine):
     @override
     def _spec(self, task: Task, after: int | None) -> JobSpec:
         options = wanted_options(task)
-        exclude, is_fixed = options.get("exclude") or "", is_pinned(options)
-        return replace(super()._spec(task, after), exclude=exclude, is_pinned=is_fixed)
+        exclude, is_pinned = options.get("exclude") or "", not NODES.isdisjoint(options)
+        return replace(super()._spec(task, after), exclude=exclude, is_pinned=is_pinned)
 
     @override
     def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:

@@ -21,7 +21,6 @@ PROGRAM = "HOLDFAST_SKY"  # variable with the path of the program. Default: `sky
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
 _MAX_BYTES = 64 << 20
-_JOB = "a job of SkyPilot"
 _SHORT_S = 300.0
 _LAUNCH_S = 3600.0  # includes the upload of workdir and file mounts
 _OURS: Mapping[str, JobStatus] = {
@@ -113,29 +112,20 @@ def _environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **(further or {})}
 
 
-class ManagedJob(Struct, frozen=True):
+_MEMBERS = {"id": "job_id", "name": "job_name", "recoveries": "recovery_count"}
+_TIMES = {"started_unix_s": "start_at", "ended_unix_s": "end_at"}
+
+
+class ManagedJob(Struct, frozen=True, rename={**_MEMBERS, **_TIMES}):
     """Managed job of `sky jobs queue`."""
 
     id: str
     name: str
     status: JobStatus
-    recoveries: int
     reason: str
-    started_unix_s: float | None
-    ended_unix_s: float | None
-
-
-class _Row(Struct, frozen=True):
-    """Managed job as SkyPilot prints it. Those of any kind are texts for people."""
-
-    job_id: Any
-    job_name: Any = None
-    status: str | None = None
-    failure_reason: Any = None
-    details: Any = None
-    recovery_count: Count | None = None
-    start_at: float | None = None
-    end_at: float | None = None
+    recoveries: Count = 0
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
 
 
 def parse_queue(text: str) -> list[ManagedJob]:
@@ -144,21 +134,17 @@ def parse_queue(text: str) -> list[ManagedJob]:
     try:
         listed = text[start:] if start >= 0 else "[]"
         rows = decode_as(list[dict[str, Any]], listed, "SkyPilot's queue", max_bytes=_MAX_BYTES)
-        return [_managed(read_as(_Row, row, _JOB)) for row in rows if row.get("job_id") is not None]
+        return [_managed(row) for row in rows if row.get("job_id") is not None]
     except (Corrupt, ValueError) as error:
         raise RetryLater(f"Cannot parse SkyPilot's queue: {error} In {text[:200]!r}.") from error
 
 
-def _managed(row: _Row) -> ManagedJob:
-    word = (row.status or "PENDING").rpartition(".")[2]
+def _managed(row: dict[str, Any]) -> ManagedJob:
+    word = str(row.get("status") or "PENDING").rpartition(".")[2]
     status = _OURS.get(word) or JobStatus(word)
     special = f"{word}: " if word in _OURS and status.is_final else ""
-    return ManagedJob(
-        str(row.job_id),
-        str(row.job_name or ""),
-        status,
-        row.recovery_count or 0,
-        f"{special}{row.failure_reason or row.details or ''}".strip(),
-        row.start_at,
-        row.end_at if status.is_final else None,
-    )
+    why = row.get("failure_reason") or row.get("details") or ""
+    ours = {"job_id": str(row["job_id"]), "job_name": str(row.get("job_name") or ""), "status": status.value}
+    ours |= {"reason": f"{special}{why}".strip(), "end_at": row.get("end_at") if status.is_final else None}
+    given = {name: value for name, value in row.items() if value is not None}
+    return read_as(ManagedJob, given | ours, "a job of SkyPilot")

@@ -9,16 +9,9 @@ import pytest
 
 from dash.client import Client
 from holdfast.jobs.dash import job_board, run_view
-from holdfast.jobs.engine import Job
 from jobs.harness import JobHarness, started_harness
 
 WAITS = "until [ -e go ]; do sleep 0.02; done"
-
-
-def finish(jobs: JobHarness, job: Job) -> Job:
-    """Let a job end that runs `WAITS`."""
-    (jobs.files(job).workdir(0) / "go").touch()
-    return jobs.wait(job)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import re
@@ -24,10 +23,6 @@ _ARGUMENTS = [
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 ]
-
-
-class Failed(Exception):
-    """An error of the browser, with its message."""
 
 
 class Page:
@@ -77,11 +72,6 @@ class Page:
         """Return what was written to the console since the last call: errors, and refusals by the policy."""
         return [one["message"] for one in self.call("POST", "/se/log", {"type": "browser"})]
 
-    def picture(self, path: Path) -> None:
-        """Write a picture of the whole page."""
-        found = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
-
 
 def wait_until(what: Callable[[], Any], describe: Callable[[], str]) -> Any:
     """Wait until something is true, and return it. Polls, as the page does."""
@@ -129,4 +119,4 @@ def _call(method: str, url: str, body: Any = None) -> Any:
         with _DIRECT.open(request, timeout=LIMIT_S) as response:
             return json.load(response)["value"]
     except urllib.error.HTTPError as error:
-        raise Failed(json.load(error)["value"]["message"]) from error
+        raise AssertionError(json.load(error)["value"]["message"]) from error

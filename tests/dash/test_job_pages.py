@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
-from dash.conftest import WAITS, finish
+from dash.conftest import WAITS
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
 from holdfast.jobs import description, folder, interface
@@ -35,7 +35,7 @@ def test_active_jobs_come_first_with_durations_that_grow_in_the_browser(jobs: Jo
     assert (second["status"], second["grows"], second["exit_status"]) == ("FAILED", "", 3)
     assert second["as_of_unix_s"] == second["ended_unix_s"]
     assert second["reason"].splitlines()[0] == "node 0 failed in run with status 3"
-    finish(jobs, running)
+    jobs.finish(running)
     assert [row["status"] for row in client.get("api/jobs").json["jobs"]] == ["FAILED", "SUCCEEDED"]
 
 
@@ -46,7 +46,7 @@ def test_durations_are_those_of_the_command_line(jobs: JobHarness, client: Clien
     jobs.kill_node(job, 0)
     jobs.wait_for(job, lambda: jobs.engine.job(job.id).attempt == 2, "the second attempt")
     jobs.wait(job, JobStatus.RUNNING)
-    ended = finish(jobs, job)
+    ended = jobs.finish(job)
     (row,) = client.get("api/jobs").json["jobs"]
     found = interface.describe(job.id)
     assert row["running_s"] == found.durations.running_s > 0
@@ -71,7 +71,7 @@ def test_an_unchanged_version_is_not_sent_again(jobs: JobHarness, client: Client
         assert again.headers["ETag"] == first.headers["ETag"]
         assert client.get(path, tag='"other"').status == 200
     tag = client.get("api/jobs").headers["ETag"]
-    finish(jobs, job)
+    jobs.finish(job)
     assert client.get("api/jobs", tag=tag).status == 200
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dash.client import Client
-from dash.conftest import WAITS, finish
+from dash.conftest import WAITS
 from holdfast.jobs.dash.output_feed import MAX_BYTES, MAX_CHARS, MAX_LINES, plain_text
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
@@ -27,7 +27,7 @@ def job(jobs: JobHarness) -> Iterator[Job]:
     jobs.wait(job, JobStatus.RUNNING)
     jobs.wait_for_output(job, "begins")
     yield job
-    finish(jobs, job)
+    jobs.finish(job)
 
 
 def test_a_growing_log_is_followed_to_its_end(jobs: JobHarness, client: Client, job: Job) -> None:
@@ -49,7 +49,7 @@ def test_a_growing_log_is_followed_to_its_end(jobs: JobHarness, client: Client, 
         log.write(b"\r100%\nunfinished")
         fourth = client.get(path, query=f"after={third['cursor']}").json
         assert (texts(fourth), fourth["progress"]) == (["100%"], [])
-    finish(jobs, job)
+    jobs.finish(job)
     last = client.get(path, query=f"after={fourth['cursor']}").json
     assert texts(last)[0].startswith("unfinished")
     assert last["is_end"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dash.conftest import WAITS, finish
+from dash.conftest import WAITS
 from dash.driver import Page, browsing, missing_browser
 from dash.serving import serving
 from holdfast.jobs.dash import job_board
@@ -200,7 +200,7 @@ def test_a_long_output_keeps_the_page_small(story: Story) -> None:
     assert page.run(AT_END), "it follows"
     page.run("document.querySelector('.lines').scrollTop = 0")
     page.wait("return !document.getElementById('follow').checked")
-    finish(story.jobs, job)
+    story.jobs.finish(job)
     page.wait("return document.querySelector('.lines').dataset.complete === 'true'")
     assert not page.run(AT_END), "scrolling up stops following"
 

@@ -89,6 +89,10 @@ class Harness:
         """Return the folder of a job."""
         return job_folder(self.state, job.id)
 
+    def let_go(self, job: Job, node: int = 0) -> None:
+        """Create the file `go` in the workdir of a node, for which its commands wait."""
+        (self.files(job).workdir(node) / "go").touch()
+
     def log(self, job: Job, node: int = 0) -> str:
         """Return the output of a node so far."""
         path = self.files(job).log(node)
@@ -118,6 +122,11 @@ class Harness:
 
         self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
         return found[0]
+
+    def finish(self, job: Job) -> Job:
+        """Let a job on one node go, and return it at its end."""
+        self.let_go(job)
+        return self.wait(job)
 
     def wait_for_output(self, job: Job, words: str, times: int = 1, node: int = 0) -> None:
         """Wait until a node's log has some text a number of times."""
@@ -177,6 +186,11 @@ class JobHarness(Harness):
         assert found, "nobody looks after the job"
         processes.kill(found)
 
+    def kill_all(self, job: Job) -> None:
+        """Kill all processes of a job, as a restart of the machine does."""
+        processes.kill([*self.roles(job, "controller"), *self.roles(job, "agent")])
+        processes.kill(self.of_job(job))
+
     def kill_node(self, job: Job, rank: int) -> None:
         """Kill the agent of a node and its process tree, as the loss of a machine does."""
         attempt = self.engine.job(job.id).attempt
@@ -191,9 +205,7 @@ class JobHarness(Harness):
             orphans = [one for one in self.of_job(job) if not one.exits_by_itself]
             if job.status.is_final:
                 left += [(job.id, job.status, one) for one in orphans]
-            processes.kill(self.roles(job, "controller"))
-            processes.kill(self.roles(job, "agent"))
-            processes.kill(self.of_job(job))
+            self.kill_all(job)
         _bury()
         assert not left, f"processes of jobs that have ended: {left}"
 

@@ -34,7 +34,7 @@ def test_a_job_is_launched_followed_and_described(harness: JobHarness, task: Pat
         if line.text == "begins you":
             assert line.node == 0
             assert line.unix_s is not None
-            (harness.files(job).workdir(0) / "go").touch()
+            harness.let_go(job)
     (ended,) = jobs.wait(job.id)
     assert (ended.status, ended.exit_status) == (jobs.JobStatus.SUCCEEDED, 0)
     assert [line.text for line in jobs.logs("mine", tail=1)] == ["begins you"]

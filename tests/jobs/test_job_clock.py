@@ -16,9 +16,9 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRequest, JobSpec, Submission
 from holdfast.jobs.state_machine import (
+    AttemptDue,
     AttemptExited,
     CancelRequested,
-    ControllerStarted,
     JobEvent,
     JobState,
     NodeExited,
@@ -108,7 +108,7 @@ class LoneController(Controller):
         job = Submission(1, "lone", "lone", "local", spec, RestartPolicy(), 0.0)
         super().__init__(JobFolder(folder), job, state, timers=timers, clock=clock)
         if before is None:
-            self._apply(ControllerStarted())
+            self._apply(AttemptDue())
         self.recorded = self._clock.read()
         self.is_killed = False
         self.notice_until_s: float | None = None

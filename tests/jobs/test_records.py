@@ -13,7 +13,7 @@ import pytest
 from msgspec import to_builtins
 
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound
-from holdfast.jobs.folder import JobFolder, job_folder
+from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import append_value
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobSpec, Records, StoredState, Submission
@@ -235,3 +235,15 @@ def test_a_journal_without_its_newest_attempt_is_not_believed(tmp_path: Path) ->
     assert records.requests(found) == [], "an old preemption is not repeated"
     records.ask(1, "cancel")
     assert [one.kind for one in records.requests(records.get(1))] == ["cancel"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "a long name"])
+def test_a_folder_that_cannot_be_made_is_an_error_with_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    name = {"a file": "file", "below a file": "file/jobs", "a long name": "a" * 3000}[kind]
+    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / name))
+    with pytest.raises(InvalidInput, match="Set HOLDFAST_STATE to a folder of yours") as caught:
+        state_dir()
+    assert len(str(caught.value)) < 500

@@ -15,12 +15,11 @@ from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.state_machine import (
     MAX_BARREN,
     MAX_WAIT_S,
+    AttemptDue,
     AttemptEvent,
     AttemptExited,
-    BackoffElapsed,
     CancelRequested,
     ControllerFailed,
-    ControllerStarted,
     JobEvent,
     JobState,
     NodeExited,
@@ -71,11 +70,11 @@ class Scenario:
 
     def begin(self, *events: JobEvent) -> JobStatus:
         """Run the first attempt up to its commands, and apply events."""
-        return self.apply(ControllerStarted(), NodesRunning(1), *events)
+        return self.apply(AttemptDue(), NodesRunning(1), *events)
 
     def run(self, *outcomes: Outcome, has_advanced: bool | None = None, cause: Cause = None) -> JobStatus:
         """Run an attempt from its start, or from the backoff before it, to its end."""
-        self.apply(ControllerStarted(), BackoffElapsed())
+        self.apply(AttemptDue())
         number = self.job_state.attempt
         ends = (NodeExited(number, node, one) for node, one in enumerate(outcomes))
         self.apply(NodesRunning(number), *ends)
@@ -85,7 +84,7 @@ class Scenario:
 def test_a_job_that_finishes_goes_through_its_statuses() -> None:
     scenario = Scenario()
     assert scenario.job_state.status is JobStatus.PENDING
-    assert scenario.apply(ControllerStarted()) is JobStatus.STARTING
+    assert scenario.apply(AttemptDue()) is JobStatus.STARTING
     assert scenario.due == Timers(start=1)
     assert scenario.apply(NodesRunning(1)) is JobStatus.RUNNING
     assert scenario.apply(NodeExited(1, 0, DONE)) is JobStatus.RUNNING
@@ -123,7 +122,7 @@ def test_work_whose_files_are_lost_with_their_machine_is_repeated() -> None:
     """Not without limit: a bucket may never answer."""
     scenario = Scenario()
     for number in range(1, MAX_BARREN + 1):
-        scenario.apply(ControllerStarted(), BackoffElapsed())
+        scenario.apply(AttemptDue())
         scenario.apply(NodesRunning(number), NodeExited(number, 0, DONE), Uploading(number, "3 files"))
         assert scenario.job_state.status is JobStatus.WINDING_DOWN
         scenario.apply(AttemptExited(number, None, "3 files in /scratch"))
@@ -137,7 +136,7 @@ def test_the_reason_of_a_restart_names_lost_files() -> None:
     scenario.begin(NodeExited(1, 0, LOST))
     assert scenario.apply(AttemptExited(1, None, "3 files in /scratch")) is JobStatus.RECOVERING
     assert scenario.job_state.reason == "node 0 was lost; 3 files in /scratch"
-    scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, FAILED))
+    scenario.apply(AttemptDue(), NodesRunning(2), NodeExited(2, 0, FAILED))
     scenario.apply(AttemptExited(2, None, "4 files"))
     assert scenario.job_state.reason == "node 0 failed in run with status 1; 4 files"
 
@@ -277,7 +276,7 @@ def test_cancelling_between_attempts_ends_the_job_at_once() -> None:
     scenario = Scenario()
     scenario.run(LOST)
     assert scenario.apply(CancelRequested()) is JobStatus.CANCELLED
-    assert scenario.apply(BackoffElapsed()) is JobStatus.CANCELLED
+    assert scenario.apply(AttemptDue()) is JobStatus.CANCELLED
 
 
 def test_a_job_after_one_that_failed_never_starts() -> None:
@@ -286,12 +285,12 @@ def test_a_job_after_one_that_failed_never_starts() -> None:
     found = (scenario.job_state.attempt, scenario.job_state.reason, scenario.due)
     assert found == (0, "job 1 is FAILED", Timers())
     scenario = Scenario()
-    assert scenario.apply(ControllerStarted(), PredecessorFailed("x")) is JobStatus.STARTING
+    assert scenario.apply(AttemptDue(), PredecessorFailed("x")) is JobStatus.STARTING
 
 
 def test_a_failed_controller_kills_what_is_running() -> None:
     scenario = Scenario()
-    status = scenario.apply(ControllerStarted(), ControllerFailed("disk on fire"))
+    status = scenario.apply(AttemptDue(), ControllerFailed("disk on fire"))
     assert status is JobStatus.FAILED_CONTROLLER
     assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
     assert scenario.job_state.reason == "disk on fire"
@@ -332,7 +331,7 @@ def test_only_one_cause_that_repeats_ends_a_job_early(ends: list[tuple[bool | No
 
 def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
-    scenario.apply(ControllerStarted(), NodeExited(1, 1, UNFIT))
+    scenario.apply(AttemptDue(), NodeExited(1, 1, UNFIT))
     assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
     assert scenario.apply(NodeExited(1, 0, STOPPED), AttemptExited(1, False)) is JobStatus.RECOVERING
     assert scenario.job_state.reason == "node 1 is not fit for the job: the next save does not fit"
@@ -359,7 +358,7 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
     scenario.begin(NodeExited(1, 0, HUNG))
     assert scenario.apply(AttemptExited(1, True)) is JobStatus.RECOVERING
     assert scenario.job_state.num_errors == 0
-    scenario.apply(BackoffElapsed(), NodesRunning(2), NodeExited(2, 0, second))
+    scenario.apply(AttemptDue(), NodesRunning(2), NodeExited(2, 0, second))
     assert scenario.apply(AttemptExited(2, has_advanced)) is status
     if status is JobStatus.FAILED:
         assert scenario.job_state.reason.endswith("rank 3 in train.py:88 (step)")
@@ -369,7 +368,7 @@ def test_a_hang_restarts_the_job_unless_it_is_at_the_same_place_again(
 outcomes = st.sampled_from([DIVERGED, DONE, FAILED, PREEMPTED, LOST, KILLED, STOPPED, BAD_SETUP, HUNG, UNFIT])
 progress, causes = st.sampled_from([True, False, None]), st.sampled_from([None, *CAUSES])
 events = st.one_of(
-    st.just(ControllerStarted()),
+    st.just(AttemptDue()),
     st.builds(NodesRunning, st.integers(1, 4)),
     st.builds(NodeExited, st.integers(1, 4), st.integers(0, 1), outcomes),
     st.builds(Uploading, st.integers(1, 4), st.just("x")),
@@ -377,7 +376,6 @@ events = st.one_of(
     st.builds(NoticeReceived, st.floats(0, 100)),
     st.builds(NoticeDelivered, st.integers(1, 4), st.integers(0, 1)),
     st.just(CancelRequested()),
-    st.just(BackoffElapsed()),
     st.just(PredecessorFailed("x")),
     st.just(ControllerFailed("x")),
 )
@@ -426,7 +424,7 @@ def test_every_job_whose_attempts_end_is_recovering_or_ended(
     else:
         return
     attempt = scenario.job_state.attempt
-    scenario.apply(ControllerStarted(), BackoffElapsed())
+    scenario.apply(AttemptDue())
     assert scenario.job_state.attempt == attempt
 
 
@@ -435,7 +433,7 @@ def test_applying_events_twice_changes_nothing(num_nodes: int) -> None:
     """A new controller sees again what the previous one has seen."""
     once, twice = (Scenario(RestartPolicy(num_nodes=num_nodes)) for _ in range(2))
     ends = [NodeExited(1, node, DONE) for node in range(num_nodes)]
-    for event in (ControllerStarted(), NodesRunning(1), *ends, AttemptExited(1, None)):
+    for event in (AttemptDue(), NodesRunning(1), *ends, AttemptExited(1, None)):
         once.apply(event)
         twice.apply(event, event)
     assert once.job_state == twice.job_state

@@ -23,8 +23,8 @@ from holdfast.jobs.outcome import own_ends
 from holdfast.jobs.output.log_reader import last_lines
 from holdfast.jobs.records import JobRequest, Submission
 from holdfast.jobs.state_machine import (
+    AttemptDue,
     AttemptExited,
-    BackoffElapsed,
     CancelRequested,
     ControllerFailed,
     JobEvent,
@@ -53,6 +53,8 @@ class Controller(ABC):
 
     Another controller can take over at any moment from that.
     """
+
+    shown_machines: tuple[str, ...] = ()  # names of the attempt's machines, if it has others than this one
 
     def __init__(
         self,
@@ -151,10 +153,6 @@ class Controller(ABC):
     def _abandon(self) -> None:
         """Kill what is running, without waiting for anything."""
 
-    def _machines(self) -> tuple[str, ...]:
-        """Return the names of the attempt's machines, if it has others than this one."""
-        return ()
-
     @abstractmethod
     def _node_machines(self) -> tuple[str, ...]:
         """Return the names of the attempt's machines, by rank; empty if unknown."""
@@ -198,17 +196,10 @@ class Controller(ABC):
     def _record_machines(self, ended: JobState) -> None:
         """Remember how the attempt has ended on each of its machines."""
         machines = self._node_machines()
-        found = [read_checks(self._folder.node(ended.attempt, rank).checks) for rank in range(len(machines))]
-        events = attempt_events(
-            machines,
-            ended.outcomes,
-            {rank: checks for rank, checks in enumerate(found) if checks is not None},
-            job=self._job.task_id,
-            attempt=ended.attempt,
-            unix_s=time.time(),
-            is_preempted=ended.is_noticed or ended.status is JobStatus.CANCELLING,
-            gone=self._gone_machines(machines),
-        )
+        nodes = (self._folder.node(ended.attempt, rank) for rank in range(len(machines)))
+        checks = {rank: read_checks(node.checks) for rank, node in enumerate(nodes)}
+        gone = self._gone_machines(machines)
+        events = attempt_events(machines, ended, checks, job=self._job.task_id, gone=gone)
         try:
             add_events(self._folder.path.parents[1], events)
         except OSError as error:  # the job continues without the memory of its machines
@@ -234,7 +225,7 @@ class Controller(ABC):
         reason = state.reason.partition("\n")[0]
         line = f"attempt {state.attempt} {state.status.value} {reason}".rstrip()
         try:
-            add_change(self._folder, state, machines=self._machines(), step=self._newest_step())
+            add_change(self._folder, state, machines=self.shown_machines, step=self._newest_step())
             with self._folder.changed.open("a") as file:
                 file.write(f"{time.strftime('%F %T')} {line}\n")
         except OSError as error:  # only for people: the state is stored, and the job continues
@@ -268,7 +259,7 @@ class Controller(ABC):
                 self._apply(event)
         wake_unix_s = self._timers.wake_unix_s
         if wake_unix_s is not None and self._clock.unix_s() >= wake_unix_s and not self._is_leaving():
-            self._apply(BackoffElapsed())
+            self._apply(AttemptDue())
         self._start_if_due()  # last, as an attempt has no nodes to look at before its action was taken
         return (self.state, self._timers) != before
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
-
-from holdfast.system.environment import PREEMPTION, PROGRESS
 
 TAG = "HOLDFAST_NODE"  # variable that identifies the processes of a node: task id, attempt and rank
 
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """Variable with which printed lines are in the log at once, and not lost when the process is killed."""
 
+_OF_SETUP = ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE")
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 _ACTIVATION = re.compile(r"\bconda\s+activate\b")
 _HOOK = r"""# holdfast: makes `conda activate` work in this shell and in those that it starts
@@ -54,25 +52,6 @@ class JobPipeline(Struct, frozen=True):
     task_ids: tuple[str, ...]  # of all its jobs, in their order
 
 
-class Node(Struct, frozen=True):
-    """Settings of one node in one attempt that determine its environment."""
-
-    task_id: str
-    job: int
-    name: str
-    attempt: int
-    rank: int
-    addresses: tuple[str, ...]  # of all nodes, by rank
-    num_gpus: int  # per node
-    user: str
-    notice: str  # path of the file for preemption notices
-    progress: str  # path of the file where training records its steps
-    grace_s: float  # time limit for a last save
-    cloud: str = "local"  # SkyPilot's name for the place
-    pipeline: JobPipeline | None = None
-    port: int | None = None  # chosen for the rendezvous of its nodes
-
-
 def tag(task_id: str, attempt: int | None = None, rank: int | None = None) -> str:
     """Return the tag prefix of a job, an attempt, or one of its nodes."""
     parts = (task_id, *(str(part) for part in (attempt, rank) if part is not None))
@@ -92,53 +71,21 @@ def container_base(base: Mapping[str, str]) -> dict[str, str]:
     return {name: base[name] for name in names}
 
 
-def run_environment(
-    node: Node, base: Mapping[str, str], task: Mapping[str, str], *, gpus: Sequence[str] = ()
-) -> dict[str, str]:
-    """Return the environment of `run`. Holdfast's variables override the task's, and these those of `base`.
-
-    Without `gpus`, the choice of GPUs is left to the job.
-    """
-    ips = "\n".join(node.addresses)
-    cluster = {"cluster_name": node.name, "cloud": node.cloud, "region": None, "zone": None}
-    pipeline = node.pipeline or JobPipeline(node.job, (node.task_id,))
-    ours = {
-        "SKYPILOT_TASK_ID": node.task_id,
-        "SKYPILOT_TASK_IDS": "\n".join(pipeline.task_ids),
-        "SKYPILOT_MANAGED_JOB_ID": str(pipeline.job),
-        "SKYPILOT_INTERNAL_JOB_ID": str(node.job),
-        "SKYPILOT_JOB_RANK": "0",
-        "SKYPILOT_NODE_RANK": str(node.rank),
-        "SKYPILOT_NODE_IPS": ips,
-        "SKYPILOT_NUM_NODES": str(len(node.addresses)),
-        "SKYPILOT_NUM_GPUS_PER_NODE": str(node.num_gpus),
-        "SKYPILOT_USER": node.user,
-        "SKYPILOT_CLUSTER_INFO": json.dumps(cluster),
-        "HOLDFAST_JOB": str(node.job),
-        "HOLDFAST_ATTEMPT": str(node.attempt),
-        TAG: tag(node.task_id, node.attempt, node.rank),
-        PROGRESS: node.progress,
-        PREEMPTION: add_notice_file({**base, **task}.get(PREEMPTION, "auto"), node.notice),
-    }
-    # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
-    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(node.grace_s))}
-    ports = {"MASTER_PORT": str(node.port)} if node.port is not None else {}
-    if ports and len(node.addresses) > 1:  # with one node, torchrun itself finds a free port
-        ports["PET_MASTER_PORT"] = str(node.port)  # torchrun's default for its option
-    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    return {**defaults, **base, **UNBUFFERED, **ports, **task, **devices, **ours}
-
-
-def setup_environment(
-    node: Node, base: Mapping[str, str], task: Mapping[str, str], *, gpus: Sequence[str] = ()
-) -> dict[str, str]:
-    """Return the environment of `setup`; see `run_environment`."""
+def sky_variables(task_id: str, addresses: Sequence[str], num_gpus: int) -> dict[str, str]:
+    """Return SkyPilot's variables that are equal on all nodes of a job, as its commands see them."""
     return {
-        **run_environment(node, base, task, gpus=gpus),
-        "SKYPILOT_SETUP_NODE_RANK": str(node.rank),
-        "SKYPILOT_SETUP_NODE_IPS": "\n".join(node.addresses),
-        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": str(node.num_gpus),
+        "SKYPILOT_TASK_ID": task_id,
+        "SKYPILOT_TASK_IDS": task_id,
+        "SKYPILOT_JOB_RANK": "0",
+        "SKYPILOT_NODE_IPS": "\n".join(addresses),
+        "SKYPILOT_NUM_NODES": str(len(addresses)),
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
     }
+
+
+def setup_variables(run: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `setup` has besides those of `run`."""
+    return {name.replace("_", "_SETUP_", 1): run[name] for name in _OF_SETUP if name in run}
 
 
 def add_notice_file(before: str, path: str) -> str:

@@ -49,13 +49,11 @@ def launch(
 
     Blocks: while the workdir is copied.
     """
-    from holdfast.jobs.task.model import TaskFile
-    from holdfast.jobs.task.parser import Overrides, load_task
+    from holdfast.jobs.task.parser import Overrides, load_tasks
 
     overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
-    engine, loaded = get_engine(on), load_task(str(task), overrides)
-    file = engine.subscribed(TaskFile(loaded.name, (loaded,), loaded.path), notify, notify_on)
-    return engine.submit(file.tasks[0])
+    engine, file = get_engine(on), load_tasks(task, overrides)
+    return engine.submit(engine.subscribed(file, notify, notify_on).only())
 
 
 def queue(*, on: str | None = None, statuses: Collection[JobStatus | str] = ()) -> list[Job]:

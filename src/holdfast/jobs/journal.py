@@ -7,18 +7,15 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import MAX_BYTES, decode, decode_as, read_as
+from holdfast.system.documents import MAX_BYTES, decode_as
 from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 _T = TypeVar("_T")
 
@@ -26,45 +23,31 @@ _RESERVED_BYTES = 16 << 10
 """Space behind the last line that is kept for further ones, so that an end can be recorded on a full disk."""
 
 
-def encode(value: DataclassInstance) -> str:
-    """Return a dataclass as one line of JSON."""
+def encode(value: Any) -> str:
+    """Return a struct, or several, as one line of JSON."""
     return json.dumps(to_builtins(value), default=sorted)  # a set becomes a list
 
 
-def write_document(path: Path, value: DataclassInstance) -> None:
-    """Write a dataclass as a document, which only its owner can read."""
+def write_document(path: Path, value: Any) -> None:
+    """Write a struct as a document, which only its owner can read."""
     write_atomic(path, encode(value))
 
 
 def load_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T:
-    """Return a dataclass from its document, which exists."""
+    """Return a struct from its document, which exists."""
     return decode_as(kind, path.read_bytes(), str(path), max_bytes=max_bytes, any_text=True)
 
 
 def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T | None:
-    """Return a dataclass from its document; None without one."""
+    """Return a struct from its document; None without one."""
     try:
         return load_document(path, kind, max_bytes=max_bytes)
     except FileNotFoundError:
         return None
 
 
-def write_list(path: Path, values: Sequence[DataclassInstance]) -> None:
-    """Write dataclasses as one document."""
-    write_atomic(path, json.dumps([to_builtins(value) for value in values]))
-
-
-def read_list(path: Path, kind: type[_T]) -> list[_T]:
-    """Return the dataclasses of a document; [] without one."""
-    try:
-        document = decode(path.read_bytes(), str(path), any_text=True)
-    except FileNotFoundError:
-        return []
-    return [read_as(kind, value, str(path)) for value in read_as(list[Any], document, str(path))]
-
-
 def read_values(path: Path, kind: type[_T], *, tail_bytes: int | None = None) -> list[_T]:
-    """Return the dataclasses in a file, oldest first; see `lines`. Damaged ones are left out."""
+    """Return the structs in a file, oldest first; see `lines`. Damaged ones are left out."""
     found: list[_T] = []
     for line in lines(path, tail_bytes=tail_bytes):
         with contextlib.suppress(Corrupt):  # torn by a kill
@@ -72,8 +55,8 @@ def read_values(path: Path, kind: type[_T], *, tail_bytes: int | None = None) ->
     return found
 
 
-def append_value(path: Path, value: DataclassInstance, *, is_durable: bool = True) -> None:
-    """Append a dataclass to a file; see `append`."""
+def append_value(path: Path, value: Any, *, is_durable: bool = True) -> None:
+    """Append a struct to a file; see `append`."""
     with locked(path) as fd:
         append(fd, encode(value), is_durable=is_durable)
 

@@ -28,6 +28,8 @@ from msgspec.structs import replace
 from holdfast.jobs import journal
 from holdfast.jobs.node.checks.result import NodeChecks, describe_failures
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.state_machine import JobState
+from holdfast.jobs.status import JobStatus
 from holdfast.system.linux.files import write_atomic
 
 MAX_BYTES = 2 << 20  # size at which older events are removed
@@ -91,35 +93,32 @@ def read_events(state: Path, *, now_unix_s: float | None = None) -> list[Machine
 
 def attempt_events(
     machines: Sequence[str],
-    outcomes: Mapping[int, Outcome],
-    checks: Mapping[int, NodeChecks],
+    ended: JobState,
+    checks: Mapping[int, NodeChecks | None],
     *,
     job: str,
-    attempt: int,
-    unix_s: float,
-    is_preempted: bool,
-    gone: frozenset[str] | None = None,
+    gone: frozenset[str] = frozenset(),
 ) -> list[MachineEvent]:
-    """Return one event per machine; pure. By rank; a node without an outcome was lost.
+    """Return one event per machine of an attempt that has ended, by rank.
 
     If all nodes of several machines were lost at once, only those in `gone`, which the engine has found to
     have failed, have lost the attempt: with their first one, all others end too.
     """
-    ends = [outcomes.get(rank, Outcome(Phase.RUN)) for rank in range(len(machines))]
+    ends = [ended.outcomes.get(rank, Outcome(Phase.RUN)) for rank in range(len(machines))]
     lost = {rank for rank, one in enumerate(ends) if (one.is_lost and not one.is_stopped) or one.unfit}
-    if is_preempted:  # a lost node is nobody's fault
+    if ended.is_noticed or ended.status is JobStatus.CANCELLING:  # a lost node is nobody's fault
         lost = {rank for rank in lost if ends[rank].unfit}
     elif len(lost) == len(machines) > 1 and len(set(machines)) > 1 and not any(one.unfit for one in ends):
-        lost = {rank for rank in lost if machines[rank] in (gone or ())}
+        lost = {rank for rank in lost if machines[rank] in gone}
     found: dict[str, MachineEvent] = {}
     for rank, machine in enumerate(machines):
-        failed = checks[rank].failed if rank in checks else ()
+        failed = checked.failed if (checked := checks.get(rank)) else ()
         why = ends[rank].describe() if rank in lost else describe_failures(failed)
         event = MachineEvent(
-            unix_s=unix_s,
+            unix_s=time.time(),
             machine=machine,
             job=job,
-            attempt=attempt,
+            attempt=ended.attempt,
             is_lost=rank in lost,
             is_wrong=any(one.is_wrong for one in failed),
             failed=tuple(sorted({one.name for one in failed})),

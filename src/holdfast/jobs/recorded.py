@@ -38,7 +38,8 @@ from holdfast.jobs.output.log_reader import (
     texts,
 )
 from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
-from holdfast.jobs.state_machine import GRACE_S, JobState, RestartPolicy
+from holdfast.jobs.state_machine import GRACE_S, RestartPolicy
+from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.subscription import subscribe
 from holdfast.system.environment import NOTIFY, read_progress
@@ -67,8 +68,13 @@ class RecordedEngine(ABC):
         self._state = state or state_dir()
 
     @abstractmethod
+    def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
+        """Yield the keys of a task that this engine ignores or interprets differently, and how."""
+
     def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        """Return the keys of a task that this engine ignores or interprets differently."""
+        """Return the keys of a task that this engine ignores or interprets differently, by line."""
+        found = (UnsupportedKey(key, task.line_of(key), what) for key, what in self._unsupported(task))
+        return sorted(found, key=lambda key: key.line)
 
     def render(self, task: Task) -> list[str]:
         """Return the lines that this engine would submit to another system, if any."""
@@ -219,10 +225,10 @@ class RecordedEngine(ABC):
     def _record(self, number: int) -> JobRecord:
         return self._records().get(number)
 
-    def _announce(self, record: JobRecord, job_state: JobState) -> None:
+    def _announce(self, record: JobRecord) -> None:
         """Send the notification of a status, if the controller was killed before it did so."""
         folder = job_folder(self._state, record.job.number)
-        announce(folder, job_state, log=folder.controller_log)
+        announce(folder, record.state.job_state, log=folder.controller_log)
 
     def _newest_step(self, record: JobRecord) -> int | None:
         return read_progress(job_folder(self._state, record.job.number).progress).newest_step
@@ -234,8 +240,13 @@ class NodeEngine(RecordedEngine):
     script_prefix = ""  # commands for the beginning of each script's first line
 
     @abstractmethod
+    def _runs_image(self, task: Task) -> bool:
+        """Return True if this engine can run the commands of a task in its container image."""
+
     def _in_image(self, task: Task) -> Task:
         """Return a task whose commands run in its container image, if possible, or else the task as it is."""
+        image = docker_image(task)
+        return task if image is None or not self._runs_image(task) else in_image(task, image)
 
     def _grace_s(self, task: Task) -> float:
         return GRACE_S

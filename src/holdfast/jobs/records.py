@@ -16,9 +16,9 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from holdfast.errors import Conflict, Corrupt, Internal, NotFound, RetryLater
@@ -29,7 +29,7 @@ from holdfast.jobs.node_spec import NodeSpec, read_outcome
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import ClockReading, Timers
-from holdfast.system.documents import MAX_BYTES, decode_as, refuse
+from holdfast.system.documents import MAX_BYTES, decode_as
 from holdfast.system.linux.files import open_regular, write_atomic
 
 VERSION = 1
@@ -50,10 +50,13 @@ _HERE = "local"  # engine whose states are recorded by a controller on this mach
 _REASON = "the record of this job was lost, and rebuilt from its folder"
 
 
+_EngineName = Annotated[str, Meta(pattern=rf"\A(?:{'|'.join(ENGINE_NAMES)})\Z")]
+
+
 class JobSpec(Struct, frozen=True):
     """Shape of a submitted job."""
 
-    num_nodes: int
+    num_nodes: Annotated[int, Meta(ge=1, le=_MAX_NODES)]
     num_gpus: int
     has_setup: bool
     user: str
@@ -68,6 +71,16 @@ class JobSpec(Struct, frozen=True):
     exclude: str = ""  # machines that its user leaves out, separated by commas
     is_pinned: bool = False  # its user has named its machines
 
+    @property
+    def num_claimed_gpus(self) -> int:
+        """GPUs of all nodes that no other job may have; 0 on a machine whose GPUs are not divided."""
+        return self.num_nodes * self.num_gpus if self.devices else 0
+
+    @property
+    def needs_claim(self) -> bool:
+        """True if the job needs something that is divided among jobs."""
+        return bool(self.num_claimed_gpus or self.cpus or self.memory_mib or self.ports or self.needs_port)
+
 
 class Submission(Struct, frozen=True):
     """Submitted job. Never changes."""
@@ -75,10 +88,10 @@ class Submission(Struct, frozen=True):
     number: int
     name: str
     task_id: str
-    engine: str
+    engine: _EngineName
     spec: JobSpec
     policy: RestartPolicy
-    submitted_unix_s: float
+    submitted_unix_s: Annotated[float, Meta(ge=0, le=_MAX_UNIX_S)]
     version: int = VERSION
 
 
@@ -303,11 +316,15 @@ def read_submission(folder: JobFolder) -> Submission | None:
             with open_regular(path) as file:
                 text = file.read(MAX_BYTES + 1)  # the decoder refuses more
             _check_version(path, text)
-            return _checked(path, decode_as(Submission, text, str(path), any_text=True))
+            found = decode_as(Submission, text, str(path), any_text=True)
         except FileNotFoundError:
             continue
         except Corrupt as error:
             trouble = error
+        else:
+            if str(found.number) == path.parent.name:
+                return found
+            trouble = Corrupt(f"{path} is of job {found.number}.")  # a copy would be a second job
     if trouble is None and not folder.states.exists() and not folder.last_attempt():
         return None
     why = f"is damaged: {trouble}" if trouble else f"is missing from {folder.path}."
@@ -327,19 +344,6 @@ def _check_version(path: Path, text: bytes) -> None:
             f"{path} was created by a newer version of Holdfast (version {version}, supported here: "
             f"{VERSION}). Use that version, or set HOLDFAST_STATE to another folder."
         )
-
-
-def _checked(path: Path, submission: Submission) -> Submission:
-    """Return a submission that belongs to its folder. A copied folder would be a second job of its number."""
-    if str(submission.number) != path.parent.name:
-        raise Corrupt(f"{path} is of job {submission.number}.")
-    if submission.engine not in ENGINE_NAMES:
-        refuse(str(path), "engine", f"one of {', '.join(ENGINE_NAMES)}", submission.engine)
-    if not 1 <= submission.spec.num_nodes <= _MAX_NODES:
-        refuse(str(path), "num_nodes", f"an integer from 1 to {_MAX_NODES}", submission.spec.num_nodes)
-    if not 0 <= (time_s := submission.submitted_unix_s) <= _MAX_UNIX_S:
-        refuse(str(path), "submitted_unix_s", f"seconds from 0 to {_MAX_UNIX_S:.0f}", time_s)
-    return submission
 
 
 def newest_state(folder: JobFolder) -> StoredState | None:

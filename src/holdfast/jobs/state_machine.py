@@ -58,8 +58,8 @@ class AttemptEvent(JobEvent, frozen=True):
     attempt: int
 
 
-class ControllerStarted(JobEvent, frozen=True):
-    """A controller has started."""
+class AttemptDue(JobEvent, frozen=True):
+    """The first attempt may start, or the next one, as its backoff is over."""
 
 
 class NodesRunning(AttemptEvent, frozen=True):
@@ -104,10 +104,6 @@ class CancelRequested(JobEvent, frozen=True):
     """A user has cancelled the job."""
 
 
-class BackoffElapsed(JobEvent, frozen=True):
-    """The backoff before the next attempt is over."""
-
-
 class StartDelayed(JobEvent, frozen=True):
     """The job does not fit beside those that are running, or others come first."""
 
@@ -136,9 +132,7 @@ def advance(  # noqa: C901 - a case for each event
     if isinstance(event, AttemptEvent) and (event.attempt != state.attempt or not state.is_active):
         return state, due
     match event:
-        case ControllerStarted() if status is JobStatus.PENDING and not state.is_active:
-            return _start(state)
-        case BackoffElapsed() if status is JobStatus.RECOVERING and not state.is_active:
+        case AttemptDue() if status in (JobStatus.PENDING, JobStatus.RECOVERING) and not state.is_active:
             return _start(state)
         case StartDelayed(why) if status is JobStatus.PENDING:
             return replace(state, reason=why), due

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from holdfast.jobs.engine import UnsupportedKey
 from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note
 from holdfast.jobs.task.model import Task, value_at
 
@@ -63,9 +62,3 @@ def find_on_machines(task: Task, table: Mapping[str, str], *, bucket: str) -> It
             yield mount.key, f"{bucket} replaces the bucket {mount.bucket!r}"
         if mount in private:
             yield mount.key, private_note()
-
-
-def in_file_order(task: Task, found: Iterable[tuple[str, str]]) -> list[UnsupportedKey]:
-    """Return keys with their effects in the order of their lines."""
-    keys = [UnsupportedKey(key, task.line_of(key), what) for key, what in found]
-    return sorted(keys, key=lambda found_key: found_key.line)

@@ -16,7 +16,7 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.k8s.engine import K8sEngine, KubeflowEngine, ManifestEngine
 from holdfast.jobs.k8s.refusal import escape, to_manifest
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.task.parser import Overrides, load_task, parse_task
+from holdfast.jobs.task.parser import Overrides, load_tasks, parse_task
 from jobs.k8s.published import (
     CRDS,
     JOBSET,
@@ -102,7 +102,7 @@ CASES = [
 def test_the_manifest_is_the_golden_one(name: str, engine: ManifestEngine, kind: str) -> None:
     """After a change, write the files anew with `holdfast launch FILE --on NAME --dry-run -o FILE`."""
     secrets = {"TOKEN": SECRET} if name == "two" else {}
-    asked = load_task(GOLDEN / f"{name}.task.yaml", Overrides(secrets=secrets))
+    asked = load_tasks(GOLDEN / f"{name}.task.yaml", Overrides(secrets=secrets)).only()
     found = manifest(asked, engine)
     assert found == (GOLDEN / f"{name}.{engine.name}.yaml").read_text()
     assert yaml.safe_load(found)["kind"] == kind
@@ -258,7 +258,7 @@ def test_names_are_dns_labels(name: str, expected: str) -> None:
 
 
 def test_keys_with_another_meaning_are_reported() -> None:
-    asked = load_task(GOLDEN / "two.task.yaml", Overrides(secrets={"TOKEN": SECRET}))
+    asked = load_tasks(GOLDEN / "two.task.yaml", Overrides(secrets={"TOKEN": SECRET})).only()
     told = {one.key: one.what for one in K8sEngine().unsupported_keys(asked)}
     assert "continues the same training" in told["name"]
     assert "nodeSelector" in told["resources.accelerators"]

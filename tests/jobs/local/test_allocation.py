@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.jobs.local.claims import Capacity, Demand, ResourceClaim, allocate
+from holdfast.jobs.local.claims import Capacity, ResourceClaim, allocate
+from holdfast.jobs.records import JobSpec
 
 CAPACITY = Capacity(8.0, 64 << 10)
 GPUS = ("0", "1", "2", "3", "4", "5", "GPU-x", "GPU-y")
 
-DEMANDS = st.builds(
-    Demand,
-    job=st.just(0),
-    priority=st.integers(-1, 1),
+Waiting = tuple[int, JobSpec]
+
+
+def spec(num_nodes: int = 1, num_gpus: int = 0, **needs: Any) -> JobSpec:
+    """Return the shape of a job."""
+    return JobSpec(num_nodes, num_gpus, has_setup=False, user="me", **needs)
+
+
+SPECS = st.builds(
+    spec,
     num_nodes=st.integers(1, 3),
-    gpus_per_node=st.integers(0, 2),
+    num_gpus=st.integers(0, 2),
+    priority=st.integers(-1, 1),
     devices=st.permutations(GPUS).map(lambda order: tuple(order[:6])),
     cpus=st.sampled_from((0.0, 0.5, 1.0, 3.0, 8.0, 100.0)),
     memory_mib=st.sampled_from((0, 1 << 10, 20 << 10, 64 << 10, 1 << 30)),
 )
-QUEUES = st.lists(DEMANDS, max_size=8).map(
-    lambda found: [replace(one, job=number) for number, one in enumerate(found, 1)]
-)
+QUEUES = st.lists(SPECS, max_size=8).map(lambda found: list(enumerate(found, 1)))
 
 
-def claim_of(demand: Demand, gpus: Iterable[Iterable[str]]) -> ResourceClaim:
+def claim_of(waiting: Waiting, gpus: Iterable[Iterable[str]]) -> ResourceClaim:
     """Return the claim of a job that may start."""
-    cpus, memory_mib = min(demand.cpus, CAPACITY.cpus), min(demand.memory_mib, CAPACITY.memory_mib)
-    return ResourceClaim(demand.job, tuple(gpu for of_node in gpus for gpu in of_node), cpus, memory_mib)
+    job, needs = waiting
+    cpus = min(needs.cpus * needs.num_nodes, CAPACITY.cpus)
+    memory_mib = min(needs.memory_mib * needs.num_nodes, CAPACITY.memory_mib)
+    return ResourceClaim(job, tuple(gpu for of_node in gpus for gpu in of_node), cpus, memory_mib)
 
 
 def check_claims(claims: list[ResourceClaim]) -> None:
@@ -44,34 +53,34 @@ def check_claims(claims: list[ResourceClaim]) -> None:
 
 
 def start_all(
-    claims: list[ResourceClaim], waiting: list[Demand], order: st.DataObject | None = None
-) -> tuple[list[ResourceClaim], list[Demand]]:
+    claims: list[ResourceClaim], waiting: list[Waiting], order: st.DataObject | None = None
+) -> tuple[list[ResourceClaim], list[Waiting]]:
     """Start the jobs that may start, each after a new look, in any order."""
     claims, waiting = list(claims), list(waiting)
     while ready := list(allocate(CAPACITY, claims, waiting).given):
         number = ready[0] if order is None else order.draw(st.sampled_from(ready))
-        (demand,) = [one for one in waiting if one.job == number]
-        claims.append(claim_of(demand, allocate(CAPACITY, claims, waiting).given[number]))
-        waiting.remove(demand)
+        (chosen,) = [one for one in waiting if one[0] == number]
+        claims.append(claim_of(chosen, allocate(CAPACITY, claims, waiting).given[number]))
+        waiting.remove(chosen)
     return claims, waiting
 
 
 @given(QUEUES)
-def test_nothing_is_given_twice_and_each_node_has_what_it_asked_for(queue: list[Demand]) -> None:
+def test_nothing_is_given_twice_and_each_node_has_what_it_asked_for(queue: list[Waiting]) -> None:
     found = allocate(CAPACITY, (), queue)
-    assert found.given.keys() | found.shortages.keys() == {one.job for one in queue}
+    assert found.given.keys() | found.shortages.keys() == set(dict(queue))
     assert all(found.shortages.values())
-    started = [one for one in queue if one.job in found.given]
-    check_claims([claim_of(one, found.given[one.job]) for one in started])
-    for one in started:
-        gpus = found.given[one.job]
-        assert [len(of_node) for of_node in gpus] == [one.gpus_per_node] * one.num_nodes
-        assert {gpu for of_node in gpus for gpu in of_node} <= set(one.devices)
+    started = [one for one in queue if one[0] in found.given]
+    check_claims([claim_of(one, found.given[one[0]]) for one in started])
+    for job, needs in started:
+        gpus = found.given[job]
+        assert [len(of_node) for of_node in gpus] == [needs.num_gpus] * needs.num_nodes
+        assert {gpu for of_node in gpus for gpu in of_node} <= set(needs.devices)
 
 
 @given(QUEUES, st.data())
 def test_jobs_that_start_one_by_one_in_any_order_start_as_if_at_once(
-    queue: list[Demand], data: st.DataObject
+    queue: list[Waiting], data: st.DataObject
 ) -> None:
     at_once = allocate(CAPACITY, (), queue).given
     claims, _ = start_all([], queue, data)
@@ -84,11 +93,11 @@ def test_jobs_that_start_one_by_one_in_any_order_start_as_if_at_once(
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(QUEUES, st.data())
-def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data: st.DataObject) -> None:
+def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Waiting], data: st.DataObject) -> None:
     """Jobs arrive and end in any order. A waiting one fits once those before it have ended."""
     claims: list[ResourceClaim] = []
-    waiting: list[Demand] = []
-    arriving = [replace(one, priority=0) for one in queue]
+    waiting: list[Waiting] = []
+    arriving = [(job, replace(needs, priority=0)) for job, needs in queue]
     while arriving or waiting:
         if arriving and data.draw(st.booleans()):
             waiting.append(arriving.pop(0))
@@ -96,19 +105,19 @@ def test_a_job_never_waits_for_one_that_comes_after_it(queue: list[Demand], data
             claims.remove(data.draw(st.sampled_from(claims)))
         claims, waiting = start_all(claims, waiting)
         check_claims(claims)
-        for one in waiting:
-            later = [claim for claim in claims if claim.job > one.job]
-            assert one.job in allocate(CAPACITY, later, [one]).given
+        for job, needs in waiting:
+            later = [claim for claim in claims if claim.job > job]
+            assert job in allocate(CAPACITY, later, [(job, needs)]).given
         assert claims or not waiting, "a machine without jobs runs the next one"
 
 
 def test_the_reason_names_what_is_missing_and_who_has_it() -> None:
     queue = [
-        Demand(2, gpus_per_node=4, devices=("0", "1", "2", "3")),
-        Demand(3, gpus_per_node=1, devices=("0", "1", "2", "3")),
-        Demand(4, cpus=6.0, memory_mib=60 << 10),
-        Demand(5, priority=1, cpus=1.0),
-        Demand(6),
+        (2, spec(num_gpus=4, devices=("0", "1", "2", "3"))),
+        (3, spec(num_gpus=1, devices=("0", "1", "2", "3"))),
+        (4, spec(cpus=6.0, memory_mib=60 << 10)),
+        (5, spec(priority=1, cpus=1.0)),
+        (6, spec()),
     ]
     found = allocate(CAPACITY, [ResourceClaim(1, ("0",), 2.0)], queue)
     assert found.given == {5: ((),), 6: ((),)}
@@ -120,7 +129,7 @@ def test_the_reason_names_what_is_missing_and_who_has_it() -> None:
 
 
 def test_needs_beyond_the_machine_mean_all_of_it() -> None:
-    all_of_it = Demand(2, cpus=1000.0, memory_mib=1 << 40)
+    all_of_it = (2, spec(cpus=1000.0, memory_mib=1 << 40))
     assert 2 in allocate(CAPACITY, (), [all_of_it]).given
     assert allocate(CAPACITY, [ResourceClaim(1, (), 0.5, 1)], [all_of_it]).shortages == {
         2: "waits for 8 CPUs (7.5 free) and 64 GiB of memory (63.9 GiB free); job 1 has the rest"

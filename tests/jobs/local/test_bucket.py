@@ -52,7 +52,7 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
     assert store.size("out") == 7_000_000, "a file that is closed is in the bucket"
     (rclone,) = rclones(path)
     assert b"testsecret" not in b"".join(command_line(rclone.pid))
-    (harness.files(job).workdir(0) / "go").touch()
+    harness.let_go(job)
     harness.succeed(job)
     assert "seen" in harness.log(job)
     assert fuse.mounted_below(harness.state) == []
@@ -101,7 +101,7 @@ def test_no_kill_leaves_a_stale_mount(harness: JobHarness, trusted: Server, what
             ]
         )
         harness.engine.jobs()
-    (harness.files(job).workdir(0) / "go").touch()
+    harness.let_go(job)
     ended = harness.succeed(job)
     assert "seen" in harness.log(job)
     assert ended.recoveries == (what in ("node", "all"))

@@ -250,7 +250,7 @@ def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness
         processes.kill(harness.roles(job, "controller"))
         harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     for rank in range(2):
-        (harness.files(job).workdir(rank) / "go").touch()
+        harness.let_go(job, rank)
     harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
     job_state = harness.record(job).state.job_state
     assert (job_state.status, job_state.attempt) == (JobStatus.SUCCEEDED, 2), harness.describe(job)
@@ -260,7 +260,7 @@ def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> N
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done; exit 5")
     harness.wait_for_output(job, "begun")
     harness.kill_controller(job)
-    (harness.files(job).workdir(0) / "go").touch()
+    harness.let_go(job)
     harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
     ended = harness.wait(job)
     assert ended.status is JobStatus.FAILED
@@ -282,7 +282,7 @@ def test_the_job_of_a_killed_controller_is_adopted_once_however_many_commands_su
         asker.join()
     harness.wait_for(job, lambda: harness.has_controller(job), "one controller")
     assert len(harness.roles(job, "agent")) == 1
-    (harness.files(job).workdir(0) / "go").touch()
+    harness.let_go(job)
     assert harness.succeed(job).attempt == 1
     assert harness.log(job).count("begun") == 1
 
@@ -509,8 +509,7 @@ def test_a_job_launched_by_a_job_outlives_it(harness: JobHarness) -> None:
     command = f"{sys.executable} -m holdfast.cli launch {harness.folder}/inner.yaml"
     outer = harness.run(f"{command} && echo launched")
     inner = harness.wait(harness.engine.job(outer.id + 1), JobStatus.RUNNING)
-    (harness.files(inner).workdir(0) / "go").touch()
-    ended = harness.wait(inner)
+    ended = harness.finish(inner)
     assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)
 
 

@@ -11,23 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.environment import (
-    Node,
-    create_task_id,
-    run_environment,
-    setup_environment,
-    tag,
-)
+from holdfast.jobs.environment import create_task_id, tag
+from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
+from holdfast.jobs.node.preparation import make_node_spec
+from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.records import JobSpec, Submission
+from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.timers import Timers
 from holdfast.system.environment import read_progress, report_progress
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import WakeupPipe, wake
 
-NODE = Node("id", 3, "name", 2, 1, ("127.0.0.1", "127.0.0.2"), 4, "me", "/n", "/p", 30.0)
+SPEC = JobSpec(2, 2, has_setup=False, user="me")
 
 
 def test_a_lock_is_held_until_its_holder_is_gone(tmp_path: Path) -> None:
@@ -74,16 +73,30 @@ def test_the_earliest_of_several_deadlines_counts() -> None:
     assert Timers().next_unix_s() is None
 
 
-def test_the_task_overrides_the_user_s_environment_and_holdfast_the_task_s() -> None:
+def test_the_task_overrides_the_user_s_environment_and_holdfast_the_task_s(tmp_path: Path) -> None:
+    folder, job = JobFolder(tmp_path), Submission(3, "n", "id", "local", SPEC, RestartPolicy(2), 0.0)
     base = {"PATH": "/bin", "A": "base", "SKYPILOT_NODE_RANK": "9", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-    found = run_environment(NODE, base, {"A": "task", "HOLDFAST_PREEMPTION": "aws"}, gpus=["4", "5"])
+    environment = Environment(base, {"A": "task", "HOLDFAST_PREEMPTION": "aws"})
+    spec = make_node_spec(
+        *(folder, job, 2, 1, ("127.0.0.1", "127.0.0.2"), environment),
+        wakeup=folder.wakeup,
+        set_up=folder.set_up(1),
+        num_gpus=2,
+        gpus=(("2", "3"), ("4", "5")),
+    )
+    found = spec.environment
     assert (found["PATH"], found["A"], found["SKYPILOT_NODE_RANK"]) == ("/bin", "task", "1")
     assert found["SKYPILOT_NODE_IPS"] == "127.0.0.1\n127.0.0.2"
-    assert found["HOLDFAST_PREEMPTION"] == "aws,file:/n"
+    assert found["HOLDFAST_PREEMPTION"] == f"aws,file:{folder.node(2, 1).notice}"
     assert found["HOLDFAST_NODE"] == tag("id", 2, 1) == "id/2/1"
     assert found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
-    assert setup_environment(NODE, base, {})["SKYPILOT_SETUP_NODE_RANK"] == "1"
+    further = spec.setup_environment.items() - found.items()
+    assert dict(further) == {
+        "SKYPILOT_SETUP_NODE_RANK": "1",
+        "SKYPILOT_SETUP_NODE_IPS": "127.0.0.1\n127.0.0.2",
+        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "2",
+    }
 
 
 def test_task_ids_look_like_skypilot_s() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs import timers
-from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
@@ -20,8 +19,7 @@ def test_a_job_is_not_running_after_a_restart_of_the_machine_and_is_continued(
     job = harness.submit(WAITS)
     harness.wait_for_output(job, "attempt 1 is up")
     assert harness.wait(job, JobStatus.RUNNING).reason == ""
-    processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "agent")])
-    processes.kill(harness.of_job(job))
+    harness.kill_all(job)
     boot_id = tmp_path / "boot_id"
     boot_id.write_text("another-boot\n")
     with monkeypatch.context() as patch:
@@ -30,5 +28,5 @@ def test_a_job_is_not_running_after_a_restart_of_the_machine_and_is_continued(
         assert shown.status is JobStatus.RECOVERING
         assert shown.reason, "why"
     harness.wait_for_output(job, "attempt 2 is up")
-    (harness.files(job).workdir(0) / "go").touch()
+    harness.let_go(job)
     harness.succeed(job)

@@ -94,8 +94,7 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
         harness.wait_for_output(job, "attempt 2 of job")
         assert bucket.names() == {"data-1", "marker-1"}
         harness.wait_for_output(job, "\n1\n")
-        (harness.files(job).workdir(0) / "go").touch()
-        ended = harness.wait(job)
+        ended = harness.finish(job)
     assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
@@ -206,7 +205,7 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
     )
     harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
     assert not harness.engine.job(job.id).status.is_final
-    (harness.files(job).workdir(0) / "go").touch()
+    harness.let_go(job)
     harness.succeed(job)
     assert {path.name for path in (harness.state / "buckets" / "results").glob("*")} >= {"early", "late"}
 

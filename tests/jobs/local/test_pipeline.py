@@ -34,10 +34,6 @@ def submit(harness: JobHarness, *runs: str, head: str = "") -> list[Job]:
     return harness.engine.submit_file(parse_tasks(text, str(harness.folder / "task.yaml")))
 
 
-def let_go(harness: JobHarness, job: Job) -> None:
-    (harness.files(job).workdir(0) / "go").touch()
-
-
 def statuses(harness: JobHarness) -> list[JobStatus]:
     return [job.status for job in harness.engine.jobs()]
 
@@ -55,11 +51,11 @@ def test_the_next_job_starts_after_success(harness: JobHarness) -> None:
     waiting = harness.engine.job(2)
     assert (waiting.status, waiting.reason) == (JobStatus.PENDING, "waits for job 1")
     assert not harness.log(b)
-    let_go(harness, a)
+    harness.let_go(a)
     harness.wait_for_output(b, "begun")
     assert harness.engine.job(1).status is JobStatus.SUCCEEDED
     assert not harness.log(c)
-    let_go(harness, b)
+    harness.let_go(b)
     harness.succeed(c)
     assert [job.attempt for job in harness.engine.jobs()] == [1, 1, 1]
     assert harness.log(c).splitlines()[1:] == ["last"]
@@ -93,7 +89,7 @@ def test_a_waiting_job_may_be_cancelled_alone(harness: JobHarness) -> None:
     assert harness.wait(d).status is JobStatus.CANCELLED
     with pytest.raises(Conflict):
         harness.engine.preempt(c.id, lead_s=0)
-    let_go(harness, a)
+    harness.let_go(a)
     harness.wait(harness.engine.job(2))
     expected = [JobStatus.SUCCEEDED, JobStatus.SUCCEEDED, JobStatus.CANCELLED, JobStatus.CANCELLED]
     assert statuses(harness) == expected
@@ -117,9 +113,9 @@ def test_a_killed_controller_costs_nothing(harness: JobHarness, victims: str) ->
         harness.kill_controller(a)
     if victims in ("waiting", "both"):
         harness.kill_controller(b)
-    let_go(harness, a)
+    harness.let_go(a)
     harness.wait_for_output(b, "begun")
-    let_go(harness, b)
+    harness.let_go(b)
     harness.wait_for_output(c, "last")
     assert [harness.wait(job).status for job in (a, b, c)] == [JobStatus.SUCCEEDED] * 3
     assert [harness.log(job).count("attempt 1") for job in (a, b, c)] == [1, 1, 1]
@@ -132,7 +128,7 @@ def test_a_controller_killed_between_two_jobs_continues_with_the_right_one(harne
     harness.wait_for(a, lambda: harness.roles(b, "controller"), "the controller of the next job")
     processes.kill([*harness.roles(b, "controller"), *harness.roles(a, "controller")])
     agents = harness.roles(a, "agent")
-    let_go(harness, a)
+    harness.let_go(a)
     harness.wait_for_output(a, "done")
     processes.wait_exited(agents, 60)
     processes.kill([*harness.roles(b, "controller"), *harness.roles(a, "controller")])
@@ -188,8 +184,7 @@ def test_a_job_on_which_another_waits_is_not_removed(harness: JobHarness) -> Non
     harness.wait_for_output(b, "begun")
     with pytest.raises(Conflict, match=r"comes before job 2 \(t1\) in a pipeline"):
         harness.engine.forget(a.id)
-    let_go(harness, b)
-    harness.wait(b)
+    harness.finish(b)
     harness.engine.forget(a.id)
     assert [job.id for job in harness.engine.jobs()] == [2]
 

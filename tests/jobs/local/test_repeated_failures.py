@@ -9,6 +9,7 @@ from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
 FIVE_RESTARTS = "resources: {job_recovery: {max_restarts_on_errors: 5}}"
+ANY = "envs: {HOLDFAST_SAME_FAILURES: any}"
 SAME = """\
 echo "started at $(date +%T.%N) as process $$ in $(mktemp -d)"
 python -c "import flash_atn"
@@ -32,37 +33,34 @@ exit 1
 """
 
 
-def test_a_job_that_fails_in_the_same_way_ends_with_the_cause(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit(SAME, head=FIVE_RESTARTS))
-    assert job.status is JobStatus.FAILED
-    assert job.attempt == 3, "three of six"
+THREE_RESTARTS = FIVE_RESTARTS.replace("5", "3")
+THREE_OF_SIX = (
+    "3 attempts in a row failed in the same way, without a newer checkpoint: "
+    "ModuleNotFoundError: No module named 'flash_atn' (node 0 failed in run with status 1)"
+)
+ALL_USED = (
+    "node 0 failed in run with status 1: ModuleNotFoundError: No module named 'flash_atn'; "
+    "all 3 restarts after errors are used up"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "head", "attempt", "reason"),
+    [
+        pytest.param(SAME, FIVE_RESTARTS, 3, THREE_OF_SIX, id="the same way"),
+        pytest.param(AT_A_LATER_STEP, FIVE_RESTARTS, 6, "", id="at a later step"),
+        pytest.param(IN_OTHER_WAYS, FIVE_RESTARTS, 4, "", id="other ways"),
+        pytest.param(SAME, f"{THREE_RESTARTS}\n{ANY}", 4, ALL_USED, id="a word"),
+    ],
+)
+def test_a_job_that_fails_in_one_way_ends_with_the_cause_and_others_are_restarted(
+    harness: JobHarness, run: str, head: str, attempt: int, reason: str
+) -> None:
+    job = harness.wait(harness.submit(run, head=head))
+    expected = JobStatus.FAILED if reason else JobStatus.SUCCEEDED
+    assert (job.status, job.attempt, job.exit_status) == (expected, attempt, 1 if reason else 0)
+    assert job.step == (60 if run == AT_A_LATER_STEP else None)
     first = job.reason.partition("\n")[0]
-    assert first == (
-        "3 attempts in a row failed in the same way, without a newer checkpoint: "
-        "ModuleNotFoundError: No module named 'flash_atn' (node 0 failed in run with status 1)"
-    )
-    assert job.exit_status == 1
-    attempts = list_attempts(read_changes(harness.files(job)))
-    assert attempts[-1].reason.startswith(first)
-
-
-def test_a_job_that_fails_at_a_later_step_each_time_is_restarted(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit(AT_A_LATER_STEP, head=FIVE_RESTARTS))
-    assert job.status is JobStatus.SUCCEEDED
-    assert (job.attempt, job.step) == (6, 60)
-
-
-@pytest.mark.slow
-def test_a_job_that_fails_in_other_ways_is_restarted(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit(IN_OTHER_WAYS, head=FIVE_RESTARTS))
-    assert job.status is JobStatus.SUCCEEDED
-    assert job.attempt == 4
-
-
-@pytest.mark.slow
-def test_a_word_lets_all_restarts_be_used(harness: JobHarness) -> None:
-    head = "resources: {job_recovery: {max_restarts_on_errors: 3}}\nenvs: {HOLDFAST_SAME_FAILURES: any}"
-    job = harness.wait(harness.submit(SAME, head=head))
-    assert job.status is JobStatus.FAILED
-    assert job.attempt == 4
-    assert "all 3 restarts after errors are used up" in job.reason
+    assert first == reason
+    assert list_attempts(read_changes(harness.files(job)))[-1].reason.startswith(first)

@@ -88,7 +88,7 @@ def test_each_job_and_node_has_its_own_sky_workdir(harness: JobHarness, home: Pa
             harness.wait_for(job, (workdir / "mine").exists, "a line in the workdir")
     for job in jobs:
         for rank in range(2):
-            (harness.files(job).workdir(rank) / "go").touch()
+            harness.let_go(job, rank)
     for name, job in zip("ab", jobs, strict=True):
         harness.succeed(job)
         for rank in range(2):

@@ -18,6 +18,7 @@ from holdfast.jobs import clear_node, machines, nodes
 from holdfast.jobs.machines import MachineEvent, add_events, attempt_events, read_events
 from holdfast.jobs.node.checks.result import Check, NodeChecks
 from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.state_machine import JobState
 
 LOST = Outcome(Phase.RUN)
 STOPPED = Outcome(Phase.RUN, killed_by=9, is_stopped=True)
@@ -111,8 +112,8 @@ def test_a_record_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 def events_of(outcomes: dict[int, Outcome], *machines: str, **more: Any) -> dict[str, MachineEvent]:
     """Return the events of an attempt by machine, by default of n0 and n1."""
-    given: dict[str, Any] = {"checks": {}, "job": "j", "attempt": 2, "unix_s": NOW, "is_preempted": False}
-    found = attempt_events(machines or ("n0", "n1"), outcomes, **{**given, **more})
+    ended = JobState(attempt=2, outcomes=outcomes, is_noticed=more.pop("is_noticed", False))
+    found = attempt_events(machines or ("n0", "n1"), ended, more.pop("checks", {}), job="j", **more)
     assert len(found) == len({one.machine for one in found})
     return {one.machine: one for one in found}
 
@@ -126,7 +127,7 @@ def test_only_the_lost_node_has_lost_an_attempt() -> None:
 
 
 def test_a_preempted_attempt_is_nobodys_fault() -> None:
-    assert not any(one.is_lost for one in events_of({0: STOPPED}, is_preempted=True).values())
+    assert not any(one.is_lost for one in events_of({0: STOPPED}, is_noticed=True).values())
 
 
 def test_all_nodes_at_once_are_lost_with_the_one_that_failed() -> None:

@@ -51,10 +51,6 @@ def holders(harness: JobHarness, job: Job) -> list[str]:
     return holders_of(harness.files(job).path, SECRET)
 
 
-def release(harness: JobHarness, job: Job) -> None:
-    (harness.files(job).workdir(0) / "go").touch()
-
-
 def test_a_command_receives_the_facts(harness: JobHarness, tmp_path: Path) -> None:
     (tmp_path / "hook").write_text(f'#!/bin/sh\nenv > "{tmp_path}/env"; cat > "{tmp_path}/in"\n')
     (tmp_path / "hook").chmod(0o755)
@@ -114,7 +110,7 @@ def test_the_url_is_private_while_the_job_runs(
             assert SECRET.encode() not in Path(f"/proc/{one.pid}/environ").read_bytes()
     assert SECRET not in str(jobs.describe(job.id))
     receiver.gate.set()
-    release(harness, job)
+    harness.let_go(job)
     wait_for_end(harness, job)
     assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
     assert not holders(harness, job)
@@ -136,8 +132,7 @@ def test_the_end_of_the_commands_does_not_end_a_request(harness: JobHarness, rec
     receiver.gate.clear()
     job = launch(harness, WAITS, receiver.url, on=["running", "ended"])
     harness.wait_for(job, lambda: receiver.bodies, "the request")
-    release(harness, job)
-    harness.wait(job)
+    harness.finish(job)
     receiver.gate.set()
     wait_for_end(harness, job)
     assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
@@ -235,7 +230,7 @@ def test_a_killed_notifier_is_replaced_and_sends_again(
     job = harness.submit_and_kill(
         "jobs.notified:2", lambda: launch(harness, WAITS, *targets, on=["running,ended"])
     )
-    release(harness, job)
+    harness.let_go(job)
     wait_for_end(harness, job)
     assert out.read_text() == "RUNNING SUCCEEDED "
     assert receiver.statuses == ["RUNNING", "RUNNING", "SUCCEEDED"]
@@ -246,11 +241,10 @@ def test_a_killed_job_recovers_and_a_new_controller_notifies(harness: JobHarness
     job = launch(harness, WAITS, command, on=["running,recovering,ended"])
     harness.wait_for_output(job, "attempt 1 is up")
     harness.wait(job, JobStatus.RUNNING)
-    processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "agent")])
-    processes.kill(harness.of_job(job))
+    harness.kill_all(job)
     harness.engine.jobs()
     harness.wait_for_output(job, "attempt 2 is up")
-    release(harness, job)
+    harness.let_go(job)
     wait_for_end(harness, job)
     assert out.read_text() == "RUNNING RECOVERING RUNNING SUCCEEDED "
 
@@ -266,7 +260,7 @@ def test_a_cancelled_job_that_waits_is_notified_of(
     wait_for_end(harness, waiting)
     assert [(body["job"], body["status"]) for body in receiver.bodies] == [(waiting.id, "CANCELLED")]
     harness.wait_for_output(running, "is up")
-    release(harness, running)
+    harness.let_go(running)
     wait_for_end(harness, running)
 
 

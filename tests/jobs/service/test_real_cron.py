@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.system.entry import command
 from jobs.harness import LIMIT_S, JobHarness
@@ -54,14 +53,12 @@ def test_cron_continues_a_job_after_a_restart(
     job = harness.submit(WAITS)
     harness.wait_for_output(job, "attempt 1 is up")
     harness.wait(job, JobStatus.RUNNING)
-    processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "agent")])
-    processes.kill(harness.of_job(job))
+    harness.kill_all(job)
     (tmp_path / "boot_id").write_text("another-boot\n")
     python, entry, *_ = command("holdfast.cli")
     environment = {**os.environ, "PYTHON": python, "ENTRY": entry, "FOLDER": str(tmp_path)}
     words = ["unshare", "-m", "bash", "-c", _IN_NAMESPACE]
     subprocess.run(words, env=environment, timeout=LIMIT_S, check=True)
     harness.wait_for_output(job, "attempt 2 is up")
-    (harness.files(job).workdir(0) / "go").touch()
-    assert harness.wait(job).status is JobStatus.SUCCEEDED
+    assert harness.finish(job).status is JobStatus.SUCCEEDED
     harness.leave()

@@ -112,7 +112,7 @@ def test_an_upload_continues_after_a_kill(
     job = slurm.submit(SAVES + "save 1; until [ -e go ]; do sleep 0.05; done", head=bucket.cached)
     assert gate.reached.wait(600), slurm.describe(job)
     processes.kill(uploaders(slurm, "n1") if what == "uploader" else scratch_roles(slurm, "mounter"))
-    (slurm.files(job).workdir(0) / "go").touch()
+    slurm.let_go(job)
     gate.opened.set()
     ended = end(slurm, job)
     assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1), slurm.describe(job)
@@ -439,7 +439,7 @@ def test_a_target_in_the_home_is_a_link_until_the_job_has_ended(
     slurm.wait_for_output(job, str(slurm.folder / "disks" / "n1"))
     with pytest.raises(Conflict, match="job 1 has a mount there until it has ended"):
         slurm.submit("true", head=head)
-    (slurm.files(job).workdir(0) / "go").touch()
+    slurm.let_go(job)
     assert end(slurm, job).status is JobStatus.SUCCEEDED, slurm.describe(job)
     assert (slurm.folder / "state" / "buckets" / "results" / "a").read_text() == "1\n"
     assert not (slurm.folder / "out").is_symlink()

@@ -19,12 +19,11 @@ from holdfast.jobs.status import JobStatus
 
 RAN = JobState(JobStatus.RUNNING, attempt=1, is_active=True)
 DONE = JobState(JobStatus.SUCCEEDED, attempt=2)
+UPLOADS = NodeUploads("n2", "/scratch/holdfast-0-3-x", "1 left out", is_settled=True)
 REPORTS = [
-    NodeReport(0, "n1"),
-    NodeReport(1, "n2", "/scratch/holdfast-0-3-x", True, True, "Slurm (SIGUSR1)", 60.0, 1.5, 2),
-    NodeReport(
-        1, outcome=Outcome(Phase.RUN, 75), missing="2 waiting", are_uploads_over=True, is_settled=True
-    ),
+    NodeReport(0),
+    NodeReport(1, True, True, "Slurm (SIGUSR1)", 60.0, 1.5, 2),
+    NodeReport(1, outcome=Outcome(Phase.RUN, 75), uploads=UPLOADS, uploading="2 waiting"),
     NodeReport(3, outcome=Outcome(Phase.SETUP, killed_by=15, is_stopped=True)),
 ]
 ORDERS = [
@@ -70,15 +69,20 @@ def test_the_status_of_a_job(
         assert "/x/slurm.log" in found.reason
 
 
-def test_missing_files_are_named_when_slurm_has_ended_the_job() -> None:
-    found = current_state(RAN, None, is_cancelled=True, output="", missing="node 0: 2 files")
-    assert found.reason == "cancelled; node 0: 2 files"
-    assert current_state(RAN, Queued("RUNNING", ""), is_cancelled=False, output="", missing="x").reason == ""
-
-
-def test_the_reason_of_a_pending_job_is_reported() -> None:
-    found = current_state(RAN, Queued("PENDING", "BeginTime"), is_cancelled=False, output="")
-    assert found.reason == "waits in Slurm (BeginTime)"
+@pytest.mark.parametrize(
+    ("queued", "is_cancelled", "reason"),
+    [
+        (None, True, "cancelled; node 0: 2 files"),
+        (Queued("RUNNING", ""), False, ""),
+        (Queued("PENDING", "BeginTime"), False, "waits in Slurm (BeginTime)"),
+    ],
+)
+def test_the_reason_names_what_the_job_waits_for_or_lacks(
+    queued: Queued | None, is_cancelled: bool, reason: str
+) -> None:
+    missing = "node 0: 2 files"
+    found = current_state(RAN, queued, is_cancelled=is_cancelled, output="", missing=missing)
+    assert found.reason == reason
 
 
 @pytest.mark.parametrize(("kind", "values"), [(NodeReport, REPORTS), (Orders, ORDERS)])
@@ -100,7 +104,7 @@ def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
     files.create()
     assert files.read_state() == SlurmJobState()
-    uploads = {0: NodeUploads("n1", "/x", "1 left out", is_settled=True), 1: NodeUploads("n2", "/x")}
+    uploads = {0: NodeUploads("n1", "/x"), 1: UPLOADS}
     state = SlurmJobState(RAN, 2, "17", 5, 1, 0, ("n1", "n2"), ("n3",), uploads, 1.0, None)
     files.write_state(state)
     assert files.read_state() == state

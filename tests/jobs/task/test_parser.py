@@ -14,7 +14,7 @@ from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.task.parser import Overrides, command_task, load_task, parse_task, parse_tasks
+from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_task, parse_tasks
 from holdfast.jobs.task.problems import RESOURCES, STORAGE, TASK
 from jobs.task.guide import SNIPPETS
 
@@ -83,21 +83,21 @@ def test_accelerators_in_all_forms(asked: object, choices: list[object], is_orde
     assert (again.choices, again.is_ordered) == (read.choices, read.is_ordered)
 
 
-@pytest.mark.parametrize("asked", ["A100:x", ":8", ["A100", "B:"], {"A:b": 1}, "  "])
-def test_an_invalid_accelerator_is_rejected(asked: object) -> None:
-    assert isinstance(parse_accelerators(asked), str)
+AMOUNT = "expected an amount of memory"
+WRONG = {
+    "cpus: %s": (("lots", "-1", "0", "nan", "4GB"), "cpus: expected a number of CPUs"),
+    "memory: %s": (("-3", "0", "much", "32XB"), f"memory: {AMOUNT}"),
+    "any_of: [{memory: %s}]": (("-3", "much"), f"any_of[0].memory: {AMOUNT}"),
+    "accelerators: %s": (("A100:x", "':8'", "[A100, 'B:']", "{'A:b': 1}", "'  '"), "accelerators: expected "),
+}
 
 
 @pytest.mark.parametrize(
-    ("key", "where", "value"),
-    [("cpus", "resources", one) for one in ("lots", "-1", "0", "nan", "4GB")]
-    + [("memory", "resources.any_of[0]", one) for one in ("-3", "0", "much", "32XB")],
+    ("text", "value"), [(text, one) for text, (values, _) in WRONG.items() for one in values]
 )
-def test_an_invalid_amount_is_rejected(key: str, where: str, value: str) -> None:
-    text = f"{key}: {value}" if where == "resources" else f"any_of:\n    - {key}: {value}"
-    what = {"cpus": "a number of CPUs", "memory": "an amount of memory"}[key]
-    line = 3 if where == "resources" else 4
-    assert f"task.yaml:{line}: {where}.{key}: expected {what}" in refusal(f"run: x\nresources:\n  {text}\n")
+def test_an_invalid_amount_is_rejected(text: str, value: str) -> None:
+    said = f"task.yaml:3: resources.{WRONG[text][1]}"
+    assert said in refusal(f"run: x\nresources:\n  {text % value}\n")
 
 
 @pytest.mark.parametrize("resources", ["cpus: 4+, memory: 32+", "cpus: 0.5, memory: 4x", "memory: 128GB"])
@@ -137,7 +137,6 @@ def test_problems_have_a_line_a_path_an_expectation_and_the_nearest_word() -> No
         ("run: x\nsecrets: [T]\n", "T has no value: give it here, or with --secret T=VALUE, or --secret T"),
         ("run: x\nenvs:\n  a-b: 1\n", "expected the name of a variable"),
         ('run: x\nenvs:\n  A: "a\\0b"\n', "expected a text without NUL characters"),
-        ("run: x\nresources:\n  accelerators: A100:x\n", ":3: resources.accelerators: expected NAME"),
         ("service: {}\n", "are not jobs; start this one with SkyPilot: `sky serve up FILE`"),
         ("pool: {}\n", "`sky jobs pool apply FILE`"),
         ("\nresources: {gpus: A, accelerators: B}\n", ":2: resources.gpus: another name of accelerators"),
@@ -265,7 +264,7 @@ def test_job_groups_and_unclear_options_of_pipelines_are_refused() -> None:
 
 def test_a_missing_file_is_not_found(tmp_path) -> None:
     with pytest.raises(NotFound, match=r"The task file .* does not exist"):
-        load_task(tmp_path / "none.yaml")
+        load_tasks(tmp_path / "none.yaml")
 
 
 def test_variables_are_filled_in_in_paths() -> None:
@@ -333,6 +332,6 @@ def test_a_file_in_another_encoding_is_refused_with_its_line(tmp_path: Path, dat
     path = tmp_path / "task.yaml"
     path.write_bytes(data)
     with pytest.raises(InvalidInput, match=said + r".*Save it as UTF-8\."):
-        load_task(path)
+        load_tasks(path)
     path.write_bytes(b"\xef\xbb\xbfname: x\nrun: a\n")
-    assert load_task(path).name == "x"
+    assert load_tasks(path).name == "x"

@@ -129,12 +129,10 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
     if as_of_s is None:
         return {"running_s": 0.0, "down_s": 0.0, "as_of_unix_s": None, "grows": ""}
     until, later = (durations_of(job, changes, now_unix_s=as_of_s + more_s) for more_s in (0.0, 1.0))
-    grows = ""
-    if not job.status.is_final:  # a job may have ended at a time that is not known
-        grows = (
-            "running" if later.running_s > until.running_s else "down" if later.down_s > until.down_s else ""
-        )
-    durations = {"running_s": until.running_s, "down_s": until.down_s}
+    durations = {name: getattr(until, name) for name in ("running_s", "down_s")}
+    grown = [name for name, value in durations.items() if getattr(later, name) > value]
+    # A job may have ended at a time that is not known.
+    grows = grown[0].removesuffix("_s") if grown and not job.status.is_final else ""
     return {**durations, "as_of_unix_s": as_of_s, "grows": grows}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.errors import Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey
+from holdfast.jobs.engine import Job
 from holdfast.jobs.k8s.manifest import make_object, secret_name
 from holdfast.jobs.k8s.pod_config import gpu_choice
 from holdfast.jobs.k8s.refusal import POD_CONFIG, object_name, to_manifest
@@ -16,7 +16,7 @@ from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.model import Task, value_at
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported, in_file_order
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported
 
 _CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -53,12 +53,12 @@ class ManifestEngine(RecordedEngine):
         return self.kinds[task.num_nodes > 1]
 
     @override
-    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        found = [*find_unsupported(task, _UNSUPPORTED_KEYS), *_changed(task)]
+    def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
+        yield from find_unsupported(task, _UNSUPPORTED_KEYS)
+        yield from _changed(task)
         if self._kind(task) == "PyTorchJob" and task.recovery.max_restarts:
             what = "each pod restarts `run` in place, and counts from its own start on"
-            found.append(("resources.job_recovery.max_restarts_on_errors", what))
-        return in_file_order(task, found)
+            yield "resources.job_recovery.max_restarts_on_errors", what
 
     @override
     def check(self, task: Task) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import yaml
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
-from holdfast.jobs.environment import TAG, UNBUFFERED, add_notice_file, conda_start
+from holdfast.jobs.environment import (
+    TAG,
+    UNBUFFERED,
+    add_notice_file,
+    conda_start,
+    setup_variables,
+    sky_variables,
+)
 from holdfast.jobs.k8s import pod_config as pods
 from holdfast.jobs.k8s.refusal import (
     escape,
@@ -23,6 +30,7 @@ from holdfast.jobs.k8s.refusal import (
     unsupported,
 )
 from holdfast.jobs.task.edits import fill_in
+from holdfast.jobs.task.image import image_id
 from holdfast.jobs.task.model import Task, value_at
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
@@ -42,12 +50,10 @@ _RETRIED = 143  # exit status for which a PyTorchJob restarts a pod, as for any 
 
 
 def make_object(task: Task, kind: str) -> Object:
-    """Return the object that runs a task.
+    """Return the object that runs a task: a Job, a JobSet, whose nodes restart together, or a PyTorchJob.
 
-    Args:
-        kind: Job for one node; JobSet for several nodes, which are restarted together; or PyTorchJob. The
-            training operator does not count failures apart from preemptions, so pods of a PyTorchJob restart
-            `run` in place after errors. Their scripts derive their rank.
+    The training operator does not count failures apart from preemptions, so pods of a PyTorchJob restart
+    `run` in place after errors. Their scripts derive their rank.
     """
     name, num_nodes = object_name(task), _at_most(task, "num_nodes", task.num_nodes, 5000, " nodes")
     max_restarts = _at_most(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
@@ -157,11 +163,11 @@ def _pod(
 
 
 def _priority_class(task: Task) -> str | None:
-    found = (task.document.get("resources") or {}).get("priority_class")
-    if found is not None and not is_subdomain(str(found)):
-        what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
-        raise invalid(task, "resources.priority_class", what)
-    return None if found is None else str(found)
+    found = value_at(task.document, "resources.priority_class")
+    if found is None or is_subdomain(str(found)):
+        return None if found is None else str(found)
+    what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
+    raise invalid(task, "resources.priority_class", what)
 
 
 def _environment(
@@ -169,21 +175,15 @@ def _environment(
 ) -> list[dict[str, Any]]:
     """Return the variables of the task, SkyPilot's and Holdfast's. Each may refer to those before it."""
     _, num_gpus = pods.gpu_choice(task)
-    # The same after every restart. Two namespaces may have jobs of one name.
-    task_id = f"$({_NAMESPACE})-{object_name(task)}"
     first = {
         _NAMESPACE: _value_from("fieldRef", fieldPath="metadata.namespace"),
         TAG: _value_from("fieldRef", fieldPath="metadata.name"),
     }
+    # An id that is the same after every restart. Two namespaces may have jobs of one name.
+    common = sky_variables(f"$({_NAMESPACE})-{object_name(task)}", addresses, num_gpus)
     ours = {
-        "SKYPILOT_TASK_ID": task_id,
-        "SKYPILOT_TASK_IDS": task_id,
-        "SKYPILOT_JOB_RANK": "0",
-        "SKYPILOT_NODE_IPS": "\n".join(addresses),
-        "SKYPILOT_NUM_NODES": str(len(addresses)),
-        "SKYPILOT_NUM_GPUS_PER_NODE": str(num_gpus),
-        "SKYPILOT_SETUP_NODE_IPS": "\n".join(addresses),
-        "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": str(num_gpus),
+        **common,
+        **setup_variables(common),
         PREEMPTION: escape(add_notice_file(task.envs.get(PREEMPTION, "auto"), _NOTICE)),
     }
     defaults = {
@@ -245,9 +245,7 @@ def _claim(task: Task, path: str, value: Any) -> str:
 
 
 def _image(task: Task) -> str:
-    asked = (task.document.get("resources") or {}).get("image_id")
-    if isinstance(asked, Mapping) and len(asked) == 1:
-        (asked,) = asked.values()
+    asked = image_id(task)
     found = _IMAGE.fullmatch(str(asked or ""))
     if found is None:
         what = "expected the container image of the training, such as docker:registry.example/gpt:1, found "

@@ -19,7 +19,7 @@ from holdfast.jobs import journal
 from holdfast.jobs.folder import JobFolder, job_folder, jobs_folder
 from holdfast.jobs.node.roles import rouse_controller
 from holdfast.jobs.node_spec import NodeSpec
-from holdfast.jobs.records import JobRecord, Records, Submission
+from holdfast.jobs.records import JobRecord, JobSpec, Records
 from holdfast.jobs.status import JobStatus
 from holdfast.system.host_memory import total_bytes
 from holdfast.system.linux import locks
@@ -48,30 +48,6 @@ class ResourceClaim(Struct, frozen=True):
     ports: tuple[int, ...] = ()
 
 
-class Demand(Struct, frozen=True):
-    """Resources that a job needs for its start."""
-
-    job: int
-    priority: int = 0  # jobs with a greater one come first
-    num_nodes: int = 1
-    gpus_per_node: int = 0
-    devices: tuple[str, ...] = ()  # GPUs that the job may have
-    cpus: float = 0.0  # of all its nodes
-    memory_mib: int = 0  # of all its nodes
-    ports: tuple[int, ...] = ()  # that its commands name
-    needs_port: bool = False  # any other port too
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of all nodes."""
-        return self.num_nodes * self.gpus_per_node
-
-    @property
-    def is_empty(self) -> bool:
-        """True if the job needs nothing that is divided among jobs."""
-        return not (self.num_gpus or self.cpus or self.memory_mib or self.ports or self.needs_port)
-
-
 class Claims(Struct, frozen=True):
     """Claims of all jobs on this machine: those that may start now, and why the others wait."""
 
@@ -94,69 +70,64 @@ class Claims(Struct, frozen=True):
         return self.shortages.get(number, "")
 
 
-def allocate(capacity: Capacity, claims: Iterable[ResourceClaim], demands: Iterable[Demand]) -> Claims:
-    """Return which jobs may start beside those that have started.
+def allocate(
+    capacity: Capacity, claims: Iterable[ResourceClaim], waiting: Iterable[tuple[int, JobSpec]]
+) -> Claims:
+    """Return which of the jobs that wait may start beside those that have started.
 
     Jobs are served by priority, then by number. One that does not fit keeps what is free of its needs, so
     that later ones start only with what it does not need. Needs beyond the machine count as all of it, except
     for GPUs.
     """
-    machine = _Machine(capacity, claims)
+    taken = list(claims)
     given: dict[int, Devices] = {}
     shortages: dict[int, str] = {}
-    for demand in sorted(demands, key=lambda demand: (-demand.priority, demand.job)):
-        gpus, shortage = machine.take(demand)
-        if shortage:
-            shortages[demand.job] = shortage
+    for job, spec in sorted(waiting, key=lambda one: (-one[1].priority, one[0])):
+        claim, needs, users = _take(capacity, taken, job, spec)
+        if needs:
+            shortages[job] = f"waits for {' and '.join(needs)}{_who(users, shortages.keys())}"
         else:
-            each, ranks = demand.gpus_per_node, range(demand.num_nodes)
-            given[demand.job] = tuple(tuple(gpus[rank * each : (rank + 1) * each]) for rank in ranks)
+            each, ranks = len(claim.gpus) // spec.num_nodes, range(spec.num_nodes)
+            given[job] = tuple(claim.gpus[rank * each : (rank + 1) * each] for rank in ranks)
+        taken.append(claim)
     return Claims(given, shortages)
 
 
-class _Machine:
-    """Resources of a machine while they are divided."""
+def _take(
+    capacity: Capacity, taken: Sequence[ResourceClaim], job: int, spec: JobSpec
+) -> tuple[ResourceClaim, list[str], set[int]]:
+    """Return what is free of a job's needs, the needs that are not free, and the jobs that have these."""
+    used = {gpu for one in taken for gpu in one.gpus}
+    gpus = [gpu for gpu in dict.fromkeys(spec.devices) if gpu not in used]
+    num_gpus = spec.num_claimed_gpus
+    cpus = min(spec.cpus * spec.num_nodes, capacity.cpus)
+    memory_mib = min(spec.memory_mib * spec.num_nodes, capacity.memory_mib)
+    free_cpus = max(0.0, capacity.cpus - sum(one.cpus for one in taken))
+    free_mib = max(0, capacity.memory_mib - sum(one.memory_mib for one in taken))
+    needs: list[str] = []
+    users: set[int] = set()
+    if len(gpus) < num_gpus:
+        needs.append(f"{plural(num_gpus, 'GPU')} ({len(gpus)} free)")
+        users |= {one.job for one in taken if set(one.gpus) & set(spec.devices)}
+    if cpus > free_cpus + _ROUNDING:
+        needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({free_cpus:g} free)")
+        users |= {one.job for one in taken if one.cpus}
+    if memory_mib > free_mib:
+        needs.append(f"{_amount(memory_mib)} of memory ({_amount(free_mib)} free)")
+        users |= {one.job for one in taken if one.memory_mib}
+    for port in spec.ports:
+        needs += [f"port {port} of job {one.job}" for one in taken if port in one.ports]
+    free = (tuple(gpus[:num_gpus]), min(cpus, free_cpus), min(memory_mib, free_mib))
+    return ResourceClaim(job, *free, spec.ports), needs, users
 
-    def __init__(self, capacity: Capacity, claims: Iterable[ResourceClaim]) -> None:
-        self._capacity = capacity
-        self._taken = list(claims)
-        self._waiting: set[int] = set()  # jobs that wait, and keep what they have taken
 
-    def take(self, demand: Demand) -> tuple[list[str], str]:
-        """Take what a job needs, or of that what is free. Return its GPUs, and why it must wait, if so."""
-        taken, capacity = self._taken, self._capacity
-        used = {gpu for one in taken for gpu in one.gpus}
-        gpus = [gpu for gpu in dict.fromkeys(demand.devices) if gpu not in used]
-        cpus, memory_mib = min(demand.cpus, capacity.cpus), min(demand.memory_mib, capacity.memory_mib)
-        free_cpus = max(0.0, capacity.cpus - sum(one.cpus for one in taken))
-        free_mib = max(0, capacity.memory_mib - sum(one.memory_mib for one in taken))
-        needs: list[str] = []
-        users: set[int] = set()
-        if len(gpus) < demand.num_gpus:
-            needs.append(f"{plural(demand.num_gpus, 'GPU')} ({len(gpus)} free)")
-            users |= {one.job for one in taken if set(one.gpus) & set(demand.devices)}
-        if cpus > free_cpus + _ROUNDING:
-            needs.append(f"{cpus:g} CPU{'' if cpus == 1 else 's'} ({free_cpus:g} free)")
-            users |= {one.job for one in taken if one.cpus}
-        if memory_mib > free_mib:
-            needs.append(f"{_amount(memory_mib)} of memory ({_amount(free_mib)} free)")
-            users |= {one.job for one in taken if one.memory_mib}
-        for port in demand.ports:
-            needs += [f"port {port} of job {one.job}" for one in taken if port in one.ports]
-        shortage = f"waits for {' and '.join(needs)}{self._who(users)}" if needs else ""
-        gpus, cpus, memory_mib = gpus[: demand.num_gpus], min(cpus, free_cpus), min(memory_mib, free_mib)
-        taken.append(ResourceClaim(demand.job, tuple(gpus), cpus, memory_mib, demand.ports))
-        if shortage:
-            self._waiting.add(demand.job)
-        return gpus, shortage
-
-    def _who(self, users: set[int]) -> str:
-        """Return which jobs have, or get first, what another one needs."""
-        running, first = sorted(users - self._waiting), sorted(users & self._waiting)
-        parts = [f"{_jobs(running)} {'has' if len(running) == 1 else 'have'} the rest"] if running else []
-        if first:
-            parts.append(f"{_jobs(first)} {'comes' if len(first) == 1 else 'come'} first")
-        return f"; {', and '.join(parts)}" if parts else ""
+def _who(users: set[int], waiting: Collection[int]) -> str:
+    """Return which jobs have, or get first, what another one needs."""
+    running, first = sorted(users - set(waiting)), sorted(users & set(waiting))
+    parts = [f"{_jobs(running)} {'has' if len(running) == 1 else 'have'} the rest"] if running else []
+    if first:
+        parts.append(f"{_jobs(first)} {'comes' if len(first) == 1 else 'come'} first")
+    return f"; {', and '.join(parts)}" if parts else ""
 
 
 def _jobs(numbers: Sequence[int]) -> str:
@@ -184,25 +155,9 @@ def locked(state: Path) -> Iterator[None]:
         yield
 
 
-def demand(job: Submission) -> Demand:
-    """Return the resources that a job needs for its start."""
-    spec = job.spec
-    return Demand(
-        job=job.number,
-        priority=spec.priority,
-        num_nodes=spec.num_nodes,
-        gpus_per_node=spec.num_gpus if spec.devices else 0,
-        devices=spec.devices,
-        cpus=spec.cpus * spec.num_nodes,
-        memory_mib=spec.memory_mib * spec.num_nodes,
-        ports=spec.ports,
-        needs_port=spec.needs_port,
-    )
-
-
 def may_need_claim(record: JobRecord) -> bool:
     """Return True if a job has not started, and needs a claim."""
-    return record.state.job_state.status is JobStatus.PENDING and not demand(record.job).is_empty
+    return record.state.job_state.status is JobStatus.PENDING and record.job.spec.needs_claim
 
 
 def read_claims(records: Records, state: Path) -> Claims:
@@ -223,11 +178,10 @@ def read_claims(records: Records, state: Path) -> Claims:
     started = [one for one in found.values() if one.state.job_state.status is not JobStatus.PENDING]
     claims += [_claim(one) for one in started]
     waiting = [one for one in found.values() if _is_waiting(one, found, records)]
-    demands = [demand(one.job) for one in waiting]
     return replace(
-        allocate(read_capacity(), claims, demands),
+        allocate(read_capacity(), claims, [(one.job.number, one.job.spec) for one in waiting]),
         holders=tuple(one.job.number for one in started),
-        ports=frozenset(port for one in (*claims, *demands) for port in one.ports),
+        ports=frozenset(port for one in (*claims, *(one.job.spec for one in waiting)) for port in one.ports),
     )
 
 
@@ -239,10 +193,11 @@ def lead_on(records: Records, state: Path, *, besides: int | None = None) -> Non
 
 
 def _claim(record: JobRecord) -> ResourceClaim:
-    needs = demand(record.job)
+    spec, port = record.job.spec, record.state.port
     gpus = tuple(gpu for of_node in record.state.gpus for gpu in of_node)
-    ports = needs.ports if record.state.port is None else (*needs.ports, record.state.port)
-    return ResourceClaim(record.job.number, gpus, needs.cpus, needs.memory_mib, ports)
+    cpus, memory_mib = spec.cpus * spec.num_nodes, spec.memory_mib * spec.num_nodes
+    ports = spec.ports if port is None else (*spec.ports, port)
+    return ResourceClaim(record.job.number, gpus, cpus, memory_mib, ports)
 
 
 def _is_waiting(record: JobRecord, found: Mapping[int, JobRecord], records: Records) -> bool:

@@ -14,7 +14,7 @@ from typing_extensions import override
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.jobs.controller import LEAD_S, Controller, event_of
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.local.claims import choose_port, demand, lead_on, locked, read_claims
+from holdfast.jobs.local.claims import choose_port, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes, make_specs
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import release_containers
@@ -30,8 +30,8 @@ from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.records import JobRecord, JobRequest, Records
 from holdfast.jobs.state_machine import (
+    AttemptDue,
     AttemptExited,
-    ControllerStarted,
     JobEvent,
     JobState,
     NodeExited,
@@ -142,7 +142,6 @@ class LocalController(Controller):
         self._is_next = False  # the job before this one has ended, but its controller is still running
         self.is_idle = False
         """True if the job waits for its claim behind another one, and needs no controller for now."""
-        self._needs_claim = not demand(record.job).is_empty
         self._watch_attempt()
         self._wakeup = WakeupPipe(folder.wakeup)
 
@@ -161,15 +160,15 @@ class LocalController(Controller):
         adopt_orphans()
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_is_terminated", True))
         signal.set_wakeup_fd(self._wakeup.fd, warn_on_full_buffer=False)  # a signal wakes the loop too
-        if not self._is_waiting:
-            self._apply(ControllerStarted())
+        if self.state.status is JobStatus.PENDING and not self._is_waiting:
+            self._apply(AttemptDue())
 
     # -- before the first attempt ----------------------------------------------------------------------------
 
     @property
     def _is_waiting(self) -> bool:
         """True if the job waits for another one in its pipeline, or for its claim."""
-        may_wait = self._job.spec.after is not None or self._needs_claim
+        may_wait = self._job.spec.after is not None or self._job.spec.needs_claim
         return may_wait and self.state.status is JobStatus.PENDING
 
     @override
@@ -177,8 +176,8 @@ class LocalController(Controller):
         self._is_next = False
         if not self._is_waiting:
             return
-        event = ControllerStarted() if self._job.spec.after is None else self._predecessor_event()
-        if isinstance(event, ControllerStarted) and self._needs_claim:
+        event = AttemptDue() if self._job.spec.after is None else self._predecessor_event()
+        if isinstance(event, AttemptDue) and self._job.spec.needs_claim:
             self._start_with_claim()
         elif event is not None:
             self._apply(event)
@@ -192,7 +191,7 @@ class LocalController(Controller):
             if gpus is not None:
                 port = choose_port(self._folder.path, claims.ports) if self._job.spec.needs_port else None
                 self._record = self._record.with_state(gpus=gpus, port=port)
-                self._apply(ControllerStarted())  # recorded before another job can take the same
+                self._apply(AttemptDue())  # recorded before another job can take the same
         if gpus is not None:
             lead_on(self._records, state)
             return
@@ -222,7 +221,7 @@ class LocalController(Controller):
             self._is_next = True
             return None
         if status is JobStatus.SUCCEEDED:
-            return ControllerStarted()
+            return AttemptDue()
         return PredecessorFailed(f"job {after} ({before.job.name}), which comes first, is {status.value}")
 
     # -- stored state ----------------------------------------------------------------------------------------

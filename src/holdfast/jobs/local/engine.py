@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HoldfastError, NotFound, Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey, each
+from holdfast.jobs.engine import Job, each
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.local.claims import Claims, fixed_ports, lead_on, may_need_claim, needs_port, read_claims
@@ -25,10 +25,9 @@ from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.recorded import NodeEngine, check_active, no_process
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import is_of_earlier_boot
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, in_file_order
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.units import plural
 
@@ -71,10 +70,8 @@ class LocalEngine(NodeEngine):
     is_here = True
 
     @override
-    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        task = self._in_image(task)
-        found = find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder of this machine")
-        return in_file_order(task, found)
+    def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
+        return find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket="a folder of this machine")
 
     @override
     def check(self, task: Task) -> None:
@@ -83,9 +80,8 @@ class LocalEngine(NodeEngine):
         validate(self._in_image(task), self._state)
 
     @override
-    def _in_image(self, task: Task) -> Task:
-        image = docker_image(task)
-        return task if image is None or find_runtime() is None else in_image(task, image)
+    def _runs_image(self, task: Task) -> bool:
+        return find_runtime() is not None
 
     @override
     def _spec(self, task: Task, after: int | None) -> JobSpec:
@@ -131,15 +127,9 @@ class LocalEngine(NodeEngine):
         is_needed = any(may_need_claim(record) for record in records)
         return read_claims(self._records(), self._state) if is_needed else Claims()
 
-    @override
-    def _record(self, number: int) -> JobRecord:
-        record = super()._record(number)
-        self._ensure_controller(record, self._claims([record]))
-        return record
-
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
         """Start or wake the controller of a job that has not ended."""
-        self._announce(record, record.state.job_state)
+        self._announce(record)
         if record.state.job_state.status.is_final:
             release_containers(job_folder(self._state, record.job.number))
             remove_secrets_of_ended(job_folder(self._state, record.job.number))
@@ -162,9 +152,8 @@ class LocalEngine(NodeEngine):
         shortage = claims.shortage(record.job.number)  # now, not when its controller last looked
         job_state = record.state.job_state
         job_state = replace(job_state, reason=shortage) if shortage else job_state
-        if job_state.status in _HAS_NODES and is_of_earlier_boot(
-            record.state.clock
-        ):  # its processes are gone
+        has_nodes = job_state.status in _HAS_NODES
+        if has_nodes and is_of_earlier_boot(record.state.clock):  # its processes are gone
             job_state = replace(job_state, status=JobStatus.RECOVERING, reason=_RESTARTED)
         return Job.of(record.with_state(job_state=job_state), step=self._newest_step(record))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
-from holdfast.jobs.environment import Node, activates_conda, conda_start, run_environment, setup_environment
+from holdfast.jobs.environment import (
+    TAG,
+    UNBUFFERED,
+    JobPipeline,
+    activates_conda,
+    add_notice_file,
+    conda_start,
+    setup_variables,
+    sky_variables,
+    tag,
+)
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.mount_plan import place
 from holdfast.jobs.node.mounts.mount_records import Link, link_user
@@ -21,6 +32,7 @@ from holdfast.jobs.node_spec import Environment, NodeSpec
 from holdfast.jobs.records import Records, Submission
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR, is_plain, replace_sky_workdir
+from holdfast.system.environment import PREEMPTION, PROGRESS
 from holdfast.system.linux.files import write_atomic
 
 _MAX_BYTES = 1 << 20
@@ -69,28 +81,25 @@ def make_node_spec(
         where: end of the first line in the log.
         machine: name of this machine, if another attempt may run on a different one.
     """
-    node = Node(
-        task_id=job.task_id,
-        job=job.number,
-        name=job.name,
-        attempt=attempt,
-        rank=rank,
-        addresses=tuple(addresses),
-        num_gpus=num_gpus,
-        user=job.spec.user,
-        notice=str(folder.node(attempt, rank).notice),
-        progress=str(folder.progress),
-        grace_s=job.policy.grace_s,
-        cloud=cloud,
-        pipeline=environment.pipeline,
-        port=port,
-    )
     own = _node_variables(environment.task, folder, rank)
     base = environment.base
     venv = None if job.spec.image else _choose_venv({**base, **own}, folder, rank, machine)
     base = base if venv is None else install_here(base)
-    given = gpus[rank] if gpus else ()
     needs_setup = job.spec.has_setup and not set_up.exists()
+    notice = str(folder.node(attempt, rank).notice)
+    ours = {
+        **sky_variables(job.task_id, addresses, num_gpus),
+        **_job_variables(job, attempt, rank, environment.pipeline, cloud),
+        PROGRESS: str(folder.progress),
+        PREEMPTION: add_notice_file({**base, **own}.get(PREEMPTION, "auto"), notice),
+    }
+    # torchrun kills its workers after 30 s by default, even if the notice leaves more time.
+    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(job.policy.grace_s))}
+    ports = {"MASTER_PORT": str(port)} if port is not None else {}
+    if ports and len(addresses) > 1:  # with one node, torchrun itself finds a free port
+        ports["PET_MASTER_PORT"] = str(port)  # torchrun's default for its option
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank])} if gpus and gpus[rank] else {}
+    run = {**defaults, **base, **UNBUFFERED, **ports, **own, **devices, **ours}
     return NodeSpec(
         headline=f"holdfast: {time.strftime('%F %T')} attempt {attempt} of job {job.number} starts{where}",
         setup=str(folder.script("setup", rank)) if needs_setup else None,
@@ -99,14 +108,33 @@ def make_node_spec(
         workdir=str(folder.workdir(rank)),
         log=str(folder.log(rank)),
         wakeup=str(wakeup),
-        notice=node.notice,
-        environment=run_environment(node, base, own, gpus=given),
-        setup_environment=setup_environment(node, base, own, gpus=given),
-        grace_s=node.grace_s,
+        notice=notice,
+        environment=run,
+        setup_environment={**run, **setup_variables(run)},
+        grace_s=job.policy.grace_s,
         gpus=gpus,
         port=port,
         venv=None if venv is None else str(venv),
     )
+
+
+def _job_variables(
+    job: Submission, attempt: int, rank: int, pipeline: JobPipeline | None, cloud: str
+) -> dict[str, str]:
+    """Return the variables that identify a job, an attempt and a node."""
+    pipeline = pipeline or JobPipeline(job.number, (job.task_id,))
+    cluster = {"cluster_name": job.name, "cloud": cloud, "region": None, "zone": None}
+    return {
+        "SKYPILOT_TASK_IDS": "\n".join(pipeline.task_ids),
+        "SKYPILOT_MANAGED_JOB_ID": str(pipeline.job),
+        "SKYPILOT_INTERNAL_JOB_ID": str(job.number),
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_USER": job.spec.user,
+        "SKYPILOT_CLUSTER_INFO": json.dumps(cluster),
+        "HOLDFAST_JOB": str(job.number),
+        "HOLDFAST_ATTEMPT": str(attempt),
+        TAG: tag(job.task_id, attempt, rank),
+    }
 
 
 def _write_scripts(task: Task, folder: JobFolder, prefix: str) -> None:

@@ -8,17 +8,19 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
 from holdfast.errors import Corrupt, RetryLater, Unsupported
 from holdfast.jobs.status import JobStatus
-from holdfast.system.documents import Fields, decode
+from holdfast.system.documents import Count, decode_as, read_as
 from holdfast.system.linux.program_runs import end_program, output_of, run_program
 
 PROGRAM = "HOLDFAST_SKY"  # variable with the path of the program. Default: `sky` on the PATH.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _JOB_ID = re.compile(r"Managed Job ID: *(\d+)", re.I)
+_MAX_BYTES = 64 << 20
 _SHORT_S = 300.0
 _LAUNCH_S = 3600.0  # includes the upload of workdir and file mounts
 _OURS: Mapping[str, JobStatus] = {
@@ -110,41 +112,39 @@ def _environment(further: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**kept, **(further or {})}
 
 
-class ManagedJob(Struct, frozen=True):
+_MEMBERS = {"id": "job_id", "name": "job_name", "recoveries": "recovery_count"}
+_TIMES = {"started_unix_s": "start_at", "ended_unix_s": "end_at"}
+
+
+class ManagedJob(Struct, frozen=True, rename={**_MEMBERS, **_TIMES}):
     """Managed job of `sky jobs queue`."""
 
     id: str
     name: str
     status: JobStatus
-    recoveries: int
     reason: str
-    started_unix_s: float | None
-    ended_unix_s: float | None
+    recoveries: Count = 0
+    started_unix_s: float | None = None
+    ended_unix_s: float | None = None
 
 
 def parse_queue(text: str) -> list[ManagedJob]:
     """Parse the output of `sky jobs queue --output json`, newest job first."""
     start = text.find("[")  # messages about the server may precede it
     try:
-        rows = decode(text[start:], "SkyPilot's queue", max_bytes=64 << 20) if start >= 0 else []
-        every = [Fields(row, "a job of SkyPilot") for row in rows]
-        return [_read(row) for row in every if "job_id" in row]
-    except (Corrupt, ValueError, TypeError) as error:
+        listed = text[start:] if start >= 0 else "[]"
+        rows = decode_as(list[dict[str, Any]], listed, "SkyPilot's queue", max_bytes=_MAX_BYTES)
+        return [_managed(row) for row in rows if row.get("job_id") is not None]
+    except (Corrupt, ValueError) as error:
         raise RetryLater(f"Cannot parse SkyPilot's queue: {error} In {text[:200]!r}.") from error
 
 
-def _read(job: Fields) -> ManagedJob:
-    row = job.members
+def _managed(row: dict[str, Any]) -> ManagedJob:
     word = str(row.get("status") or "PENDING").rpartition(".")[2]
     status = _OURS.get(word) or JobStatus(word)
-    why = row.get("failure_reason") or row.get("details") or ""
     special = f"{word}: " if word in _OURS and status.is_final else ""
-    return ManagedJob(
-        str(row["job_id"]),
-        str(row.get("job_name") or ""),
-        status,
-        job.integer("recovery_count") if "recovery_count" in job else 0,
-        (special + str(why)).strip(),
-        job.number("start_at") if "start_at" in job else None,
-        job.number("end_at") if status.is_final and "end_at" in job else None,
-    )
+    why = row.get("failure_reason") or row.get("details") or ""
+    ours = {"job_id": str(row["job_id"]), "job_name": str(row.get("job_name") or ""), "status": status.value}
+    ours |= {"reason": f"{special}{why}".strip(), "end_at": row.get("end_at") if status.is_final else None}
+    given = {name: value for name, value in row.items() if value is not None}
+    return read_as(ManagedJob, given | ours, "a job of SkyPilot")

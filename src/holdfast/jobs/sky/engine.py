@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Conflict, HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey
+from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import add_notice_file, create_task_id
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
@@ -26,7 +26,6 @@ from holdfast.jobs.sky.commands import ManagedJob
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task, value_at
-from holdfast.jobs.unsupported_keys import in_file_order
 from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
@@ -51,15 +50,15 @@ class SkyEngine(RecordedEngine):
     no_pipelines = "SkyPilot runs them itself: `sky jobs launch FILE`."
 
     @override
-    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        own_id = "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
-        found = [("resources.job_recovery", _RECOVERY), ("config.hooks", _HOOK), ("run", own_id)]
+    def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
+        yield "resources.job_recovery", _RECOVERY
+        yield "config.hooks", _HOOK
+        yield "run", "SKYPILOT_TASK_ID is Holdfast's id, the same after every recovery"
         for mount in task.file_mounts:
             if mount.mode is MountMode.MOUNT_CACHED:
                 is_chosen = value_at(mount.spec, "config.mount_cached.transfers") is not None
                 order = "" if is_chosen else "one file is uploaded after the other (transfers: 1); "
-                found.append((mount.key, order + _NOT_DURABLE))
-        return in_file_order(task, found)
+                yield mount.key, order + _NOT_DURABLE
 
     @override
     def render(self, task: Task) -> list[str]:

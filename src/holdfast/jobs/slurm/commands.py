@@ -43,11 +43,12 @@ _FIXES = {
 }
 """Advice by words of sbatch's refusals."""
 _WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+    {
+        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
+        *("SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"),  # Slurm requeues the job by itself
+    }
 )
 _THERE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
-_SOON_AGAIN = frozenset({"PREEMPTED", "NODE_FAIL", "BOOT_FAIL"})
-"""States after which Slurm requeues a job by itself."""
 
 
 class Queued(Struct, frozen=True):
@@ -65,11 +66,7 @@ def require() -> None:
 
 
 def submit(script: Path, *, exclude: str = "") -> str:
-    """Submit a script, and return the job's id in Slurm.
-
-    Args:
-        exclude: nodes to leave out, instead of those that the script names.
-    """
+    """Submit a script with the nodes to leave out, if not those that it names, and return the job's id."""
     try:
         output = _sbatch("--parsable", script, exclude)
     except RetryLater as error:
@@ -260,35 +257,30 @@ def current_state(
     """Return the current state of a job from that recorded by its controller, unless that is final."""
     if job_state.status.is_final:
         return job_state
-    if queued is not None and queued.state in _WAITING | _SOON_AGAIN:
-        return _waiting(job_state, queued, is_cancelled=is_cancelled)
-    if queued is not None and queued.state in _THERE:
+    state = None if queued is None else queued.state
+    if state in _THERE:
         status = JobStatus.STARTING if job_state.status is JobStatus.PENDING else job_state.status
         return replace(job_state, status=status)
-    ended = _ended(job_state, queued, is_cancelled=is_cancelled, output=output)
-    return replace(ended, reason="; ".join(filter(None, (ended.reason, missing))))
+    if queued is not None and state in _WAITING:
+        if is_cancelled:
+            return replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
+        why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
+        status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
+        return replace(job_state, status=status, reason=_joined(job_state.reason, why))
+    # Slurm has ended the job before its controller could record why.
+    if is_cancelled or (state or "").startswith("CANCELLED"):
+        status, reason = JobStatus.CANCELLED, "cancelled" if is_cancelled else "cancelled in Slurm"
+    else:
+        found = "Slurm has forgotten the job" if state is None else f"Slurm reports {state}"
+        cause = (
+            "the job's controller did not record how it ended"
+            if job_state.attempt
+            else "its nodes sent no message: is the folder on a file system that they share "
+            "(HOLDFAST_STATE), and Python at the same path there?"
+        )
+        status, reason = JobStatus.FAILED_CONTROLLER, f"{found}, and {cause} (see {output})"
+    return replace(job_state, status=status, is_active=False, reason=_joined(reason, missing))
 
 
-def _waiting(job_state: JobState, queued: Queued, *, is_cancelled: bool) -> JobState:
-    if is_cancelled:
-        return replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
-    status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
-    why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
-    before = f"{job_state.reason}; " if job_state.reason else ""
-    return replace(job_state, status=status, reason=before + why)
-
-
-def _ended(job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str) -> JobState:
-    """Return the state of a job that Slurm ended before its controller could record why."""
-    state = "Slurm has forgotten the job" if queued is None else f"Slurm reports {queued.state}"
-    if is_cancelled or (queued and queued.state.startswith("CANCELLED")):
-        reason = "cancelled" if is_cancelled else "cancelled in Slurm"
-        return replace(job_state, status=JobStatus.CANCELLED, is_active=False, reason=reason)
-    cause = (
-        "the job's controller did not record how it ended"
-        if job_state.attempt
-        else "its nodes sent no message: is the folder on a file system that they share "
-        "(HOLDFAST_STATE), and Python at the same path there?"
-    )
-    reason = f"{state}, and {cause} (see {output})"
-    return replace(job_state, status=JobStatus.FAILED_CONTROLLER, is_active=False, reason=reason)
+def _joined(*reasons: str) -> str:
+    return "; ".join(filter(None, reasons))

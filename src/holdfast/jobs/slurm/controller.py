@@ -29,10 +29,9 @@ from holdfast.jobs.slurm.job_files import JobFiles
 from holdfast.jobs.slurm.messages import Step, UploadTerms
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
+    AttemptDue,
     AttemptExited,
-    BackoffElapsed,
     ControllerFailed,
-    ControllerStarted,
     JobEvent,
     JobState,
     NodeExited,
@@ -85,6 +84,7 @@ class SlurmController(Controller):
             step_before=stored.step_before,
         )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
+        self.shown_machines = tuple(filter(None, [os.environ.get("SLURM_JOB_NODELIST")]))
         self._restart = read_integer("SLURM_RESTART_COUNT", 0)
         self._kill_wait_s = commands.kill_wait_s()
         self._step: Step | None = None
@@ -115,7 +115,7 @@ class SlurmController(Controller):
         if not self.has_ended and self._is_on_excluded():
             self._requeue()
         elif not self.has_ended:
-            self._apply(ControllerStarted() if self.state.status is JobStatus.PENDING else BackoffElapsed())
+            self._apply(AttemptDue())
 
     @override
     def _is_leaving(self) -> bool:
@@ -188,11 +188,6 @@ class SlurmController(Controller):
     @override
     def _missing_uploads(self) -> str:
         return self._mounts.missing()
-
-    @override
-    def _machines(self) -> tuple[str, ...]:
-        nodelist = os.environ.get("SLURM_JOB_NODELIST")
-        return (nodelist,) if nodelist else ()
 
     @override
     def _node_machines(self) -> tuple[str, ...]:
@@ -292,12 +287,8 @@ class SlurmController(Controller):
         step.order(
             uploads=UploadTerms(self._mounts.until_unix_s(self.state, notice_unix_s, leaves=leaves), leaves)
         )
-        parts = [
-            f"node {node}: {one.missing}"
-            for node, one in sorted(step.reports.items())
-            if one.missing and not one.are_uploads_over
-        ]
-        missing = "; ".join(parts)
+        reports = sorted(step.reports.items())
+        missing = "; ".join(f"node {node}: {one.uploading}" for node, one in reports if one.uploading)
         if missing and self.state.status in (JobStatus.RUNNING, JobStatus.WINDING_DOWN):
             yield Uploading(self.state.attempt, missing)
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.engine import Job, UnsupportedKey, each
+from holdfast.jobs.engine import Job, each
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets
 from holdfast.jobs.node.mounts.mount_plan import validate
@@ -26,20 +26,12 @@ from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.mounts import ClusterMounts
-from holdfast.jobs.slurm.options import (
-    FURTHER,
-    Options,
-    grace_s,
-    has_own_container,
-    is_pinned,
-    wanted_options,
-)
+from holdfast.jobs.slurm.options import CONTAINERS, FURTHER, NODES, Options, grace_s, wanted_options
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.image import docker_image, in_image
 from holdfast.jobs.task.model import Task, value_at
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines, in_file_order
+from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
@@ -91,10 +83,10 @@ class SlurmEngine(NodeEngine):
     script_prefix = "trap '' USR1; "  # Slurm may signal all processes of a job, and SIGUSR1 kills most
 
     @override
-    def unsupported_keys(self, task: Task) -> list[UnsupportedKey]:
-        task = self._in_image(task)
-        found = find_on_machines(task, _UNSUPPORTED_KEYS, bucket="a folder beside those of the jobs")
-        return in_file_order(task, [*found, *_further_keys(task)])
+    def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
+        bucket = "a folder beside those of the jobs"
+        yield from find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket=bucket)
+        yield from _further_keys(task)
 
     @override
     def render(self, task: Task) -> list[str]:
@@ -121,9 +113,8 @@ class SlurmEngine(NodeEngine):
         commands.require()
 
     @override
-    def _in_image(self, task: Task) -> Task:
-        image = docker_image(task)
-        return task if image is None or has_own_container(wanted_options(task)) else in_image(task, image)
+    def _runs_image(self, task: Task) -> bool:
+        return CONTAINERS.isdisjoint(wanted_options(task))
 
     @override
     def _grace_s(self, task: Task) -> float:
@@ -132,8 +123,8 @@ class SlurmEngine(NodeEngine):
     @override
     def _spec(self, task: Task, after: int | None) -> JobSpec:
         options = wanted_options(task)
-        exclude, is_fixed = options.get("exclude") or "", is_pinned(options)
-        return replace(super()._spec(task, after), exclude=exclude, is_pinned=is_fixed)
+        exclude, is_pinned = options.get("exclude") or "", not NODES.isdisjoint(options)
+        return replace(super()._spec(task, after), exclude=exclude, is_pinned=is_pinned)
 
     @override
     def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
@@ -204,7 +195,7 @@ class SlurmEngine(NodeEngine):
             if story is not None:  # else the job had ended when it was last queried
                 record = self._updated(record, story, queued.get(ids.get(record.job.number, "")), trouble)
             if record.state.job_state.status.is_final:
-                self._announce(record, record.state.job_state)
+                self._announce(record)
                 remove_secrets(self._files(record.job.number))
             jobs.append(Job.of(record, step=self._newest_step(record)))
         return jobs
@@ -213,7 +204,11 @@ class SlurmEngine(NodeEngine):
         self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
     ) -> JobRecord:
         """Return the record of a job with its present state, which is recorded if it is final."""
-        job_state, started_s = self._state_of(record, story, queued, trouble), story.started_unix_s
+        job_state, started_s = story.job_state, story.started_unix_s
+        if not job_state.status.is_final and trouble:
+            job_state = replace(job_state, reason=f"Slurm does not answer\n{trouble}")
+        elif not job_state.status.is_final:
+            job_state = self._state_of(record, story, queued)
         if not job_state.status.is_final:
             return record.with_state(job_state=job_state, started_unix_s=started_s, ended_unix_s=None)
         ended_s = story.ended_unix_s or time.time()
@@ -222,20 +217,14 @@ class SlurmEngine(NodeEngine):
         saved = self._records().save(changed)
         return saved.with_state(started_unix_s=started_s, ended_unix_s=ended_s)
 
-    def _state_of(
-        self, record: JobRecord, story: SlurmJobState, queued: Queued | None, trouble: str
-    ) -> JobState:
-        job_state = story.job_state
-        if job_state.status.is_final:
-            return job_state
-        if trouble:
-            return replace(job_state, reason=f"Slurm does not answer\n{trouble}")
+    def _state_of(self, record: JobRecord, story: SlurmJobState, queued: Queued | None) -> JobState:
+        """Return the state of a job whose controller has not recorded its end."""
         files = self._files(record.job.number)
         slurm_id = story.slurm_id or record.state.engine_job_id
+        if not slurm_id and files.is_cancelled:  # if Slurm has it after all, its controller ends it
+            return replace(story.job_state, status=JobStatus.CANCELLED, reason="cancelled")
         if not slurm_id:
-            if files.is_cancelled:  # if Slurm has it after all, its controller ends it when it starts
-                return replace(job_state, status=JobStatus.CANCELLED, reason="cancelled")
-            return replace(job_state, reason="not in Slurm's queue yet, or sbatch was interrupted")
+            return replace(story.job_state, reason="not in Slurm's queue yet, or sbatch was interrupted")
         if queued is None:
             story = files.read_state()  # the job may have ended between the two queries
             state = commands.query_accounting(slurm_id)

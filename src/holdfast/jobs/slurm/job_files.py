@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -14,7 +15,9 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import load_document, write_document
 from holdfast.jobs.records import JobRequest, Submission, read_submission
 from holdfast.jobs.state_machine import JobState
-from holdfast.system.documents import decode_object
+from holdfast.system.documents import decode_as, read_as
+
+_REQUEST = "a request to a job"
 
 
 class NodeUploads(Struct, frozen=True):
@@ -23,7 +26,7 @@ class NodeUploads(Struct, frozen=True):
     machine: str
     path: str  # scratch folder of the job on the machine
     missing: str | None = None  # files that are not in their buckets at the end; None: not known
-    is_settled: bool = False  # another upload would not send them either
+    is_settled: bool = False  # another upload would not send them either, as for a symbolic link
 
 
 class SlurmJobState(Struct, frozen=True):
@@ -89,8 +92,8 @@ class JobFiles(JobFolder):
     def read_requests(self) -> list[JobRequest]:
         """Return all requests so far, oldest first."""
         lines = self._asked.read_bytes().split(b"\n")[:-1]
-        found = enumerate(decode_object(line, "a request to a job") for line in lines)
-        return [JobRequest(str(number), one.text("kind"), one.number("lead_s")) for number, one in found]
+        found = enumerate(decode_as(dict[str, Any], line, _REQUEST) for line in lines)
+        return [read_as(JobRequest, {"id": str(number), **one}, _REQUEST) for number, one in found]
 
     @property
     def is_cancelled(self) -> bool:

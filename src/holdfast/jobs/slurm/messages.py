@@ -21,7 +21,8 @@ from holdfast.errors import Corrupt
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.slurm import commands
-from holdfast.system.documents import decode_object, read_as
+from holdfast.jobs.slurm.job_files import NodeUploads
+from holdfast.system.documents import decode_as, read_as
 from holdfast.system.entry import command
 
 
@@ -29,8 +30,6 @@ class NodeReport(Struct, frozen=True):
     """State of a node, from its runner to the controller."""
 
     node: int
-    machine: str = ""
-    scratch: str = ""  # scratch folder of the job on the machine; empty: it is not open
     are_leftovers_sent: bool = False  # what earlier attempts have left on the machine is uploaded
     is_running: bool = False  # `run` has started
     notice: str = ""  # source of a preemption notice that the machine has received
@@ -38,9 +37,8 @@ class NodeReport(Struct, frozen=True):
     notified_unix_s: float | None = None  # deadline of the newest notice that the processes have received
     num_listening: int = 0  # processes that handle it
     outcome: Outcome | None = None  # once the commands have ended
-    missing: str = ""  # files that are not in their buckets after that, for people
-    are_uploads_over: bool = False  # the node uploads nothing more
-    is_settled: bool = False  # another upload would not send them either, as for a symbolic link
+    uploads: NodeUploads | None = None  # once its scratch folder is open
+    uploading: str = ""  # files that are still uploaded after that, for people
 
 
 class UploadTerms(Struct, frozen=True):
@@ -81,8 +79,8 @@ class Inbox(Generic[_T]):
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             try:
-                members = decode_object(line, "a line", any_text=True).members["holdfast"]
-                yield read_as(self._kind, members, "a message")
+                members = decode_as(dict[str, Any], line, "a line", any_text=True)
+                yield read_as(self._kind, members["holdfast"], "a message")
             except (Corrupt, KeyError):
                 if line.strip():
                     self.others.append(line.decode("utf-8", "replace"))

@@ -145,10 +145,7 @@ class ClusterMounts:
     def note(self, reports: Mapping[int, NodeReport]) -> bool:
         """Note the newest reports of the runners. Return True if `uploads` has changed."""
         before = dict(self.uploads)
-        for node, report in reports.items():
-            if report.scratch:
-                missing = report.missing if report.are_uploads_over else None
-                self.uploads[node] = NodeUploads(report.machine, report.scratch, missing, report.is_settled)
+        self.uploads.update((node, one.uploads) for node, one in reports.items() if one.uploads is not None)
         return self.uploads != before
 
     def read_ends(self, job: JobFolder, attempt: int) -> None:

@@ -43,9 +43,9 @@ _REFUSED = {
     "export": "use `envs` and `secrets`, or --env and --secret",
 }
 """Options that would break a job, with the way to what a user may want."""
-_CONTAINERS = frozenset({"container", "container-image"})
+CONTAINERS = frozenset({"container", "container-image"})
 """Options with which Slurm itself, or Pyxis, a plugin for it, runs a job in a container."""
-_NODES = frozenset({"nodelist", "nodefile"})
+NODES = frozenset({"nodelist", "nodefile"})  # options that name the nodes of a job
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
 
 Options = dict[str, str | None]  # options by name without dashes. None: the option has no value
@@ -69,16 +69,6 @@ def wanted_options(task: Task) -> Options:
             has_no_value = value is None or value is True or value == ""  # 1 equals True, and is a value
             found[option] = None if has_no_value else str(value)
     return found
-
-
-def has_own_container(options: Options) -> bool:
-    """Return True if Slurm runs the job in a container by its own options."""
-    return not _CONTAINERS.isdisjoint(options)
-
-
-def is_pinned(options: Options) -> bool:
-    """Return True if the options name the nodes of the job."""
-    return not _NODES.isdisjoint(options)
 
 
 def grace_s(options: Options) -> float:

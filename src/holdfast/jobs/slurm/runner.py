@@ -34,7 +34,7 @@ from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import Environment, NodeSpec, machine_name, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.slurm import messages
-from holdfast.jobs.slurm.job_files import JobFiles
+from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads
 from holdfast.jobs.slurm.messages import Inbox, write
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
@@ -85,7 +85,7 @@ class _Runner:
         self._mounts: NodeMounts | None = None  # once they are open
         container = Container(folder, self._node.container, Path(self._plan.log))
         self._container = container if self._job.spec.image else None
-        self._report = messages.NodeReport(self._rank, machine_name())
+        self._report = messages.NodeReport(self._rank)
         self._orders = messages.Orders()
         self._inbox = Inbox(messages.Orders)
         self._fds = [0, wakeup.fd]  # orders, and wakeups
@@ -213,13 +213,13 @@ class _Runner:
                 raise
             return str(error)
         if self._mounts is not None:
-            self._tell(scratch=str(self._mounts.job.path))
+            self._tell(uploads=NodeUploads(machine_name(), str(self._mounts.job.path)))
         return ""
 
     def _end_mounts(self, mounts: NodeMounts) -> None:
         """Unmount, and upload until everything is in the buckets, or the time is over."""
         while not mounts.is_over(self._until_unix_s(), self._has_keepers):
-            self._tell(missing=mounts.missing())
+            self._tell(uploading=mounts.missing())
             self._turn()
         while self._orders.uploads is None:  # all nodes end their commands before one gives its machine back
             self._turn()
@@ -227,7 +227,8 @@ class _Runner:
         write_document(self._node.unsent, unsent)  # a controller that takes over reads it
         if self._orders.uploads.removes:
             mounts.remove()
-        self._tell(missing=unsent.summary, is_settled=unsent.is_settled, are_uploads_over=True)
+        uploads = NodeUploads(machine_name(), str(mounts.job.path), unsent.summary, unsent.is_settled)
+        self._tell(uploads=uploads, uploading="")
 
     def _until_unix_s(self) -> float | None:
         """Return the deadline of the uploads. None: as long as it takes."""

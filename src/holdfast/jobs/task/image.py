@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec.structs import replace
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import Task, value_at
 
 _PREFIX = "docker:"
 _NAME = re.compile(r"[A-Za-z0-9][\w./:@-]*", re.A)
@@ -16,11 +17,15 @@ _SERVER = "SKYPILOT_DOCKER_SERVER"  # variable of SkyPilot with the registry tha
 _REGISTRY = re.compile(r"(?:[^/]*[.:][^/]*|localhost)/")
 
 
+def image_id(task: Task) -> Any:
+    """Return the value of `image_id`, or the only one of a map from regions."""
+    asked = value_at(task.document, "resources.image_id")
+    return next(iter(asked.values())) if isinstance(asked, Mapping) and len(asked) == 1 else asked
+
+
 def docker_image(task: Task) -> str | None:
     """Return the name of the container image of a task, or None."""
-    asked = (task.document.get("resources") or {}).get("image_id")
-    if isinstance(asked, Mapping) and len(asked) == 1:
-        (asked,) = asked.values()
+    asked = image_id(task)
     if not isinstance(asked, str) or not asked.startswith(_PREFIX):
         return None
     name = asked.removeprefix(_PREFIX)

@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from holdfast.errors import Unsupported
 from holdfast.jobs.task.amounts import Accelerators
 from holdfast.jobs.task.subscription import Subscription
 
@@ -112,6 +113,12 @@ class TaskFile(Struct, frozen=True):
     def is_pipeline(self) -> bool:
         """True if there are several tasks."""
         return len(self.tasks) > 1
+
+    def only(self) -> Task:
+        """Return the only task."""
+        if self.is_pipeline:
+            raise Unsupported(f"{self.path}: expected one task, found {len(self.tasks)} (a pipeline).")
+        return self.tasks[0]
 
 
 def value_at(document: Any, path: str) -> Any:

@@ -80,14 +80,9 @@ def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> Tas
     return TaskFile(title, tuple(parsed), name)
 
 
-def load_task(path: str | Path, overrides: Overrides | None = None) -> Task:
-    """Load the only task of a file; see `load_tasks`."""
-    return _only(load_tasks(path, overrides))
-
-
 def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task:
-    """Parse the only task of a file; see `load_task`."""
-    return _only(parse_tasks(text, name, overrides))
+    """Parse the only task of a file; see `parse_tasks`."""
+    return parse_tasks(text, name, overrides).only()
 
 
 def command_task(command: str, overrides: Overrides | None = None) -> Task:
@@ -120,12 +115,6 @@ def _check_overrides(given: Overrides, name: str, num_tasks: int) -> None:
                 f"{option} is for a file with one task, and {name} has {num_tasks}. Change the tasks in the "
                 "file. Nothing was started."
             )
-
-
-def _only(file: TaskFile) -> Task:
-    if file.is_pipeline:
-        raise Unsupported(f"{file.path}: expected one task, found {len(file.tasks)} (a pipeline).")
-    return file.tasks[0]
 
 
 def _task(task: TaskDocument, name: str, job_name: str, given: Overrides) -> Task:

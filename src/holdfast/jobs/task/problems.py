@@ -183,24 +183,22 @@ JOB_RECOVERY: Mapping[str, Shape] = {
 """Keys of `resources.job_recovery`."""
 
 ACCELERATORS = optional(TEXT, map_to(optional(NUMBER)), list_of(TEXT))  # accelerators in any form
+_PLACES = ("cloud", "region", "zone", "infra", "instance_type", "local_disk")
+_UNCHECKED = (
+    *("volumes", "_docker_login_config", "_docker_username_for_runpod", "_requires_fuse"),
+    *("_cluster_config_overrides", "_no_missing_accel_warnings"),
+)
 _SINGLE: dict[str, Shape] = {
-    "cloud": optional(TEXT),
-    "region": optional(TEXT),
-    "zone": optional(TEXT),
-    "infra": optional(TEXT),
+    **dict.fromkeys((*_PLACES, "spot_recovery", "priority_class"), optional(TEXT)),
     "cpus": optional(_WORD),
     "memory": optional(_SIZE),
     "accelerators": ACCELERATORS,
     "gpus": ACCELERATORS,
-    "instance_type": optional(TEXT),
     "use_spot": FLAG,
     "job_recovery": optional(TEXT, keys(JOB_RECOVERY)),
-    "spot_recovery": optional(TEXT),
-    "volumes": ANYTHING,
     "disk_size": _SIZE,
     "disk_tier": optional(word_of(*DISK_TIERS)),
     "network_tier": optional(word_of("standard", "best")),
-    "local_disk": optional(TEXT),
     "max_hourly_cost": optional(NUMBER),
     "ports": optional(_WORD, list_of(_WORD)),
     "labels": optional(map_to(optional(_WORD))),
@@ -208,12 +206,7 @@ _SINGLE: dict[str, Shape] = {
     "image_id": optional(TEXT, map_to(optional(TEXT))),
     "autostop": optional(FLAG, _WORD, map_to(ANYTHING)),
     "priority": optional(WHOLE),
-    "priority_class": optional(TEXT),
-    "_docker_login_config": ANYTHING,
-    "_docker_username_for_runpod": ANYTHING,
-    "_requires_fuse": ANYTHING,
-    "_cluster_config_overrides": ANYTHING,
-    "_no_missing_accel_warnings": ANYTHING,
+    **dict.fromkeys(_UNCHECKED, ANYTHING),
 }
 RESOURCES: Mapping[str, Shape] = {
     **_SINGLE,
@@ -228,25 +221,16 @@ TASK = keys(
     {
         "name": optional(_WORD),
         "workdir": optional(TEXT, keys({"url": TEXT, "ref": optional(_WORD)})),
-        "event_callback": optional(TEXT),
         "num_nodes": COUNT,
         "resources": optional(keys(RESOURCES, "a map of resources")),
         "file_mounts": optional(map_to(either(TEXT, keys(STORAGE, "a map that describes a store")))),
-        "service": ANYTHING,
-        "pool": ANYTHING,
-        "setup": optional(TEXT),
-        "run": optional(TEXT),
+        **dict.fromkeys(("setup", "run", "event_callback"), optional(TEXT)),
         "envs": optional(_VARIABLES),
         "secrets": optional(_VARIABLES, list_of(TEXT)),
-        "managed_secrets": ANYTHING,
-        "inputs": ANYTHING,
-        "outputs": ANYTHING,
-        "file_mounts_mapping": ANYTHING,
         "config": optional(map_to(ANYTHING)),
         "volumes": optional(map_to(ANYTHING)),
-        "volume_mounts": ANYTHING,
-        "api_server_access": ANYTHING,
-        "_metadata": ANYTHING,
+        **dict.fromkeys(("service", "pool", "managed_secrets", "inputs", "outputs"), ANYTHING),
+        **dict.fromkeys(("file_mounts_mapping", "volume_mounts", "api_server_access", "_metadata"), ANYTHING),
     },
     "a map of keys",
 )

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.journal import read_list, write_list
+from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.records import Records
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import FileMount, Task
@@ -54,12 +54,12 @@ class MountSpec(Struct, frozen=True):
 
 def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:
     """Write the specifications of a job's mounts."""
-    write_list(folder.path / _MOUNTS, specs)
+    write_document(folder.path / _MOUNTS, specs)
 
 
 def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
     """Return the specifications of a job's mounts."""
-    return read_list(folder.path / _MOUNTS, MountSpec)
+    return read_document(folder.path / _MOUNTS, list[MountSpec]) or []
 
 
 def caches(folder: JobFolder) -> list[MountSpec]:
@@ -79,12 +79,12 @@ class Link(Struct, frozen=True):
 
 def write_links(folder: JobFolder, links: list[Link]) -> None:
     """Write the links of a job."""
-    write_list(folder.path / _LINKS, links)
+    write_document(folder.path / _LINKS, links)
 
 
 def read_links(folder: JobFolder) -> list[Link]:
     """Return the links of a job, private ones included."""
-    return read_list(folder.path / _LINKS, Link)
+    return read_document(folder.path / _LINKS, list[Link]) or []
 
 
 def visible_links(folder: JobFolder) -> list[Link]:

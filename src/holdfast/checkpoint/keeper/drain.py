@@ -58,11 +58,7 @@ class Drain:
         self._retention = Retention(home, self._config.keep, healthy_back=self._config.healthy_back)
         # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
         self._deletion = TierRetention(
-            self._retention,
-            "home",
-            self._reports,
-            lambda newest, ancestors: self._retention.apply(newest, ancestors, self.needed),
-            deletes=self._config.rank == 0,
+            self._retention, "home", self._reports, lambda: self.needed, deletes=self._config.rank == 0
         )
         self._wanted: set[CheckpointId] = set()  # to be copied as soon as they are committed
         self._due: set[CheckpointId] = set()

@@ -253,7 +253,7 @@ def test_a_blocked_standard_error_does_not_hold_up_saves(tmp_path: Path) -> None
     save, handler, logger = submit(keeper, 0), Blocked(), logging.getLogger("holdfast.checkpoint.keeper")
     logger.addHandler(handler)
     try:
-        threading.Thread(target=keeper.receive, args=[SaveDelayed(5, "It waits.")]).start()
+        threading.Thread(target=keeper._receive, args=[SaveDelayed(5, "It waits.")]).start()
         assert is_logging.wait(600)
         deletion = threading.Thread(target=keeper.delete, args=[1], daemon=True)
         deletion.start()

@@ -279,7 +279,7 @@ class Keeper:
         text = f"the keeper of rank {self.config.rank} (pid {self.pid}) to complete its work"
         if frees_memory:
             with reported_if_slow(lambda: _log.info(f"waiting for {text}")):
-                self._wait_ended(timeout_s)
+                self.wait_ended(timeout_s)
         else:
             limit_s = math.inf if timeout_s is None else timeout_s
             wait_while(lambda: "" if self._has_stored() else text, limit_s, _log.info)
@@ -293,9 +293,9 @@ class Keeper:
 
     def _has_stored(self) -> bool:
         """Return True if the keeper has exited, or at most offers its memory."""
-        return self._wait_ended(0) or self.is_done
+        return self.wait_ended(0) or self.is_done
 
-    def _wait_ended(self, timeout_s: float | None) -> bool:
+    def wait_ended(self, timeout_s: float | None) -> bool:
         """Wait for the exit of the last process, after its close. Return False if the time runs out."""
         has_ended = self._has_ended.wait(timeout_s)
         if has_ended:

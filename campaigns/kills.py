@@ -91,7 +91,7 @@ def _run(kind: Kind, nursery: Nursery, num_runs: int, seed: int) -> counts.Count
         with _playground(nursery) as place:
             try:
                 kind.kill(place, expected, seed + number)
-                place.check_no_process_is_left()
+                place.wait_for_keepers()
             except Exception as error:  # noqa: BLE001 - the next run may show more
                 num_failed += 1
                 print(f"{kind.name}, seed {seed + number}: {type(error).__name__}: {str(error)[:2000]}")

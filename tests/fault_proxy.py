@@ -80,7 +80,6 @@ class FaultProxy:
     """
 
     def __init__(self, host: str, port: int, *, listen_on: int = 0) -> None:
-        self.latency_s = 0.0  # delay of every request
         self.bytes_per_s = 0.0  # bandwidth limit of each connection's bodies; 0 for no limit
         self.stripped: frozenset[str] = frozenset()  # request headers to remove, in lower case
         self.server = host, port
@@ -117,7 +116,7 @@ class FaultProxy:
             self._faults = []
         for gate in gates:
             gate.opened.set()
-        self.latency_s, self.bytes_per_s, self.stripped = 0.0, 0.0, frozenset()
+        self.bytes_per_s, self.stripped = 0.0, frozenset()
 
     def requests(self, method: str | None = None) -> list[ProxiedRequest]:
         """Return all recorded requests, or those of one method."""
@@ -204,8 +203,6 @@ class _Connection(BaseHTTPRequestHandler):
         """Forward a request and its response, with the fault that applies to them."""
         head = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
         fault = self._proxy.pick(self.command, self.path, f"{self.requestline}\r\n{head}")
-        if self._proxy.latency_s:
-            self._proxy.closed.wait(self._proxy.latency_s)
         if fault and _STATUS.fullmatch(fault.fault):
             self._respond(fault)
             return

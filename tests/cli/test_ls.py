@@ -8,7 +8,7 @@ from pathlib import Path
 from cli.conftest import Command, flip, save
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import WriterId
-from holdfast.checkpoint.home.metrics import write_metrics
+from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
 from holdfast.checkpoint.store import open_store
 from making import make_home
 
@@ -144,7 +144,7 @@ def test_a_local_folder_of_another_run_is_rejected(holdfast: Command, home: Path
 def write_losses(home: Path, losses: dict[tuple[int, int], float]) -> None:
     for (step, attempt), loss in losses.items():
         writer = WriterId("run-one", attempt, 0, 2)
-        write_metrics(open_store(home), writer, step, {"loss": loss, "lr": 0.1})
+        write_metrics(open_store(home), writer, step, SaveValues({"loss": loss, "lr": 0.1}), {})
 
 
 def test_sorts_by_a_metric_and_shows_its_values(holdfast: Command, home: Path) -> None:
@@ -163,7 +163,7 @@ def test_sorts_best_first_by_the_mode_that_the_run_recorded(holdfast: Command, h
     for step, attempt, loss in ((200, 1, 0.5), (300, 2, 0.9)):
         writer = WriterId("run-one", attempt, 0, 2)
         of_steps = {"loss": 196} if step == 200 else {}
-        write_metrics(store, writer, step, {"loss": loss}, of_steps=of_steps, modes={"loss": "max"})
+        write_metrics(store, writer, step, SaveValues({"loss": loss}, of_steps), {"loss": "max"})
     rows = holdfast("ls", home, "--sort", "loss").out.splitlines()
     assert "0.9" in rows[1]
     assert "0.5 (step 196)" in rows[2]

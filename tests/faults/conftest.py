@@ -20,7 +20,7 @@ def nursery() -> Nursery:
 def playground(tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> Iterator[Playground]:
     found = Playground(tmp_path, nursery)
     yield found
-    found.check_no_process_is_left()
+    found.wait_for_keepers()
 
 
 @pytest.fixture(scope="session")

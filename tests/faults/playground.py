@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -119,10 +120,6 @@ class Playground:
         """Wait until every keeper has ended."""
         self.wait_for(lambda: not self.keepers(), "the keepers to end")
 
-    def check_no_process_is_left(self) -> None:
-        """Keepers end by themselves."""
-        self.wait_for_keepers()
-
     # -- what must hold -------------------------------------------------------------------------------------
 
     def complete(self, place: Path | str | None = None) -> list[tuple[int, int]]:
@@ -190,6 +187,25 @@ def end(children: list[Child]) -> None:
         child.wait()
 
 
+def kill_host_at_random(
+    playground: Playground, draw: random.Random, *options: str, place: str | None = None, **env: str
+) -> None:
+    """Kill a trainer at a random moment, often its keeper too; sometimes the disk of its host is lost."""
+    child = playground.start("--step-s", "0.01", "--every", "1", *options, total=TOTAL, **env)
+    playground.wait_for_steps(playground.num_steps() + draw.randint(0, 4), child)
+    playground.pause(draw.random() * 0.04)
+    is_host_lost = draw.random() < 0.35
+    if is_host_lost or draw.random() < 0.5:
+        playground.kill_keepers()
+    child.kill()
+    assert child.wait() in (0, -signal.SIGKILL), child.said()
+    if is_host_lost:
+        playground.kill_keepers()
+        playground.wait_for_keepers()
+        shutil.rmtree(playground.local, ignore_errors=True)
+    playground.check_all_complete_verify(place)
+
+
 def check_random_rank_kills(playground: Playground, expected: str, seed: int, num_kills: int) -> None:
     """Kill one of two ranks, and perhaps keepers, at random moments; then let the run finish."""
     draw = random.Random(seed)
@@ -223,8 +239,3 @@ def keepers_of(runtime: Path) -> list[psutil.Process]:
         except (OSError, psutil.NoSuchProcess):
             continue  # it ended while we looked
     return found
-
-
-def name_of(status: int) -> str:
-    """`SIGKILL` for -9."""
-    return signal.Signals(-status).name if status < 0 else str(status)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from fault_proxy import FaultProxy
-from faults.playground import ENDLESS, TOTAL, Playground
+from faults.playground import ENDLESS, TOTAL, Playground, kill_host_at_random
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import Store, open_store
 from servers import Server, ministack
@@ -155,31 +154,6 @@ def test_lost_answers_and_broken_connections_are_retried_silently(
     assert playground.check_all_complete_verify(bucket.view) > 0
 
 
-def check_random_kills(
-    playground: Playground, bucket: Bucket, uninterrupted: str, seed: int, num_kills: int
-) -> None:
-    """Kill trainer, keeper or both at random moments of uploads; sometimes the host is lost too."""
-    draw = random.Random(seed)
-    way = draw.choice(WAYS)
-    for _ in range(num_kills):
-        child = playground.start("--step-s", "0.01", "--every", "1", *bucket.options(way), **bucket.env)
-        playground.wait_for_steps(playground.num_steps() + draw.randint(0, 4), child)
-        playground.pause(draw.random() * 0.05)
-        is_host_lost = draw.random() < 0.4
-        if is_host_lost or draw.random() < 0.5:
-            playground.kill_keepers()
-        child.kill()
-        assert child.wait() in (0, -signal.SIGKILL), child.said()
-        if is_host_lost:
-            playground.kill_keepers()
-            playground.wait_for_keepers()
-            shutil.rmtree(playground.local, ignore_errors=True)
-        playground.check_all_complete_verify(bucket.view)
-    playground.finish(*bucket.options(way), **bucket.env)
-    assert playground.final() == uninterrupted
-    assert playground.check_all_complete_verify(bucket.view) > 0
-
-
 @pytest.mark.parametrize(
     ("seed", "num_kills"),
     [
@@ -188,4 +162,11 @@ def check_random_kills(
     ],
 )
 def test_random_kills(playground: Playground, bucket: Bucket, uninterrupted: str, seed: int, num_kills: int):
-    check_random_kills(playground, bucket, uninterrupted, seed, num_kills)
+    """Kill at random moments of uploads."""
+    draw = random.Random(seed)
+    options = bucket.options(draw.choice(WAYS))
+    for _ in range(num_kills):
+        kill_host_at_random(playground, draw, *options, place=bucket.view, **bucket.env)
+    playground.finish(*options, **bucket.env)
+    assert playground.final() == uninterrupted
+    assert playground.check_all_complete_verify(bucket.view) > 0

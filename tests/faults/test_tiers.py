@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.playground import ENDLESS, TOTAL, Playground, end
+from faults.playground import ENDLESS, TOTAL, Playground, end, kill_host_at_random
 
 HOLD = ("--hold", "10m")
 
@@ -159,19 +159,7 @@ def check_random_kills(
     """Kill at random moments of drains; sometimes the host's disk is lost too."""
     draw = random.Random(seed)
     for _ in range(num_kills):
-        child = playground.start("--step-s", "0.01", "--every", "1", *local, "--home-every", "2", *HOLD)
-        playground.wait_for_steps(playground.num_steps() + draw.randint(0, 4), child)
-        playground.pause(draw.random() * 0.03)
-        is_host_lost = draw.random() < 0.3
-        if is_host_lost or draw.random() < 0.5:
-            playground.kill_keepers()
-        child.kill()
-        child.wait()
-        if is_host_lost:
-            playground.kill_keepers()
-            playground.wait_for_keepers()
-            shutil.rmtree(playground.local, ignore_errors=True)
-        playground.check_all_complete_verify()
+        kill_host_at_random(playground, draw, *local, "--home-every", "2", *HOLD)
     playground.finish(*local)
     assert playground.final() == uninterrupted
     assert playground.check_all_complete_verify() > 0

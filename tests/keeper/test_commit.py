@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,10 +59,12 @@ def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[
     return image, catalog_text(Catalog({name: tensor}, {}))
 
 
-def make_draft(rank: int, catalog: bytes, *, world_size: int = 2, ancestors: parts.Ancestors = ()) -> bytes:
+def make_draft(
+    rank: int, catalog: bytes, *, step: int = 5, starts: tuple[int, ...] = (4096,), **more: Any
+) -> bytes:
+    facts = {"world_size": 2, "ancestors": (), "attempt": 1, **more}
     return parts.draft(
-        run="run", step=5, attempt=1, rank=rank, world_size=world_size, ancestors=ancestors, values={},
-        own=[], starts=[4096], catalog=catalog,
+        run="run", step=step, rank=rank, values={}, own=[], starts=starts, catalog=catalog, **facts
     )  # fmt: skip
 
 
@@ -145,13 +148,20 @@ def test_missing_ranks_counts_only_parts_of_this_attempt_and_step() -> None:
 def submit(keeper: Keeper, rank: int, *, dtype: str = "F32", name: str | None = None, step: int = 5) -> Save:
     """Submit one save to a keeper, as a rank would."""
     image, catalog = make_image(rank, dtype, name)
-    arena = Arena(step, len(image))
-    arena.bytes[: len(image)].copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
+    return submit_images(keeper, step, make_draft(rank, catalog, step=step), image)
+
+
+def submit_images(
+    keeper: Keeper, step: int, draft: bytes, first: bytes, second: bytes = b"", *, is_unchanged: bool = False
+) -> Save:
+    """Submit one or two images of a save, the second on the next whole page of the arena."""
+    at = -(-len(first) // 4096) * 4096
+    arena = Arena(step, at + len(second))
+    for start, image in ((0, first), *([(at, second)] if second else [])):
+        arena.bytes[start : start + len(image)].copy_(torch.frombuffer(bytearray(image), dtype=torch.uint8))
+    layout = ArenaLayout(len(first), at, len(second), is_unchanged) if second else ArenaLayout(len(first))
     save = Save(step)
-    draft = make_draft(rank, catalog).replace(b'"step":5', b'"step":%d' % step)
-    keeper.submit(
-        save, arena=step, arena_fd=arena.fd, arenas=[step], layout=ArenaLayout(len(image)), draft=draft
-    )
+    keeper.submit(save, arena=step, arena_fd=arena.fd, arenas=[step], layout=layout, draft=draft)
     return save
 
 
@@ -253,7 +263,7 @@ def test_a_blocked_standard_error_does_not_hold_up_saves(tmp_path: Path) -> None
     save, handler, logger = submit(keeper, 0), Blocked(), logging.getLogger("holdfast.checkpoint.keeper")
     logger.addHandler(handler)
     try:
-        threading.Thread(target=keeper.receive, args=[SaveDelayed(5, "It waits.")]).start()
+        threading.Thread(target=keeper._receive, args=[SaveDelayed(5, "It waits.")]).start()
         assert is_logging.wait(600)
         deletion = threading.Thread(target=keeper.delete, args=[1], daemon=True)
         deletion.start()
@@ -332,13 +342,6 @@ def test_the_longest_detail_fits_into_a_packet(tmp_path: Path) -> None:
     keeper.close()
     lines = (tmp_path / "home" / names.history(1, 0)).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
-
-
-def test_a_closed_end_is_received_as_none() -> None:
-    ours, theirs = packets.make_pair()
-    ours.close()
-    assert packets.receive(theirs) == (None, [])
-    theirs.close()
 
 
 @given(st.integers(0, 5), st.one_of(st.none(), st.integers(1, 5)), texts)

@@ -19,13 +19,12 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_manifest, read_part
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import candidates, list_home
-from holdfast.checkpoint.home.metrics import SaveValues, read_metrics
+from holdfast.checkpoint.home.metrics import SaveValues, read_metrics, write_metrics
 from holdfast.checkpoint.keeper.committer import Committed, PendingSave
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain import Drain
 from holdfast.checkpoint.keeper.persist import BLOCK_BYTES, verified_blocks
 from holdfast.checkpoint.keeper.reports import Reports
-from holdfast.checkpoint.keeper.save_files import put_metrics
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
@@ -149,13 +148,6 @@ def test_a_local_checkpoint_that_was_kept_for_its_drain_is_deleted_after_it() ->
     tiers.close(with_newest=False)
     assert bench.in_home() == [(1, 10)]
     assert candidates(list_home(bench.near)) == [(1, 20)]
-
-
-def test_close_waits_for_due_checkpoints() -> None:
-    bench = Bench((10,))
-    bench.drain.request(CheckpointId(1, 10))
-    bench.drain.close()
-    assert bench.in_home() == [(1, 10)]
 
 
 def test_a_drain_is_retried_until_home_works() -> None:
@@ -457,7 +449,7 @@ def losses(loss: float) -> SaveValues:
 
 def test_metrics_are_drained_before_the_manifest() -> None:
     bench = Bench((10,))
-    put_metrics(bench.near, bench.config, 10, losses(2.0))
+    write_metrics(bench.near, bench.config.writer, 10, losses(2.0), {})
     bench.drain.update_metrics(CheckpointId(1, 10), losses(2.0))  # not in home: they come with it
     bench.drain.request(CheckpointId(1, 10))
     bench.next_told()

@@ -19,11 +19,10 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.retain import Retention
-from holdfast.checkpoint.keeper import ArenaLayout, Keeper, KeeperConfig, Save
+from holdfast.checkpoint.keeper import Keeper, KeeperConfig, Save
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.keeper.save_files import FrozenFile
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, RetryLater, Unsupported
@@ -54,17 +53,9 @@ def persist_frozen(
 
 
 def draft(step: int, attempt: int) -> bytes:
-    return parts.draft(
-        run="run",
-        step=step,
-        attempt=attempt,
-        rank=0,
-        world_size=1,
-        ancestors=(),
-        values={},
-        own=[],
-        starts=[W_FILE.starts[0], BASE_FILE.starts[0]],
-        catalog=catalog_text(CATALOG),
+    starts = (W_FILE.starts[0], BASE_FILE.starts[0])
+    return test_commit.make_draft(
+        0, catalog_text(CATALOG), step=step, attempt=attempt, world_size=1, starts=starts
     )
 
 
@@ -260,16 +251,11 @@ def test_deleting_an_older_checkpoint_leaves_the_newer_one_whole(tmp_path: Path)
 
 
 def submit(keeper: Keeper, step: int, value: float, *, is_unchanged: bool) -> Save:
-    """Hand both images of a save over, the second on the next whole page of the arena."""
-    first, second = W_FILE.header + torch.full((8,), float(step)).numpy().tobytes(), make_image(value)
-    at = -(-len(first) // 4096) * 4096
-    arena = Arena(step, at + len(second))
-    arena.bytes[: len(first)].copy_(torch.frombuffer(bytearray(first), dtype=torch.uint8))
-    arena.bytes[at : at + len(second)].copy_(torch.frombuffer(bytearray(second), dtype=torch.uint8))
-    layout = ArenaLayout(len(first), at, len(second), is_unchanged)
-    one = Save(step)
-    keeper.submit(one, arena=step, arena_fd=arena.fd, arenas=[step], layout=layout, draft=draft(step, 1))
-    return one
+    """Submit both images of a save."""
+    image = W_FILE.header + torch.full((8,), float(step)).numpy().tobytes()
+    return test_commit.submit_images(
+        keeper, step, draft(step, 1), image, make_image(value), is_unchanged=is_unchanged
+    )
 
 
 def test_a_keeper_links_unchanged_files_and_refuses_torn_ones(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.keeper import packets, supervisor
+from holdfast.checkpoint.keeper import child_process, client, packets
 from holdfast.checkpoint.keeper.messages import Ping, Pong, RecordEvent, SavePersisted
 from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
@@ -171,21 +171,21 @@ def test_a_dead_keeper_is_replaced_by_one_that_completes_its_saves(tmp_path: Pat
 def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pauses before another keeper is started a tenth as long as usual."""
     for name in ("_FIRST_PAUSE_S", "_LAST_PAUSE_S"):
-        monkeypatch.setattr(supervisor, name, 0.1 * getattr(supervisor, name))
+        monkeypatch.setattr(client, name, 0.1 * getattr(client, name))
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, quick_pauses: None) -> None:
     """Make checks and pauses a tenth as long as usual, but let a keeper start as slowly as usual."""
-    monkeypatch.setattr(supervisor, "_CHECK_S", 0.1 * supervisor._CHECK_S)
-    monkeypatch.setattr(supervisor, "_MAX_START_CHECKS", 10 * supervisor._MAX_START_CHECKS)
-    monkeypatch.setattr(supervisor, "_MAX_SILENT_CHECKS", 30)
+    monkeypatch.setattr(child_process, "_CHECK_S", 0.1 * child_process._CHECK_S)
+    monkeypatch.setattr(child_process, "_MAX_START_CHECKS", 10 * child_process._MAX_START_CHECKS)
+    monkeypatch.setattr(child_process, "_MAX_SILENT_CHECKS", 30)
 
 
 @pytest.fixture
 def endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a keeper be silent for as long as the test needs."""
-    monkeypatch.setattr(supervisor, "_MAX_SILENT_CHECKS", 10**9)
+    monkeypatch.setattr(child_process, "_MAX_SILENT_CHECKS", 10**9)
 
 
 @pytest.mark.usefixtures("quick_pauses")
@@ -333,8 +333,8 @@ def test_close_does_not_wait_for_a_stopped_keeper(tmp_path: Path) -> None:
 
 def test_a_keeper_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine Python itself may take longer to start than a keeper may be silent."""
-    monkeypatch.setattr(supervisor, "_CHECK_S", 0.01)
-    monkeypatch.setattr(supervisor, "_MAX_START_CHECKS", 10**9)
+    monkeypatch.setattr(child_process, "_CHECK_S", 0.01)
+    monkeypatch.setattr(child_process, "_MAX_START_CHECKS", 10**9)
     go = tmp_path / "go"
     (tmp_path / "sitecustomize.py").write_text(
         f"import os\nwhile not os.path.exists({str(go)!r}): pass\n"  # as it waits for a processor
@@ -345,14 +345,14 @@ def test_a_keeper_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch
         pings.append(Ping())
         return pings[-1]
 
-    monkeypatch.setattr(supervisor, "Ping", ping)
+    monkeypatch.setattr(child_process, "Ping", ping)
     with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
             save = ckpt.save(1)
         first = pid_of(ckpt)
-        wait_until(lambda: len(pings) > 3 * supervisor._MAX_SILENT_CHECKS)
-        monkeypatch.setattr(supervisor, "_CHECK_S", 1.0)  # once it has started it may be silent for 20 checks
+        wait_until(lambda: len(pings) > 3 * child_process._MAX_SILENT_CHECKS)
+        monkeypatch.setattr(child_process, "_CHECK_S", 1.0)  # once started, it may be silent for 20
         go.touch()
         save.wait_durable(600)
         assert pid_of(ckpt) == first
@@ -361,7 +361,7 @@ def test_a_keeper_that_starts_slowly_is_not_replaced(tmp_path: Path, monkeypatch
 @pytest.mark.usefixtures("endless_patience")
 def test_a_slow_keeper_responds_during_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a slow disk does not look like a frozen process."""
-    monkeypatch.setattr(supervisor, "_CHECK_S", 0.05)
+    monkeypatch.setattr(child_process, "_CHECK_S", 0.05)
     received: list[object] = []
 
     def receive(end: socket.socket, *, receive: Any = packets.receive) -> Any:

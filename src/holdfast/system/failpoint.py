@@ -19,7 +19,7 @@ POINTS = (
     "keeper.data",  # data file durable, part not written
     "keeper.part",  # part durable, manifest not written
     "keeper.manifest",  # manifest durable, not reported yet
-    "keeper.retain",  # manifest of a deleted checkpoint gone, its files still there
+    "keeper.retain",  # an object of a deleted checkpoint gone, first its manifest, the others still there
     "keeper.drained-file",  # a file is in home, others of its checkpoint not
     "keeper.drained",  # all files are in home, the manifest not
     "trainer.staging",  # copy under way

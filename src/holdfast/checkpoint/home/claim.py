@@ -231,16 +231,13 @@ def note_emptied(store: Store, run: str, attempt: int) -> None:
 
 def emptied_upto(store: Store) -> int:
     """Return the newest attempt whose checkpoints were deleted on purpose; 0 by default."""
-    found = (names.parse_record("emptied", entry.name) for entry in store.list("attempts/"))
-    return max((one.attempt for one in found if one and _is_sound(store, one.attempt)), default=0)
-
-
-def _is_sound(store: Store, attempt: int) -> bool:
-    name = names.emptied(attempt)
-    try:
-        return parse(Emptied, store.get(name), name).attempt == attempt
-    except (Corrupt, NotFound, Unsupported):
-        return False  # a damaged record excuses no loss
+    newest = 0
+    for entry in store.list("attempts/"):
+        found = names.parse_record("emptied", entry.name)
+        with contextlib.suppress(Corrupt, NotFound, Unsupported):  # a damaged record excuses no loss
+            if found and parse(Emptied, store.get(entry.name), entry.name).attempt == found.attempt:
+                newest = max(newest, found.attempt)
+    return newest
 
 
 def read_run(store: Store) -> run.Run | None:

@@ -21,7 +21,7 @@ from holdfast.checkpoint.home.newest import read_reason, was_deleted
 from holdfast.checkpoint.retention import CheckpointLine, line_of
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.factory import open_store
-from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.system.units import format_bytes, plural
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
@@ -84,9 +84,14 @@ def take_inventory(
         tiers: the listing of each tier, to find the tiers of every checkpoint.
     """
     manifests: dict[CheckpointId, Manifest] = {}
-    wrong: dict[CheckpointId, HoldfastError] = {}
+    troubles: dict[CheckpointId, tuple[str, str]] = {}  # state and reason of what is not complete
     gone: set[CheckpointId] = set()
     for key, saved in home.saved.items():
+        if saved.was_skipped:
+            troubles[key] = SKIPPED, f"skipped by a restore: {read_reason(store, key)}"
+        elif not saved.is_committed:
+            data, parts = plural(len(saved.data), "data file"), plural(len(saved.parts), "part")
+            troubles[key] = INCOMPLETE, f"no manifest; {data} and {parts} are there"
         if not saved.is_committed:
             continue
         try:
@@ -97,30 +102,16 @@ def take_inventory(
                 gone.add(key)
                 manifests.pop(key, None)
             else:
-                wrong[key] = error
-    skipped = {
-        key: f"skipped by a restore: {read_reason(store, key)}"
-        for key, saved in home.saved.items()
-        if saved.was_skipped
-    }
-    found = {key: one.ancestors for key, one in manifests.items() if key not in skipped}
+                state = UNSUPPORTED if isinstance(error, Unsupported) else DAMAGED
+                troubles.setdefault(key, (state, str(error)))
+    found = {key: one.ancestors for key, one in manifests.items() if not home.saved[key].was_skipped}
     line = line_of(found, max(found), found[max(found)]) if found else CheckpointLine((), ())
     superseded = set(line.superseded)
-    whole = (key for key in manifests if key not in wrong and key not in superseded and key not in skipped)
-    newest = max(whole, default=None)
+    newest = max(found.keys() - troubles.keys() - superseded, default=None)
     rows: list[Row] = []
     for key in sorted(home.saved.keys() - gone, reverse=True):
-        saved, manifest, error = home.saved[key], manifests.get(key), wrong.get(key)
-        state, reason = COMPLETE, None
-        if key in skipped:
-            state, reason = SKIPPED, skipped[key]
-        elif not saved.is_committed:
-            data, parts = plural(len(saved.data), "data file"), plural(len(saved.parts), "part")
-            state, reason = INCOMPLETE, f"no manifest; {data} and {parts} are there"
-        elif error is not None:
-            state, reason = UNSUPPORTED if isinstance(error, Unsupported) else DAMAGED, str(error)
-        elif key in superseded:
-            state = SUPERSEDED
+        saved, manifest = home.saved[key], manifests.get(key)
+        state, reason = troubles.get(key, (SUPERSEDED if key in superseded else COMPLETE, None))
         metrics = _metrics_of(store, saved)
         ranks = manifest.world_size if manifest else None
         rows.append(

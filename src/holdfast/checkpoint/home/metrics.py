@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
 
 from msgspec import Struct
 
@@ -15,8 +13,7 @@ from holdfast.checkpoint.home.history import Line, parse_lines
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+from holdfast.system.documents import read_as
 
 
 class SaveValues(Struct, frozen=True):
@@ -45,18 +42,12 @@ class MetricByCheckpoint(Struct, frozen=True):
 
 
 def write_metrics(
-    store: Store,
-    writer: WriterId,
-    step: int,
-    values: Mapping[str, float],
-    *,
-    of_steps: Mapping[str, int] = _NOTHING,
-    modes: Mapping[str, str] = _NOTHING,
+    store: Store, writer: WriterId, step: int, metrics: SaveValues, modes: Mapping[str, str]
 ) -> None:
     """Write the metrics of a checkpoint durably, in place of those written before; see `run.Metrics`."""
-    modes = {name: mode for name, mode in modes.items() if name in values}
-    metrics = run.Metrics(writer.run, writer.attempt, step, values, of_steps, modes)
-    store.put(names.metrics(step, writer.attempt), run.document(metrics))
+    modes = {name: mode for name, mode in modes.items() if name in metrics.values}
+    found = run.Metrics(writer.run, writer.attempt, step, metrics.values, metrics.of_steps, modes)
+    store.put(names.metrics(step, writer.attempt), run.document(found))
 
 
 def read_document(store: Store, checkpoint: CheckpointId) -> run.Metrics:
@@ -146,22 +137,16 @@ def _read_log(stores: Sequence[Store], attempt: int) -> bytes:
     return b""
 
 
+class _MetricsLine(Struct, frozen=True):
+    steps: tuple[int, ...]
+    values: dict[str, tuple[run.EncodedMetric | None, ...]]
+
+
 def _values_of(line: Line) -> Iterator[tuple[int, str, float]]:
     """Yield step, name and value of each value in a line, the last first."""
-    steps, columns = line.get("steps"), line.get("values")
-    if isinstance(steps, list) and isinstance(columns, dict):
-        for name, column in columns.items():
-            for step, value in list(zip(steps, column if isinstance(column, list) else (), strict=False))[
-                ::-1
-            ]:
-                if type(step) is int and (number := _number(value)) is not None:
-                    yield step, name, number
-
-
-def _number(value: object) -> float | None:
-    if value in ("nan", "inf", "-inf"):
-        return float(str(value))
-    if type(value) in (int, float):
-        number = float(str(value))
-        return number if math.isfinite(number) else None
-    return None
+    with contextlib.suppress(Corrupt):
+        found = read_as(_MetricsLine, line, "a line of metrics")
+        for name, column in found.values.items():
+            for step, value in list(zip(found.steps, column, strict=False))[::-1]:
+                if value is not None:
+                    yield step, name, float(value)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
+from typing_extensions import override
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
@@ -14,7 +15,7 @@ from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.commit import MAX_REFUSALS
-from holdfast.checkpoint.home.listing import files_of
+from holdfast.checkpoint.home.listing import files_of, scan_step
 from holdfast.checkpoint.home.metrics import read_metrics
 from holdfast.checkpoint.retention import Keep, line_of
 from holdfast.checkpoint.store import Store
@@ -75,7 +76,7 @@ class Retention:
         self._metrics[found] = metrics
 
     def apply(
-        self, newest: CheckpointId, ancestors: Ancestors, in_work: Collection[CheckpointId]
+        self, newest: CheckpointId, ancestors: Ancestors, needed: Collection[CheckpointId]
     ) -> Iterator[Deleted]:
         """Delete what the policy does not keep, now that `newest` is complete.
 
@@ -84,14 +85,10 @@ class Retention:
 
         Args:
             newest: the checkpoint just committed; it always stays.
-            in_work: checkpoints that may still become complete, or are still needed; they stay.
+            needed: checkpoints that may still become complete, or are on their way home; they stay.
         """
-        files, asked = files_of(self.store), set(self.unwanted)
-        complete = {
-            found
-            for found, its_names in files.items()
-            if names.manifest(found.step, found.attempt) in its_names
-        }
+        files, asked = self._files(), set(self.unwanted)
+        complete = {found for found, its_names in files.items() if self._is_complete(found, its_names)}
         skipped = skipped_in(files)
         doomed = self._superfluous(complete - skipped, newest, ancestors, files)
         oldest_kept = newest if self.keep.last is not None else CheckpointId(attempt=newest.attempt, step=-1)
@@ -100,7 +97,7 @@ class Retention:
         refusals = _newest_refusals(files, newest.attempt)
         # Invariant: the newest checkpoint stays. So does what a restore has skipped: it may be whole (015).
         # The saves in work may be thousands, and few are doomed.
-        for found in sorted((doomed - skipped - {newest}).difference(in_work)):
+        for found in sorted((doomed - skipped - {newest}).difference(needed)):
             its_names = files[found]
             if found in complete:
                 self._was_complete.add(found)
@@ -109,15 +106,21 @@ class Retention:
             if its_names:
                 if found.attempt == newest.attempt:
                     self._refuse_incomplete(found, files[found])
-                delete_files(self.store, its_names, on_deleted=_pass_manifest)
+                delete_files(self.store, its_names)
                 self._healthy.pop(found, None)
                 self._metrics.pop(found, None)
                 yield Deleted(
                     attempt=found.attempt, step=found.step, was_complete=found in self._was_complete
                 )
             self._was_complete.discard(found)
-        self.unwanted -= _settled(asked, newest, in_work)
+        self.unwanted -= _settled(asked, newest, needed)
         self._has_cleaned_up = True
+
+    def _files(self) -> dict[CheckpointId, list[str]]:
+        return files_of(self.store)
+
+    def _is_complete(self, found: CheckpointId, its_names: Sequence[str]) -> bool:
+        return names.manifest(found.step, found.attempt) in its_names
 
     def _refuse_incomplete(self, found: CheckpointId, its_names: Sequence[str]) -> None:
         if found not in self._was_complete and names.refusal(found.step, found.attempt) not in its_names:
@@ -137,7 +140,10 @@ class Retention:
         if self.keep.last is None:
             return set()
         line = line_of(
-            (found for found in complete if found == newest or self._is_readable(found)), newest, ancestors
+            # Not what a newer attempt has saved: this one may be fenced, and not know it yet.
+            (found for found in complete if found == newest or (found < newest and self._is_readable(found))),
+            newest,
+            ancestors,
         )
         values, unreadable = self._values(line.current, files)
         kept = self.keep.kept(line.current, values) | unreadable
@@ -187,60 +193,56 @@ class Retention:
         return self._is_readable(found) and self._healthy[found]
 
 
-class ShareRetention:
+class ShareRetention(Retention):
     """Retention of one rank's share of a node-local folder, which gets some ranks' files only.
 
     A node-local folder has no manifests. This class receives only the newest step that all ranks have
     persisted, or that is committed in home. That one stays, and so do all newer ones, which may be complete
-    or become so.
+    or become so. No health of a checkpoint is known there.
 
     Args:
         is_mine: returns True for a saved rank whose files this rank deletes.
     """
 
-    is_due = True  # with each checkpoint
-
     def __init__(self, store: Store, keep: Keep, is_mine: Callable[[int], bool]) -> None:
-        self.store = store
-        self.keep = keep
+        super().__init__(store, keep)
         self._is_mine = is_mine
-        self.unwanted = set[int]()
 
-    def apply(self, complete: CheckpointId, needed: Collection[CheckpointId]) -> Iterator[Deleted]:
-        """Delete what the policy does not keep, now that `complete` is complete.
+    @override
+    def apply(
+        self, newest: CheckpointId, ancestors: Ancestors, needed: Collection[CheckpointId]
+    ) -> Iterator[Deleted]:
+        """Delete what the policy does not keep. Some part of `newest` names its ancestors."""
+        return super().apply(newest, ancestors or self._ancestors(newest), needed)
 
-        Args:
-            complete: the newest complete checkpoint, wherever its files are.
-            needed: checkpoints on their way home, and the newest there; they stay.
-        """
-        files, asked = files_of(self.store, self._is_chosen), set(self.unwanted)
-        skipped = skipped_in(files)
-        saved = {one for one, its_names in files.items() if any(_is_described(name) for name in its_names)}
-        older = [one for one in saved - skipped if one <= complete]
-        line = line_of(older, complete, self._ancestors(files.get(complete, [])))
-        kept = self.keep.kept(line.current) | {complete} | set(needed) | skipped
-        doomed = set(line.current) | {one for one in line.superseded if one.step <= complete.step}
-        half_done = {one for one in files if one not in saved and one < complete}
-        unwanted = {one for one in saved if one.step in asked and one < complete} - skipped - set(needed)
-        for checkpoint in sorted((doomed | half_done) - kept | unwanted):
-            delete_files(self.store, files[checkpoint], on_deleted=lambda _: failpoint("keeper.retain"))
-            yield Deleted(attempt=checkpoint.attempt, step=checkpoint.step, was_complete=checkpoint in saved)
-        self.unwanted -= _settled(asked, complete, needed)
+    @override
+    def _files(self) -> dict[CheckpointId, list[str]]:
+        return files_of(self.store, self._is_chosen)
 
     def _is_chosen(self, facts: names.Parsed) -> bool:
-        if facts.kind == "skipped":
-            return True
         # Manifests are left by one host on its own. Metrics are written by rank 0.
         rank = 0 if facts.kind in ("manifest", "refusal", "metrics") else facts.rank
-        return self._is_mine(rank)
+        return facts.kind == "skipped" or self._is_mine(rank)
 
-    def _ancestors(self, its_names: list[str]) -> Ancestors:
+    @override
+    def _is_complete(self, found: CheckpointId, its_names: Sequence[str]) -> bool:
+        """Return True if there is a document, which is written after the data files that it describes."""
+        return any(facts.kind in ("part", "manifest") for facts in map(names.parse, its_names) if facts)
+
+    @override
+    def _is_readable(self, found: CheckpointId) -> bool:
+        return True
+
+    @override
+    def _is_healthy(self, found: CheckpointId) -> bool:
+        return False
+
+    def _ancestors(self, checkpoint: CheckpointId) -> Ancestors:
         """Return the ancestors that some part of the checkpoint names; () without a readable part."""
-        for name in its_names:
-            facts = names.parse(name)
-            if facts and facts.kind == "part":
+        for entry, facts in scan_step(self.store, checkpoint.step):
+            if facts.kind == "part" and facts.attempt == checkpoint.attempt:
                 with contextlib.suppress(Corrupt, NotFound, Unsupported):
-                    return parts.parse(self.store.get(name), name).ancestors
+                    return parts.parse(self.store.get(entry.name), entry.name).ancestors
         return ()
 
 
@@ -265,12 +267,6 @@ def skipped_in(files: Mapping[CheckpointId, Sequence[str]]) -> set[CheckpointId]
     return {one for one in found if one.attempt in attempts}
 
 
-def _is_described(name: str) -> bool:
-    """Return True for a document that is written after the data files which it describes."""
-    facts = names.parse(name)
-    return facts is not None and facts.kind in ("part", "manifest")
-
-
 def _newest_refusals(files: Mapping[CheckpointId, Sequence[str]], attempt: int) -> set[str]:
     """Return the names of the newest refusals of an attempt, at most `MAX_REFUSALS`."""
     refused = sorted(
@@ -281,31 +277,21 @@ def _newest_refusals(files: Mapping[CheckpointId, Sequence[str]], attempt: int) 
     return {names.refusal(step, attempt) for step in refused[-MAX_REFUSALS:]}
 
 
-def _pass_manifest(name: str) -> None:
-    facts = names.parse(name)
-    if facts and facts.kind == "manifest":
-        failpoint("keeper.retain")
-
-
 # What is deleted first must be what makes the rest a checkpoint (note 001).
 _ORDER = {"manifest": 0, "part": 1, "refusal": 2, "frozen": 3, "data": 4, "metrics": 5, "skipped": 6}
 
 
-def delete_files(
-    store: Store, found: Iterable[str], *, on_deleted: Callable[[str], None] = lambda name: None
-) -> None:
+def delete_files(store: Store, found: Iterable[str]) -> None:
     """Delete files of one checkpoint, so that no document outlives the files it describes.
 
     The manifest goes first: a checkpoint without its files never looks complete. The note that a restore has
-    skipped it goes last: the rest stays noted until then.
-
-    Names that do not exist are skipped. `on_deleted` is called with each one after that.
+    skipped it goes last: the rest stays noted until then. Names that do not exist are skipped.
 
     Blocks: until the removal is durable.
     """
     for name in sorted(found, key=_position):
         store.delete(name)
-        on_deleted(name)
+        failpoint("keeper.retain")
 
 
 def _position(name: str) -> tuple[int, str]:

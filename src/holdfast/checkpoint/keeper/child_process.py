@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 
 from holdfast.checkpoint.keeper import packets
 from holdfast.checkpoint.keeper.config import IGNORED_SIGNALS, KeeperConfig
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
-from holdfast.checkpoint.keeper.messages import Configure
+from holdfast.checkpoint.keeper.messages import Configure, Message, Ping, Pong
 from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.system.entry import command
 from holdfast.system.linux.processes import allow_tracing, read_stat, start_time
+from holdfast.system.units import format_duration
 
 _REAP_S = 5.0
 """Time that a killed keeper may take to exit."""
 _CONDITIONS = {"D": "waits for the kernel, as for a disk or a server that does not answer", "T": "is stopped"}
 _TAIL_BYTES = 4000
 """Bytes of a dead keeper's stderr that its error shows."""
+_CHECK_S = 1.0
+"""Pause between two checks whether the keeper responds."""
+_MAX_SILENT_CHECKS = 20
+"""Checks in a row without a response, after which a keeper is replaced."""
+_MAX_START_CHECKS = 300
+"""The same before its first response: on a busy machine or a slow disk, Python itself may start slowly.
+
+A process that stands still does not start, so checks at which it does are limited as later ones are.
+"""
 
 
 class ChildProcess:
@@ -95,26 +107,48 @@ class ChildProcess:
         return self._lockfile.is_done
 
     @property
-    def is_running(self) -> bool:
-        """True if the process runs, or waits for a processor or a disk."""
-        stat = read_stat(self.pid)
-        return stat is not None and stat.state in "RD"
-
-    @property
     def condition(self) -> str:
         """Why the process makes no progress, as far as its state shows it; else empty."""
         stat = read_stat(self.pid)
         return "" if stat is None else _CONDITIONS.get(stat.state, "")
 
-    def kill(self) -> None:
-        """Kill the process, even if it is stopped or frozen: it executes no further instruction."""
-        self._process.kill()
+    def listen(self, receive: Callable[[Message], None], must_answer: Callable[[], bool]) -> str:
+        """Pass on messages until the process dies or is silent for too long; return a text about its silence.
 
-    def reap(self) -> str:
+        Args:
+            must_answer: returns True while the keeper has work. A queue of messages is work too.
+        """
+        poll, num_checks, num_still, has_responded = select.poll(), 0, 0, False
+        poll.register(self.end, select.POLLIN)
+        while num_checks < _MAX_START_CHECKS and num_still < _MAX_SILENT_CHECKS:
+            # Counts checks instead of reading a clock, as this process may have been stopped itself.
+            if poll.poll(_CHECK_S * 1000):
+                message, _ = packets.receive(self.end)
+                if message is None:
+                    return ""
+                num_checks, num_still, has_responded = 0, 0, True
+                if not isinstance(message, Pong):
+                    receive(message)
+            elif must_answer() or self.outbox:
+                num_checks += 1
+                stat = None if has_responded else read_stat(self.pid)
+                is_starting = stat is not None and stat.state in "RD"  # or waits for a processor or a disk
+                num_still = 0 if is_starting else num_still + 1
+                if not self.outbox:
+                    self.outbox.send(Ping())
+        limit = format_duration(num_checks * _CHECK_S)
+        return f"did not answer for {limit}, as if it were stopped or frozen, and was killed."
+
+    def reap(self, silence: str) -> str:
         """Wait for the exit of the process, release everything, and return how it died.
+
+        Args:
+            silence: text about a process that does not answer, which is killed; empty for one that has died.
 
         Blocks: until it has exited, at most 5 s.
         """
+        if silence:
+            self._process.kill()  # even if it is stopped or frozen: it executes no further instruction
         self.outbox.close()
         try:
             status = self._process.wait(_REAP_S)
@@ -127,4 +161,5 @@ class ChildProcess:
         tail = os.pread(self._stderr_fd, _TAIL_BYTES, start).decode(errors="replace").strip()
         os.close(self._stderr_fd)
         self.end.close()
-        return f"died ({cause}). Its last output: {tail}" if tail else f"died ({cause})."
+        died = f"died ({cause}). Its last output: {tail}" if tail else f"died ({cause})."
+        return silence or died

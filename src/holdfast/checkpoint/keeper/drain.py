@@ -5,23 +5,27 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
+from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.part import DataFile, Part
+from holdfast.checkpoint.format.part import Ancestors, DataFile, Part
 from holdfast.checkpoint.home.claim import check_not_fenced
-from holdfast.checkpoint.home.commit import check_not_refused, publish
-from holdfast.checkpoint.home.listing import scan
-from holdfast.checkpoint.home.metrics import SaveValues, copy_metrics
+from holdfast.checkpoint.home.commit import check_not_refused, merge_parts, publish
+from holdfast.checkpoint.home.documents import expected_sizes
+from holdfast.checkpoint.home.judges import Judges
+from holdfast.checkpoint.home.listing import scan, scan_step
+from holdfast.checkpoint.home.metrics import SaveValues, copy_metrics, write_metrics
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.components import KeeperComponents
-from holdfast.checkpoint.keeper.drain_plan import DrainPlan, Sizes
+from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.persist import has_image, paced, verified_blocks
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS, bugs_as_errors
 from holdfast.checkpoint.keeper.retention_thread import TierRetention
-from holdfast.checkpoint.keeper.save_files import FrozenFile, put_metrics
+from holdfast.checkpoint.keeper.save_files import FrozenFile
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.system import backoff
@@ -32,6 +36,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 
 _OVERTAKEN_S = 1.0
 """Time without new files of other ranks after which home is listed for newer checkpoints."""
+Sizes = Mapping[str, int]
+"""Bytes of each object of a step in home, by name."""
 
 
 class Drain:
@@ -58,11 +64,7 @@ class Drain:
         self._retention = Retention(home, self._config.keep, healthy_back=self._config.healthy_back)
         # Other ranks may have copied their files of a checkpoint that this rank has yet to copy.
         self._deletion = TierRetention(
-            self._retention,
-            "home",
-            self._reports,
-            lambda newest, ancestors: self._retention.apply(newest, ancestors, self.needed),
-            deletes=self._config.rank == 0,
+            self._retention, "home", self._reports, lambda: self.needed, deletes=self._config.rank == 0
         )
         self._wanted: set[CheckpointId] = set()  # to be copied as soon as they are committed
         self._due: set[CheckpointId] = set()
@@ -338,18 +340,14 @@ class Drain:
             names.data(checkpoint.step, checkpoint.attempt, rank), part.file, in_home
         )
         # As in a save, a part follows the files that it describes, and the manifest follows all parts (003).
-        if in_home.get(name) != len(text):
-            self._put_part(name, text, exists=name in in_home)
-        return num_bytes
-
-    def _put_part(self, name: str, text: bytes, *, exists: bool) -> None:
-        if exists:  # with another size, in a step without a manifest: damaged, so it is sent again
+        if name in in_home and in_home[name] != len(text):  # damaged, in a step without a manifest
             self._home.put(name, text)
-            return
-        try:
-            self._home.put_once(name, text)
-        except Conflict as error:
-            raise self._conflict(name) from error
+        elif name not in in_home:
+            try:
+                self._home.put_once(name, text)
+            except Conflict as error:
+                raise self._conflict(name) from error
+        return num_bytes
 
     def _copy_frozen(self, part: Part, file: DataFile, in_home: Sizes) -> int:
         name = names.frozen(part.step, part.attempt, part.rank)
@@ -368,19 +366,14 @@ class Drain:
         blocks = verified_blocks(self._local, name, file)
         if self._config.bandwidth is not None:
             blocks = paced(blocks, self._config.bandwidth)
-        if name in in_home:  # with another size, in a step without a manifest: damaged, so it is sent again
-            self._home.put_parts(name, blocks, file.num_bytes)
-        else:
-            self._create(name, blocks, file)
-        failpoint("keeper.drained-file")
-        return file.num_bytes
-
-    def _create(self, name: str, blocks: Iterator[memoryview], file: DataFile) -> None:
+        is_free = name not in in_home  # else it is damaged, in a step without a manifest, and is replaced
         try:
-            self._home.put_parts(name, blocks, file.num_bytes, if_absent=True)
+            self._home.put_parts(name, blocks, file.num_bytes, if_absent=is_free)
         except Conflict as error:
             if not has_image(self._home, name, file):
                 raise self._conflict(name) from error
+        failpoint("keeper.drained-file")
+        return file.num_bytes
 
     def _conflict(self, name: str) -> Corrupt:
         """Return the error for an object with other bytes. A Conflict would mean that it is fenced."""
@@ -402,7 +395,7 @@ class Drain:
     def _send_metrics(self, checkpoint: CheckpointId, metrics: SaveValues) -> None:
         """Replace the metrics of a checkpoint in home. Those of one on its way there are copied with it."""
         if self._home.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None:
-            put_metrics(self._home, self._config, checkpoint.step, metrics)
+            write_metrics(self._home, self._config.writer, checkpoint.step, metrics, self._config.modes)
         with self._changed:
             self._drop_metrics(checkpoint, metrics)
 
@@ -425,3 +418,74 @@ class Drain:
             if (self._home.size(entry.name) or 0) < entry.num_bytes:
                 self._home.put(entry.name, self._local.get(entry.name))
         self._has_copied_older_histories = True
+
+
+class DrainPlan:
+    """Plan of one checkpoint: ranks whose files this rank sends, and the manifest once all exist.
+
+    If it is complete in the local tier, its manifest names all files, and is copied like them. A node-local
+    folder has the files of some ranks: there the parts that arrive in home name the files, and the manifest
+    is made of them.
+    """
+
+    def __init__(
+        self, local: Store, home: Store, config: KeeperConfig, checkpoint: CheckpointId, judges: Judges
+    ) -> None:
+        self._home, self._config, self._judges, self._checkpoint = home, config, judges, checkpoint
+        self._name = names.manifest(checkpoint.step, checkpoint.attempt)
+        self._manifest: Manifest | None = None  # of the local tier
+        self._expected: dict[int, dict[str, int]] = {}  # files of each saved rank, as far as they are known
+        if config.is_node_local:
+            found = (facts for _, facts in scan_step(local, checkpoint.step) if facts.kind == "part")
+            saved = {facts.rank for facts in found if facts.attempt == checkpoint.attempt}
+            self._world_size: int | None = None
+        else:
+            self._document = local.get(self._name)
+            self._manifest = manifests.parse(self._document, self._name)
+            self._expected = expected_sizes(self._manifest)
+            self._world_size = self._manifest.world_size
+            saved = set(range(self._world_size))
+        # Saved ranks whose files this rank sends:
+        self.ranks = tuple(rank for rank in sorted(saved) if config.is_responsible_for(rank))
+
+    def manifest(self, in_home: Sizes) -> bytes | None:
+        """Return the manifest, or None if a file that it names is missing in home. Only rank 0 calls this."""
+        if self.missing(in_home):
+            return None
+        if self._manifest is not None:
+            return self._document
+        assert self._world_size is not None
+        is_own = self._checkpoint.attempt == self._config.attempt
+        judges = self._judges if is_own else None
+        return manifests.document(
+            merge_parts(self._home, self._config.writer, self._checkpoint, self._world_size, judges=judges)
+        )
+
+    def missing(self, in_home: Sizes) -> list[str]:
+        """Return the names of missing files, as far as documents name them; read each part in home once."""
+        step, attempt = self._checkpoint.step, self._checkpoint.attempt
+        if self._manifest is None:
+            for name in in_home:
+                facts = names.parse(name)
+                if facts and facts.kind == "part" and facts.attempt == attempt:
+                    self._read_part(name, facts.rank, in_home[name])
+        if self._world_size is None:
+            return ["any part"]
+        absent = sorted(set(range(self._world_size)) - self._expected.keys())
+        files = {name: size for sizes in self._expected.values() for name, size in sizes.items()}
+        return [names.part(step, attempt, rank) for rank in absent] + [
+            name for name, num_bytes in files.items() if in_home.get(name) != num_bytes
+        ]
+
+    def ancestors(self) -> Ancestors:
+        """Return the ancestors of a checkpoint that is complete in home."""
+        found = self._manifest or manifests.parse(self._home.get(self._name), self._name)
+        return found.ancestors
+
+    def _read_part(self, name: str, rank: int, num_bytes: int) -> None:
+        if rank not in self._expected:
+            part = parts.parse(self._home.get(name), name)
+            self._world_size = part.world_size
+            self._expected[rank] = {name: num_bytes} | {
+                file: facts.num_bytes for file, facts in part.files.items()
+            }

@@ -34,6 +34,8 @@ class MemoryTierStore(ReadOnlyStore):
     An image may have been overwritten in part by a later save: only a reader with its hashes can use it.
     """
 
+    why_read_only = "the memory of a dead trainer's keeper is read-only."
+
     def __init__(self, home: str) -> None:
         self.url = "memory"
         self.properties = Properties(
@@ -112,11 +114,6 @@ class MemoryTierStore(ReadOnlyStore):
     def size(self, name: str) -> int | None:
         image = self._images.get(name)
         return None if image is None else len(image)
-
-    @property
-    @override
-    def reason(self) -> str:
-        return "the memory of a dead trainer's keeper is read-only."
 
 
 def free_memory_tier(home: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
-from holdfast.checkpoint.home.retain import Deleted, Retention, ShareRetention
+from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.reports import Reports
 
 _PAUSE_S = 0.25
@@ -21,20 +21,20 @@ class TierRetention:
 
     Args:
         retention: of the tier, of this name.
-        apply: deletes what the policy does not keep, for the newest checkpoint and its ancestors.
+        needed: returns the checkpoints that stay whatever the policy.
         deletes: False for a rank that leaves all deletions to another one.
     """
 
     def __init__(
         self,
-        retention: Retention | ShareRetention,
+        retention: Retention,
         tier: str,
         reports: Reports,
-        apply: Callable[[CheckpointId, Ancestors], Iterable[Deleted]],
+        needed: Callable[[], Collection[CheckpointId]],
         *,
         deletes: bool = True,
     ) -> None:
-        self._retention, self._tier, self._reports, self._apply = retention, tier, reports, apply
+        self._retention, self._tier, self._reports, self._needed = retention, tier, reports, needed
         self._deletes = deletes
         self._newest: tuple[CheckpointId, Ancestors] | None = None
         self._is_due = False
@@ -70,7 +70,7 @@ class TierRetention:
         assert self._newest is not None
         newest, ancestors = self._newest
         with self._reports.retention_errors(newest.step if step is None else step, self._tier):
-            for deleted in self._apply(newest, ancestors):
+            for deleted in self._retention.apply(newest, ancestors, self._needed()):
                 self._reports.deleted(deleted, self._tier)
             for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
                 self._retention.store.sweep(folder)

@@ -141,15 +141,6 @@ class Save:
             raise self._error
 
     def _wait(self, event: threading.Event, timeout: Duration | None, stage: str) -> None:
-        timeout_s = parse_timeout(timeout, "timeout")
-        if not (event.is_set() or self._wait_reported(event, timeout_s, stage)):
-            raise TimedOut(
-                f"Step {self.step} is not {stage} after {timeout_s} s. {self.wait_reason} The save continues "
-                "in the background.",
-                step=self.step,
-            )
-
-    def _wait_reported(self, event: threading.Event, timeout_s: float | None, stage: str) -> bool:
         """Wait for an event, and log one line for this save if that takes long."""
 
         def report() -> None:
@@ -157,8 +148,17 @@ class Save:
                 self._is_reported = True
                 _log.info("waiting until step %d is %s. %s", self.step, stage, redact(self.wait_reason))
 
+        timeout_s = parse_timeout(timeout, "timeout")
+        if event.is_set():
+            return
         with reported_if_slow(report):
-            return event.wait(timeout_s)
+            event.wait(timeout_s)
+        if not event.is_set():
+            raise TimedOut(
+                f"Step {self.step} is not {stage} after {timeout_s} s. {self.wait_reason} The save continues "
+                "in the background.",
+                step=self.step,
+            )
 
     # -- set by the stager and the keeper --------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import time
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks, short_digest
-from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Copies, DataFile
 from holdfast.checkpoint.format.sections import Sections
 from holdfast.checkpoint.home.claim import check_claim, check_not_fenced
@@ -68,7 +67,7 @@ class SaveFiles:
     def replace_metrics(self, step: int, metrics: SaveValues) -> None:
         """Replace the metrics of a save, unless it has failed, or was deleted."""
         if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is not None:
-            put_metrics(self._store, self._config, step, metrics)
+            write_metrics(self._store, self._config.writer, step, metrics, self._config.modes)
 
     def images(self, step: int, layout: ArenaLayout) -> tuple[Image, ...]:
         """Return the images of the files in their arena."""
@@ -121,7 +120,7 @@ class SaveFiles:
         failpoint("keeper.data")
         self._reports.history.settle()  # before each part
         if metrics.values:  # before the part: a complete checkpoint has its metrics
-            put_metrics(self._store, config, step, metrics)
+            write_metrics(self._store, config.writer, step, metrics, config.modes)
         draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
         name = names.part(step, config.attempt, config.rank)
         if self._sections is None:
@@ -141,11 +140,6 @@ class SaveFiles:
             if not parts.differ_in_watches_only(self._store.get(name), document, name):
                 raise
             self._store.sync(name.rpartition("/")[0])
-
-
-def put_metrics(store: Store, config: KeeperConfig, step: int, metrics: SaveValues) -> None:
-    """Write the metrics of a save of this attempt."""
-    write_metrics(store, config.writer, step, metrics.values, of_steps=metrics.of_steps, modes=config.modes)
 
 
 def _hash_copies(copies: Copies, arena: memoryview, what: str) -> dict[str, tuple[str, ...]]:
@@ -241,18 +235,14 @@ class FrozenFile:
         """Return the newest file, after one search for those of earlier keepers and attempts."""
         if self._newest is None and not self._has_searched:
             self._has_searched = True
-            for checkpoint in sorted(self._saves_with_frozen(), reverse=True):
-                name = names.part(checkpoint.step, checkpoint.attempt, self._config.rank)
+            rank = self._config.rank
+            saves = (facts for _, facts in scan(self._store, "step-") if facts.kind == "frozen")
+            own = sorted(facts.checkpoint_id for facts in saves if facts.rank == rank)
+            for attempt, step in reversed(own):
+                name = names.part(step, attempt, rank)
                 with contextlib.suppress(Corrupt, NotFound, Unsupported):
                     found = parts.parse(self._store.get(name), name).frozen
                     if found is not None:
-                        self._newest = (
-                            names.frozen(checkpoint.step, checkpoint.attempt, self._config.rank),
-                            found,
-                        )
+                        self._newest = names.frozen(step, attempt, rank), found
                         break
         return self._newest
-
-    def _saves_with_frozen(self) -> list[CheckpointId]:
-        found = (facts for _, facts in scan(self._store, "step-") if facts.kind == "frozen")
-        return [facts.checkpoint_id for facts in found if facts.rank == self._config.rank]

@@ -45,25 +45,16 @@ class KeeperTiers:
         # With node-local folders no rank sees all parts, and retention cannot see what is complete.
         self._committer = None if config.is_node_local else Committer(components)
         keep = config.keep if components.home is None else Keep(config.keep_local)
-        self._retention = Retention(
-            store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back
+        self._retention = (
+            Retention(store, keep, refuse=self._refuse_incomplete, healthy_back=config.healthy_back)
+            if self._committer is not None
+            else ShareRetention(store, keep, config.is_responsible_for)
         )
-        if self._committer is not None:  # only rank 0 commits, and only rank 0 deletes
-            self._deletion = TierRetention(
-                self._retention,
-                self._reports.tier,
-                self._reports,
-                lambda newest, ancestors: self._retention.apply(newest, ancestors, self._needed()),
-                deletes=config.rank == 0,
-            )
-        else:
-            share = ShareRetention(store, keep, config.is_responsible_for)
-            self._deletion = TierRetention(
-                share,
-                self._reports.tier,
-                self._reports,
-                lambda newest, _: share.apply(newest, self._needed()),
-            )
+        # Only rank 0 commits, and only rank 0 deletes; in a node-local folder each rank its own files.
+        deletes = config.rank == 0 or config.is_node_local
+        self._deletion = TierRetention(
+            self._retention, self._reports.tier, self._reports, self._needed, deletes=deletes
+        )
 
     def _needed(self) -> set[CheckpointId]:
         """Return the checkpoints that must stay in the nearest tier."""

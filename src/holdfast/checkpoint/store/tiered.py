@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, TypeVar
 
@@ -13,12 +12,9 @@ from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater
 
 
 class ReadOnlyStore(Store):
-    """A store whose changing methods all raise `Unsupported`."""
+    """A store whose changing methods all raise `Unsupported`, for the reason `why_read_only`."""
 
-    @property
-    @abstractmethod
-    def reason(self) -> str:
-        """The reason why this store is read-only, as a sentence."""
+    why_read_only: str
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -41,7 +37,7 @@ class ReadOnlyStore(Store):
         self._refuse(prefix)
 
     def _refuse(self, name: str) -> NoReturn:
-        raise Unsupported(f"{name!r} in {self.url} is read-only: {self.reason}", key=name)
+        raise Unsupported(f"{name!r} in {self.url} is read-only: {self.why_read_only}", key=name)
 
 
 _T = TypeVar("_T")
@@ -55,6 +51,8 @@ class TieredStore(ReadOnlyStore):
     Args:
         tiers: nearest first, at least one. The last is home, whose URL and properties this store has.
     """
+
+    why_read_only = "this is a read-only view of several tiers. Write to one tier directly."
 
     def __init__(self, tiers: Sequence[Store]) -> None:
         self._tiers = tuple(tiers)
@@ -87,11 +85,6 @@ class TieredStore(ReadOnlyStore):
     def size(self, name: str) -> int | None:
         sizes = (tier.size(name) for tier in self._tiers)
         return next((size for size in sizes if size is not None), None)
-
-    @property
-    @override
-    def reason(self) -> str:
-        return "this is a read-only view of several tiers. Write to one tier directly."
 
 
 def first_good(store: Store, read: Callable[[Store], _T]) -> _T:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from msgspec.structs import replace
 
 from holdfast.jobs.writeback.files import Fingerprint
-from holdfast.jobs.writeback.journal import FOLDER, Journal
+from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.upload_queue import (
     COPY,
     HARD_LINK,
@@ -187,11 +187,11 @@ def test_a_pending_file_of_the_same_size_keeps_its_place():
 def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path: Path):
     """The time of a file read too soon is written again, perhaps after its marker was sent."""
     (tmp_path / FOLDER).mkdir()
-    journal, queue = Journal(tmp_path), sent_queue()
+    journal, queue = JournaledQueue(tmp_path), sent_queue()
     assert queue.confirm("data", replace(version(0), fingerprint=version(7).fingerprint))
     queue.put("latest", version(8))
     send_all(queue)
-    journal.write(queue.writes)
+    journal.do(lambda order: order.writes.extend(queue.writes))
     loaded = journal.load()
     journal.close()
     assert queue.newest_first() == ["latest", "marker", "data"]

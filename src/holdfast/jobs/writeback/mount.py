@@ -199,7 +199,7 @@ def _join(root: Path, url: str, timeout_s: float | None) -> bool:
     began_s = time.monotonic()
     while has_uploader(root):
         with suppress(NotFound):  # it is just starting
-            with closing(Journal(root, is_reader=True)) as journal:
+            with closing(Journal(root)) as journal:
                 place, state = journal.get("place"), journal.get("state")
             if state == ALIVE and place != url:
                 raise Conflict(f"{root} is already mounted, and its files go to {place}, not to {url}.")
@@ -281,7 +281,7 @@ def _is_all_sent(root: Path) -> bool:
             return False
     except NotFound:
         return False
-    with closing(Journal(root, is_reader=True)) as journal:
+    with closing(Journal(root)) as journal:
         sent = journal.load().sent
     found, others = scan(root, lambda name: name.split("/")[0] == FOLDER)
     return not others and all(one.name in sent for one in found)

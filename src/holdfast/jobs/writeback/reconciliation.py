@@ -42,7 +42,7 @@ def reconcile(
     found, _ = scan(root, config.is_excluded)
     aside = _files_to_set_aside(queue.order, found, objects, is_behind=is_behind)
     if is_behind:
-        queue.journal.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
+        queue.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
         numbers = list(queue.order.entries)
         queue.do(lambda order: order.clear())
         for number in numbers:
@@ -61,18 +61,18 @@ def reconcile(
         download.check_size(wanted, config.fetch_bytes)
         for name, sent in download.fetch(wanted, replaced):
             queue.do(lambda order, name=name, sent=sent: order.mark_downloaded(name, sent))
-    queue.journal.set(owner=config.owner, attempt=str(config.attempt), behind="")
+    queue.set(owner=config.owner, attempt=str(config.attempt), behind="")
 
 
 def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> bool:
     """Return True if a newer attempt mounted the place after this directory was mounted."""
-    if not config.owner or queue.journal.get("owner") != config.owner:
+    if not config.owner or queue.get("owner") != config.owner:
         return False
-    if queue.journal.get("behind"):
+    if queue.get("behind"):
         return True
     # With other directories beside it, their uploads have to be downloaded at each new attempt.
     newest = config.attempt if config.is_shared else newest_attempt(store, config.owner)
-    return newest > int(queue.journal.get("attempt", "0"))
+    return newest > int(queue.get("attempt", "0"))
 
 
 def _files_to_set_aside(

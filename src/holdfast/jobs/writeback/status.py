@@ -111,7 +111,7 @@ def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
     """
     root = Path(directory).absolute()
     is_held = has_uploader(root)
-    with closing(Journal(root, is_reader=True)) as journal:
+    with closing(Journal(root)) as journal:
         state, order = journal.get("state"), journal.load()
         text = journal.get("exclude", json.dumps(EXCLUDED))
         exclude = read_as(tuple[str, ...], decode(text, "exclude"), "exclude")

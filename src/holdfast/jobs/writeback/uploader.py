@@ -17,7 +17,7 @@ from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
 from holdfast.jobs.writeback import files, inotify
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
-from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
+from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
 from holdfast.jobs.writeback.sender import Sender
 from holdfast.jobs.writeback.status import ALIVE, ENDED, FAILED, FENCED, LOCK, STARTING
@@ -58,10 +58,8 @@ class Uploader:
         self._touched: set[int] = set()
         self._next_limit_check_s = 0.0
         self._lock_fd = _lock(self._folder)
-        self._journal = Journal(self._root)
-        facts = {"state": STARTING, "pid": str(os.getpid()), "place": config.place}
-        self._journal.set(**facts, exclude=json.dumps(config.exclude), trouble="")
-        self._queue = JournaledQueue(self._journal)
+        facts = {"pid": str(os.getpid()), "place": config.place, "exclude": json.dumps(config.exclude)}
+        self._queue = JournaledQueue(self._root, state=STARTING, **facts)
         self._versions = KeptVersions(self._root, config.copy_bytes)
         self._watch = TreeWatch(self._root, config.is_excluded)
         self._holders_fd = os.open(self._folder / HOLDERS_FIFO, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -78,7 +76,7 @@ class Uploader:
         self._watch.add_tree()
         self._scan_all()
         self._sender = Sender(store, self._queue, self._versions, self._config)
-        self._journal.set(state=ALIVE)
+        self._queue.set(state=ALIVE)
 
     def finish(self) -> None:
         """Upload what is closed, and exit without waiting for open files."""
@@ -92,9 +90,9 @@ class Uploader:
             _log.error(error)
             state = FENCED if isinstance(error, Conflict) else FAILED
             with suppress(HoldfastError):  # without the directory, the journal is gone too
-                self._journal.set(state=state, trouble=str(error), trouble_unix_s=str(time.time()))
+                self._queue.set(state=state, trouble=str(error), trouble_unix_s=str(time.time()))
             return False
-        self._journal.set(state=ENDED)
+        self._queue.set(state=ENDED)
         return is_drained
 
     def _run(self) -> bool:

@@ -130,13 +130,9 @@ class WriteBack:
 
     def _mounting_attempt(self) -> int | None:
         """Return the owner's newest attempt that has mounted the directory, or None."""
-        with suppress(NotFound):
-            journal = Journal(self._path, is_reader=True)
-            try:
-                if journal.get("owner") == self._owner:
-                    return int(journal.get("attempt", "0"))
-            finally:
-                journal.close()
+        with suppress(NotFound), closing(Journal(self._path)) as journal:
+            if journal.get("owner") == self._owner:
+                return int(journal.get("attempt", "0"))
         return None
 
     def _mount(self, attempt: int, is_wanted: Callable[[], bool], *, fetch: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 
 from holdfast.errors import Corrupt, NotFound, RetryLater
-from holdfast.jobs.writeback.upload_queue import JournalWrite, Sent, Upload, UploadProblem, UploadQueue
+from holdfast.jobs.writeback.upload_queue import Sent, Upload, UploadProblem, UploadQueue
 from holdfast.system.documents import decode_as, read_as, shown
 from holdfast.system.log import get_logger
 
@@ -152,7 +152,7 @@ class JournaledQueue(Journal):
                 try:
                     with self._transaction():
                         for write in self.order.writes:
-                            self._write(write)
+                            self._write(*write)
                     self.order.writes.clear()
                 except RetryLater as error:
                     _log.warning("%s Trying again.", error)
@@ -160,19 +160,19 @@ class JournaledQueue(Journal):
             self.changed.notify_all()
         return result
 
-    def _write(self, write: JournalWrite) -> None:
-        table, key = write.table, _KINDS[write.table][0]
-        if write.value is None:
-            self._base.execute(f"DELETE FROM {table} WHERE {key} = ?", (write.key,))
+    def _write(self, table: str, key: int | str, value: Upload | Sent | UploadProblem | None) -> None:
+        name = _KINDS[table][0]
+        if value is None:
+            self._base.execute(f"DELETE FROM {table} WHERE {name} = ?", (key,))
             return
-        row = {key: write.key, **_side_by_side(to_builtins(write.value))}
+        row = {name: key, **_side_by_side(to_builtins(value))}
         # Unlike REPLACE, this keeps the place of a row, as a dictionary does.
-        changes = ", ".join(f"{name} = excluded.{name}" for name in row if name != key)
+        changes = ", ".join(f"{column} = excluded.{column}" for column in row if column != name)
         into, values = f"{table} ({', '.join(row)})", ", ".join("?" * len(row))
-        statement = f"INSERT INTO {into} VALUES ({values}) ON CONFLICT ({key}) DO UPDATE SET {changes}"
+        statement = f"INSERT INTO {into} VALUES ({values}) ON CONFLICT ({name}) DO UPDATE SET {changes}"
         self._base.execute(statement, tuple(row.values()))
         if table == "entry":  # no number is used twice, as kept versions are named by it
-            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(write.key),))
+            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(key),))
 
     def start_next(self, timeout_s: float) -> Upload | None:
         """Return the upload to do next, marked as started, or None."""

@@ -80,7 +80,7 @@ class DirectoryStatus(Struct, frozen=True):
     def as_json(self) -> dict[str, Any]:
         """Return the status as JSON values."""
         facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **to_builtins(self)}
-        return json.loads(json.dumps(facts))
+        return json.loads(json.dumps(facts))  # with lists
 
     def summary(self) -> str:
         """Return one line for users."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
 from holdfast.jobs.writeback import files, inotify
-from holdfast.jobs.writeback.config import UploaderConfig
+from holdfast.jobs.writeback.config import OPEN_LIMIT_S, UploaderConfig
 from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
 from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
@@ -37,6 +37,8 @@ _OPEN_S = 1.0  # between two checks of a file that was open
 _LIMIT_CHECK_S = 1.0  # between two checks of the space for kept versions
 _LOCK_LIMIT_S = 5.0
 _MAX_LOST_VERSIONS = 100
+_LINGER_S = 60.0  # limit of waiting for open files after the last holder is gone
+_GIVE_UP_S = 3600.0  # limit of retrying a failing place after the last holder is gone
 
 
 class Uploader:
@@ -134,10 +136,10 @@ class Uploader:
         self._closing_since_s = now_s if self._closing_since_s is None else self._closing_since_s
         waited_s = now_s - self._closing_since_s
         if self._queue.order.entries:
-            return False if waited_s > self._config.give_up_s else None
+            return False if waited_s > _GIVE_UP_S else None
         found, _ = files.scan(self._root, self._config.is_excluded)
         is_open = any(files.is_open_now(self._root / one.name) for one in found)
-        if is_open and not self._is_finishing and waited_s < self._config.linger_s:
+        if is_open and not self._is_finishing and waited_s < _LINGER_S:
             return None
         has_work = self._recheck or (self._deferred and not self._lost_open)
         lock_fd = None if has_work else self._lock_out_holders()
@@ -287,7 +289,7 @@ class Uploader:
         with self._queue.changed:
             is_known = self._queue.order.fingerprint(name) is not None
         if is_known:  # nothing in the bucket refers to older files through a file that it does not have
-            self._lost_open.setdefault(name, time.monotonic() + self._config.open_limit_s)
+            self._lost_open.setdefault(name, time.monotonic() + OPEN_LIMIT_S)
 
     def _forget_lost(self, name: str) -> None:
         for names in (self._lost_versions, self._lost_open, self._open):

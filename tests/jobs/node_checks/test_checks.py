@@ -26,7 +26,6 @@ from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s
 from holdfast.jobs.node.checks.gate import NodeGate, Plan, make_plan
 from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode
 from holdfast.jobs.task.parser import parse_task
-from holdfast.system.documents import decode_as
 from small_disk import small_disk
 
 
@@ -175,12 +174,6 @@ def test_a_product_with_one_wrong_bit_is_found(key: tuple[int, str], data: st.Da
 @functools.cache
 def _products() -> gate.Products:
     return {**(gate.numpy_products() or {}), **gate.python_products()}
-
-
-def test_the_script_for_gpus_runs_on_a_device(capfd: pytest.CaptureFixture[str]) -> None:
-    gpu_script.main(["cpu"])
-    found = decode_as(Check, capfd.readouterr().out, "a check")
-    assert (found.name, found.where, found.trouble) == ("gpu", "cpu", "")
 
 
 def test_the_script_for_gpus_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

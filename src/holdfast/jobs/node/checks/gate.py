@@ -302,15 +302,13 @@ _MAX_REFUSAL = 500
 
 
 def start_checks(
-    plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
+    plan: NodeSpec, job: JobFolder, node: NodeFolder, write: Callable[[str], None], *, is_contained: bool
 ) -> Callable[[Callable[[], None]], str]:
     """Start the checks of a node, which run while the attempt is prepared.
 
-    Return a function that waits for them, and returns why the attempt is not started here, or an empty text.
+    `write` writes a line to the log. Return a function that waits for the checks, and returns why the attempt
+    is not started here, or an empty text.
     """
-
-    def write(text: str) -> None:
-        os.write(log, f"holdfast: {text}\n".encode())
 
     def wait(meanwhile: Callable[[], None]) -> str:
         found = gate.wait(meanwhile)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec.structs import replace
 
+from holdfast.errors import Corrupt
 from holdfast.jobs.writeback.files import Fingerprint
-from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
+from holdfast.jobs.writeback.journal import FILE, FOLDER, JournaledQueue
 from holdfast.jobs.writeback.upload_queue import (
     COPY,
     HARD_LINK,
@@ -195,6 +198,17 @@ def test_the_journal_keeps_the_order_of_files_that_are_confirmed_later(tmp_path:
     assert queue.newest_first() == ["latest", "marker", "data"]
     assert loaded.newest_first() == queue.newest_first()
     assert loaded.sent == queue.sent
+
+
+def test_a_value_of_another_type_in_the_journal_is_damage(tmp_path: Path):
+    (tmp_path / FOLDER).mkdir()
+    queue = JournaledQueue(tmp_path)
+    queue.do(lambda order: order.put("data", version(1)))
+    with closing(sqlite3.connect(tmp_path / FOLDER / FILE)) as base, base:
+        base.execute("UPDATE entry SET digest = x'00'")
+    with pytest.raises(Corrupt, match=r"Expected `str`, got `bytes` - at `\$\.version\.digest`"):
+        queue.load()
+    queue.close()
 
 
 def test_an_upload_in_progress_is_not_withdrawn():

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from holdfast.errors import RetryLater
 from holdfast.jobs.writeback import wait_until_settled
 from writeback.harness import MountedDirectory, wait_for
 
-MakeDirectory = Callable[..., MountedDirectory]
 LARGE = 5 << 20
 
 
@@ -117,11 +115,3 @@ def test_the_status_is_never_drained_too_early_while_a_program_writes(mounted: M
             num_drained += 1
     wait_for(lambda: mounted.status().is_drained, "the end")
     assert mounted.bucket() == mounted.local()
-
-
-def test_the_status_is_available_as_json(mounted: MountedDirectory, make_directory: MakeDirectory):
-    mounted.write("file", "x")
-    mounted.drained()
-    facts = json.loads(json.dumps(mounted.status().as_json()))
-    assert (facts["is_drained"], facts["uploader"], facts["num_sent"]) == (True, "alive", 1)
-    assert mounted.status().summary() == f"all of {mounted.directory} is in {mounted.place} (1 file)"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.containers.images import require
-from jobs.containers.runtimes import RealRuntime, RuntimeUnderTest, StandInUnderTest
+from jobs.containers.images import IMAGE, require
+from jobs.containers.runtimes import RealRuntime, RuntimeUnderTest
 from jobs.containers.stand_in import StandIn
 from jobs.harness import JobHarness, needs_namespaces
 
@@ -23,7 +23,8 @@ def runtime(request: pytest.FixtureRequest, harness: JobHarness) -> Iterator[Run
     with pytest.MonkeyPatch.context() as patch:
         found: RuntimeUnderTest
         if request.param == "stand-in":
-            found = StandInUnderTest(harness.folder / "runtime")
+            found = StandIn(harness.folder / "runtime")
+            found.add_image(IMAGE, HOME="/srv/home", SETTING="of-the-image")
             patch.setenv("PATH", f"{harness.folder / 'runtime'}:{before}")
         else:
             require(request.param)

@@ -13,7 +13,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.jobs.engine import Job
 
 FOLDER = "HOLDFAST_TEST_RUNTIME"
 """Variable with the folder of a stand-in."""
@@ -55,13 +58,15 @@ class StandIn:
         lines = path.read_text().splitlines() if path.exists() else []
         return [words for line in lines if (words := json.loads(line))[0] == command]
 
-    def containers(self) -> list[str]:
-        """Return the ids of all containers."""
-        return sorted(path.stem for path in self.folder.glob("*.container"))
+    def containers(self, job: Job | None = None) -> list[str]:
+        """Return the ids of all containers, or of those of a job."""
+        found = sorted(self.folder.glob("*.container"))
+        return [one.stem for one in found if job is None or f"{job.task_id}/" in one.read_text()]
 
     def kill(self, container: str) -> None:
         """Kill the process of a container."""
-        os.kill(self._pid(container), signal.SIGKILL)
+        if pid := self.pid(container):
+            os.kill(pid, signal.SIGKILL)
 
     def serve(self, words: list[str]) -> None:
         """Run a command, print its output, and exit."""
@@ -118,7 +123,7 @@ class StandIn:
 
     def _start(self, container: str) -> None:
         self._fail_if_asked("start")
-        if self._pid(container) == 0:
+        if self.pid(container) == 0:
             user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
             words = ["unshare", "--mount", *user, "--propagation", "slave", "--", "sh", "-c"]
             words.append(_CONTAINER.format(layer=shlex.quote(str(self.folder / container))))
@@ -129,7 +134,8 @@ class StandIn:
             (self.folder / f"{container}.pid").write_text(str(started.pid))
         self._print(container)
 
-    def _pid(self, container: str) -> int:
+    def pid(self, container: str) -> int:
+        """Return the process of a container, or 0 if it does not run."""
         path = self.folder / f"{container}.pid"
         pid = int(path.read_text()) if path.exists() else 0
         try:
@@ -139,13 +145,13 @@ class StandIn:
         return pid if b"1000000" in words else 0
 
     def _inspect(self, container: str) -> None:
-        pid = self._pid(container)
+        pid = self.pid(container)
         image = json.loads((self.folder / f"{container}.container").read_text())[-3]
         state = {"Running": pid > 0, "Pid": pid}
         self._print(json.dumps([{"Id": container, "Image": image, "State": state}]))
 
     def _remove(self, container: str) -> None:
-        if pid := self._pid(container):
+        if pid := self.pid(container):
             os.kill(pid, signal.SIGKILL)
         (self.folder / f"{container}.container").unlink()
 

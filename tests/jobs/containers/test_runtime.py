@@ -101,24 +101,32 @@ def test_images_are_pulled_from_dockers_registry_by_default(name: str, expected:
     assert qualified(name) == expected
 
 
-def spec(runtime: ContainerRuntime, *, has_gpus: bool = False) -> ImageSpec:
-    places = ("/home/me/a,b:c", "/state/jobs/1")
-    return ImageSpec(runtime, "an/image", "sky-managed-1_a_1-0", places, has_gpus)
-
-
-@pytest.mark.parametrize("runtime", list(ContainerRuntime))
-def test_a_container_shares_the_machine_and_nothing_is_published(runtime: ContainerRuntime) -> None:
-    words = node_container.create_command(spec(runtime), 1, "sha256:1")
-    assert words[:4] == [runtime.value, "create", "--name", "holdfast-sky-managed-1_a_1-0-1"]
-    assert words[-5:] == ["--entrypoint", "bash", "sha256:1", "-c", "exec sleep 2147483647"]
-    pairs = set(itertools.pairwise(words))
-    for shared in ("network", "pid", "uts", "userns"):
-        assert (f"--{shared}", "host") in pairs
-    assert ("--label", "holdfast.node=sky-managed-1_a_1-0/1") in pairs
-    mounts = [after for before, after in pairs if before == "--mount"]
-    quoted = '"source=/home/me/a,b:c","target=/home/me/a,b:c"'
-    assert f"type=bind,{quoted}" in mounts
-    assert not {"--env", "-e", "--env-file", "--privileged", "--publish"} & set(words)
+@pytest.mark.parametrize(
+    ("runtime", "option"),
+    [
+        (ContainerRuntime.PODMAN, ("--device", "nvidia.com/gpu=all")),
+        (ContainerRuntime.DOCKER, ("--gpus", "all")),
+    ],
+)
+def test_a_container_shares_the_machine_and_nothing_is_published(
+    runtime: ContainerRuntime, option: tuple[str, str]
+) -> None:
+    """The options for GPUs are by the runtimes' documents: no test has run them on a machine with GPUs."""
+    for has_gpus in (True, False):
+        places = ("/home/me/a,b:c", "/state/jobs/1")
+        spec = ImageSpec(runtime, "an/image", "sky-managed-1_a_1-0", places, has_gpus)
+        words = node_container.create_command(spec, 1, "sha256:1")
+        assert words[:4] == [runtime.value, "create", "--name", "holdfast-sky-managed-1_a_1-0-1"]
+        assert words[-5:] == ["--entrypoint", "bash", "sha256:1", "-c", "exec sleep 2147483647"]
+        pairs = set(itertools.pairwise(words))
+        for shared in ("network", "pid", "uts", "userns"):
+            assert (f"--{shared}", "host") in pairs
+        assert ("--label", "holdfast.node=sky-managed-1_a_1-0/1") in pairs
+        mounts = [after for before, after in pairs if before == "--mount"]
+        quoted = '"source=/home/me/a,b:c","target=/home/me/a,b:c"'
+        assert f"type=bind,{quoted}" in mounts
+        assert not {"--env", "-e", "--env-file", "--privileged", "--publish"} & set(words)
+        assert (option in pairs) == (option[0] in words) == has_gpus
 
 
 def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) -> None:
@@ -132,32 +140,19 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
         assert (f"type=bind,source={folder},target={folder},bind-propagation=rslave" in words) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "option"), [("podman", ["--device", "nvidia.com/gpu=all"]), ("docker", ["--gpus", "all"])]
-)
-def test_a_job_that_asks_for_gpus_gets_the_devices(name: str, option: list[str]) -> None:
-    """By the runtimes' documents: no test has run it on a machine with GPUs."""
-    runtime = ContainerRuntime(name)
-    words = node_container.create_command(spec(runtime, has_gpus=True), 0, "sha256:1")
-    assert words[words.index(option[0]) :][:2] == option
-    assert option[0] not in node_container.create_command(spec(runtime), 0, "sha256:1")
+OTHER = {"SKYPILOT_DOCKER_SERVER": "registry.example"}
+REGISTRIES = [({}, "docker.io"), pytest.param(OTHER, "registry.example", marks=pytest.mark.slow)]
 
 
+@pytest.mark.parametrize(("variables", "registry"), REGISTRIES)
 def test_an_image_that_is_not_here_is_pulled_with_its_progress_in_the_log(
-    harness: JobHarness, stand_in: StandIn
+    harness: JobHarness, stand_in: StandIn, variables: dict[str, str], registry: str
 ) -> None:
-    job = harness.submit("true", head=HEAD)
+    job = harness.submit("true", head=HEAD, **variables)
     harness.wait(job)
-    assert stand_in.calls("pull") == [["pull", "docker.io/an/image"]]
-    assert "pulling docker.io/an/image with podman\nTrying to pull docker.io/an/image...\n" in harness.log(
-        job
-    )
-
-
-@pytest.mark.slow
-def test_the_registry_of_skypilots_variable_is_used(harness: JobHarness, stand_in: StandIn) -> None:
-    harness.wait(harness.submit("true", head=HEAD, SKYPILOT_DOCKER_SERVER="registry.example"))
-    assert stand_in.calls("pull") == [["pull", "registry.example/an/image"]]
+    image = f"{registry}/an/image"
+    assert stand_in.calls("pull") == [["pull", image]]
+    assert f"pulling {image} with podman\nTrying to pull {image}...\n" in harness.log(job)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import os
 import signal
@@ -19,14 +20,13 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.checkpoint.home.inventory import measure_space
-from holdfast.jobs.node.checks import gate, gpu_script, result
+from holdfast.jobs.journal import encode
+from holdfast.jobs.node.checks import gate, gpu_script
 from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import NodeGate, make_plan
-from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode, read_results
+from holdfast.jobs.node.checks.gate import NodeGate, Plan, make_plan
+from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode
 from holdfast.jobs.task.parser import parse_task
 from small_disk import small_disk
-
-Plan = dict[str, Callable[[], Iterator[Check]]]
 
 
 def by_name(found: Iterator[Check]) -> dict[str, Check]:
@@ -155,7 +155,7 @@ def test_products_are_right_on_every_core(make: Callable[[], gate.Products | Non
     products = make()
     if products is None:
         pytest.skip("numpy is not installed")
-    (found,) = gate.check_products(products)
+    found = gate.check_products(products)
     assert found.trouble == ""
     assert found.values["cores"] == len(os.sched_getaffinity(0))
 
@@ -165,20 +165,15 @@ def test_a_product_with_one_wrong_bit_is_found(key: tuple[int, str], data: st.Da
     right = _products()[key]()
     wrong = bytearray(right)
     wrong[data.draw(st.integers(0, len(right) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    (found,) = gate.check_products({key: lambda: bytes(wrong)})
+    found = gate.check_products({key: lambda: bytes(wrong)})
     assert found.is_wrong
     assert found.stops
     assert key[1] in found.trouble
 
 
+@functools.cache
 def _products() -> gate.Products:
     return {**(gate.numpy_products() or {}), **gate.python_products()}
-
-
-def test_the_script_for_gpus_runs_on_a_device(capfd: pytest.CaptureFixture[str]) -> None:
-    gpu_script.main(["cpu"])
-    (found,) = read_results(capfd.readouterr().out.encode())
-    assert (found.name, found.where, found.trouble) == ("gpu", "cpu", "")
 
 
 def test_the_script_for_gpus_finds_a_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +250,7 @@ def test_a_check_that_fails_is_a_result() -> None:
 
 def test_a_command_for_gpus_is_part_of_the_gate() -> None:
     command = [sys.executable, gpu_script.__file__, "cpu"]
-    found = NodeGate("here", {}, (command, os.environ)).wait(lambda: None)
+    found = run({"gpu": lambda: gate.become(command, os.environ)})
     assert [(one.name, one.where, one.trouble) for one in found.checks] == [("gpu", "cpu", "")]
 
 
@@ -266,10 +261,10 @@ checks = st.builds(Check, st.sampled_from(["disk", "copy"]), text, text, flag, f
 
 @given(st.lists(checks, max_size=4))
 def test_results_are_read_back(tmp_path_factory: pytest.TempPathFactory, found: list[Check]) -> None:
-    assert read_results(b"".join(map(result.write_result, found))) == found
+    assert run({"disk": lambda: iter(found)}).checks == tuple(found)
     path = tmp_path_factory.mktemp("node") / "checks.json"
     document = NodeChecks("n1", 1e9, 0.5, 0.1, tuple(found), was_refused=True)
-    result.write_checks(path, document)
+    path.write_text(encode(document))
     assert read_checks(path) == document
 
 
@@ -278,7 +273,12 @@ def test_damaged_results_are_left_out(tmp_path_factory: pytest.TempPathFactory, 
     path = tmp_path_factory.mktemp("node") / "checks.json"
     path.write_bytes(data)
     assert read_checks(path) is None
-    assert read_results(data + b"\n" + result.write_result(Check("copy")))[-1] == Check("copy")
+
+    def results() -> Iterator[Check]:
+        os.write(1, data + b"\n")
+        yield Check("copy")
+
+    assert run({"disk": results}).checks[-1] == Check("copy")
 
 
 @pytest.mark.parametrize(

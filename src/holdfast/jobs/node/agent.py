@@ -117,7 +117,7 @@ class Agent:
         if self._mounts.specs:
             self._mounts.attach()
         is_contained = self._container is not None
-        checks = start_checks(self._plan, self._job, self._folder, self._log, is_contained=is_contained)
+        checks = start_checks(self._plan, self._job, self._folder, self._write, is_contained=is_contained)
         try:
             outcome = self._prepare(checks) or self._run_commands()
         finally:

@@ -43,12 +43,7 @@ _TASK_FILE = re.compile(rb"^(?:run|setup):", re.M)
 
 
 def prepare(task: Task, folder: JobFolder, records: Records, state: Path, *, prefix: str = "") -> None:
-    """Write the scripts, workdirs and mounts of a job.
-
-    Args:
-        prefix: commands for the beginning of each script's first line. Line numbers in messages stay those of
-            the task.
-    """
+    """Write the scripts, workdirs and mounts of a job. `prefix` begins the first line of each script."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.logs.mkdir(exist_ok=True)
     _write_scripts(task, folder, prefix)
@@ -76,10 +71,7 @@ def make_node_spec(
 ) -> NodeSpec:
     """Return the specification of a node's work in one attempt.
 
-    Args:
-        set_up: file that exists once `setup` has succeeded, if the job has one.
-        where: end of the first line in the log.
-        machine: name of this machine, if another attempt may run on a different one.
+    `where` ends the first line in the log. `machine` is named if another attempt may run on a different one.
     """
     own = _node_variables(environment.task, folder, rank)
     base = environment.base
@@ -140,6 +132,7 @@ def _job_variables(
 def _write_scripts(task: Task, folder: JobFolder, prefix: str) -> None:
     """Write the scripts of all nodes, with each node's workdir in the place of ~/sky_workdir."""
     write_atomic(folder.shell_start, conda_start(task.setup, task.run))
+    # On one line, so that line numbers in messages stay those of the task.
     start = f"{prefix}. {shlex.quote(str(folder.shell_start))}; "
     for rank in range(task.num_nodes):
         folder.workdir(rank).parent.mkdir(parents=True, exist_ok=True)

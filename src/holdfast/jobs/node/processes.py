@@ -58,11 +58,6 @@ class Process(Struct, frozen=True):
         except OSError:
             return []
 
-    @property
-    def handles_sigterm(self) -> bool:
-        """True if it has a handler for SIGTERM."""
-        return handles_signal(self.pid, signal.SIGTERM)
-
 
 def find(pid: int) -> Process | None:
     """Return a running process, or None if it has exited."""
@@ -142,7 +137,7 @@ def topmost_handlers(root: int) -> list[Process]:
     for process in descendants(root, table):  # parents come first
         if process.parent in covered:
             covered.add(process.pid)
-        elif process.handles_sigterm and not process.exits_by_itself:
+        elif handles_signal(process.pid, signal.SIGTERM) and not process.exits_by_itself:
             found.append(process)
             covered.add(process.pid)
     return found

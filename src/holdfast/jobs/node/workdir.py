@@ -18,7 +18,7 @@ from holdfast.system.linux.program_runs import Ended, run_program
 _LIMIT_S = 1800.0
 _TAIL = 1000
 _SKYIGNORE = ".skyignore"
-_SKYIGNORE_LIMIT_S = 60.0
+_LIST_LIMIT_S = 60.0
 _IGNORED = ("--others", "--ignored", "--exclude-standard", "--directory")
 _GITLINK = "160000 "
 # The folder may be another user's, and its .git/config may name programs for git to run.
@@ -124,15 +124,15 @@ def _git(*words: str, about: Repository) -> str:
     return done.text
 
 
-def _run(*words: str) -> Ended:
+def _run(*words: str, timeout_s: float = _LIMIT_S, **variables: str) -> Ended:
     # No user is present to enter a password.
-    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", **variables}
     environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
     try:
         command = ["git", "-c", "protocol.ext.allow=never", *words]
-        return run_program(command, timeout_s=_LIMIT_S, env=environment)
+        return run_program(command, timeout_s=timeout_s, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"git did not finish within {_LIMIT_S:.0f} s: git {' '.join(words)}.") from error
+        raise RetryLater(f"git did not finish within {timeout_s:.0f} s: git {' '.join(words)}.") from error
 
 
 def ignored_paths(folder: Path) -> frozenset[str]:
@@ -144,16 +144,14 @@ def ignored_paths(folder: Path) -> frozenset[str]:
 
     Source: skypilot 0.14.1, sky/data/storage_utils.py, so that SkyPilot and Holdfast copy the same files.
     """
-    if (folder / _SKYIGNORE).is_file():
-        path = folder / _SKYIGNORE
+    if (path := folder / _SKYIGNORE).is_file():
         return _by_patterns(folder, decode_text(path.read_bytes(), str(path)))
     return _by_git(folder)
 
 
 def _by_patterns(folder: Path, text: str) -> frozenset[str]:
     found = set()
-    lines = [line.strip() for line in text.splitlines()]
-    for line in lines:
+    for line in map(str.strip, text.splitlines()):
         if not line or line.startswith("#"):
             continue
         pattern = line.lstrip("/") if line.startswith("/") else f"**/{line}"
@@ -169,27 +167,23 @@ def _by_git(folder: Path) -> frozenset[str]:
     pending = [""]  # the folder, and submodules below it
     while pending:
         module = pending.pop()
-        names = _skyignore_git(folder / module, "ls-files", "-z", *_IGNORED)
+        names = _git_files(folder / module, *_IGNORED)
         if names is None:
             continue  # not a work tree
         for name in names:
             if not module and name == "./":
                 return frozenset()  # an outer repository ignores the whole folder, which cannot be intended
             found.add(os.path.normpath(Path(module, name)))
-        rows = _skyignore_git(folder / module, "ls-files", "-z", "--stage") or []
+        rows = _git_files(folder / module, "--stage") or []
         links = [str(Path(module, row.partition("\t")[2])) for row in rows if row.startswith(_GITLINK)]
         pending += [name for name in links if (folder / name / ".git").exists()]
     return frozenset(found)
 
 
-def _skyignore_git(folder: Path, *words: str) -> list[str] | None:
-    """Return git's null-separated output, or None if the folder is not in a work tree."""
-    environment = {**os.environ, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1"}
-    try:
-        command = ["git", *_NO_PROGRAMS, "-C", str(folder), *words]
-        done = run_program(command, timeout_s=_SKYIGNORE_LIMIT_S, env=environment)
-    except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"git did not answer within {_SKYIGNORE_LIMIT_S:.0f} s in {folder}.") from error
+def _git_files(folder: Path, *options: str) -> list[str] | None:
+    """Return the files that git lists, or None if the folder is not in a work tree."""
+    words = (*_NO_PROGRAMS, "-C", str(folder), "ls-files", "-z", *options)
+    done = _run(*words, timeout_s=_LIST_LIMIT_S, GIT_OPTIONAL_LOCKS="0", GIT_NO_LAZY_FETCH="1")
     if done.status and ("not a git repository" in done.error or "work tree" in done.error):
         return None
     if done.status:

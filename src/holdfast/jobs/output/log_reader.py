@@ -8,6 +8,7 @@ import os
 import select
 import time
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -250,11 +251,8 @@ class FolderWatch:
 
 def last_lines(path: Path, num_lines: int) -> list[str]:
     """Return the last lines of a log, with long lines shortened to their end."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - (64 << 10)))
-            lines = last_texts(file.read()).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-    return [line[-500:] for line in lines[-num_lines:]]
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (64 << 10)))
+        lines = last_texts(file.read()).decode("utf-8", "replace").splitlines()
+        return [line[-500:] for line in lines[-num_lines:]]
+    return []

@@ -49,10 +49,10 @@ def main() -> int:
         _install_signals(uploader, is_foreground=config.until_signal)
         uploader.prepare()
     except HoldfastError as error:
-        _send_result(args.ready, json.dumps({"error": type(error).__name__, "message": str(error)}))
+        _send_result(args.ready, type(error).__name__, str(error))
         _log.error(error)
         return 2
-    _send_result(args.ready, "ready\n")
+    _send_result(args.ready)
     return 0 if uploader.run() else 1
 
 
@@ -78,10 +78,11 @@ def _install_signals(uploader: Uploader, *, is_foreground: bool) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
 
 
-def _send_result(fd: int | None, text: str) -> None:
+def _send_result(fd: int | None, error: str = "", message: str = "") -> None:
+    """Send the class and the text of an error, or empty texts, to the process that mounts."""
     if fd is not None:
         with suppress(BrokenPipeError):  # the mounting process has not waited
-            os.write(fd, text.encode())
+            os.write(fd, json.dumps([error, message]).encode())
         os.close(fd)
 
 

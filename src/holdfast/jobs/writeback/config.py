@@ -12,6 +12,7 @@ from holdfast.jobs.writeback.journal import FOLDER
 
 EXCLUDED = ("*.tmp", "*.partial", "*.part", ".nfs*", ".unfinished-*", "tmp-checkpoint-*")
 """Names that conventionally mean unfinished files. These are uploaded once they are renamed."""
+OPEN_LIMIT_S = 600.0  # limit of waiting for a file that was reopened before it was uploaded
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
@@ -28,9 +29,6 @@ class UploaderConfig(Struct, frozen=True):
     is_shared: bool = False
     copy_bytes: int = 4 << 20
     kept_bytes: int = 16 << 30
-    open_limit_s: float = 600.0  # of waiting for a file that was reopened before it was uploaded
-    linger_s: float = 60.0  # limit of waiting for open files after the last holder is gone
-    give_up_s: float = 3600.0  # limit of retrying a failing place after the last holder is gone
     until_signal: bool = False  # the uploader has no holders, and exits on a signal
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -73,7 +73,7 @@ class Download:
         return False
 
     def fetch(
-        self, entries: list[ObjectInfo], replaced: dict[str, Fingerprint]
+        self, entries: list[ObjectInfo], replaced: Mapping[str, Fingerprint]
     ) -> Iterator[tuple[str, Sent]]:
         """Download objects, several at once, and yield their names and states.
 

@@ -8,12 +8,13 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
@@ -24,7 +25,7 @@ NameTest: TypeAlias = "Callable[[str], bool]"
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
-class Fingerprint(Struct, frozen=True):
+class Fingerprint(Struct, frozen=True, rename={"num_bytes": "bytes"}):
     """State of a file by size, time and inode. Compare with `matches`."""
 
     num_bytes: int
@@ -32,10 +33,16 @@ class Fingerprint(Struct, frozen=True):
     inode: int
 
     @classmethod
-    def of(cls, info: os.stat_result, *, now_ns: int | None = None) -> Fingerprint:
-        """Return the fingerprint of a file's state. With `now_ns`, a recent one matches no other."""
-        is_fresh = now_ns is not None and not is_settled(info, now_ns)
-        return cls(info.st_size, UNSETTLED if is_fresh else info.st_mtime_ns, info.st_ino)
+    def of(cls, info: os.stat_result) -> Fingerprint:
+        """Return the fingerprint of a file's state."""
+        return cls(info.st_size, info.st_mtime_ns, info.st_ino)
+
+    @classmethod
+    def now(cls, fd: int) -> Fingerprint:
+        """Return the fingerprint of an open file. If it was written just before, it matches no other."""
+        now_ns, info = time.time_ns(), os.fstat(fd)
+        found = cls.of(info)
+        return found if is_settled(info, now_ns) else replace(found, changed_ns=UNSETTLED)
 
     def matches(self, other: Fingerprint) -> bool:
         """Return True if both fingerprints are certainly of the same bytes."""
@@ -49,6 +56,11 @@ class ScannedFile(Struct, frozen=True):
     fingerprint: Fingerprint
     status_changed_ns: int  # ctime, by which files are sorted whose closing was not observed
     is_settled: bool
+
+    @classmethod
+    def of(cls, name: str, info: os.stat_result) -> ScannedFile:
+        """Return a file with its present state."""
+        return cls(name, Fingerprint.of(info), info.st_ctime_ns, is_settled(info, time.time_ns()))
 
     def order(self, touched: Container[int]) -> tuple[int, int, str]:
         """Return a sort key: the last change, with data before a marker written in the same clock tick.
@@ -100,9 +112,9 @@ def is_open_now(path: Path) -> bool:
         os.close(fd)
 
 
-def walk(root: Path, is_excluded: NameTest, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the name and state of everything below `root` except directories."""
-    pending = [below]
+def scan(root: Path, is_excluded: NameTest, below: str = "") -> tuple[list[ScannedFile], dict[str, str]]:
+    """Return the regular files below `root`, and why each other entry cannot be uploaded."""
+    found, others, pending = [], {}, [below]
     while pending:
         below = pending.pop()
         with (
@@ -115,20 +127,13 @@ def walk(root: Path, is_excluded: NameTest, below: str = "") -> Iterator[tuple[s
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(name)
-                else:
-                    with suppress(FileNotFoundError):  # deleted meanwhile
-                        yield name, entry.stat(follow_symlinks=False)
-
-
-def scan(root: Path, is_excluded: NameTest, below: str = "") -> tuple[list[ScannedFile], dict[str, str]]:
-    """Return the regular files below `root`, and why each other entry cannot be uploaded."""
-    found, others = [], {}
-    for name, info in walk(root, is_excluded, below):
-        if reason := type_problem(info.st_mode) or name_problem(name):
-            others[name] = reason
-        else:
-            now_ns = time.time_ns()
-            found.append(ScannedFile(name, Fingerprint.of(info), info.st_ctime_ns, is_settled(info, now_ns)))
+                    continue
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    info = entry.stat(follow_symlinks=False)
+                    if reason := type_problem(info.st_mode) or name_problem(name):
+                        others[name] = reason
+                    else:
+                        found.append(ScannedFile.of(name, info))
     return found, others
 
 

@@ -5,37 +5,26 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
-from msgspec.structs import astuple
 
 from holdfast.errors import Corrupt, NotFound, RetryLater
-from holdfast.jobs.writeback.files import Fingerprint
-from holdfast.jobs.writeback.upload_queue import (
-    JournalWrite,
-    Sent,
-    Upload,
-    UploadProblem,
-    UploadQueue,
-    Version,
-)
-from holdfast.system.documents import decode, read_as, refuse, shown
+from holdfast.jobs.writeback.upload_queue import Sent, Upload, UploadProblem, UploadQueue
+from holdfast.system.documents import decode_as, read_as, shown
 from holdfast.system.log import get_logger
 
 FOLDER = ".holdfast-writeback"
 """Folder in the directory for journal, kept versions and locks. On the same disk, for hard links."""
 FILE, VERSION = "journal.sqlite", "1"
 _WAIT_S = 30.0  # for another process's transaction
+_PAUSE_S = 1.0
 
-_COLUMNS = {
-    "entry": ("number", "name", "source", "form", "bytes", "changed_ns", "inode", "digest"),
-    "sent": ("name", "bytes", "changed_ns", "inode", "digest"),
-    "problem": ("name", "bytes", "changed_ns", "inode", "kind", "why"),
-}
+_KINDS = {"entry": ("number", Upload), "sent": ("name", Sent), "problem": ("name", UploadProblem)}
+"""Key column and values of each table. A row has the members of the structs in a value side by side."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS fact (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS entry (
@@ -46,15 +35,17 @@ CREATE TABLE IF NOT EXISTS sent (
 CREATE TABLE IF NOT EXISTS problem (
     name TEXT PRIMARY KEY, bytes INTEGER, changed_ns INTEGER, inode INTEGER, kind TEXT, why TEXT);
 """
+_T = TypeVar("_T")
+_log = get_logger("jobs.writeback")
 
 
 class Journal:
-    """Journal of one directory. One process writes it, and any process may read it."""
+    """Journal of one directory, which any process may read. Its only writer is a `JournaledQueue`."""
 
-    def __init__(self, directory: Path, *, is_reader: bool = False) -> None:
+    def __init__(self, directory: Path, *, is_writer: bool = False) -> None:
         self._path = directory / FOLDER / FILE
-        self._lock = threading.Lock()
-        if is_reader and not self._path.is_file():
+        self._lock = threading.RLock()
+        if not is_writer and not self._path.is_file():
             raise NotFound(f"{directory} is not a write-back directory: it has no {FOLDER}/{FILE}.")
         with self._translate_errors():
             # A reader also opens the file for writing, as SQLite's log needs that after a kill, but writes
@@ -62,17 +53,16 @@ class Journal:
             self._base = sqlite3.connect(
                 self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
+            self._base.row_factory = sqlite3.Row
             self._base.execute("PRAGMA trusted_schema=OFF")
             self._check_schema()
-            if not is_reader:
+            if is_writer:
                 self._base.execute("PRAGMA journal_mode=WAL")
                 self._base.execute("PRAGMA synchronous=NORMAL")
                 self._base.executescript(_TABLES)
         if self.get("version", VERSION) != VERSION:
             what = f"{self._path} has an unknown version"
             raise Corrupt(f"{what}. Nothing was changed. Use the Holdfast that created it.")
-        if not is_reader:
-            self.set(version=VERSION)
 
     def _check_schema(self) -> None:
         """Check that the database has no views or triggers, which could run for any time."""
@@ -89,59 +79,28 @@ class Journal:
         """Return the value of a setting or state of the mount."""
         with self._translate_errors():
             row = self._base.execute("SELECT value FROM fact WHERE key = ?", (key,)).fetchone()
-        value = row[0] if row else default
-        if type(value) is not str:
-            refuse(str(self._path), f"the fact {key}", "a text", value)
-        return value
-
-    def set(self, **facts: str) -> None:
-        """Write settings or states of the mount."""
-        with self._translate_errors(), self._transaction():
-            self._base.executemany("INSERT OR REPLACE INTO fact VALUES (?, ?)", facts.items())
-
-    def write(self, writes: Iterable[JournalWrite]) -> None:
-        """Apply writes in one transaction, so that they survive a kill of this process."""
-        with self._translate_errors(), self._transaction():
-            for write in writes:
-                self._write(write)
+        return read_as(str, row[0] if row else default, f"{self._path}: the fact {key}")
 
     def load(self) -> UploadQueue:
         """Return the upload queue in the journal, from one transaction."""
-        with self._translate_errors(), self._transaction():
-            entries = {row[0]: _entry(row) for row in self._rows("entry")}
-            sent = {row[0]: Sent(Fingerprint(*row[1:4]), row[4]) for row in self._rows("sent")}
-            problems = {
-                row[0]: UploadProblem(row[4], row[5], Fingerprint(*row[1:4])) for row in self._rows("problem")
-            }
-            last = self._base.execute("SELECT value FROM fact WHERE key = 'last'").fetchone()
-        _check_rows(self._path, entries, sent, problems)
-        number = decode(str(last[0]), str(self._path)) if last else 0
-        if type(number) is not int:
-            refuse(str(self._path), "the last number", "an integer", number)
-        return UploadQueue(entries, sent, problems, max([number, *entries]))
+        with self._transaction():
+            entries, sent, problems = (dict(self._read(table)) for table in _KINDS)
+            last = decode_as(int, self.get("last", "0"), f"{self._path}: the last number")
+        return UploadQueue(entries, sent, problems, max([last, *entries]))
 
-    def _rows(self, table: str) -> sqlite3.Cursor:
+    def _read(self, table: str) -> Iterator[tuple[Any, Any]]:
+        """Yield keys and values, whose types are checked, as SQLite stores any value in any column."""
+        name, kind = _KINDS[table]
         # By the number of an entry. Others are in the order of the queue.
-        return self._base.execute(f"SELECT {', '.join(_COLUMNS[table])} FROM {table} ORDER BY rowid")
-
-    def _write(self, write: JournalWrite) -> None:
-        key, *others = _COLUMNS[write.table]
-        if write.value is None:
-            self._base.execute(f"DELETE FROM {write.table} WHERE {key} = ?", (write.key,))
-            return
-        row = _row(write.key, write.value)
-        # Unlike REPLACE, this keeps the place of a row, as a dictionary does.
-        changes = ", ".join(f"{name} = excluded.{name}" for name in others)
-        values = ", ".join("?" * len(row))
-        into = f"{write.table} ({', '.join(_COLUMNS[write.table])})"
-        statement = f"INSERT INTO {into} VALUES ({values}) ON CONFLICT ({key}) DO UPDATE SET {changes}"
-        self._base.execute(statement, row)
-        if isinstance(write.value, Upload):  # no number is used twice, as kept versions are named by it
-            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(write.key),))
+        for row in map(dict, self._base.execute(f"SELECT * FROM {table} ORDER BY rowid")):
+            what = f"{self._path}: {shown(row[name])}"
+            version = {**row, "fingerprint": row}
+            members = {**version, "version": None if row.get("form") is None else version}
+            yield read_as(int if kind is Upload else str, row[name], what), read_as(kind, members, what)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
+        with self._lock, self._translate_errors():
             self._base.execute("BEGIN")
             try:
                 yield
@@ -164,46 +123,23 @@ class Journal:
             raise Corrupt(f"{self._path} is damaged: {error}. Move it away and mount again.") from error
 
 
-def _check_rows(path: Path, *tables: Mapping[Any, Upload | Sent | UploadProblem]) -> None:
-    """Check the types of a journal's values, as SQLite stores any value in any column."""
-    for key, row in (pair for table in tables for pair in table.items()):
-        what = f"{path}: {shown(key)}"
-        if type(key) is not (int if isinstance(row, Upload) else str):
-            refuse(str(path), "a key", "of another type", key)
-        read_as(type(row), to_builtins(row), what)
+class JournaledQueue(Journal):
+    """Upload queue of one directory, shared by the uploader's threads and stored in its journal.
 
+    `facts` are written before the queue is read, which may take long: other processes look at them.
+    """
 
-def _row(key: int | str, value: Upload | Sent | UploadProblem) -> tuple[object, ...]:
-    if not isinstance(value, Upload):
-        ends = (value.digest,) if isinstance(value, Sent) else (value.kind, value.why)
-        return (key, *astuple(value.fingerprint), *ends)
-    version = value.version
-    kept = (None,) * 5
-    if version is not None:
-        kept = (version.form, *astuple(version.fingerprint), version.digest)
-    return (key, value.name, value.source, *kept)
+    def __init__(self, directory: Path, **facts: str) -> None:
+        super().__init__(directory, is_writer=True)
+        self.changed = threading.Condition(self._lock)
+        self.set(version=VERSION, trouble="", **facts)
+        self._trouble = ""
+        self.order: UploadQueue = self.load()
 
-
-def _entry(row: tuple[Any, ...]) -> Upload:
-    number, name, source, form, num_bytes, changed_ns, inode, digest = row
-    if form is None:
-        return Upload(number, name, None, source)
-    return Upload(number, name, Version(form, Fingerprint(num_bytes, changed_ns, inode), digest), source)
-
-
-_T = TypeVar("_T")
-_log = get_logger("jobs.writeback")
-_PAUSE_S = 1.0
-
-
-class JournaledQueue:
-    """Upload queue of one directory, shared by the uploader's threads and stored in its journal."""
-
-    def __init__(self, journal: Journal) -> None:
-        self.journal = journal
-        self.order: UploadQueue = journal.load()
-        self.changed = threading.Condition(threading.RLock())
-        self._trouble = journal.get("trouble")
+    def set(self, **facts: str) -> None:
+        """Write settings or states of the mount."""
+        with self._transaction():
+            self._base.executemany("INSERT OR REPLACE INTO fact VALUES (?, ?)", facts.items())
 
     def do(self, transition: Callable[[UploadQueue], _T]) -> _T:
         """Change the queue, record the change in the journal, and return the result of the transition.
@@ -214,13 +150,29 @@ class JournaledQueue:
             result = transition(self.order)
             while self.order.writes:
                 try:
-                    self.journal.write(self.order.writes)
+                    with self._transaction():
+                        for write in self.order.writes:
+                            self._write(*write)
                     self.order.writes.clear()
                 except RetryLater as error:
                     _log.warning("%s Trying again.", error)
                     time.sleep(_PAUSE_S)
             self.changed.notify_all()
         return result
+
+    def _write(self, table: str, key: int | str, value: Upload | Sent | UploadProblem | None) -> None:
+        name = _KINDS[table][0]
+        if value is None:
+            self._base.execute(f"DELETE FROM {table} WHERE {name} = ?", (key,))
+            return
+        row = {name: key, **_side_by_side(to_builtins(value))}
+        # Unlike REPLACE, this keeps the place of a row, as a dictionary does.
+        changes = ", ".join(f"{column} = excluded.{column}" for column in row if column != name)
+        into, values = f"{table} ({', '.join(row)})", ", ".join("?" * len(row))
+        statement = f"INSERT INTO {into} VALUES ({values}) ON CONFLICT ({name}) DO UPDATE SET {changes}"
+        self._base.execute(statement, tuple(row.values()))
+        if table == "entry":  # no number is used twice, as kept versions are named by it
+            self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(key),))
 
     def start_next(self, timeout_s: float) -> Upload | None:
         """Return the upload to do next, marked as started, or None."""
@@ -239,8 +191,17 @@ class JournaledQueue:
         if trouble:
             _log.warning(trouble)
         try:
-            self.journal.set(trouble=trouble, trouble_unix_s=str(time.time()))
+            self.set(trouble=trouble, trouble_unix_s=str(time.time()))
         except RetryLater as error:
             _log.error(error)
             return
         self._trouble = trouble
+
+
+def _side_by_side(members: dict[str, Any]) -> dict[str, Any]:
+    """Return the members of nested structs beside the others. What is None has no columns."""
+    found: dict[str, Any] = {}
+    for name, member in members.items():
+        if member is not None:
+            found |= _side_by_side(member) if isinstance(member, dict) else {name: member}
+    return found

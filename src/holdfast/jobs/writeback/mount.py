@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import select
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from holdfast.errors import (
     ERRORS,
     Conflict,
     Corrupt,
-    HoldfastError,
     InvalidInput,
     NotFound,
     RetryLater,
@@ -33,12 +31,12 @@ from holdfast.jobs.writeback.journal import FOLDER, Journal
 from holdfast.jobs.writeback.reconciliation import ASIDE
 from holdfast.jobs.writeback.status import ALIVE, DirectoryStatus, has_uploader, status_of, wait_until_settled
 from holdfast.jobs.writeback.uploader import HOLDERS_FIFO, LIFECYCLE_LOCK
-from holdfast.system.documents import decode_object
+from holdfast.system.documents import decode_as
 from holdfast.system.entry import command
+from holdfast.system.linux.locks import try_flock
 
 LOG = "log"
-_POLL_S = 0.02
-_LATE = "Mounting {} timed out: not all of {} is downloaded yet. Mount again to continue."
+_POLL_S, _LOOK_S = 0.02, 0.1
 
 
 class Mount:
@@ -144,15 +142,27 @@ def mount(
     config = UploaderConfig(
         str(root), url, fetch, fetch_bytes, tuple(exclude), owner, attempt, is_shared, copy_bytes, kept_bytes
     )
+    began_s = time.monotonic()
+
+    def check() -> None:
+        if timeout_s is not None and time.monotonic() - began_s > timeout_s:
+            what = f"Mounting {root} timed out: not all of {url} is downloaded yet"
+            raise RetryLater(f"{what}. Mount again to continue.")
+
+    return hold_mount(config, check)
+
+
+def hold_mount(config: UploaderConfig, on_look: Callable[[], object]) -> Mount:
+    """Mount a directory. While that takes, `on_look` is called, which ends the wait if it raises."""
+    root = Path(config.directory)
     folder = create_folder(root)
-    with lifecycle_lock(folder):
-        fd = os.open(folder / HOLDERS_FIFO, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        held = Mount(root, fd)
+    with lifecycle_lock(folder, on_look):
+        held = Mount(root, os.open(folder / HOLDERS_FIFO, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
         try:
-            if not _join(root, url, timeout_s):
-                _start(folder, config, timeout_s)
+            if not _join(config, on_look):
+                _start(folder, config, on_look)
         except BaseException:
-            os.close(fd)
+            os.close(held.fileno())
             raise
     return held
 
@@ -184,34 +194,36 @@ def create_folder(root: Path) -> Path:
 
 
 @contextmanager
-def lifecycle_lock(folder: Path) -> Iterator[None]:
+def lifecycle_lock(folder: Path, on_look: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold the lock under which uploaders start and exit."""
     fd = os.open(folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while not try_flock(fd):
+            on_look()
+            time.sleep(_POLL_S)
         yield
     finally:
         os.close(fd)
 
 
-def _join(root: Path, url: str, timeout_s: float | None) -> bool:
+def _join(config: UploaderConfig, on_look: Callable[[], object]) -> bool:
     """Return True if an uploader is ready, after waiting for one that is starting."""
-    began_s = time.monotonic()
+    root = Path(config.directory)
     while has_uploader(root):
-        with suppress(NotFound):  # it is just starting
-            with closing(Journal(root, is_reader=True)) as journal:
-                place, state = journal.get("place"), journal.get("state")
-            if state == ALIVE and place != url:
-                raise Conflict(f"{root} is already mounted, and its files go to {place}, not to {url}.")
+        with suppress(NotFound), closing(Journal(root)) as journal:  # not found: it is just starting
+            place, state = journal.get("place"), journal.get("state")
+            if state == ALIVE and place != config.place:
+                raise Conflict(
+                    f"{root} is already mounted, and its files go to {place}, not to {config.place}."
+                )
             if state == ALIVE:
                 return True
-        if timeout_s is not None and time.monotonic() - began_s > timeout_s:
-            raise RetryLater(_LATE.format(root, url))
+        on_look()
         time.sleep(_POLL_S)
     return False
 
 
-def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> None:
+def _start(folder: Path, config: UploaderConfig, on_look: Callable[[], object]) -> None:
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb", buffering=0) as replies:
         try:
@@ -229,19 +241,17 @@ def _start(folder: Path, config: UploaderConfig, timeout_s: float | None) -> Non
                 )
         finally:
             os.close(writing)
-        if not select.select([replies], [], [], timeout_s)[0]:
-            raise RetryLater(_LATE.format(config.directory, config.place))
+        while not select.select([replies], [], [], _LOOK_S)[0]:
+            on_look()
         reply = replies.read()  # empty if the uploader has exited without one
-    if reply == b"ready\n":
-        return
-    tail = (folder / LOG).read_text(errors="replace")[-2000:]
-    error: HoldfastError = RetryLater(
-        f"The uploader of {config.directory} died while it started. Its log: {tail}"
-    )
-    with suppress(Corrupt):
-        facts = decode_object(reply, "the uploader's reply", any_text=True)
-        error = ERRORS[facts.choice("error", ERRORS)](facts.text("message"))
-    raise error
+    try:
+        error, message = decode_as(tuple[str, str], reply, "the uploader's reply", any_text=True)
+    except Corrupt:
+        tail = (folder / LOG).read_text(errors="replace")[-2000:]
+        what = f"The uploader of {config.directory} died while it started. Its log: {tail}"
+        raise RetryLater(what) from None
+    if error:
+        raise ERRORS.get(error, RetryLater)(message)
 
 
 def remove_uploaded(directory: str | os.PathLike[str]) -> bool:
@@ -281,7 +291,7 @@ def _is_all_sent(root: Path) -> bool:
             return False
     except NotFound:
         return False
-    with closing(Journal(root, is_reader=True)) as journal:
+    with closing(Journal(root)) as journal:
         sent = journal.load().sent
     found, others = scan(root, lambda name: name.split("/")[0] == FOLDER)
     return not others and all(one.name in sent for one in found)

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from holdfast.checkpoint.store import ObjectInfo, Store
 from holdfast.errors import Conflict
 from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.download import Download
-from holdfast.jobs.writeback.files import Fingerprint, ScannedFile, scan
+from holdfast.jobs.writeback.files import Fingerprint, scan
 from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.upload_queue import UploadQueue
 from holdfast.jobs.writeback.versions import KeptVersions
@@ -40,9 +40,10 @@ def reconcile(
     download = Download(store, root)
     objects = {entry.name: entry for entry in store.list() if not config.is_excluded(entry.name)}
     found, _ = scan(root, config.is_excluded)
-    aside = _files_to_set_aside(queue.order, found, objects, is_behind=is_behind)
+    files = {file.name: file.fingerprint for file in found}
+    aside = _files_to_set_aside(queue.order, files, objects, is_behind=is_behind)
     if is_behind:
-        queue.journal.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
+        queue.set(behind="yes")  # if this is killed, no later mount may take old files for new ones
         numbers = list(queue.order.entries)
         queue.do(lambda order: order.clear())
         for number in numbers:
@@ -56,33 +57,33 @@ def reconcile(
         what = f"{plural(len(aside), 'file')} of {root}"
         _log.info(f"{what} had newer versions in the bucket, and moved to {folder}")
     if config.fetch:
-        present = {one.name: one for one in found if one.name not in aside}
-        wanted, replaced = _wanted(queue.order, objects, present, download, is_behind=is_behind)
+        kept = {name: file for name, file in files.items() if name not in aside}
+        wanted = _wanted(queue.order, objects, kept, download, is_behind=is_behind)
         download.check_size(wanted, config.fetch_bytes)
-        for name, sent in download.fetch(wanted, replaced):
+        for name, sent in download.fetch(wanted, replaced=kept):
             queue.do(lambda order, name=name, sent=sent: order.mark_downloaded(name, sent))
-    queue.journal.set(owner=config.owner, attempt=str(config.attempt), behind="")
+    queue.set(owner=config.owner, attempt=str(config.attempt), behind="")
 
 
 def _is_behind(store: Store, config: UploaderConfig, queue: JournaledQueue) -> bool:
     """Return True if a newer attempt mounted the place after this directory was mounted."""
-    if not config.owner or queue.journal.get("owner") != config.owner:
+    if not config.owner or queue.get("owner") != config.owner:
         return False
-    if queue.journal.get("behind"):
+    if queue.get("behind"):
         return True
     # With other directories beside it, their uploads have to be downloaded at each new attempt.
     newest = config.attempt if config.is_shared else newest_attempt(store, config.owner)
-    return newest > int(queue.journal.get("attempt", "0"))
+    return newest > int(queue.get("attempt", "0"))
 
 
 def _files_to_set_aside(
-    order: UploadQueue, found: list[ScannedFile], objects: Collection[str], *, is_behind: bool
+    order: UploadQueue, files: Mapping[str, Fingerprint], objects: Collection[str], *, is_behind: bool
 ) -> set[str]:
     """Return the local files that objects of the bucket replace."""
     aside: set[str] = set()
-    for file in found:
-        name, sent = file.name, order.sent.get(file.name)
-        is_sent = sent is not None and sent.fingerprint.matches(file.fingerprint)
+    for name, file in files.items():
+        sent = order.sent.get(name)
+        is_sent = sent is not None and sent.fingerprint.matches(file)
         is_unknown = sent is None and not order.has_pending(name) and name not in order.problems
         if (is_behind and not is_sent) or (is_unknown and name in objects):
             aside.add(name)
@@ -91,29 +92,26 @@ def _files_to_set_aside(
 
 def _wanted(
     order: UploadQueue,
-    objects: dict[str, ObjectInfo],
-    present: dict[str, ScannedFile],
+    objects: Mapping[str, ObjectInfo],
+    files: Mapping[str, Fingerprint],
     download: Download,
     *,
     is_behind: bool,
-) -> tuple[list[ObjectInfo], dict[str, Fingerprint]]:
-    """Return the objects to download, and the files that they replace."""
-    wanted, replaced = [], {}
+) -> list[ObjectInfo]:
+    """Return the objects to download, some of them in the place of files."""
+    wanted = []
     for name, entry in objects.items():
-        sent, file = order.sent.get(name), present.get(name)
+        sent, file = order.sent.get(name), files.get(name)
         if order.has_pending(name):
             continue
         if file is None:
-            if sent is None:  # otherwise the file was deleted here while no uploader was running
-                wanted.append(entry)
-        elif is_behind or (
-            sent is not None
-            and sent.fingerprint.matches(file.fingerprint)
-            and not download.is_same(entry, sent)
-        ):
+            is_wanted = sent is None  # otherwise the file was deleted here while no uploader was running
+        else:
+            is_old = sent is not None and sent.fingerprint.matches(file) and not download.is_same(entry, sent)
+            is_wanted = is_behind or is_old
+        if is_wanted:
             wanted.append(entry)
-            replaced[name] = file.fingerprint
-    return wanted, replaced
+    return wanted
 
 
 def newest_attempt(store: Store, owner: str) -> int:

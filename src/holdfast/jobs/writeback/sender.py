@@ -15,14 +15,14 @@ import xxhash
 from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, header_bytes, parse_header
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
-from holdfast.jobs.writeback.config import UploaderConfig
+from holdfast.jobs.writeback.config import OPEN_LIMIT_S, UploaderConfig
 from holdfast.jobs.writeback.files import Fingerprint, is_being_written, is_settled, open_file
 from holdfast.jobs.writeback.journal import JournaledQueue
 from holdfast.jobs.writeback.reconciliation import check_newest_attempt
 from holdfast.jobs.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
 from holdfast.jobs.writeback.versions import KeptVersions
 from holdfast.system import backoff
-from holdfast.system.documents import Fields
+from holdfast.system.documents import Count, read_as
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_duration
 
@@ -161,7 +161,7 @@ class Sender:
         began_s = time.monotonic()
         while is_being_written(fd) or not is_settled(os.fstat(fd), time.time_ns()):
             waited_s = time.monotonic() - began_s
-            if waited_s > self._config.open_limit_s:
+            if waited_s > OPEN_LIMIT_S:
                 open_for = format_duration(waited_s)
                 why = f"it was open for writing for {open_for}; it is uploaded once it is closed"
                 self._skip(entry, SKIPPED, why)
@@ -253,9 +253,9 @@ def _safetensors_truncation(fd: int, num_bytes: int) -> str:
         return ""  # not a safetensors file despite its name
     try:
         entries, start = parse_header(os.pread(fd, min(header_bytes(head), num_bytes), 0), "the file")
-        tensors = [Fields(entry, key) for key, entry in entries.items() if key != "__metadata__"]
-        wanted = start + max((tensor.integers("data_offsets")[-1] for tensor in tensors), default=0)
-    except (Corrupt, IndexError):
+        ends = [entry["data_offsets"][-1] for name, entry in entries.items() if name != "__metadata__"]
+        wanted = start + max(read_as(list[Count], ends, "the header"), default=0)
+    except (Corrupt, LookupError, TypeError):
         return "the header of a safetensors file is missing or truncated"
     if num_bytes < wanted:
         return f"its header specifies {wanted} bytes, but only {num_bytes} exist"

@@ -80,7 +80,7 @@ class DirectoryStatus(Struct, frozen=True):
     def as_json(self) -> dict[str, Any]:
         """Return the status as JSON values."""
         facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **to_builtins(self)}
-        return json.loads(json.dumps(facts))
+        return json.loads(json.dumps(facts))  # with lists
 
     def summary(self) -> str:
         """Return one line for users."""
@@ -111,7 +111,7 @@ def status_of(directory: str | os.PathLike[str]) -> DirectoryStatus:
     """
     root = Path(directory).absolute()
     is_held = has_uploader(root)
-    with closing(Journal(root, is_reader=True)) as journal:
+    with closing(Journal(root)) as journal:
         state, order = journal.get("state"), journal.load()
         text = journal.get("exclude", json.dumps(EXCLUDED))
         exclude = read_as(tuple[str, ...], decode(text, "exclude"), "exclude")

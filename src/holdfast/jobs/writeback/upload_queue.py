@@ -7,7 +7,7 @@ so that a queue loaded from the journal is the same queue.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -52,12 +52,8 @@ class UploadProblem(Struct, frozen=True):
     fingerprint: Fingerprint
 
 
-class JournalWrite(Struct, frozen=True):
-    """Row of the journal to write, or to delete if its value is None."""
-
-    table: str
-    key: int | str
-    value: Upload | Sent | UploadProblem | None
+JournalWrite: TypeAlias = tuple[str, int | str, Upload | Sent | UploadProblem | None]
+"""Table, key and value of a row of the journal to write. None: it is deleted."""
 
 
 class UploadQueue(Struct):
@@ -173,15 +169,10 @@ class UploadQueue(Struct):
         sent = self.sent.get(name)
         return sent.fingerprint if sent else None
 
-    def names(self) -> set[str]:
-        """Return all names that the bucket has or will have, or that have a problem."""
-        present = set(self.sent)
-        for entry in self.entries.values():
-            (present.add if entry.version else present.discard)(entry.name)
-        return present | set(self.problems)
-
     def newest_first(self) -> list[str]:
-        """Return names, those with the newest bytes first: so markers are deleted before their data.
+        """Return all names that the bucket has or will have, or that have a problem, the newest bytes first.
+
+        So markers are deleted before their data.
 
         A file that was written again with the same bytes keeps its place: a job that was killed repeats its
         last step, and writes the data again beside the marker of the first time. Of a pending version without
@@ -195,8 +186,7 @@ class UploadQueue(Struct):
                 _date(dated, entry.name, entry.version.digest, entry.version.fingerprint.num_bytes)
             elif entry.name not in self.problems:
                 dated.pop(entry.name, None)
-        present = self.names()
-        return [name for name in reversed(dated) if name in present]
+        return list(reversed(dated))
 
     def has_pending(self, name: str) -> bool:
         """Return True if a change of this name is queued."""
@@ -215,7 +205,7 @@ class UploadQueue(Struct):
             self._rows(table).pop(key, None)
         else:
             self._rows(table)[key] = value
-        self.writes.append(JournalWrite(table, key, value))
+        self.writes.append((table, key, value))
 
     def _drop(self, entry: Upload) -> None:
         self._set("entry", entry.number, None)

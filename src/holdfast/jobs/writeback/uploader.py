@@ -15,9 +15,9 @@ from pathlib import Path
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
 from holdfast.jobs.writeback import files, inotify
-from holdfast.jobs.writeback.config import UploaderConfig
+from holdfast.jobs.writeback.config import OPEN_LIMIT_S, UploaderConfig
 from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
-from holdfast.jobs.writeback.journal import FOLDER, Journal, JournaledQueue
+from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
 from holdfast.jobs.writeback.sender import Sender
 from holdfast.jobs.writeback.status import ALIVE, ENDED, FAILED, FENCED, LOCK, STARTING
@@ -37,6 +37,8 @@ _OPEN_S = 1.0  # between two checks of a file that was open
 _LIMIT_CHECK_S = 1.0  # between two checks of the space for kept versions
 _LOCK_LIMIT_S = 5.0
 _MAX_LOST_VERSIONS = 100
+_LINGER_S = 60.0  # limit of waiting for open files after the last holder is gone
+_GIVE_UP_S = 3600.0  # limit of retrying a failing place after the last holder is gone
 
 
 class Uploader:
@@ -58,10 +60,8 @@ class Uploader:
         self._touched: set[int] = set()
         self._next_limit_check_s = 0.0
         self._lock_fd = _lock(self._folder)
-        self._journal = Journal(self._root)
-        facts = {"state": STARTING, "pid": str(os.getpid()), "place": config.place}
-        self._journal.set(**facts, exclude=json.dumps(config.exclude), trouble="")
-        self._queue = JournaledQueue(self._journal)
+        facts = {"pid": str(os.getpid()), "place": config.place, "exclude": json.dumps(config.exclude)}
+        self._queue = JournaledQueue(self._root, state=STARTING, **facts)
         self._versions = KeptVersions(self._root, config.copy_bytes)
         self._watch = TreeWatch(self._root, config.is_excluded)
         self._holders_fd = os.open(self._folder / HOLDERS_FIFO, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -78,7 +78,7 @@ class Uploader:
         self._watch.add_tree()
         self._scan_all()
         self._sender = Sender(store, self._queue, self._versions, self._config)
-        self._journal.set(state=ALIVE)
+        self._queue.set(state=ALIVE)
 
     def finish(self) -> None:
         """Upload what is closed, and exit without waiting for open files."""
@@ -92,9 +92,9 @@ class Uploader:
             _log.error(error)
             state = FENCED if isinstance(error, Conflict) else FAILED
             with suppress(HoldfastError):  # without the directory, the journal is gone too
-                self._journal.set(state=state, trouble=str(error), trouble_unix_s=str(time.time()))
+                self._queue.set(state=state, trouble=str(error), trouble_unix_s=str(time.time()))
             return False
-        self._journal.set(state=ENDED)
+        self._queue.set(state=ENDED)
         return is_drained
 
     def _run(self) -> bool:
@@ -136,10 +136,10 @@ class Uploader:
         self._closing_since_s = now_s if self._closing_since_s is None else self._closing_since_s
         waited_s = now_s - self._closing_since_s
         if self._queue.order.entries:
-            return False if waited_s > self._config.give_up_s else None
+            return False if waited_s > _GIVE_UP_S else None
         found, _ = files.scan(self._root, self._config.is_excluded)
         is_open = any(files.is_open_now(self._root / one.name) for one in found)
-        if is_open and not self._is_finishing and waited_s < self._config.linger_s:
+        if is_open and not self._is_finishing and waited_s < _LINGER_S:
             return None
         has_work = self._recheck or (self._deferred and not self._lost_open)
         lock_fd = None if has_work else self._lock_out_holders()
@@ -289,7 +289,7 @@ class Uploader:
         with self._queue.changed:
             is_known = self._queue.order.fingerprint(name) is not None
         if is_known:  # nothing in the bucket refers to older files through a file that it does not have
-            self._lost_open.setdefault(name, time.monotonic() + self._config.open_limit_s)
+            self._lost_open.setdefault(name, time.monotonic() + OPEN_LIMIT_S)
 
     def _forget_lost(self, name: str) -> None:
         for names in (self._lost_versions, self._lost_open, self._open):

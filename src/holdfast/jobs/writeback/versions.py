@@ -89,14 +89,9 @@ class KeptVersions:
         return 0
 
     def _copy(self, number: int, fd: int) -> Version:
-        now_ns, info = time.time_ns(), os.fstat(fd)
-        fingerprint = Fingerprint.of(info, now_ns=now_ns)
-        data = bytearray(info.st_size)
-        got, view = 0, memoryview(data)
-        while got < len(data) and (more := os.preadv(fd, [view[got:]], got)):
-            got += more
-        del view
-        del data[got:]  # the file was truncated meanwhile, which the comparison of sizes detects
+        fingerprint = Fingerprint.now(fd)
+        with open(fd, "rb", buffering=0, closefd=False) as file:
+            data = file.readall()  # another size than that of the fingerprint is detected later
         try:
             (self._folder / str(number)).write_bytes(data)
         except OSError as error:
@@ -109,7 +104,7 @@ class KeptVersions:
     def _clone(self, number: int, fd: int) -> Version | None:
         if not self._can_clone:
             return None
-        now_ns, info = time.time_ns(), os.fstat(fd)
+        fingerprint = Fingerprint.now(fd)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         copy = os.open(self._folder / str(number), flags, 0o600)
         try:
@@ -124,19 +119,19 @@ class KeptVersions:
             raise
         finally:
             os.close(copy)
-        return Version(COPY, Fingerprint.of(info, now_ns=now_ns))
+        return Version(COPY, fingerprint)
 
     def _link(self, number: int, name: str, fd: int) -> Version:
-        now_ns, info = time.time_ns(), os.fstat(fd)
+        fingerprint = Fingerprint.now(fd)
         self.drop(number)
         try:
             (self._folder / str(number)).hardlink_to(self._directory / name)
         except OSError as error:
             if error.errno not in _CANNOT_LINK:
                 raise
-            return Version(PATH, Fingerprint.of(info, now_ns=now_ns))
+            return Version(PATH, fingerprint)
         held = open_file(self._folder / str(number))
         try:  # the name may refer to another file since `fd` was opened
-            return Version(HARD_LINK, Fingerprint.of(os.fstat(held), now_ns=now_ns))
+            return Version(HARD_LINK, Fingerprint.now(held))
         finally:
             os.close(held)

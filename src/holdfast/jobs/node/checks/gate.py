@@ -13,13 +13,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
 from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.journal import encode, read_values
 from holdfast.jobs.node.checks.disk import FEW_BYTES, NUM_BYTES, check_disk, first_difference
 from holdfast.jobs.node.checks.result import (
     MAX_RESULT_BYTES,
@@ -30,15 +30,13 @@ from holdfast.jobs.node.checks.result import (
     NodeChecks,
     describe_failures,
     read_mode,
-    read_results,
-    write_checks,
-    write_result,
 )
 from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.node.virtual_environment import activate
 from holdfast.jobs.node_spec import NodeSpec, machine_name
 from holdfast.system.environment import read_progress
 from holdfast.system.host_memory import available_bytes, total_bytes
+from holdfast.system.linux.files import write_atomic
 from holdfast.system.units import format_bytes
 
 LIMIT_S = 10.0
@@ -63,31 +61,24 @@ GOLDEN = {
 All sums stay below 2**53 in float64 and 2**24 in float32, so no order of additions rounds anything.
 """
 _MASK = (1 << 32) - 1
+_STDOUT = 1
+_GPU = "gpu"  # name of the check that is a command of the job's Python
 _LIMIT_S = 1.0  # time limit for all cores. Those that come later are not tried
 
+Plan = dict[str, Callable[[], Iterator[Check]]]
+"""Checks of a node, by name and place."""
 Products = Mapping[tuple[int, str], Callable[[], bytes]]
 """By size and type: computes a product, and returns it as 64-bit integers."""
 
 
 class NodeGate:
-    """Checks of a node that are running, each in a process of its own, because a disk may hang.
+    """Checks of a node that are running, each in a process of its own, because a disk may hang."""
 
-    That of the GPUs is a command, which prints its results as lines, with its environment.
-    """
-
-    def __init__(
-        self,
-        machine: str,
-        plan: Mapping[str, Callable[[], Iterator[Check]]],
-        gpus: tuple[list[str], Mapping[str, str]] | None = None,
-    ) -> None:
+    def __init__(self, machine: str, plan: Plan) -> None:
         self._machine = machine
         self._unix_s, self._started_s = time.time(), time.monotonic()
-        self._children = [_Child(name, partial(_report, check)) for name, check in plan.items()]
-        self._limit_s = LIMIT_S
-        if gpus is not None:
-            self._limit_s = GPU_LIMIT_S
-            self._children.append(_Child("gpu", partial(_execute, *gpus)))
+        self._limit_s = GPU_LIMIT_S if _GPU in plan else LIMIT_S
+        self._children = [_Child(name, check) for name, check in plan.items()]
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
         """Return the results."""
@@ -102,17 +93,15 @@ class NodeGate:
         return NodeChecks(self._machine, self._unix_s, now_s - self._started_s, now_s - began_s, results)
 
 
-def make_plan(
-    folder: Path, temporary: Path, homes: Sequence[str] = (), num_nodes: int = 1
-) -> dict[str, Callable[[], Iterator[Check]]]:
-    """Return the checks of a node, by name: of its job's folder, its TMPDIR, and homes of its training."""
-    plan: dict[str, Callable[[], Iterator[Check]]] = {}
+def make_plan(folder: Path, temporary: Path, homes: Sequence[str] = (), num_nodes: int = 1) -> Plan:
+    """Return the checks of a node: of its job's folder, its TMPDIR, and homes of its training."""
+    plan: Plan = {}
     plan[f"disk {folder}"] = lambda: check_disk(folder)
     num_bytes = _num_bytes(temporary, folder)  # most programs find another folder for temporary files
     plan[f"disk {temporary}"] = lambda: check_disk(temporary, num_bytes=num_bytes, stops=False)
     for home in homes[:_MAX_HOMES]:
         plan[f"disk {home}"] = lambda home=home: _check_home(home, folder, num_nodes)
-    plan["product memory"] = lambda: itertools.chain(check_products(), check_memory(0))
+    plan["product memory"] = lambda: itertools.chain([check_products()], check_memory(0))
     return plan
 
 
@@ -126,7 +115,8 @@ def _check_home(home: str, folder: Path, num_nodes: int) -> Iterator[Check]:
         yield Check("space", home, found.trouble, stops=bool(found.trouble), values=values)
         if found.needed_bytes:
             needed = found.needed_bytes // max(1, num_nodes)  # nodes stage equal parts of a save
-            yield from (one for one in check_free_memory(available_bytes(), needed) if one.trouble)
+            memory = check_free_memory(available_bytes(), needed)
+            yield from [memory] if memory.trouble else []
 
 
 def _num_bytes(folder: Path, other: Path) -> int:
@@ -138,14 +128,14 @@ def _num_bytes(folder: Path, other: Path) -> int:
 
 
 class _Child:
-    """Process of one check: a copy of this one, which calls `act` with a file in memory for the results."""
+    """Process of one check: a copy of this one, which prints results as lines into a file in memory."""
 
-    def __init__(self, name: str, act: Callable[[int], None]) -> None:
+    def __init__(self, name: str, check: Callable[[], Iterator[Check]]) -> None:
         self._name = name
         self._results = os.memfd_create("holdfast-check")
         self._pid = os.fork()
         if self._pid == 0:
-            _act(act, self._results)
+            _run(check, self._results)
         self.pidfd = os.pidfd_open(self._pid)
 
     def end(self, limit_s: float) -> Iterator[Check]:
@@ -154,11 +144,10 @@ class _Child:
         if not has_ended:
             os.kill(self._pid, signal.SIGKILL)  # one in an uninterruptible wait stays until the disk answers
         status = os.waitpid(self._pid, 0 if has_ended else os.WNOHANG)[1]
-        begin = max(0, os.fstat(self._results).st_size - MAX_RESULT_BYTES)  # results come last
-        data = os.pread(self._results, MAX_RESULT_BYTES, begin)
+        file = Path(f"/proc/self/fd/{self._results}")
+        yield from read_values(file, Check, tail_bytes=MAX_RESULT_BYTES)  # results come last
         for fd in (self.pidfd, self._results):
             os.close(fd)
-        yield from read_results(data)
         name, _, where = self._name.partition(" ")
         if not has_ended:
             yield Check(name, where, f"no result within {limit_s:.0f} s")
@@ -166,36 +155,37 @@ class _Child:
             yield Check(name, where, f"the check ended with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _act(act: Callable[[int], None], writer: int) -> None:
-    """Call a function in this new process, and end it."""
+def _run(check: Callable[[], Iterator[Check]], results: int) -> None:
+    """Run a check in this new process, and end it."""
     status = 1
     try:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_DFL)  # else the process counts as a trainer with a handler
-        os.closerange(3, writer)  # locks and leases of this process must not outlive it
-        os.closerange(writer + 1, _MAX_FDS)
-        act(writer)
+        os.dup2(results, _STDOUT)
+        os.closerange(3, _MAX_FDS)  # locks and leases of this process must not outlive it
+        for result in check():
+            _print(result)
         status = 0
     except Exception as error:  # noqa: BLE001 - reported as the result of the check
-        os.write(writer, write_result(Check("check", "", f"{type(error).__name__}: {error}"[:300])))
+        _print(Check("check", "", f"{type(error).__name__}: {error}"[:300]))
     finally:
         os._exit(status)
 
 
-def _report(check: Callable[[], Iterator[Check]], writer: int) -> None:
-    for result in check():
-        os.write(writer, write_result(result))
+def _print(result: Check) -> None:
+    os.write(_STDOUT, f"{encode(result)}\n".encode())
 
 
-def _execute(command: list[str], environment: Mapping[str, str], writer: int) -> None:
+def become(command: list[str], environment: Mapping[str, str]) -> Iterator[Check]:
+    """Replace this process with a command that prints results."""
     null = os.open(os.devnull, os.O_RDWR)
-    for number, fd in enumerate((null, writer, null)):
-        os.dup2(fd, number)
+    for fd in (0, 2):
+        os.dup2(null, fd)
     os.execvpe(command[0], command, environment)
 
 
-def check_copy(available: int) -> Iterator[Check]:
-    """Yield the result of copies within the memory of this machine."""
+def check_copy(available: int) -> Check:
+    """Return the result of copies within the memory of this machine."""
     num_bytes = COPY_BYTES if available > 8 * COPY_BYTES else _FEW_COPY_BYTES
     source = os.urandom(_PIECE_BYTES) * (num_bytes // _PIECE_BYTES)
     copy = bytearray(num_bytes)
@@ -205,7 +195,7 @@ def check_copy(available: int) -> Iterator[Check]:
         started_s = time.perf_counter()
         view[:] = source
         best_s = min(best_s, time.perf_counter() - started_s)
-    yield compare_copy(source, copy, {"copied_bytes": num_bytes, "copy_s": best_s})
+    return compare_copy(source, copy, {"copied_bytes": num_bytes, "copy_s": best_s})
 
 
 def compare_copy(source: bytes, copy: bytearray, values: dict[str, float]) -> Check:
@@ -216,26 +206,26 @@ def compare_copy(source: bytes, copy: bytearray, values: dict[str, float]) -> Ch
     return Check("copy", "memory", trouble, stops=True, is_wrong=True, values=values)
 
 
-def check_free_memory(available: int, needed: int) -> Iterator[Check]:
-    """Yield the result for free memory. `needed` bytes are staged here for a save; 0 if unknown."""
+def check_free_memory(available: int, needed: int) -> Check:
+    """Return the result for free memory. `needed` bytes are staged here for a save; 0 if unknown."""
     values = {"available_bytes": available, "total_bytes": total_bytes(), "needed_bytes": needed}
     trouble = ""
     if available < needed:
         trouble = (
             f"staging the next save takes {format_bytes(needed)}, and {format_bytes(available)} are free"
         )
-    yield Check("memory", "free", trouble, values=values)
+    return Check("memory", "free", trouble, values=values)
 
 
 def check_memory(needed: int) -> Iterator[Check]:
     """Yield the results of all checks of the memory; see `check_free_memory`."""
     available = available_bytes()
-    yield from check_free_memory(available, needed)
-    yield from check_copy(available)
+    yield check_free_memory(available, needed)
+    yield check_copy(available)
 
 
-def check_products(products: Products | None = None) -> Iterator[Check]:
-    """Yield the result of products on each core that this process may run on."""
+def check_products(products: Products | None = None) -> Check:
+    """Return the result of products on each core that this process may run on."""
     chosen = products or numpy_products() or python_products()
     cores = sorted(os.sched_getaffinity(0))
     started_s = time.perf_counter()
@@ -253,10 +243,9 @@ def check_products(products: Products | None = None) -> Iterator[Check]:
     took_s = time.perf_counter() - started_s
     values = {"cores": num_tried, "all_cores": len(cores), "products_s": took_s, "size": max(chosen)[0]}
     if not wrong:
-        yield Check("product", f"{num_tried} of {len(cores)} cores", values=values)
-        return
+        return Check("product", f"{num_tried} of {len(cores)} cores", values=values)
     trouble = f"a product of matrices of integers is wrong: {', '.join(wrong[:8])}"
-    yield Check("product", "cores", trouble, stops=True, is_wrong=True, values=values)
+    return Check("product", "cores", trouble, stops=True, is_wrong=True, values=values)
 
 
 def is_right(key: tuple[int, str], product: bytes) -> bool:
@@ -266,7 +255,14 @@ def is_right(key: tuple[int, str], product: bytes) -> bool:
 
 def elements(size: int, greatest: int, seed: int) -> list[int]:
     """Return the elements of a matrix by rows: integers between -greatest and greatest."""
-    return [_mixed(index, seed, 1) % (2 * greatest + 1) - greatest for index in range(size * size)]
+    return [_mixed(index, seed) % (2 * greatest + 1) - greatest for index in range(size * size)]
+
+
+def _mixed(index: Any, seed: int) -> Any:
+    """Return well-mixed integers below 2**32, for Python's integers and arrays of numpy alike."""
+    mixed = ((index + 1) * 2654435761 + seed * 40503) & _MASK
+    mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & _MASK
+    return mixed ^ (mixed >> 13)
 
 
 def numpy_products() -> Products | None:
@@ -279,30 +275,17 @@ def numpy_products() -> Products | None:
     return {(SIZE, dtype): _with_numpy(numpy, dtype) for dtype in GREATEST}
 
 
+def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
+    greatest, index = GREATEST[dtype], numpy.arange(SIZE * SIZE, dtype="uint64")
+    mixed = (_mixed(index, seed).astype("int64") % (2 * greatest + 1) - greatest for seed in (1, 2))
+    left, right = (one.astype(dtype).reshape(SIZE, SIZE) for one in mixed)
+    return lambda: numpy.rint(left @ right).astype("<i8").tobytes()
+
+
 def python_products() -> Products:
     """Return the product with Python's floating-point numbers."""
     left, right = ([float(one) for one in elements(SMALL_SIZE, GREATEST["float64"], seed)] for seed in (1, 2))
     return {(SMALL_SIZE, "float64"): lambda: _multiply(SMALL_SIZE, left, right)}
-
-
-def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
-    greatest, index = GREATEST[dtype], numpy.arange(SIZE * SIZE, dtype="uint64")
-    unit = numpy.uint64(1)
-    left, right = (
-        (_mixed(index, seed, unit).astype("int64") % (2 * greatest + 1) - greatest)
-        .astype(dtype)
-        .reshape(SIZE, SIZE)
-        for seed in (numpy.uint64(1), numpy.uint64(2))
-    )
-    return lambda: numpy.rint(left @ right).astype("<i8").tobytes()
-
-
-def _mixed(index: Any, seed: Any, unit: Any) -> Any:
-    """Return well-mixed integers below 2**32, for Python's integers and numpy's alike."""
-    mask, high, low = _MASK * unit, 15 * unit, 13 * unit
-    mixed = ((index + unit) * (2654435761 * unit) + seed * (40503 * unit)) & mask
-    mixed = ((mixed ^ (mixed >> high)) * (2246822519 * unit)) & mask
-    return mixed ^ (mixed >> low)
 
 
 def _multiply(size: int, left: list[Any], right: list[Any]) -> bytes:
@@ -319,15 +302,13 @@ _MAX_REFUSAL = 500
 
 
 def start_checks(
-    plan: NodeSpec, job: JobFolder, node: NodeFolder, log: int, *, is_contained: bool
+    plan: NodeSpec, job: JobFolder, node: NodeFolder, write: Callable[[str], None], *, is_contained: bool
 ) -> Callable[[Callable[[], None]], str]:
     """Start the checks of a node, which run while the attempt is prepared.
 
-    Return a function that waits for them, and returns why the attempt is not started here, or an empty text.
+    `write` writes a line to the log. Return a function that waits for the checks, and returns why the attempt
+    is not started here, or an empty text.
     """
-
-    def write(text: str) -> None:
-        os.write(log, f"holdfast: {text}\n".encode())
 
     def wait(meanwhile: Callable[[], None]) -> str:
         found = gate.wait(meanwhile)
@@ -335,7 +316,8 @@ def start_checks(
         for check in found.failed:
             write(f"a check of this node failed: {describe_failures([check])}")
         with suppress(OSError):  # the disk is full or broken, which a check has found
-            write_checks(node.checks, replace(found, was_refused=bool(stopping)))
+            document = replace(found, was_refused=bool(stopping))
+            write_atomic(node.checks, encode(document), is_durable=False)
         return describe_failures(stopping)[:_MAX_REFUSAL]
 
     text = plan.environment.get(MODE)
@@ -344,33 +326,27 @@ def start_checks(
     if mode == OFF:
         return lambda _: ""
     try:
-        gpus = None if is_contained else _gpu_command(plan)
-        gate = NodeGate(machine_name(), _plan_checks(plan, job, is_contained), gpus)
+        gate = NodeGate(machine_name(), _plan_checks(plan, job, is_contained))
     except OSError as error:  # no process or descriptor is left: the commands will need some too
         write(f"the checks of this node cannot start: {error}")
         return lambda _: ""
     return wait
 
 
-def _plan_checks(
-    plan: NodeSpec, job: JobFolder, is_contained: bool
-) -> dict[str, Callable[[], Iterator[Check]]]:
+def _plan_checks(plan: NodeSpec, job: JobFolder, is_contained: bool) -> Plan:
     links = read_links(job)
     outside = [outside_path(home, links) for home in read_progress(job.progress).steps]
     # Mounts are not there yet, and a folder below a mount point would be another one.
     local = [Path(home) for home in outside if "://" not in home]
     homes = [str(one) for one in local if not one.is_relative_to(job.copies) and one.is_dir()]
     temporary = Path("/tmp" if is_contained else plan.environment.get("TMPDIR") or "/tmp")
-    num_nodes = plan.environment.get(_NUM_NODES, "1")
-    return make_plan(job.path, temporary, homes, int(num_nodes) if num_nodes.isdecimal() else 1)
-
-
-def _gpu_command(plan: NodeSpec) -> tuple[list[str], Mapping[str, str]] | None:
-    """Return the command that checks the GPUs of a job; None without GPUs."""
-    num_gpus = plan.environment.get(_NUM_GPUS, "0")
-    if not (num_gpus.isdecimal() and int(num_gpus)) or not any(path.exists() for path in _GPU_DEVICES):
-        return None
-    environment = activate(plan.environment, plan.venv)
-    path = environment.get("PATH")
-    python = shutil.which("python", path=path) or shutil.which("python3", path=path)
-    return None if python is None else ([python, str(_GPU_SCRIPT), "cuda"], environment)
+    num_nodes, num_gpus = (plan.environment.get(name, "") for name in (_NUM_NODES, _NUM_GPUS))
+    checks = make_plan(job.path, temporary, homes, int(num_nodes) if num_nodes.isdecimal() else 1)
+    has_gpus = num_gpus.isdecimal() and int(num_gpus) > 0 and any(path.exists() for path in _GPU_DEVICES)
+    if has_gpus and not is_contained:
+        environment = activate(plan.environment, plan.venv)
+        path = environment.get("PATH")
+        python = shutil.which("python", path=path) or shutil.which("python3", path=path)
+        if python is not None:
+            checks[_GPU] = lambda: become([python, str(_GPU_SCRIPT), "cuda"], environment)
+    return checks

@@ -8,9 +8,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from holdfast.errors import Corrupt
-from holdfast.jobs.journal import encode
 from holdfast.system.documents import decode_as
-from holdfast.system.linux.files import open_regular, write_atomic
+from holdfast.system.linux.files import open_regular
 
 MODE = "HOLDFAST_NODE_CHECKS"  # variable of a job: `stop` (default), `report` or `off`
 STOP, REPORT, OFF = "stop", "report", "off"
@@ -77,11 +76,6 @@ def describe_failures(checks: Iterable[Check]) -> str:
     return "; ".join(f"{one.name} {one.where}: {one.trouble}"[:_MAX_TROUBLE] for one in checks)
 
 
-def write_checks(path: Path, found: NodeChecks) -> None:
-    """Write the results of a node."""
-    write_atomic(path, encode(found), is_durable=False)
-
-
 def read_checks(path: Path) -> NodeChecks | None:
     """Return the results of a node, or None if missing or damaged."""
     try:
@@ -90,19 +84,3 @@ def read_checks(path: Path) -> NodeChecks | None:
         return decode_as(NodeChecks, text, str(path), max_bytes=MAX_RESULT_BYTES, any_text=True)
     except (OSError, Corrupt):
         return None
-
-
-def write_result(check: Check) -> bytes:
-    """Return a result as a line."""
-    return encode(check).encode() + b"\n"
-
-
-def read_results(data: bytes) -> list[Check]:
-    """Return the results of complete lines. Damaged ones are left out."""
-    found: list[Check] = []
-    for line in data.split(b"\n")[:-1]:
-        try:
-            found.append(decode_as(Check, line, "a check", max_bytes=MAX_RESULT_BYTES, any_text=True))
-        except Corrupt:
-            continue
-    return found

@@ -25,10 +25,6 @@ from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespa
 from holdfast.system.linux.program_runs import run_program
 
 _LIMIT_S = 30.0
-_QUESTIONS = {
-    "podman": ("info", "--format", "{{.Host.ServiceIsRemote}}"),
-    "docker": ("info", "--format", "{{json .SecurityOptions}}"),
-}
 
 
 class ContainerRuntime(str, Enum):
@@ -40,9 +36,9 @@ class ContainerRuntime(str, Enum):
 
 def find_runtime() -> ContainerRuntime | None:
     """Return the runtime that answers on this machine, or None. Podman is preferred: it needs no root."""
-    if _ask("podman") == "false":
+    if _answer(shutil.which("podman"), "{{.Host.ServiceIsRemote}}") == "false":
         return ContainerRuntime.PODMAN
-    options = _ask("docker")
+    options = _answer(shutil.which("docker"), "{{json .SecurityOptions}}")
     if options is None:
         return None
     if os.geteuid() != 0 and "name=rootless" not in options:
@@ -55,19 +51,14 @@ def find_runtime() -> ContainerRuntime | None:
     return ContainerRuntime.DOCKER
 
 
-def _ask(program: str) -> str | None:
-    """Return the answer of a runtime about itself, or None if it does not answer."""
-    path = shutil.which(program)
-    return None if path is None else _answer(path, *_QUESTIONS[program])
-
-
 @functools.cache
-def _answer(*command: str) -> str | None:
+def _answer(program: str | None, question: str) -> str | None:
+    """Return the answer of a runtime about itself, or None if it does not answer."""
     try:
-        done = run_program(command, timeout_s=_LIMIT_S)
+        done = run_program((program, "info", "--format", question), timeout_s=_LIMIT_S) if program else None
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.text if done.status == 0 else None
+    return done.text if done and done.status == 0 else None
 
 
 class ContainerOwner(Struct, frozen=True):

@@ -10,9 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
@@ -26,7 +28,7 @@ from holdfast.jobs.node.processes import CONTAINER_PREFIX
 from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
-from holdfast.system.documents import Fields, decode
+from holdfast.system.documents import Count, decode_as
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
 from holdfast.system.linux.processes import adopt_orphans
@@ -42,9 +44,30 @@ _SLEEP = "exec sleep 2147483647"
 """Command of a container: its only process waits, and holds the namespaces that the job's processes join."""
 _PASSWD = Path("/etc/passwd")
 _MAX_PASSWD_BYTES = 1 << 20
-_DONE, _FAILED = b"+", b"-"
+_T = TypeVar("_T")
 _CHECK_S = 0.25
 _REMOVALS = 3  # limit of attempts to remove a container. The next command about the job tries again
+
+
+# What both runtimes print about a container and an image.
+class _RunState(Struct, frozen=True, rename="pascal"):
+    running: bool
+    pid: Count  # 0: it does not run
+
+
+class _InspectedContainer(Struct, frozen=True, rename="pascal"):
+    image: str
+    state: _RunState
+
+
+class _ImageConfig(Struct, frozen=True, rename="pascal"):
+    env: tuple[str, ...] | None = None
+    user: str | None = None
+
+
+class _InspectedImage(Struct, frozen=True, rename="pascal"):
+    id: str
+    config: _ImageConfig
 
 
 def serve(folder: Path) -> None:
@@ -127,16 +150,16 @@ class _Warden:
         if container is None:
             self._remove_earlier()
             container = self._create()
-        facts = self._inspect(container)
-        if not facts.fields("State").flag("Running"):
+        found = self._inspect(container)
+        if not found.state.running:
             self._run("start", container)
-            facts = self._inspect(container)
-        pid = facts.fields("State").integer("Pid")
+            found = self._inspect(container)
+        pid = found.state.pid
         process = processes.find(pid) if pid else None
         if process is None:
             raise RetryLater(f"The container {container[:12]} ended as soon as it had been started.")
         with self._entered(pid) as namespaces:
-            environment = self._environment(facts.text("Image"), namespaces)
+            environment = self._environment(found.image, namespaces)
             self._link(container, namespaces, environment["HOME"])
         return ContainerState(pid, process.start, environment)
 
@@ -150,32 +173,30 @@ class _Warden:
     def _remove_container(self, container: str) -> None:
         with suppress(HoldfastError):  # a container that does not start has run nothing
             self._run("start", container)
-            with self._entered(self._inspect(container).fields("State").integer("Pid")) as namespaces:
+            with self._entered(self._inspect(container).state.pid) as namespaces:
                 own_files(namespaces, self._job.path)
         self._run("rm", "--force", "--volumes", container)
 
     def _create(self) -> str:
-        image_id = self._find_image()
-        if image_id is None:
-            name = qualified(self._spec.image)
-            log_line(f"pulling {name} with {self._spec.runtime.value}")
-            self._run("pull", name, on_output=lambda data: os.write(sys.stdout.fileno(), data))
-            image_id = self._ask("image", "inspect", name).text("Id")
+        image_id = self._image_id()
         log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
         return self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
 
-    def _find_image(self) -> str | None:
-        for name in dict.fromkeys((self._spec.image, qualified(self._spec.image))):
+    def _image_id(self) -> str:
+        name = qualified(self._spec.image)
+        for known in dict.fromkeys((self._spec.image, name)):
             with suppress(RetryLater):  # it is not on this machine, or pulling it fails for the same reason
-                return self._ask("image", "inspect", name).text("Id")
-        return None
+                return self._ask(_InspectedImage, "image", known).id
+        log_line(f"pulling {name} with {self._spec.runtime.value}")
+        self._run("pull", name, on_output=lambda data: os.write(sys.stdout.fileno(), data))
+        return self._ask(_InspectedImage, "image", name).id
 
     def _environment(self, image_id: str, namespaces: JoinedNamespaces) -> dict[str, str]:
         """Return the variables that the image defines, with HOME and PATH."""
-        config = self._ask("image", "inspect", image_id).fields("Config").members
-        pairs = [str(line).partition("=") for line in config.get("Env") or ()]
+        config = self._ask(_InspectedImage, "image", image_id).config
+        pairs = [line.partition("=") for line in config.env or ()]
         environment = {"PATH": _DEFAULT_PATH, **{name: value for name, _, value in pairs}}
-        user = str(config.get("User") or "")
+        user = config.user or ""
         if "HOME" not in environment:
             environment["HOME"] = find_home(namespaces, user)
         if user.partition(":")[0] not in _ROOT_NAMES and not self._folder.linked.exists():
@@ -190,14 +211,14 @@ class _Warden:
             "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={label}={value}"
         ).splitlines()
 
-    def _inspect(self, container: str) -> Fields:
-        return self._ask("container", "inspect", container)
+    def _inspect(self, container: str) -> _InspectedContainer:
+        return self._ask(_InspectedContainer, "container", container)
 
-    def _ask(self, *words: str) -> Fields:
-        """Return the only object in the JSON array that a command prints."""
-        what = f"the answer of `{' '.join((self._spec.runtime.value, *words[:2]))}`"
-        found = decode(self._run(*words), what, max_bytes=_MAX_INSPECT_BYTES, any_text=True)
-        return Fields(found[0] if isinstance(found, list) and len(found) == 1 else found, what)
+    def _ask(self, kind: type[_T], noun: str, name: str) -> _T:
+        """Return the only object in the JSON array that the runtime prints about a container or an image."""
+        what = f"the answer of `{self._spec.runtime.value} {noun} inspect`"
+        text = self._run(noun, "inspect", name)
+        return decode_as(tuple[kind], text, what, max_bytes=_MAX_INSPECT_BYTES, any_text=True)[0]
 
     def _run(self, *words: str, on_output: Callable[[bytes], object] = lambda _: None) -> str:
         """Run a command of the runtime to its end, and return what it prints."""
@@ -221,24 +242,21 @@ class _Warden:
     @contextmanager
     def _entered(self, pid: int) -> Iterator[JoinedNamespaces]:
         """Open the namespaces of the container, whose process is one of this machine, for the block."""
+        why, namespaces = f"process {pid} has other files", None
         try:
             own, there = self._job.path.stat(), Path(f"/proc/{pid}/root{self._job.path}").stat()
-            namespaces = open_namespaces(pid)
+            if (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino):
+                namespaces = open_namespaces(pid)
         except OSError as error:
-            raise self._is_elsewhere(str(error)) from error
-        try:
-            if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
-                raise self._is_elsewhere(f"process {pid} has other files")
+            why = str(error)
+        if namespaces is None:
+            name = self._spec.runtime.value
+            raise Unsupported(
+                f"The commands cannot join the container that {name} has started: {why}. {name} must run "
+                "containers on this machine and as this user, not through a service of another one."
+            )
+        with closing(namespaces):
             yield namespaces
-        finally:
-            namespaces.close()
-
-    def _is_elsewhere(self, why: str) -> Unsupported:
-        name = self._spec.runtime.value
-        return Unsupported(
-            f"The commands cannot join the container that {name} has started: {why}. {name} must run "
-            "containers on this machine and as this user, not through a service of another one."
-        )
 
     def _link(self, container: str, namespaces: JoinedNamespaces, home: str) -> None:
         """Create the job's links in a new container, once: its commands may replace them."""
@@ -382,20 +400,18 @@ def _call(namespaces: JoinedNamespaces, function: Callable[[], str]) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        answer = _FAILED
+        status = 1
         try:
             namespaces.join()
-            answer = _DONE + os.fsencode(function())
+            os.write(writer, os.fsencode(function()))
+            status = 0
         except OSError as error:
-            answer = _FAILED + os.fsencode(str(error))
+            os.write(writer, os.fsencode(str(error)))
         finally:
-            os.write(writer, answer)
-            os._exit(0)
+            os._exit(status)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read()
-    os.waitpid(child, 0)
-    text = os.fsdecode(answer[1:])
-    if not answer.startswith(_DONE):
+        text = os.fsdecode(pipe.read())
+    if os.waitpid(child, 0)[1] != 0:
         raise RetryLater(f"Cannot change the container of the job: {text or 'its process was killed'}.")
     return text

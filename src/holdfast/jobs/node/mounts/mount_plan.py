@@ -54,17 +54,13 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
     Sends nothing, as the file of a dry run may not be trusted.
     """
     for mount in task.file_mounts:
-        where = task.where(mount.key)
-        if mount.source is None and not mount.bucket:
-            raise InvalidInput(f"{where}: expected a source or the name of a bucket, found neither.")
-        if mount.source is None and "/" in (mount.bucket or ""):
-            raise InvalidInput(f"{where}: expected the name of a bucket, found {mount.bucket!r}.")
-        _check_source(mount, where, state, runs_here=runs_here)
-        target = normal_target(mount)
-        if mount.is_inside:
-            _check_inside(mount, where, state)
-        elif target.is_absolute() and not mount.is_in_place:
-            _check_target(target, where, state)
+        with _located(task.where(mount.key)):
+            _check_source(mount, state, runs_here=runs_here)
+            target = normal_target(mount)
+            if mount.is_inside:
+                _check_inside(mount, state)
+            elif target.is_absolute() and not mount.is_in_place:
+                _check_target(target, state)
     private = [(mount, normal_target(mount)) for mount in private_mounts(task)]
     for (mount, target), (other, above) in itertools.permutations(private, 2):
         if target.is_relative_to(above):
@@ -74,56 +70,58 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
             )
 
 
-def _check_source(mount: FileMount, where: str, state: Path, *, runs_here: bool) -> None:
+def _check_source(mount: FileMount, state: Path, *, runs_here: bool) -> None:
     """Check that a mount has a usable source, and that this machine can mount it if the job runs here."""
+    if mount.source is None and not mount.bucket:
+        raise InvalidInput("expected a source or the name of a bucket, found neither.")
+    if mount.source is None and "/" in (mount.bucket or ""):
+        raise InvalidInput(f"expected the name of a bucket, found {mount.bucket!r}.")
     if mount.is_remote:
         assert mount.source is not None
-        with _located(where):
-            check_endpoint(mount.source, "The task file")
-            open_store(mount.source)
+        check_endpoint(mount.source, "The task file")
+        open_store(mount.source)
         needs_fuse = runs_here and mount.mode is MountMode.MOUNT
         if needs_fuse and (why := fuse.why_not_mountable(mount.source)):
-            raise Unsupported(f"{where}: {why} Nothing was started.")
+            raise Unsupported(f"{why} Nothing was started.")
     place = None if mount.is_remote else _local_place(mount, state)
     if mount.mode is MountMode.MOUNT_CACHED:
-        with _located(where):
-            _fetch_limit(mount)
+        _fetch_limit(mount)
         if place is not None and place.exists() and not place.is_dir():
-            raise InvalidInput(f"{where}: {place} is a file; mode MOUNT_CACHED is for folders and buckets.")
+            raise InvalidInput(f"{place} is a file; mode MOUNT_CACHED is for folders and buckets.")
     elif place is not None and mount.source is not None and not place.exists():
-        raise NotFound(f"{where}: {place} does not exist. Nothing was started.")
+        raise NotFound(f"{place} does not exist. Nothing was started.")
 
 
-def _check_target(target: Path, where: str, state: Path) -> None:
+def _check_target(target: Path, state: Path) -> None:
     """Check that a link can be created, or is possible as a private one."""
     if target.parts[1:2] and target.parts[1] in _OF_KERNEL:
-        raise InvalidInput(f"{where}: /{target.parts[1]} is of the kernel. Choose another path.")
+        raise InvalidInput(f"/{target.parts[1]} is of the kernel. Choose another path.")
     if not is_private_target(target):
         is_free = not target.exists() or target.is_symlink()
     elif why := why_unavailable():
         raise Unsupported(
-            f"{where}: you have no permission to create {target}, and a mount namespace, in which the job "
+            f"you have no permission to create {target}, and a mount namespace, in which the job "
             f"could have it, is not possible on this machine: {why}. Choose a path below ~ or relative to "
             "the workdir, or ask the administrator to allow user namespaces. Nothing was started."
         )
     else:
         is_free = is_coverable(target, state)
     if not is_free:
-        raise Conflict(f"{where}: {target} already exists, and was not changed. Choose another path.")
+        raise Conflict(f"{target} already exists, and was not changed. Choose another path.")
 
 
-def _check_inside(mount: FileMount, where: str, state: Path) -> None:
+def _check_inside(mount: FileMount, state: Path) -> None:
     """Check a mount in a container: its target, and that its source does not hide files of the image."""
     parts = Path(os.path.normpath(mount.target)).parts
     if mount.target.startswith("/") and (len(parts) < 2 or parts[1] in _OF_KERNEL):
-        raise InvalidInput(f"{where}: /{''.join(parts[1:2])} is of the kernel. Choose another path.")
+        raise InvalidInput(f"/{''.join(parts[1:2])} is of the kernel. Choose another path.")
     if mount.is_remote or mount.mode is not MountMode.MOUNT:
         return
     source = _local_place(mount, state).resolve()
     top = source.parts[1] if len(source.parts) > 1 else ""
     if (len(source.parts) <= 2 and top in _OF_SYSTEM | {""}) or top in _OF_KERNEL | _OF_PROGRAMS:
         raise Unsupported(
-            f"{where}: {source} is mounted at its own path in the container too, and would hide what "
+            f"{source} is mounted at its own path in the container too, and would hide what "
             "the image has. Copy it with `mode: COPY`, or move it below another folder. Nothing was started."
         )
 

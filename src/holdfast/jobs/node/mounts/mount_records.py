@@ -112,7 +112,8 @@ def create_links(links: Iterable[Link], folder: JobFolder, records: Records | No
             found = target.readlink()
             if str(found) == link.source:
                 continue
-            is_of_job = found.is_relative_to(state) or is_scratch_path(found)
+            is_scratch = any(part.startswith(f"holdfast-{os.geteuid()}-") for part in found.parts)
+            is_of_job = found.is_relative_to(state) or is_scratch
             if is_of_job and not (records and link_user(records, folder, link.target)):
                 target.unlink()
         if target.exists() or target.is_symlink():
@@ -128,11 +129,6 @@ def create_links(links: Iterable[Link], folder: JobFolder, records: Records | No
                 f"file_mounts.{link.key}: cannot create {target} on this machine: {error}. Choose a path "
                 "that you can write to: below ~, or relative to the workdir."
             ) from error
-
-
-def is_scratch_path(path: Path) -> bool:
-    """Return True for a path below a scratch folder of this user."""
-    return any(part.startswith(f"holdfast-{os.geteuid()}-") for part in path.parts)
 
 
 def remove_links(folder: JobFolder) -> None:

@@ -67,8 +67,12 @@ class BucketMount:
                 )
             except FileNotFoundError as error:
                 raise Unsupported("rclone is no longer installed. Install it again.") from error
-        self._wait(is_wanted)
-        self._check_readable(is_wanted)
+        if not self._wait_until(lambda: fuse.is_mounted(self._path), is_wanted):
+            status = self._process.poll()
+            how = "is not ready" if status is None else f"ended with status {status}"
+            raise self._failure(f"Cannot mount {self._spec.place} at {self._path}: rclone {how}.")
+        if why := self._why_not_readable(is_wanted):
+            raise self._failure(f"{self._spec.place} was mounted at {self._path} but cannot be read: {why}.")
 
     def close(self) -> None:
         """Unmount, and end rclone.
@@ -92,47 +96,38 @@ class BucketMount:
         # It unmounts when it receives the signal.
         return dying_with_parent([*words, *options, *read_only], signal.SIGTERM)
 
-    def _check_readable(self, is_wanted: Callable[[], bool]) -> None:
-        """Check that the mount can be read. rclone contacts the bucket only then."""
-        found: list[str] = []
+    def _wait_until(self, is_ready: Callable[[], bool], is_wanted: Callable[[], bool]) -> bool:
+        """Return True once the mount is ready; False if rclone or the attempt ends, or after the limit."""
+        assert self._process is not None
+        give_up_s = time.monotonic() + _START_LIMIT_S
+        while not is_ready():
+            if self._process.poll() is not None or time.monotonic() > give_up_s or not is_wanted():
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _why_not_readable(self, is_wanted: Callable[[], bool]) -> str:
+        """Return why the mount cannot be read. rclone contacts the bucket only then."""
+        found = ["no answer"]
 
         def read() -> None:
             try:
                 next(self._path.iterdir(), None)
-                found.append("")
+                found[0] = ""
             except OSError as error:
-                found.append(error.strerror or str(error))
+                found[0] = error.strerror or str(error)
 
         # In a thread: a read cannot be interrupted while rclone retries.
         reading = threading.Thread(target=read, daemon=True)
         reading.start()
-        give_up_s = time.monotonic() + _START_LIMIT_S
-        while reading.is_alive() and time.monotonic() < give_up_s and is_wanted():
-            reading.join(_POLL_S)
-        why = found[0] if found else "no answer"
-        if why:
-            self.close()
-            raise RetryLater(
-                f"{self._spec.place} was mounted at {self._path} but cannot be read: {why}. rclone's output: "
-                f"{self._output_tail()}"
-            )
+        self._wait_until(lambda: not reading.is_alive(), is_wanted)
+        return found[0]
 
-    def _output_tail(self) -> str:
-        return self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
-
-    def _wait(self, is_wanted: Callable[[], bool]) -> None:
-        assert self._process is not None
-        give_up_s = time.monotonic() + _START_LIMIT_S
-        while not fuse.is_mounted(self._path):
-            status = self._process.poll()
-            if status is not None or time.monotonic() > give_up_s or not is_wanted():
-                self.close()
-                how = "is not ready" if status is None else f"ended with status {status}"
-                raise RetryLater(
-                    f"Cannot mount {self._spec.place} at {self._path}: rclone {how}. Its output: "
-                    f"{self._output_tail()}"
-                )
-            time.sleep(_POLL_S)
+    def _failure(self, what: str) -> RetryLater:
+        """Close the mount, and return the error with what rclone has printed."""
+        self.close()
+        output = self._log.read_bytes()[-_TAIL_BYTES:].decode("utf-8", "replace").strip()
+        return RetryLater(f"{what} rclone's output: {output}")
 
 
 def rclone_environment(address: Address, environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -14,8 +12,10 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.mounts.attempt import UnsentFiles
 from holdfast.jobs.node.mounts.mount_records import MountSpec, caches
 from holdfast.jobs.node.roles import log_line
-from holdfast.jobs.writeback import DirectoryStatus, Mount, mount, remove_uploaded, status_of
+from holdfast.jobs.writeback import DirectoryStatus, Mount, remove_uploaded, status_of
+from holdfast.jobs.writeback.config import UploaderConfig
 from holdfast.jobs.writeback.journal import FOLDER, Journal
+from holdfast.jobs.writeback.mount import hold_mount, resolve_place
 from holdfast.jobs.writeback.reconciliation import ASIDE
 from holdfast.jobs.writeback.status import STARTING, has_uploader
 from holdfast.system import backoff
@@ -23,7 +23,6 @@ from holdfast.system.log import get_logger
 
 _log = get_logger("jobs")
 
-_SLICE_S = 0.2  # interval for checking whether a mount in progress is still wanted
 _PATIENCE_S = 300.0  # time limit for uploads of an earlier attempt that fail, as for a mount
 _CHECK_S, _LONGEST_CHECK_S = 0.1, 2.0
 _PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -130,42 +129,29 @@ class WriteBack:
 
     def _mounting_attempt(self) -> int | None:
         """Return the owner's newest attempt that has mounted the directory, or None."""
-        with suppress(NotFound):
-            journal = Journal(self._path, is_reader=True)
-            try:
-                if journal.get("owner") == self._owner:
-                    return int(journal.get("attempt", "0"))
-            finally:
-                journal.close()
+        with suppress(NotFound), closing(Journal(self._path)) as journal:
+            if journal.get("owner") == self._owner:
+                return int(journal.get("attempt", "0"))
         return None
 
     def _mount(self, attempt: int, is_wanted: Callable[[], bool], *, fetch: bool) -> None:
-        spec, made = self._spec, Future[Mount]()
+        spec = self._spec
 
-        def make() -> None:
-            try:
-                held = mount(
-                    spec.path,
-                    spec.place,
-                    fetch=fetch,
-                    fetch_bytes=spec.fetch_bytes,
-                    owner=self._owner,
-                    attempt=attempt,
-                    is_shared=spec.is_shared,
-                    timeout_s=None,
-                )
-                made.set_result(held)
-            except HoldfastError as error:
-                made.set_exception(error)
-
-        # In a thread, as it may take as long as the bucket's retries, while this process may have to exit.
-        making = threading.Thread(target=make, daemon=True)
-        making.start()
-        while making.is_alive():
-            making.join(_SLICE_S)
-            if making.is_alive() and not is_wanted():
+        def check() -> None:
+            if not is_wanted():
                 raise RetryLater(f"Mounting {spec.place} was stopped: no process waits for it any more.")
-        held = made.result(timeout=0)
+
+        place = resolve_place(self._path, spec.place)
+        config = UploaderConfig(
+            spec.path,
+            place,
+            fetch,
+            spec.fetch_bytes,
+            owner=self._owner,
+            attempt=attempt,
+            is_shared=spec.is_shared,
+        )
+        held = hold_mount(config, check)
         self.close()  # not earlier: it keeps a running uploader alive
         self._held = held
 

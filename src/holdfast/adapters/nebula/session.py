@@ -10,15 +10,16 @@ from collections import Counter
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from torch.distributed import DistError
 
 from holdfast.adapters.kit.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_index import (
     EXPLICIT,
     META,
-    VERSION,
     TaggedCheckpoint,
     TagIndex,
+    TagMeta,
     goes_back,
     key_of,
     named_step,
@@ -47,6 +48,7 @@ from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, S
 from holdfast.system import host_memory
 from holdfast.system.callsite import warn
 
+_VERSION = 1
 _WATCH_S = 0.05
 _LAST_S = 5.0
 _POLL_S = 0.05
@@ -267,10 +269,8 @@ class Session:
         writer = self._get_writer(plan, draft.key)
         keyed = {name: (key_of(name), packed) for name, packed in draft.files.items()}
         state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
-        state[META] = {
-            **{"version": VERSION, "tag": draft.tag, "label": draft.label, "rank": self._ranks.rank},
-            "partitions": describe_partitions(keyed),
-        }
+        meta = TagMeta(_VERSION, draft.tag, draft.label, self._ranks.rank, describe_partitions(keyed))
+        state[META] = asdict(meta)
         save = writer.write(plan, state)
         if plan.to_home:
             self._last_sent_s = time.monotonic()

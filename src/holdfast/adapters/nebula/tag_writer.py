@@ -186,7 +186,9 @@ class TagCoordinator:
         # Kept as long as this object: on the rank that serves the store, it ends with its last reference.
         self._default = distributed_c10d._get_default_store() if self.world_size > 1 else None
         own: Any = dist  # torch exports HashStore, but not in its type stubs
-        self.store: Store = own.HashStore() if self._default is None else _connection(self._default)
+        shared: Any = self._default
+        # A new connection, so that training's own is not blocked.
+        self.store: Store = own.HashStore() if shared is None else getattr(shared, "clone", lambda: shared)()
         self.name = f"holdfast/nebula/{digest(home.encode())[:12]}/{number}"
 
     def join(self, tag: str) -> None:
@@ -282,11 +284,6 @@ def own_rank() -> int:
     if is_grouped():
         return dist.get_rank()
     return read_integer("RANK", 0)
-
-
-def _connection(store: Store) -> Store:
-    """Return a new connection to a store, so that training's own is not blocked."""
-    return store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
 
 
 class TagWriter:

@@ -56,15 +56,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def folder_of_checkpoints(accelerator: Accelerator) -> Path | None:
-    """Return the folder of a run's checkpoints; None if its configuration does not name one."""
-    config = accelerator.project_configuration
-    if config.project_dir is None:
-        return None
-    folder = Path(config.project_dir)
-    return folder / "checkpoints" if config.automatic_checkpoint_naming else folder
-
-
 _KNOWN_ARGUMENTS = frozenset({"map_location", "strict"})
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
@@ -556,7 +547,10 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     check_accelerator(accelerator)
     for loader in accelerator._dataloaders:
         check_prepared(loader)
-    root = folder_of_checkpoints(accelerator)
+    config = accelerator.project_configuration
+    root = None if config.project_dir is None else Path(config.project_dir)
+    if root is not None and config.automatic_checkpoint_naming:
+        root /= "checkpoints"
     parsed = parse_home(home) if home is not None else None if root is None else parse_home(root / HOME)
     if parsed is not None and root is None:
         root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent

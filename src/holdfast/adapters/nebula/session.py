@@ -247,12 +247,9 @@ class Session:
         step = next_step(draft.tag, last)
         self._ranks.publish("last", step)
         self._ranks.publish("loaded", None)
-        return TagPlan(members, step, begins, last if begins else None, self._is_due())
-
-    def _is_due(self) -> bool:
-        """Return True if the interval has passed. A single rank has a clock of its own."""
-        interval_s = self.settings.interval_s
-        return interval_s is not None and time.monotonic() - self._last_sent_s >= interval_s
+        interval_s, passed_s = self.settings.interval_s, time.monotonic() - self._last_sent_s
+        is_due = interval_s is not None and passed_s >= interval_s  # by this rank's clock, for all
+        return TagPlan(members, step, begins, last if begins else None, is_due)
 
     def _submit(self, draft: TagDraft, plan: TagPlan) -> bool:
         self._drafts.pop(draft.tag, None)

@@ -180,13 +180,6 @@ def test_a_kill_during_a_save_falls_back_to_the_previous_step(tmp_path: Path):
     assert run(tmp_path, TRAIN, "6").stdout == "start 6\n"
 
 
-def test_a_run_killed_after_its_last_save_trains_no_further_step(tmp_path: Path) -> None:
-    code = "import os, signal\n" + TRAIN + "os.kill(os.getpid(), signal.SIGKILL)"
-    assert run(tmp_path, code, "3").returncode == -signal.SIGKILL
-    done = run(tmp_path, TRAIN, "3")
-    assert (done.returncode, done.stdout) == (0, "start 3\n"), done.stderr
-
-
 # Saves steps without torch, which takes long to start: from where the last start got to, up to a number.
 PLAIN = """
 import os, signal, sys

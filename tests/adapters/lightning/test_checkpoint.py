@@ -107,16 +107,6 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> Non
     assert found[-1][1] > 0
 
 
-def test_the_home_is_beside_the_files_and_is_a_home(tmp_path: Path) -> None:
-    trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
-    assert holdfast.open(tmp_path / "ckpt.holdfast").verify().is_good
-
-
-def test_no_thread_of_ours_is_left_after_training(tmp_path: Path) -> None:
-    trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("holdfast")]
-
-
 def test_a_checkpoint_of_model_checkpoint_can_be_resumed_and_the_other_way_round(tmp_path: Path) -> None:
     stock = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
     kinds = [stock, HoldfastCheckpoint, stock]
@@ -132,6 +122,8 @@ def test_a_checkpoint_of_model_checkpoint_can_be_resumed_and_the_other_way_round
 
 def test_last_is_the_newest_checkpoint_also_without_save_last(tmp_path: Path) -> None:
     trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
+    assert holdfast.open(tmp_path / "ckpt.holdfast").verify().is_good, "the home is beside the files"
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("holdfast")]
     run = trainer(tmp_path, 3, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"))
     run.fit(model(), ckpt_path="last")
     assert run.ckpt_path == str(tmp_path / "ckpt" / "epoch=1-step=6.ckpt")
@@ -372,7 +364,7 @@ def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any
         ckpt.save(1, {"checkpoint": {}, "lightning": {**facts, **change}})
     assert newest(tmp_path / "home", str(tmp_path / "run")) is None
     with pytest.raises(Corrupt, match="Lightning's part of"):
-        HomeContent.open(str(tmp_path / "home"), 1)
+        HomeContent(str(tmp_path / "home"), 1)
 
 
 def test_a_trainer_is_freed_after_its_training(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.restore.atomic_output import atomic_file
-from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.state.tensors import is_savable
 from holdfast.checkpoint.store.address import SCHEMES
 from holdfast.errors import Corrupt, Unsupported
@@ -163,10 +162,13 @@ def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
 
 
 class HomeContent:
-    """One of Lightning's checkpoints in a home, opened for reading. Every byte is verified."""
+    """One of Lightning's checkpoints in a home, opened for reading. Every byte is verified.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    With its attempt, it may lack its manifest: its keeper was killed before it was written.
+    """
+
+    def __init__(self, home: str, step: int, attempt: int | None = None) -> None:
+        self._checkpoint = checkpoint = open_loaded(home, step, attempt)
         self.run, self.step = checkpoint.run, checkpoint.step
         self.checkpoint_id = checkpoint.manifest.checkpoint_id
         values = checkpoint.values().get(_FACTS)
@@ -182,14 +184,6 @@ class HomeContent:
         for name in (*self._names, f"{_FACTS}.{_PICKLED}"):
             if name not in checkpoint:
                 raise Corrupt(f"{what} lacks the tensor {name!r}.", key=what)
-
-    @classmethod
-    def open(cls, home: str, step: int, attempt: int | None = None) -> HomeContent:
-        """Open a checkpoint of a home.
-
-        With its attempt, it may lack its manifest: its keeper was killed before it was written.
-        """
-        return cls(open_loaded(home, step, attempt))
 
     def pickled(self) -> bytes:
         """Return the pickle, which refers to the storages. It is not loaded here."""
@@ -235,22 +229,17 @@ def _records(content: HomeContent, pickled: bytes) -> Iterator[Record]:
     hashes = {_PICKLE: xxhash.xxh3_128_hexdigest(pickled)}
     for number, (num_bytes, read) in enumerate(content.storages()):
         name, hashed = f"data/{number}", xxhash.xxh3_128()
-        yield Record(name, num_bytes, _hashing(read, hashed))
+        yield Record(name, num_bytes, partial(_hash_pieces, read, hashed))
         hashes[name] = hashed.hexdigest()
     attempt = content.checkpoint_id.attempt
     file_id = FileId(content.run, attempt, content.step, content.facts.is_full, hashes)
     yield Record.of_bytes(_HASHES, json.dumps(to_builtins(file_id)).encode())
 
 
-def _hashing(
-    read: Callable[[], Iterator[memoryview]], hashed: xxhash.xxh3_128
-) -> Callable[[], Iterator[memoryview]]:
-    def pieces() -> Iterator[memoryview]:
-        for piece in read():
-            hashed.update(piece)
-            yield piece
-
-    return pieces
+def _hash_pieces(read: Callable[[], Iterator[memoryview]], hashed: xxhash.xxh3_128) -> Iterator[memoryview]:
+    for piece in read():
+        hashed.update(piece)
+        yield piece
 
 
 def read_id(path: Path) -> FileId | None:

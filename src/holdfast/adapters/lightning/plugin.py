@@ -198,7 +198,7 @@ class BackgroundSaver:
             if job.save is not None:
                 job.save.wait_durable()
             if not job.is_removed:
-                content = HomeContent.open(self.place.home, job.step)
+                content = HomeContent(self.place.home, job.step)
                 self.place.write(job.path, lambda path: write_ckpt(content, path, job.pickled))
                 if job.save is not None:
                     self.save_s = time.monotonic() - job.save.began_s
@@ -328,7 +328,7 @@ class BackgroundSaver:
         run = read_run(store)
         for loadable in find_loadable(store, run.id if run else None):
             with contextlib.suppress(Corrupt, NotFound):
-                found.append(HomeContent.open(self.place.home, loadable.step, loadable.attempt))
+                found.append(HomeContent(self.place.home, loadable.step, loadable.attempt))
         return found
 
     def _delete_written(self, checkpointer: Checkpointer) -> None:

@@ -9,6 +9,7 @@ import inspect
 import io
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -45,7 +43,7 @@ from holdfast.errors import ResumeWarning, SaveWarning
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def save(state: dict[str, Any], home: Path, step: int, **options: Any) -> None:
+def save(state: dict[str, Any], home: Path, step: int | None, **options: Any) -> None:
     dcp.save(state, storage_writer=HoldfastWriter(home, step=step, **options))
 
 
@@ -55,19 +53,22 @@ def fill(home: Path, *steps: int, **options: Any) -> None:
         save({"x": torch.full((2,), float(step))}, home, step, **options)
 
 
-def number(home: Path) -> torch.Tensor:
+def load(into: dict[str, Any], home: Path, **options: Any) -> dict[str, Any]:
+    """Load a checkpoint into a state, and return the state."""
+    dcp.load(into, storage_reader=HoldfastReader(home, **options))
+    return into
+
+
+def number(home: Path) -> list[float]:
     """Return the value of "x" in the newest checkpoint."""
-    state = {"x": torch.zeros(2)}
-    dcp.load(state, storage_reader=HoldfastReader(home))
-    return state["x"]
+    return load({"x": torch.zeros(2)}, home)["x"].tolist()
 
 
 def test_a_nested_state_round_trips(tmp_path: Path) -> None:
     saved, found = make_state(layout="", trained=True), make_state(layout="", trained=False)
     assert dict(flat(found)) != dict(flat(saved))
     save(saved, tmp_path, 5)
-    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
-    assert dict(flat(found)) == dict(flat(saved))
+    assert dict(flat(load(found, tmp_path))) == dict(flat(saved))
 
 
 def test_a_save_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,18 +142,7 @@ def test_a_state_can_be_rebuilt_from_the_checkpoint_alone(tmp_path: Path) -> Non
 
 
 def test_the_tensors_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    with holdfast.Checkpointer(
-        tmp_path, {"model": model}, watches=[holdfast.Preemption(signals=False)]
-    ) as ckpt:
-        ckpt.save(3)
-    found = {"model": {"weight": torch.zeros(2, 2)}}
-    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
-    assert torch.equal(found["model"]["weight"], model.weight)
-
-
-def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Path) -> None:
-    """Frozen tensors are in a second file."""
+    """Also aliases, and frozen tensors, which are in a second file."""
     model = torch.nn.ModuleDict({"frozen": torch.nn.Linear(3, 2), "trained": torch.nn.Linear(3, 2)})
     model["alias"] = model["frozen"]
     model["frozen"].requires_grad_(False)
@@ -162,11 +152,9 @@ def test_frozen_tensors_and_aliases_of_a_checkpointer_can_be_loaded(tmp_path: Pa
         ckpt.save(3)
     assert len(list(tmp_path.glob("step-*/*.safetensors"))) == 2
     names = ("frozen.weight", "alias.weight", "trained.weight")
-    found = {"model": {name: torch.zeros(2, 3) for name in names}}
-    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
-    for name, value in model.state_dict().items():
-        if name in names:
-            assert torch.equal(found["model"][name], value), name
+    found = load({"model": {name: torch.zeros(2, 3) for name in names}}, tmp_path)
+    for name in names:
+        assert torch.equal(found["model"][name], model.state_dict()[name]), name
 
 
 def save_elsewhere(home: Path, step: int, kill_at: str = "") -> int | None:
@@ -215,16 +203,11 @@ def test_a_save_without_a_step_takes_the_step_after_the_newest(tmp_path: Path) -
     for value in (1.0, 2.0):
         dcp.save({"x": torch.full((2,), value)}, storage_writer=writer)
         steps.append(writer.step)
-    save({"x": torch.full((2,), 3.0)}, tmp_path, 10)
-    dcp.save({"x": torch.full((2,), 4.0)}, storage_writer=HoldfastWriter(tmp_path))
-    assert (*steps, holdfast.open(tmp_path).step) == (1, 2, 11)
-    assert number(tmp_path).tolist() == [4, 4]
-
-
-def test_a_save_without_a_step_after_going_back_continues_there(tmp_path: Path) -> None:
-    fill(tmp_path, 5, 10, 7)
-    dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path))
-    assert holdfast.open(tmp_path).step == 8
+    assert steps == [1, 2]
+    for before in (10, 7):  # also after going back
+        fill(tmp_path, before)
+        dcp.save({"x": torch.full((2,), 4.0)}, storage_writer=HoldfastWriter(tmp_path))
+        assert (holdfast.open(tmp_path).step, number(tmp_path)) == (before + 1, [4, 4])
 
 
 def test_files_in_memory_round_trip(tmp_path: Path) -> None:
@@ -232,9 +215,8 @@ def test_files_in_memory_round_trip(tmp_path: Path) -> None:
     torch.save({"a": 1}, saved)
     saved.seek(7)
     save({"blob": saved}, tmp_path, 1)
-    found = {"blob": io.BytesIO()}
-    dcp.load(found, storage_reader=HoldfastReader(tmp_path))
-    assert (found["blob"].getvalue(), found["blob"].tell()) == (saved.getvalue(), 7)
+    found = load({"blob": io.BytesIO()}, tmp_path)["blob"]
+    assert (found.getvalue(), found.tell()) == (saved.getvalue(), 7)
 
 
 @pytest.mark.parametrize("step", [-1, True, 2.5])
@@ -246,7 +228,7 @@ def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
 def test_steps_of_one_trainer_are_one_attempt(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2, 3)
     assert [found.name for found in (tmp_path / "attempts").glob("a*[0-9].json")] == ["a0001.json"]
-    assert number(tmp_path).tolist() == [3, 3]
+    assert number(tmp_path) == [3, 3]
 
 
 def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
@@ -256,7 +238,7 @@ def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
     first = {path: path.read_bytes() for path in (tmp_path / "step-00000002").iterdir()}
     with pytest.warns(SaveWarning, match=r"already has a checkpoint of step 2.*overwrite=False"):
         save({"x": torch.full((2,), 20.0)}, tmp_path, 2)
-    assert number(tmp_path).tolist() == [20, 20]
+    assert number(tmp_path) == [20, 20]
     assert {path: path.read_bytes() for path in first} == first, "the files of the first are as they were"
     capsys.readouterr()
     cli.main(["ls", str(tmp_path)])
@@ -266,30 +248,18 @@ def test_saving_an_earlier_step_again_supersedes_later_checkpoints(
 
 
 def test_with_overwrite_false_a_checkpoint_is_saved_once(tmp_path: Path) -> None:
+    """Without a step, a home takes one, as a folder of DCP's own files does."""
     fill(tmp_path, 1, 2, overwrite=False)
     attempts = list((tmp_path / "attempts").iterdir())
-    for step in (2, 1):
-        with pytest.raises(CheckpointException, match=rf"Checkpoint already exists: .* has step {step}"):
+    for step, named in ((2, 2), (1, 1), (None, 2)):
+        with pytest.raises(CheckpointException, match=rf"Checkpoint already exists: .* has step {named}"):
             save({"x": torch.zeros(2)}, tmp_path, step, overwrite=False)
-    assert number(tmp_path).tolist() == [2, 2]
+    assert number(tmp_path) == [2, 2]
     assert list((tmp_path / "attempts").iterdir()) == attempts
-
-
-def test_with_overwrite_false_and_no_step_a_home_takes_one_checkpoint(tmp_path: Path) -> None:
-    """As a folder of DCP's own files does."""
-    once = HoldfastWriter(tmp_path, overwrite=False)
-    dcp.save({"x": torch.ones(2)}, storage_writer=once)
-    with pytest.raises(CheckpointException, match=r"Checkpoint already exists: .* has step 1"):
-        dcp.save({"x": torch.zeros(2)}, storage_writer=once)
-    assert number(tmp_path).tolist() == [1, 1]
-
-
-def test_with_overwrite_false_an_incomplete_save_may_be_repeated(tmp_path: Path) -> None:
-    save({"x": torch.ones(2)}, tmp_path, 3)
-    (manifest,) = (tmp_path / "step-00000003").glob("manifest-*")
-    manifest.unlink()
-    save({"x": torch.zeros(2)}, tmp_path, 3, overwrite=False)
-    assert number(tmp_path).tolist() == [0, 0]
+    (manifest,) = (tmp_path / "step-00000002").glob("manifest-*")
+    manifest.unlink()  # an incomplete save may be repeated
+    save({"x": torch.zeros(2)}, tmp_path, 2, overwrite=False)
+    assert number(tmp_path) == [0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:.*already has a checkpoint:holdfast.errors.SaveWarning")
@@ -324,7 +294,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     fill(tmp_path, *range(1, 6), keep=2)
     left = sorted(path.name for path in tmp_path.glob("step-*") if list(path.iterdir()))
     assert left == ["step-00000004", "step-00000005"]
-    assert number(tmp_path).tolist() == [5, 5]
+    assert number(tmp_path) == [5, 5]
 
 
 def test_a_save_raises_after_another_trainer_has_taken_over_the_home(tmp_path: Path) -> None:
@@ -362,26 +332,20 @@ def test_a_state_that_cannot_be_saved_is_named_and_leaves_no_checkpoint(
         holdfast.open(tmp_path)
 
 
-@pytest.mark.skipif(
-    "enable_plan_caching" not in inspect.signature(DefaultSavePlanner).parameters,
-    reason=f"planners of torch {torch.__version__} do not reuse plans",
+@pytest.mark.parametrize(
+    ("option", "make"),
+    [
+        ("enable_plan_caching", lambda: {"planner": DefaultSavePlanner(enable_plan_caching=True)}),
+        ("use_collectives", lambda: {"use_collectives": False}),
+    ],
 )
-def test_a_planner_that_reuses_plans_is_refused_at_the_first_save(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="enable_plan_caching"):
-        dcp.save(
-            {"x": torch.ones(2)},
-            storage_writer=HoldfastWriter(tmp_path, step=1),
-            planner=DefaultSavePlanner(enable_plan_caching=True),
-        )
-
-
-@pytest.mark.skipif(
-    "use_collectives" not in inspect.signature(dcp.save).parameters,
-    reason=f"saves of torch {torch.__version__} always use collectives",
-)
-def test_a_save_without_collectives_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Unsupported, match="use_collectives"):
-        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), use_collectives=False)
+def test_a_save_that_reuses_plans_or_has_no_collectives_is_refused(
+    tmp_path: Path, option: str, make: Callable[[], dict[str, Any]]
+) -> None:
+    if not any(option in inspect.signature(call).parameters for call in (dcp.save, DefaultSavePlanner)):
+        pytest.skip(f"torch {torch.__version__} does not have {option}")
+    with pytest.raises((CheckpointException, holdfast.Unsupported), match=option):
+        dcp.save({"x": torch.ones(2)}, storage_writer=HoldfastWriter(tmp_path, step=1), **make())
 
 
 ROWS = [[(0, 2), (3, 6), (9, 10)], [(2, 3), (6, 9)]]
@@ -396,8 +360,8 @@ def test_a_rank_can_write_several_regions_of_a_tensor(tmp_path: Path) -> None:
     """All readers have the whole tensor: DCP, `holdfast.open`, a Checkpointer, an export."""
     saved = rows_of_ten()
     save_regions(tmp_path / "home", 3, saved, ROWS)
-    found: dict[str, Any] = {"w": torch.zeros(10, 4), "b": torch.zeros(10, dtype=torch.int64), "note": ""}
-    dcp.load(found, storage_reader=HoldfastReader(tmp_path / "home"))
+    empty = {"w": torch.zeros(10, 4), "b": torch.zeros(10, dtype=torch.int64), "note": ""}
+    found = load(empty, tmp_path / "home")
     assert torch.equal(found["w"], saved["w"])
     assert torch.equal(found["b"], saved["b"])
     assert found["note"] == "kept"
@@ -464,15 +428,12 @@ def test_plans_that_do_not_fit_together_are_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_loading_from_an_empty_home_raises(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_step_lists_the_others(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="has no complete checkpoint"):
         number(tmp_path)
-
-
-def test_the_error_for_a_missing_step_lists_the_others(tmp_path: Path) -> None:
     save({"x": torch.ones(2)}, tmp_path, 4)
     with pytest.raises(CheckpointException, match=r"no complete checkpoint of step 9.*newest first: 4"):
-        dcp.load({"x": torch.zeros(2)}, storage_reader=HoldfastReader(tmp_path, step=9))
+        load({"x": torch.zeros(2)}, tmp_path, step=9)
 
 
 # -- damage -------------------------------------------------------------------------------------------------
@@ -488,7 +449,7 @@ def test_a_flipped_bit_is_detected_and_named(tmp_path: Path) -> None:
     path = data_file(tmp_path, 1)
     flip(path)
     with pytest.raises(CheckpointException, match=rf"{path.name} is damaged in chunk 0 .*which holds x: exp"):
-        dcp.load({"x": torch.zeros(100)}, storage_reader=HoldfastReader(tmp_path))
+        load({"x": torch.zeros(100)}, tmp_path)
 
 
 def test_a_checkpoint_with_a_missing_file_is_skipped(tmp_path: Path) -> None:
@@ -496,9 +457,9 @@ def test_a_checkpoint_with_a_missing_file_is_skipped(tmp_path: Path) -> None:
     save({"x": torch.zeros(2)}, tmp_path, 2)
     data_file(tmp_path, 2).unlink()
     with pytest.warns(ResumeWarning, match="step 2 of attempt 1 is damaged"):
-        assert number(tmp_path).tolist() == [1, 1]
+        assert number(tmp_path) == [1, 1]
     with pytest.raises(CheckpointException, match=r"step-00000002/rank-00000-a0001.safetensors is missing"):
-        dcp.load({"x": torch.zeros(2)}, storage_reader=HoldfastReader(tmp_path, step=2))
+        load({"x": torch.zeros(2)}, tmp_path, step=2)
 
 
 @pytest.mark.parametrize("which", ["safetensors", "rank-00000-a0001.json", "manifest"])
@@ -519,9 +480,9 @@ def test_a_save_that_fails_leaves_no_checkpoint(
         save({"x": torch.zeros(2)}, tmp_path, 2)
     monkeypatch.undo()
     assert holdfast.open(tmp_path).step == 1
-    assert number(tmp_path).tolist() == [1, 1]
+    assert number(tmp_path) == [1, 1]
     save({"x": torch.full((2,), 2.0)}, tmp_path, 2)
-    assert number(tmp_path).tolist() == [2, 2]
+    assert number(tmp_path) == [2, 2]
     first_left_files = which != "safetensors"
     assert holdfast.open(tmp_path).attempt == 1 + first_left_files, "files of the first try are not mixed in"
 
@@ -540,9 +501,9 @@ def test_a_save_killed_at_any_point_leaves_all_or_nothing(tmp_path: Path) -> Non
         newest = holdfast.open(home)
         assert newest.verify().is_good
         seen.add(newest.step)
-        assert number(home).tolist() == [newest.step, newest.step]
+        assert number(home) == [newest.step, newest.step]
         assert save_elsewhere(home, 3) == 0
-        assert number(home).tolist() == [3, 3]
+        assert number(home) == [3, 3]
     assert seen == {1, 2}, "killed before the commit and right after it"
     assert point > 4
 
@@ -557,7 +518,7 @@ def test_a_checkpoint_whose_index_cannot_be_read_is_skipped(
     with pytest.raises(holdfast.Corrupt, match=r"rank-00000-a0001\.json has an index of values that cannot"):
         HoldfastReader(tmp_path, step=2).read_metadata()
     with pytest.warns(ResumeWarning, match="step 2 of attempt 1 is damaged"):
-        assert number(tmp_path).tolist() == [1, 1]
+        assert number(tmp_path) == [1, 1]
 
 
 def test_only_needed_chunks_are_read(tmp_path: Path) -> None:
@@ -565,4 +526,4 @@ def test_only_needed_chunks_are_read(tmp_path: Path) -> None:
     save(state, tmp_path, 1)
     path = data_file(tmp_path, 1)
     flip(path, middle(path))  # of what is not asked for
-    assert number(tmp_path).tolist() == [1, 1]
+    assert number(tmp_path) == [1, 1]

@@ -81,13 +81,13 @@ def test_an_encrypted_archive_is_a_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [DEEP, "{", '{"a": ' + "9" * 5000 + "}", "\ud800"])
 def test_json_that_cannot_be_parsed_is_as_if_missing(tmp_path: Path, text: str) -> None:
     (tmp_path / "state.json").write_text(text, errors="surrogatepass")
-    assert read_json(tmp_path / "state.json") is None
-    assert read_json(tmp_path / "other.json") is None
+    assert read_json(tmp_path / "state.json", dict) is None
+    assert read_json(tmp_path / "other.json", dict) is None
 
 
 def test_a_fifo_in_the_place_of_json_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "state.json")
-    assert read_json(tmp_path / "state.json") is None
+    assert read_json(tmp_path / "state.json", dict) is None
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(
         with pytest.raises(kind, match=f"{name} could not be read"):
             file_fault(tmp_path / name)
     with pytest.raises(kind, match="may be intact"):
-        read_json(tmp_path / "state.json")
+        read_json(tmp_path / "state.json", dict)

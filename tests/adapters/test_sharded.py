@@ -80,9 +80,7 @@ def test_all_ranks_share_one_catalog_of_rules(tmp_path: Path, layout: str) -> No
 
 @pytest.mark.fsdp2_on_cpu
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_only_parts_with_wanted_tensors_are_read(
-    tmp_path: Path,
-) -> None:
+def test_only_parts_with_wanted_tensors_are_read(tmp_path: Path) -> None:
     """The other parts may be damaged."""
     kept = run_ranks(4, sharded.save, tmp_path, "fsdp")[0]
     partitioning = (

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, to_builtins
+
 import holdfast
 from holdfast import Checkpoint, Checkpointer
 from holdfast.adapters.kit.attachment import check_versions
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.endpoints import check_endpoint
-from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import decode_object
+from holdfast.errors import InvalidInput
+from holdfast.system.documents import Count, decode_as
 from holdfast.system.linux.partial_files import temporary_folder
 
 _NAME = "holdfast-checkpoint.json"
@@ -30,6 +32,11 @@ import ray.train  # noqa: E402 - the check is first
 __all__ = ["open", "report"]
 
 _reported: dict[str, int] = {}  # newest step that this process has reported, by home
+
+
+class _Reference(Struct, frozen=True):
+    home: str
+    step: Count
 
 
 def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: Any) -> None:
@@ -63,7 +70,8 @@ def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: An
         ray.train.report(dict(metrics), **options)
         return
     with temporary_folder("ray") as folder:
-        Path(folder, _NAME).write_text(json.dumps({"home": home, "step": newest.step}) + "\n")
+        text = json.dumps(to_builtins(_Reference(home, newest.step)))
+        Path(folder, _NAME).write_text(text + "\n")
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
     _reported[home] = newest.step
 
@@ -84,10 +92,10 @@ def open(checkpoint: ray.train.Checkpoint) -> Checkpoint:
                 f"{checkpoint.path} has no {_NAME}: holdfast.adapters.ray.report() did not make it. Read it "
                 "as the program does that made it."
             )
-        if path.stat().st_size > _MAX_BYTES:
-            raise Corrupt(f"{path} has {path.stat().st_size} bytes; expected at most {_MAX_BYTES}.")
-        fields = decode_object(path.read_bytes(), f"{_NAME} of {checkpoint.path}")
-    home = fields.text("home")
-    if home not in _reported:
-        check_endpoint(home, f"{_NAME} of {checkpoint.path}")
-    return holdfast.open(home, fields.integer("step"))
+        with path.open("rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    what = f"{_NAME} of {checkpoint.path}"
+    found = decode_as(_Reference, text, what, max_bytes=_MAX_BYTES)
+    if found.home not in _reported:
+        check_endpoint(found.home, what)
+    return holdfast.open(found.home, found.step)

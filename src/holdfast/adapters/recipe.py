@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import xxhash
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.checkpoint.home.newest import LIMIT_S, Patience
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
-from holdfast.system.documents import decode_object
+from holdfast.system.documents import Count, decode_as
 from holdfast.system.environment import report_progress
 from holdfast.system.linux.files import NOT_A_FILE, open_regular
 from holdfast.system.log import get_logger
@@ -136,20 +137,24 @@ def load_checkpoint(
 class _File(Struct, frozen=True):
     """Size and hash of a file of a step."""
 
-    num_bytes: int
-    xxh3: str
+    num_bytes: Count
+    xxh3: Annotated[str, Meta(max_length=64)]
 
 
-class _Metadata(Struct, frozen=True):
+class _Metadata(Struct, frozen=True, kw_only=True):
     """Metadata of a step.
 
     `files` are by path in the folder; None if the guide's own code wrote it without hashes.
     """
 
-    step: int
-    timestamp: str
-    model_type: str
-    files: dict[str, _File] | None
+    step: Any = None  # replaced by that in the name of the metadata's file
+    timestamp: Any
+    model_type: Any
+    files: dict[str, _File] | None = None
+
+
+class _Unusable(Exception):
+    """Reason to skip a step."""
 
 
 class _Series:
@@ -184,7 +189,8 @@ class _Series:
         kept = [name for name in earlier if name not in files]
         self._move_back(kept)
         files |= {name: earlier[name] for name in kept}
-        metadata = _Metadata(step, datetime.now(timezone.utc).isoformat(), model_type, files)
+        now = datetime.now(timezone.utc).isoformat()
+        metadata = _Metadata(step=step, timestamp=now, model_type=model_type, files=files)
         self._store.put(self._metadata_name(step), json.dumps(to_builtins(metadata), indent=1).encode())
         self._remove_before(earlier)
         logger.info("Saved checkpoint at step %d", step)
@@ -282,16 +288,16 @@ class _Series:
         patience = Patience(LIMIT_S, logger.warning)
         steps = patience.spend(str(self._folder), lambda: sorted(self._steps(), reverse=True))
         for step in steps:
-            metadata, fault = patience.spend(f"Step {step}", lambda step=step: self._examine(step))
-            result = None
-            if metadata is not None and not fault:
-                result, fault = self._try(metadata, call)
-            if not fault:
+            try:
+                metadata = patience.spend(f"Step {step}", lambda step=step: self._examine(step))
+                result = self._call(metadata, call)
+            except _Unusable as fault:
+                logger.warning("Step %d was skipped: %s", step, fault)
+                faults.append(f"step {step}: {fault}")
+            else:
                 self.report(step)
                 logger.info("Loaded checkpoint from step %d", step)
                 return result
-            logger.warning("Step %d was skipped: %s", step, fault)
-            faults.append(f"step {step}: {fault}")
         if faults:
             raise Corrupt(
                 f"None of the {len(faults)} checkpoints in {self._folder} can be loaded: "
@@ -300,17 +306,19 @@ class _Series:
         logger.warning("No checkpoints found in %s", self._folder)
         return None
 
-    def _examine(self, step: int) -> tuple[_Metadata | None, str]:
-        """Return a step's metadata, and the reason to skip it or ""."""
+    def _examine(self, step: int) -> _Metadata:
+        """Return a step's metadata, once its files match it."""
         with self._convert_errors(step):
             try:
                 metadata = self._read(step)
             except (Corrupt, NotFound) as error:
-                return None, str(error)
+                raise _Unusable(str(error)) from error
             if metadata.files is None:  # without hashes, but a failure to read would look like damage
                 for name in self._stat_files(step):
                     _hash_if_present(self._folder / name)
-            return metadata, self._fault(metadata)
+            if fault := self._fault(metadata):
+                raise _Unusable(fault)
+            return metadata
 
     @contextmanager
     def _convert_errors(self, step: int | None = None) -> Iterator[None]:
@@ -324,26 +332,24 @@ class _Series:
             what = error.filename or self._folder
             raise kind(f"{what} could not be read: {error.strerror or error}.", step=step) from error
 
-    def _try(self, metadata: _Metadata, call: Callable[[int], _T]) -> tuple[_T | None, str]:
-        """Return the result of loading a step, or the reason to skip it.
+    def _call(self, metadata: _Metadata, call: Callable[[int], _T]) -> _T:
+        """Return the result of loading a step.
 
         Damage of a step that the guide's own code saved, without hashes, only shows when loading fails.
         """
-        step, is_verified = metadata.step, metadata.files is not None
-        if not is_verified:
-            logger.warning("Step %d was saved without hashes and is loaded unverified", step)
+        if metadata.files is None:
+            logger.warning("Step %d was saved without hashes and is loaded unverified", metadata.step)
         try:
-            return call(step), ""
-        except FileNotFoundError as error:
-            named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
-            folder = self._folder.absolute()
-            if is_verified and not (named is not None and named.absolute().is_relative_to(folder)):
-                raise
-            return None, f"it has no {error.filename}" if is_verified else _unverified(error)
+            return call(metadata.step)
         except Exception as error:
-            if is_verified or isinstance(error, OSError):
-                raise  # its bytes could not be read, or the function itself is wrong
-            return None, _unverified(error)
+            is_missing = isinstance(error, FileNotFoundError)
+            if metadata.files is None and (is_missing or not isinstance(error, OSError)):
+                raise _Unusable(f"it has no hashes, and could not be loaded: {error!r}") from error
+            name = error.filename if is_missing else None
+            path = Path(os.fsdecode(name)).absolute() if isinstance(name, (str, bytes)) else None
+            if path is not None and path.is_relative_to(self._folder.absolute()):
+                raise _Unusable(f"it has no {name}") from error
+            raise  # its bytes could not be read, or the function itself is wrong
 
     def _steps(self) -> Iterator[int]:
         with self._convert_errors(), suppress(FileNotFoundError):
@@ -354,26 +360,19 @@ class _Series:
     def _read(self, step: int, name: str | None = None) -> _Metadata:
         name = name or self._metadata_name(step)
         try:
-            fields = decode_object(self._store.get(name), name)
-            files = None
-            if "files" in fields:
-                found = fields.fields("files")
-                rows = {self._own_name(key): found.fields(key) for key in found.members}
-                files = {
-                    key: _File(one.integer("num_bytes"), one.text("xxh3", max_chars=64))
-                    for key, one in rows.items()
-                }
-            return _Metadata(step, str(fields.value("timestamp")), str(fields.value("model_type")), files)
+            found = decode_as(_Metadata, self._store.get(name), name)
+            for file in found.files or {}:
+                self._check_own(file)
+            return replace(found, step=step)
         except (Corrupt, InvalidInput) as error:
             raise Corrupt(f"{self._folder / name} cannot be read: {error}", step=step) from error
 
-    def _own_name(self, name: str) -> str:
-        """Return a name in the metadata. Its file may be moved or deleted: it must be below the folder."""
+    def _check_own(self, name: str) -> None:
+        """Check a name in the metadata. Its file may be moved or deleted: it must be below the folder."""
         check_name(name)
         folder = (self._folder / name).parent.resolve()
         if not folder.is_relative_to(self._folder.resolve()):
             raise InvalidInput(f"{name} is in {folder}, outside of {self._folder}.", key=name)
-        return name
 
     def _names(self, step: int, metadata_name: str | None = None) -> list[str]:
         with suppress(Corrupt, NotFound):
@@ -395,10 +394,6 @@ class _Series:
 
     def _metadata_name(self, step: int) -> str:
         return f"{self._prefix}_step_{step}_metadata.json"
-
-
-def _unverified(error: Exception) -> str:
-    return f"it has no hashes, and could not be loaded: {error!r}"
 
 
 def _hash_if_present(path: Path) -> _File | None:

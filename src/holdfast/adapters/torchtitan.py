@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import re
 import sys
@@ -20,24 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import holdfast
 from holdfast import Checkpointer
+from holdfast.adapters.kit.attachment import check_versions
 from holdfast.adapters.kit.run import open_loaded
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run.options import Limits
-from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
+from holdfast.errors import Corrupt, InvalidInput, NotFound
 
-_NEEDED = "torchtitan.components.checkpointer"
-
-
-if importlib.util.find_spec("torchtitan") is None:
-    raise Unsupported(
-        "holdfast.adapters.torchtitan needs torchtitan, which is not installed. "
-        "Install it: pip install 'torchtitan>=0.3'."
-    )
-if importlib.util.find_spec(_NEEDED) is None:
-    raise Unsupported(
-        f"This torchtitan has no {_NEEDED}, so its config cannot choose a checkpoint manager. Upgrade "
-        "it: pip install 'torchtitan>=0.3'."
-    )
+check_versions("torchtitan", {"torchtitan": (0, 3)})  # the first whose config chooses a checkpoint manager
 
 from torchtitan.components.checkpointer import (  # noqa: E402 - the check is first
     DATALOADER,

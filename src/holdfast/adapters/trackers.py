@@ -6,17 +6,16 @@ import importlib
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, SupportsFloat, final
+from typing import Any, Protocol, SupportsFloat, final
 
 from msgspec import Struct
-from typing_extensions import override
 
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.stage import PendingScalar, copy_scalar
@@ -43,18 +42,15 @@ class RowPlace(Struct, frozen=True):
     step: int  # as the user counts
 
 
-class TrackedRun(ABC):
+class TrackedRun(Protocol):
     """Run of one library. All calls are made by one thread; any may raise any error of the library."""
 
-    @abstractmethod
     def begin(self, place: RowPlace) -> None:
         """Start the run, or continue it. Called before the first row of each attempt."""
 
-    @abstractmethod
     def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
         """Log a row, without the values of steps that the run has."""
 
-    @abstractmethod
     def end(self, *, has_failed: bool) -> None:
         """Write what is buffered, and end the run."""
 
@@ -283,34 +279,31 @@ def attach_tensorboard(ckpt: Checkpointer, log_dir: str | os.PathLike[str], **wr
     return Tracker(ckpt, _EventFiles(make, os.fspath(log_dir), writer), name="TensorBoard")
 
 
-@final
-class _EventFiles(TrackedRun):
+class _EventFiles(Struct):
     """Event files of one folder.
 
     TensorBoard leaves out all events from `purge_step` on that an earlier file has. That step is the first
     that an attempt logs, not the restored one, so it fits however the user counts.
     """
 
-    def __init__(self, make: Any, log_dir: str, options: Mapping[str, Any]) -> None:
-        self._make, self._log_dir, self._options = make, log_dir, options
-        self._writer: Any = None
+    make: Any
+    log_dir: str
+    options: Mapping[str, Any]
+    writer: Any = None
 
-    @override
     def begin(self, place: RowPlace) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self.writer is not None:
+            self.writer.close()
         purge_step = place.step if place.attempt > 1 else None
-        self._writer = self._make(self._log_dir, purge_step=purge_step, **self._options)
+        self.writer = self.make(self.log_dir, purge_step=purge_step, **self.options)
 
-    @override
     def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, place.step)
-        self._writer.flush()  # by default a kill would lose the rows of two minutes
+            self.writer.add_scalar(name, value, place.step)
+        self.writer.flush()  # by default a kill would lose the rows of two minutes
 
-    @override
     def end(self, *, has_failed: bool) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 def attach_mlflow(
@@ -334,56 +327,50 @@ def attach_mlflow(
     return Tracker(ckpt, _MlflowRun(mlflow, experiment, tracking_uri, run_name, params or {}), name="MLflow")
 
 
-@final
-class _MlflowRun(TrackedRun):
+class _MlflowRun(Struct):
     """Run of MLflow, through its client only: a run that the script has active stays as it is."""
 
-    def __init__(
-        self, mlflow: Any, experiment: str, uri: str | None, name: str | None, params: Mapping[str, Any]
-    ) -> None:
-        self._mlflow, self._experiment, self._uri = mlflow, experiment, uri
-        self._name, self._params = name, params
-        self._client: Any = None
-        self._run = ""
-        self._newest: dict[str, int] = {}  # step of each curve
-        self._attempt: int | None = None
-        self._has_gone_back = False
+    mlflow: Any
+    experiment: str
+    uri: str | None
+    name: str | None  # of a new run
+    params: Mapping[str, Any]  # of a new run
+    client: Any = None
+    id: str = ""
+    newest: dict[str, int] = {}  # step of each curve
+    first_attempt: int = 0  # of this process
 
-    @override
     def begin(self, place: RowPlace) -> None:
-        if not self._run:
-            self._client = self._mlflow.MlflowClient(self._uri)
-            self._run = self._find(place.run)
-        self._has_gone_back |= self._attempt not in (None, place.attempt)  # in this process
-        self._attempt = place.attempt
+        if not self.id:
+            self.client = self.mlflow.MlflowClient(self.uri)
+            self.id, self.first_attempt = self._find(place.run), place.attempt
 
     def _find(self, run: str) -> str:
         """Return the id of MLflow's run, which is made at the first start."""
-        client = self._client
-        experiment = client.get_experiment_by_name(self._experiment)
+        client = self.client
+        experiment = client.get_experiment_by_name(self.experiment)
         is_new = experiment is None
-        number = client.create_experiment(self._experiment) if is_new else experiment.experiment_id
+        number = client.create_experiment(self.experiment) if is_new else experiment.experiment_id
         found = client.search_runs([number], filter_string=f"tags.`{TAG}` = '{run}'", max_results=1)
         if found:
             client.update_run(found[0].info.run_id, status="RUNNING")
             return found[0].info.run_id
-        made = client.create_run(number, tags={TAG: run}, run_name=self._name).info.run_id
-        for name, value in self._params.items():
+        made = client.create_run(number, tags={TAG: run}, run_name=self.name).info.run_id
+        for name, value in self.params.items():
             client.log_param(made, name, value)
         return made
 
-    @override
     def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
-        now_ms, metric = int(time.time() * 1000), self._mlflow.entities.Metric
+        now_ms, metric = int(time.time() * 1000), self.mlflow.entities.Metric
         metrics = [
             metric(curve, value, now_ms, place.step)
             for name, value in values.items()
-            if (curve := self._curve_of(name, place.step)) is not None
+            if (curve := self._curve_of(name, place)) is not None
         ]
         if metrics:
-            self._client.log_batch(self._run, metrics=metrics)
+            self.client.log_batch(self.id, metrics=metrics)
 
-    def _curve_of(self, name: str, step: int) -> str | None:
+    def _curve_of(self, name: str, place: RowPlace) -> str | None:
         """Return the curve that gets a value; None if the run has it. MLflow cannot replace a value.
 
         After a restart, training repeats the steps since its checkpoint, so their values are left out. After
@@ -391,20 +378,19 @@ class _MlflowRun(TrackedRun):
         name.
         """
         curves = [name]
-        if self._has_gone_back and not name.startswith(OWN_PREFIX):
-            curves.append(f"{name}-attempt-{self._attempt}")
+        if place.attempt != self.first_attempt and not name.startswith(OWN_PREFIX):
+            curves.append(f"{name}-attempt-{place.attempt}")
         for curve in curves:
-            if curve not in self._newest:
-                history = self._client.get_metric_history(self._run, curve)
-                self._newest[curve] = max((one.step for one in history), default=NONE)
-            if step > self._newest[curve]:
-                self._newest[curve] = step
+            if curve not in self.newest:
+                history = self.client.get_metric_history(self.id, curve)
+                self.newest[curve] = max((one.step for one in history), default=NONE)
+            if place.step > self.newest[curve]:
+                self.newest[curve] = place.step
                 return curve
         return None
 
-    @override
     def end(self, *, has_failed: bool) -> None:
-        self._client.set_terminated(self._run, "FAILED" if has_failed else "FINISHED")
+        self.client.set_terminated(self.id, "FAILED" if has_failed else "FINISHED")
 
 
 @final
@@ -415,8 +401,9 @@ class StepRecord:
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        found = os.pread(self._fd, _DIGITS + 2, 0)
+        self._path = path
+        with self._open() as file:
+            found = file.read(_DIGITS + 2)
         if found and not (len(found) == _DIGITS + 1 and found[:-1].isdigit() and found.endswith(b"\n")):
             raise Corrupt(
                 f"{path} should have one step of {_DIGITS} digits, and has {found!r}. Nothing was logged. "
@@ -427,13 +414,13 @@ class StepRecord:
 
     def raise_to(self, step: int) -> None:
         """Record a newer step."""
-        os.pwrite(self._fd, b"%0*d\n" % (_DIGITS, step), 0)
+        with self._open() as file:
+            file.write(b"%0*d\n" % (_DIGITS, step))  # one system call, which a kill does not divide
         self.step = step
 
-    def __del__(self) -> None:
-        fd, self._fd = getattr(self, "_fd", -1), -1
-        if fd >= 0:
-            os.close(fd)
+    def _open(self) -> FileIO:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        return FileIO(os.open(self._path, flags, 0o644), "r+")
 
 
 def attach_wandb(
@@ -451,8 +438,7 @@ def attach_wandb(
     return Tracker(ckpt, _WandbRun(wandb, Path(folder), {"project": project, **init}), name="W&B")
 
 
-@final
-class _WandbRun(TrackedRun):
+class _WandbRun(Struct):
     """Run of W&B. A run that the script has active stays as it is.
 
     W&B ignores rows that are not newer than its last one, and its offline mode does not know what an earlier
@@ -462,45 +448,43 @@ class _WandbRun(TrackedRun):
     Source: documentation of `wandb.init` (`resume`, `reinit`) and `Run.log` (`step`, `commit`), wandb 0.31.
     """
 
-    def __init__(self, wandb: Any, folder: Path, init: Mapping[str, Any]) -> None:
-        self._wandb, self._folder, self._init = wandb, folder, init
-        self._run: Any = None
-        self._record: StepRecord | None = None
-        self._step = NONE  # of the row that is not logged yet
-        self._values: dict[str, float] = {}
+    wandb: Any
+    folder: Path
+    options: Mapping[str, Any]
+    run: Any = None
+    record: StepRecord | None = None
+    step: int = NONE  # of the row that is not logged yet
+    values: dict[str, float] = {}
 
-    @override
     def begin(self, place: RowPlace) -> None:
-        if self._run is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._record = StepRecord(self._folder / f"holdfast-{place.run}.step")
-            self._run = self._wandb.init(
-                id=place.run, resume="allow", dir=str(self._folder), reinit="create_new", **self._init
+        if self.run is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.record = StepRecord(self.folder / f"holdfast-{place.run}.step")
+            self.run = self.wandb.init(
+                id=place.run, resume="allow", dir=str(self.folder), reinit="create_new", **self.options
             )
         self._log_row()  # the next attempt may do the same step again
 
-    @override
     def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
-        if place.step > self._step:
+        if place.step > self.step:
             self._log_row()
         if place.step <= self._newest():
             return  # done again
-        self._step = place.step
-        self._values.update(values)
+        self.step = place.step
+        self.values.update(values)
 
     def _newest(self) -> int:
-        assert self._record is not None
-        return max(self._record.step, self._run.starting_step - 1)
+        assert self.record is not None
+        return max(self.record.step, self.run.starting_step - 1)
 
     def _log_row(self) -> None:
-        if not self._values:
+        if not self.values:
             return
-        assert self._record is not None
-        values, self._values = self._values, {}
-        self._record.raise_to(self._step)
-        self._run.log(values, step=self._step, commit=True)
+        assert self.record is not None
+        values, self.values = self.values, {}
+        self.record.raise_to(self.step)
+        self.run.log(values, step=self.step, commit=True)
 
-    @override
     def end(self, *, has_failed: bool) -> None:
         self._log_row()
-        self._run.finish(exit_code=int(has_failed))
+        self.run.finish(exit_code=int(has_failed))

@@ -53,6 +53,13 @@ class Parts:
 
 
 Make = Callable[..., Parts]
+NAMED = {"automatic_checkpoint_naming": False}
+
+
+def loaded(parts: Parts, path: Path | None = None) -> Parts:
+    """Load a state, by default the newest, into a new training."""
+    parts.accelerator.load_state(None if path is None else str(path))
+    return parts
 
 
 @pytest.fixture
@@ -106,8 +113,7 @@ def test_a_state_is_loaded_by_a_new_start(make: Make, tmp_path: Path) -> None:
     assert folder == tmp_path / "checkpoints" / "checkpoint_0"
     saved = first.weights
     first.step()
-    again = make()
-    again.accelerator.load_state()
+    again = loaded(make())
     assert again.weights == saved
     assert again.accelerator.save_iteration == 1
     again.step()
@@ -115,7 +121,7 @@ def test_a_state_is_loaded_by_a_new_start(make: Make, tmp_path: Path) -> None:
 
 
 def test_explicit_folders_are_named_by_the_script(make: Make, tmp_path: Path) -> None:
-    first = make(automatic_checkpoint_naming=False)
+    first = make(**NAMED)
     found: dict[str, list[float]] = {}
     for name in ("step_100", "step_200", "last"):
         first.save(tmp_path / name)
@@ -123,32 +129,27 @@ def test_explicit_folders_are_named_by_the_script(make: Make, tmp_path: Path) ->
     close(first.accelerator)
     assert names(tmp_path) == ["holdfast", "last", "step_100", "step_200"]
     assert holdfast.open(tmp_path / "holdfast").step == 201
-    again = make(automatic_checkpoint_naming=False)
+    again = make(**NAMED)
     for name in ("step_100", "last", "step_200"):
-        again.accelerator.load_state(str(tmp_path / name))
-        assert again.weights == found[name]
-    again.accelerator.load_state(str(tmp_path / "holdfast"))
-    assert again.weights == found["last"]
+        assert loaded(again, tmp_path / name).weights == found[name]
+    assert loaded(again, tmp_path / "holdfast").weights == found["last"]
 
 
 def test_a_folder_that_is_saved_again_names_the_newer_state(make: Make, tmp_path: Path) -> None:
-    first = make(automatic_checkpoint_naming=False)
+    first = make(**NAMED)
     for _ in range(3):
         first.save(tmp_path / "last")
     saved = first.weights
-    again = make(automatic_checkpoint_naming=False)
-    again.accelerator.load_state(str(tmp_path / "last"))
-    assert again.weights == saved
-    assert [one.step for one in [holdfast.open(tmp_path / "holdfast")]] == [2]
+    assert loaded(make(**NAMED), tmp_path / "last").weights == saved
+    assert holdfast.open(tmp_path / "holdfast").step == 2
 
 
 def test_without_a_project_folder_the_home_is_beside_the_first_folder(make: Make, tmp_path: Path) -> None:
-    first = make(project_dir=None, automatic_checkpoint_naming=False)
+    first = make(project_dir=None, **NAMED)
     first.save(tmp_path / "deep" / "one")
     close(first.accelerator)
     assert names(tmp_path / "deep") == ["holdfast", "one"]
-    again = make(project_dir=None, automatic_checkpoint_naming=False)
-    again.accelerator.load_state(str(tmp_path / "deep" / "one"))
+    again = loaded(make(project_dir=None, **NAMED), tmp_path / "deep" / "one")
     assert again.weights == first.weights
 
 
@@ -162,7 +163,7 @@ def test_the_newest_states_up_to_the_limit_are_kept(make: Make, tmp_path: Path) 
 
 
 def test_a_state_whose_folder_the_script_removes_is_deleted(make: Make, tmp_path: Path) -> None:
-    first = make(automatic_checkpoint_naming=False)
+    first = make(**NAMED)
     for number in range(3):
         first.save(tmp_path / f"step_{number}")
         if number == 1:
@@ -173,7 +174,7 @@ def test_a_state_whose_folder_the_script_removes_is_deleted(make: Make, tmp_path
 
 def test_folders_agree_with_the_home_at_the_start(make: Make, tmp_path: Path) -> None:
     """The folder of a save that was interrupted is removed, and a missing one is made again."""
-    first = make(automatic_checkpoint_naming=False)
+    first = make(**NAMED)
     for number in (1, 2):
         first.save(tmp_path / f"step_{number}")
     close(first.accelerator)
@@ -181,7 +182,7 @@ def test_folders_agree_with_the_home_at_the_start(make: Make, tmp_path: Path) ->
     for step in (3, 4):
         mark(tmp_path / f"step_{step}", f'{{"home": "../holdfast", "steps": [{step}], "is_new": true}}')
     (tmp_path / "step_4" / "of a hook").write_text("")
-    make(automatic_checkpoint_naming=False)
+    make(**NAMED)
     assert names(tmp_path) == ["holdfast", "interrupted-step_4", "step_1", "step_2"]
 
 
@@ -196,7 +197,7 @@ def test_the_folder_of_a_deleted_state_is_removed_with_the_files_of_hooks(tmp_pa
 
 
 def test_an_interrupted_state_is_refused_by_its_path(make: Make, tmp_path: Path) -> None:
-    first = make(automatic_checkpoint_naming=False)
+    first = make(**NAMED)
     first.accelerator.save_state(str(tmp_path / "step_1"))
     mark(tmp_path / "step_2", '{"home": "../holdfast", "steps": [2], "is_new": true}')
     with pytest.raises(InvalidInput, match=r"interrupted .* The newest that is: .*step_1"):
@@ -215,8 +216,7 @@ def test_a_damaged_state_is_skipped_for_an_older_one(make: Make, tmp_path: Path)
     assert newest
     for path in newest:
         flip(path)
-    again = make()
-    again.accelerator.load_state()
+    again = loaded(make())
     assert again.weights == kept[0]
     assert again.accelerator.save_iteration == 2
 
@@ -224,16 +224,13 @@ def test_a_damaged_state_is_skipped_for_an_older_one(make: Make, tmp_path: Path)
 def test_folders_that_accelerate_has_written_are_loaded_if_they_are_newer(make: Make, tmp_path: Path) -> None:
     stock = make(is_stock=True)
     stock.save()
-    again = make()
-    again.accelerator.load_state()
+    again = loaded(make())
     assert again.weights == stock.weights
     again.step()
     assert again.accelerator.save_state() == tmp_path / "checkpoints" / "checkpoint_1"
-    last = make()
-    last.accelerator.load_state()
+    last = loaded(make())
     assert last.weights == again.weights
-    last.accelerator.load_state(str(tmp_path / "checkpoints" / "checkpoint_0"))
-    assert last.weights == stock.weights
+    assert loaded(last, tmp_path / "checkpoints" / "checkpoint_0").weights == stock.weights
 
 
 def test_a_stock_folder_that_was_cut_off_is_skipped(make: Make, tmp_path: Path) -> None:
@@ -242,8 +239,7 @@ def test_a_stock_folder_that_was_cut_off_is_skipped(make: Make, tmp_path: Path) 
         stock.save()
     path = tmp_path / "checkpoints" / "checkpoint_1" / "optimizer.bin"
     path.write_bytes(path.read_bytes()[:-9])
-    again = make()
-    again.accelerator.load_state()
+    again = loaded(make())
     assert again.accelerator.save_iteration == 2
     with pytest.raises(InvalidInput, match=r"optimizer\.bin is damaged"):
         again.accelerator.load_state(str(path.parent))
@@ -252,8 +248,7 @@ def test_a_stock_folder_that_was_cut_off_is_skipped(make: Make, tmp_path: Path) 
 def test_a_state_of_another_run_starts_a_new_run(make: Make, tmp_path: Path) -> None:
     first = make(project_dir=str(tmp_path / "first"))
     folder = first.save()
-    second = make(project_dir=str(tmp_path / "second"))
-    second.accelerator.load_state(str(folder))
+    second = loaded(make(project_dir=str(tmp_path / "second")), folder)
     assert second.weights == first.weights
     second.save()
     close(second.accelerator)
@@ -315,9 +310,9 @@ def test_weights_that_a_hook_changes_are_refused(make: Make) -> None:
 
 
 def test_a_home_with_a_run_is_not_overwritten(make: Make, tmp_path: Path) -> None:
-    first = make(automatic_checkpoint_naming=False)
+    first = make(**NAMED)
     first.accelerator.save_state(str(tmp_path / "one"))
-    again = make(automatic_checkpoint_naming=False)
+    again = make(**NAMED)
     with pytest.raises(InvalidInput, match=r"without load_state\(\)"):
         again.accelerator.save_state(str(tmp_path / "two"))
     assert not (tmp_path / "two").exists()

@@ -61,6 +61,14 @@ def model(**hparams: Any) -> Any:
     return Model(**hparams)
 
 
+def save(home: Path, path: Path | str, content: dict[str, Any]) -> HoldfastCheckpointIO:
+    """Save a dictionary as the file of a path."""
+    io = HoldfastCheckpointIO(home)
+    io.save_checkpoint(content, path)
+    io.teardown()
+    return io
+
+
 def newest(home: Path, folder: str) -> str | None:
     """Return the newest file of a folder, with the checkpoints of a home."""
     return BackgroundSaver(HomePlace(str(home)), "8GiB").newest(folder)
@@ -99,16 +107,6 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> Non
     assert found[-1][1] > 0
 
 
-def test_the_home_is_beside_the_files_and_is_a_home(tmp_path: Path) -> None:
-    trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
-    assert holdfast.open(tmp_path / "ckpt.holdfast").verify().is_good
-
-
-def test_no_thread_of_ours_is_left_after_training(tmp_path: Path) -> None:
-    trainer(tmp_path, 1, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("holdfast")]
-
-
 def test_a_checkpoint_of_model_checkpoint_can_be_resumed_and_the_other_way_round(tmp_path: Path) -> None:
     stock = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint
     kinds = [stock, HoldfastCheckpoint, stock]
@@ -124,6 +122,8 @@ def test_a_checkpoint_of_model_checkpoint_can_be_resumed_and_the_other_way_round
 
 def test_last_is_the_newest_checkpoint_also_without_save_last(tmp_path: Path) -> None:
     trainer(tmp_path, 2, HoldfastCheckpoint(dirpath=tmp_path / "ckpt")).fit(model())
+    assert holdfast.open(tmp_path / "ckpt.holdfast").verify().is_good, "the home is beside the files"
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("holdfast")]
     run = trainer(tmp_path, 3, HoldfastCheckpoint(dirpath=tmp_path / "ckpt"))
     run.fit(model(), ckpt_path="last")
     assert run.ckpt_path == str(tmp_path / "ckpt" / "epoch=1-step=6.ckpt")
@@ -152,9 +152,7 @@ def test_last_skips_a_checkpoint_that_is_damaged_everywhere(tmp_path: Path) -> N
 
 def test_a_path_that_is_damaged_everywhere_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    io = HoldfastCheckpointIO(tmp_path / "home")
-    io.save_checkpoint({"state_dict": {"w": torch.ones(1000)}}, path)
-    io.teardown()
+    io = save(tmp_path / "home", path, {"state_dict": {"w": torch.ones(1000)}})
     for data in [*(tmp_path / "home").rglob("*.safetensors"), path]:
         data.write_bytes(data.read_bytes()[:-900])
     with pytest.raises(holdfast.Corrupt, match=r"no longer in the home"):
@@ -162,9 +160,7 @@ def test_a_path_that_is_damaged_everywhere_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_file_is_completed_at_the_next_save(tmp_path: Path) -> None:
-    io = HoldfastCheckpointIO(tmp_path / "home")
-    io.save_checkpoint({"w": torch.ones(10)}, tmp_path / "a.ckpt")
-    io.teardown()
+    io = save(tmp_path / "home", tmp_path / "a.ckpt", {"w": torch.ones(10)})
     (tmp_path / "a.ckpt").unlink()  # as if the process had died before it was written
     io.save_checkpoint({"w": torch.zeros(10)}, tmp_path / "b.ckpt")
     io.teardown()
@@ -172,13 +168,10 @@ def test_an_interrupted_file_is_completed_at_the_next_save(tmp_path: Path) -> No
 
 
 def test_what_a_killed_process_has_left_of_a_file_is_removed(tmp_path: Path) -> None:
-    io = HoldfastCheckpointIO(tmp_path / "home")
-    io.save_checkpoint({"w": torch.ones(10)}, tmp_path / "a.ckpt")
-    io.teardown()
+    save(tmp_path / "home", tmp_path / "a.ckpt", {"w": torch.ones(10)})
     left = tmp_path / ".a.ckpt.0123456789abcdef.partial"
     left.write_bytes(b"half")
-    io.save_checkpoint({"w": torch.zeros(10)}, tmp_path / "a.ckpt")
-    io.teardown()
+    save(tmp_path / "home", tmp_path / "a.ckpt", {"w": torch.zeros(10)})
     assert not left.exists()
 
 
@@ -302,10 +295,8 @@ FULL = {"state_dict": {}, "optimizer_states": [], "loops": {}}
 
 def make_home(home: Path, *paths: Path | str) -> None:
     """Make the home of a stranger, which names these paths."""
-    saver = HoldfastCheckpointIO(home)
     for path in paths:
-        saver.save_checkpoint(FULL, path)
-    saver.teardown()
+        save(home, path, FULL)
 
 
 def test_a_home_cannot_have_a_file_of_the_user_replaced(tmp_path: Path) -> None:
@@ -373,7 +364,7 @@ def test_facts_of_other_types_are_left_out(tmp_path: Path, change: dict[str, Any
         ckpt.save(1, {"checkpoint": {}, "lightning": {**facts, **change}})
     assert newest(tmp_path / "home", str(tmp_path / "run")) is None
     with pytest.raises(Corrupt, match="Lightning's part of"):
-        HomeContent.open(str(tmp_path / "home"), 1)
+        HomeContent(str(tmp_path / "home"), 1)
 
 
 def test_a_trainer_is_freed_after_its_training(tmp_path: Path) -> None:

@@ -35,7 +35,14 @@ def load(tag: str, name: str = "model", **how: Any) -> Any:
     return found.load(name, **how)
 
 
-def damage(home: str, step: int) -> None:
+def fill(*steps: int) -> None:
+    """Save some steps with their numbers as values, each until it is complete in a near tier."""
+    for step in steps:
+        save(f"global_step{step}", {"n": step, "t": torch.full((100,), float(step))})
+        nm.get_latest_checkpoint()
+
+
+def damage(home: str | Path, step: int) -> None:
     """Flip a bit in the data of a step."""
     (path,) = Path(home).rglob(f"step-{step:08d}/*.safetensors")
     flip(path)
@@ -162,11 +169,19 @@ def test_a_late_file_makes_a_version_with_both(begun: str) -> None:
     assert latest.load("b") == {"n": 2}
 
 
-def test_a_complete_step_is_not_saved_again_and_warns(begun: str) -> None:
-    save("global_step10", {"n": 1})
+@pytest.mark.parametrize("is_base", [False, True])
+def test_a_complete_step_is_not_saved_again_and_warns(begun: str, is_base: bool) -> None:
+    """Also that which a new start continues."""
+    fill(10)
+    if is_base:
+        interface.end()
+        nm.init(begun)
+        nm.get_latest_checkpoint().load("model")
     with pytest.warns(SaveWarning, match="not saved again"):
         save("global_step10", {"n": 2})
-    assert load("global_step10") == {"n": 1}
+    assert load("global_step10")["n"] == 10
+    fill(11)
+    assert load("global_step11")["n"] == 11
 
 
 def test_a_tag_without_a_step_can_be_saved_again_and_the_newest_is_found(begun: str) -> None:
@@ -210,8 +225,7 @@ def test_checkpoints_are_listed(home: str) -> None:
 
 def test_flush_copies_near_checkpoints_to_home(home: str) -> None:
     nm.init(home, 3600, 3)
-    for step in (1, 2, 3):
-        save(f"global_step{step}", {"n": step})
+    fill(1, 2, 3)
     nm.flush_persistence()
     assert [one["tiers"] for one in nm.list_checkpoints().values()] == [["local", "home"]] * 3
 
@@ -221,9 +235,7 @@ def test_a_flush_passes_over_what_the_near_tiers_have_deleted(
 ) -> None:
     """They keep the newest only, and may delete an older checkpoint before it is sent."""
     nm.init(home, 3600, 2, local=tmp_path / "near")
-    for step in range(1, 4):
-        save(f"global_step{step}", {"n": step})
-        nm.get_latest_checkpoint()  # waits until it is complete
+    fill(1, 2, 3)
     listed = TagIndex.checkpoints
 
     def checkpoints(index: TagIndex, likely_step: int | None = None) -> Iterator[TaggedCheckpoint]:
@@ -241,9 +253,7 @@ def test_a_flush_passes_over_what_the_near_tiers_have_deleted(
 def test_a_flush_sends_what_an_earlier_start_left_in_the_local_tier(home: str, tmp_path: Path) -> None:
     for steps in ((1, 2), (3,)):
         nm.init(home, 3600, 5, local=tmp_path / "near")
-        for step in steps:
-            save(f"global_step{step}", {"n": step})
-            nm.get_latest_checkpoint()  # waits until it is complete
+        fill(*steps)
         if steps == (1, 2):
             interface.end()  # only the newest is in home now
     nm.flush_persistence()
@@ -252,19 +262,15 @@ def test_a_flush_sends_what_an_earlier_start_left_in_the_local_tier(home: str, t
 
 def test_a_flush_of_a_damaged_checkpoint_raises(home: str, tmp_path: Path) -> None:
     nm.init(home, 3600, 5, local=tmp_path / "near")
-    for step in range(1, 4):
-        save(f"global_step{step}", {"t": torch.ones(1000)})
-        nm.get_latest_checkpoint()  # waits until it is complete
-    damage(str(tmp_path / "near"), 1)
+    fill(1, 2, 3)
+    damage(tmp_path / "near", 1)
     with pytest.raises(Corrupt, match="Step 1 is not in home"):
         nm.flush_persistence("global_step1")
 
 
 def test_near_tiers_keep_the_given_number_of_checkpoints(home: str, tmp_path: Path) -> None:
     nm.init(home, 3600, 2, local=tmp_path / "near")
-    for step in range(1, 6):
-        save(f"global_step{step}", {"n": step})
-        nm.get_latest_checkpoint()  # waits until it is complete
+    fill(*range(1, 6))
     give_up_s = time.monotonic() + 60  # what is not kept is deleted beside everything else
     while len(nm.list_checkpoints()) > 2 and time.monotonic() < give_up_s:
         time.sleep(0.02)
@@ -272,9 +278,8 @@ def test_near_tiers_keep_the_given_number_of_checkpoints(home: str, tmp_path: Pa
 
 
 def test_after_going_back_a_tag_is_saved_again(begun: str) -> None:
-    for step in (10, 20, 30):
-        save(f"global_step{step}", {"n": step})
-    assert load("global_step10") == {"n": 10}
+    fill(10, 20, 30)
+    assert load("global_step10")["n"] == 10
     save("global_step20", {"n": 21})
     latest = nm.get_latest_checkpoint()
     assert (latest.tag, latest.load("model")) == ("global_step20", {"n": 21})
@@ -284,44 +289,30 @@ def test_after_going_back_a_tag_is_saved_again(begun: str) -> None:
 
 
 def test_loading_an_old_checkpoint_alone_is_not_going_back(begun: str) -> None:
-    for step in (10, 20):
-        save(f"global_step{step}", {"n": step})
-    assert load("global_step10") == {"n": 10}
-    save("global_step30", {"n": 30})
+    fill(10, 20)
+    assert load("global_step10")["n"] == 10
+    fill(30)
     assert list(nm.list_checkpoints()) == ["global_step30", "global_step20", "global_step10"]
     assert holdfast.open(begun).attempt == 1
 
 
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_new_start_continues_the_loaded_checkpoint_or_the_newest(begun: str, looks: bool) -> None:
-    for step in (10, 20):
-        save(f"global_step{step}", {"n": step})
+    fill(10, 20)
     interface.end()
     nm.init(begun)
     if looks:
         load("global_step10")
-    save("global_step25", {"n": 25})
+    fill(25)
     nm.flush_persistence()
     assert holdfast.open(begun).manifest.ancestors == ((1, 10 if looks else 20),)
-
-
-def test_the_base_of_a_start_is_not_saved_again(begun: str) -> None:
-    save("global_step10", {"n": 10})
-    interface.end()
-    nm.init(begun)
-    nm.get_latest_checkpoint().load("model")
-    with pytest.warns(SaveWarning, match="not saved again"):
-        save("global_step10", {"n": 11})
-    save("global_step11", {"n": 11})
-    assert nm.get_latest_checkpoint().load("model") == {"n": 11}
 
 
 # -- damage --------------------------------------------------------------------------------------------------
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(begun: str) -> None:
-    for step in (1, 2):
-        save(f"global_step{step}", {"t": torch.full((100,), float(step))})
+    fill(1, 2)
     interface.end()
     damage(begun, 2)
     nm.init(begun)
@@ -331,10 +322,6 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(begun: str) -> No
     assert latest.load("model")["t"][0] == 1
     with pytest.raises(Corrupt):
         load("global_step2")
-
-
-def test_an_error_is_raised_if_all_checkpoints_are_damaged(begun: str) -> None:
-    save("global_step1", {"t": torch.ones(100)})
     interface.end()
     damage(begun, 1)
     nm.init(begun)
@@ -345,9 +332,9 @@ def test_an_error_is_raised_if_all_checkpoints_are_damaged(begun: str) -> None:
 def test_a_damaged_near_copy_is_read_from_home(home: str, tmp_path: Path) -> None:
     near = tmp_path / "near"
     nm.init(home, 3600, local=near)
-    save("global_step1", {"t": torch.ones(100)})
+    fill(1)
     interface.end()
-    damage(str(near), 1)
+    damage(near, 1)
     nm.init(home, 3600, local=near)
     assert nm.get_latest_checkpoint().load("model")["t"].sum() == 100
 

@@ -93,9 +93,7 @@ def test_a_newer_checkpoint_of_torchtitan_is_resumed_from(tmp_path: Path) -> Non
     assert train(tmp_path / "run", 6, interval=2)["first"] == 6
 
 
-def test_damaged_metadata_of_torchtitan_is_named_unless_a_newer_save_exists(
-    tmp_path: Path,
-) -> None:
+def test_damaged_metadata_of_torchtitan_is_named_unless_a_newer_save_exists(tmp_path: Path) -> None:
     train(tmp_path / "run", 2, 1, stock=True, interval=2, last_save_model_only=False)
     metadata = tmp_path / "run" / "checkpoint" / "step-2" / ".metadata"
     content = metadata.read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ def make(
     return kind(Line(), TrainingArguments(**arguments), train_dataset=POINTS, callbacks=callbacks)  # pyright: ignore[reportArgumentType]
 
 
+def resume(folder: Path, path: Any = True, kind: type[Trainer] = Trainer, **changes: Any) -> Trainer:
+    """Return an attached Trainer that has resumed, by default from the newest checkpoint."""
+    trainer = attach(make(folder, kind, **changes))
+    trainer.train(resume_from_checkpoint=str(path) if isinstance(path, Path) else path)
+    return trainer
+
+
 def weights(trainer: Trainer) -> torch.Tensor:
     return trainer.model.layer.weight.detach().clone()  # pyright: ignore
 
@@ -82,8 +89,7 @@ class StopAt(TrainerCallback):
 
 def test_a_training_resumes_like_an_unbroken_one(tmp_path: Path, unbroken: torch.Tensor) -> None:
     attach(make(tmp_path / "out", callbacks=[StopAt(5)])).train()
-    resumed = attach(make(tmp_path / "out"))
-    resumed.train(resume_from_checkpoint=True)
+    resumed = resume(tmp_path / "out")
     assert torch.equal(weights(resumed), unbroken)
     assert resumed.state.global_step == 8
     assert holdfast.open(tmp_path / "out" / "holdfast").step == 8
@@ -92,13 +98,10 @@ def test_a_training_resumes_like_an_unbroken_one(tmp_path: Path, unbroken: torch
 def test_a_training_that_resumes_from_its_last_step_trains_no_further_one(tmp_path: Path) -> None:
     ended = attach(make(tmp_path, max_steps=6))
     ended.train()
-    resumed = attach(make(tmp_path, max_steps=6))
-    resumed.train(resume_from_checkpoint=True)
+    resumed = resume(tmp_path, max_steps=6)
     assert resumed.state.global_step == 6
     assert torch.equal(weights(resumed), weights(ended))
-    longer = attach(make(tmp_path, max_steps=7))
-    longer.train(resume_from_checkpoint=True)
-    assert longer.state.global_step == 7
+    assert resume(tmp_path, max_steps=7).state.global_step == 7
 
 
 def test_early_stopping_that_begins_anew_at_a_resume_is_warned_of(tmp_path: Path) -> None:
@@ -129,8 +132,7 @@ def test_folders_of_all_kept_checkpoints_are_written_on_request(
 
 def test_a_path_resumes_from_its_step(tmp_path: Path) -> None:
     attach(make(tmp_path)).train()
-    again = attach(make(tmp_path, callbacks=[StopAt(5)]))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    again = resume(tmp_path, tmp_path / "checkpoint-4", callbacks=[StopAt(5)])
     assert again.state.global_step == 5
     assert holdfast.open(tmp_path / "holdfast").attempt == 2
 
@@ -138,8 +140,7 @@ def test_a_path_resumes_from_its_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_path_of_another_run_begins_a_new_home_from_it(tmp_path: Path) -> None:
     attach(make(tmp_path / "first", max_steps=4)).train()
-    second = attach(make(tmp_path / "second"))
-    second.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-4"))
+    second = resume(tmp_path / "second", tmp_path / "first" / "checkpoint-4")
     assert second.state.global_step == 8
     assert holdfast.open(tmp_path / "second" / "holdfast").step == 8
 
@@ -151,7 +152,7 @@ def test_keys_are_not_sent_to_an_endpoint_that_only_a_folder_names(tmp_path: Pat
     home = "s3://bucket/run?endpoint_url=http://127.0.0.1:9"
     (folder / "holdfast.json").write_text(json.dumps({"home": home}))
     with pytest.raises(holdfast.InvalidInput, match="would send your keys to the endpoint http://127"):
-        attach(make(tmp_path / "second")).train(resume_from_checkpoint=str(folder))
+        resume(tmp_path / "second", folder)
 
 
 @pytest.mark.slow
@@ -159,8 +160,7 @@ def test_a_folder_of_an_interrupted_save_is_skipped(tmp_path: Path, caplog: pyte
     attach(make(tmp_path, callbacks=[StopAt(4)])).train()
     (tmp_path / "checkpoint-6").mkdir()
     (tmp_path / "checkpoint-6" / "trainer_state.json").write_text("{}")
-    trainer = attach(make(tmp_path))
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))  # as get_last_checkpoint returns it
+    trainer = resume(tmp_path, tmp_path / "checkpoint-6")  # as get_last_checkpoint returns it
     assert trainer.state.global_step == 8
 
 
@@ -168,18 +168,14 @@ def test_a_new_training_does_not_begin_in_the_home_of_another(tmp_path: Path) ->
     attach(make(tmp_path, callbacks=[StopAt(3)])).train()
     with pytest.raises(holdfast.InvalidInput, match=r"holds a run up to step 2.*resume_from_checkpoint=True"):
         attach(make(tmp_path)).train()
-    trainer = attach(make(tmp_path))
-    trainer.train(resume_from_checkpoint="auto")
-    assert trainer.state.global_step == 8
+    assert resume(tmp_path, "auto").state.global_step == 8
 
 
 @pytest.mark.slow
 def test_auto_begins_a_new_training_and_true_does_not(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
-        attach(make(tmp_path)).train(resume_from_checkpoint=True)
-    trainer = attach(make(tmp_path))
-    trainer.train(resume_from_checkpoint="auto")
-    assert trainer.state.global_step == 8
+        resume(tmp_path)
+    assert resume(tmp_path, "auto").state.global_step == 8
 
 
 @pytest.mark.slow
@@ -187,15 +183,14 @@ def test_auto_begins_a_new_training_and_true_does_not(tmp_path: Path) -> None:
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str) -> None:
     attach(make(tmp_path)).train()
     with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
-        attach(make(tmp_path)).train(resume_from_checkpoint=str(tmp_path / name))
+        resume(tmp_path, tmp_path / name)
 
 
 def test_folders_of_the_trainer_itself_are_resumed_and_continued(
     tmp_path: Path, unbroken: torch.Tensor
 ) -> None:
     make(tmp_path / "out", callbacks=[StopAt(4)]).train()
-    attached = attach(make(tmp_path / "out", callbacks=[StopAt(6)]))
-    attached.train(resume_from_checkpoint=True)
+    resume(tmp_path / "out", callbacks=[StopAt(6)])
     back = make(tmp_path / "out")
     back.train(resume_from_checkpoint=True)  # from the folder that was written at the end
     assert back.state.global_step == 8
@@ -207,9 +202,7 @@ def test_a_damaged_folder_of_the_trainer_is_skipped(tmp_path: Path, unbroken: to
     make(tmp_path / "out", callbacks=[StopAt(6)]).train()
     optimizer = tmp_path / "out" / "checkpoint-6" / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:-100])
-    attached = attach(make(tmp_path / "out"))
-    attached.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(attached), unbroken)
+    assert torch.equal(weights(resume(tmp_path / "out")), unbroken)
 
 
 def damage(home: Path, step: int, part: str) -> None:
@@ -228,13 +221,10 @@ def test_a_damaged_checkpoint_is_skipped_wherever_the_damage_is(
     attach(make(tmp_path / "out", callbacks=[StopAt(6)]), folders=False).train()
     damage(tmp_path / "out" / "holdfast", 6, part)
     with pytest.raises(holdfast.Corrupt):  # a path means this checkpoint and no other
-        attach(make(tmp_path / "out")).train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-6"))
-    attached = attach(make(tmp_path / "out", callbacks=[StopAt(7)]))
-    attached.train(resume_from_checkpoint=True)
+        resume(tmp_path / "out", tmp_path / "out" / "checkpoint-6")
+    resume(tmp_path / "out", callbacks=[StopAt(7)])
     assert holdfast.open(tmp_path / "out" / "holdfast").manifest.ancestors[-1][1] == 4
-    attached = attach(make(tmp_path / "out"))
-    attached.train(resume_from_checkpoint=True)
-    assert torch.equal(weights(attached), unbroken)
+    assert torch.equal(weights(resume(tmp_path / "out")), unbroken)
 
 
 def test_the_methods_of_a_subclass_run_first_and_reach_holdfast_by_super(tmp_path: Path) -> None:
@@ -267,7 +257,7 @@ def test_a_subclass_with_its_own_save_is_refused_at_its_first_save(tmp_path: Pat
 def test_weights_alone_continue_only_on_request(tmp_path: Path) -> None:
     attach(make(tmp_path, save_only_model=True, callbacks=[StopAt(4)]), folders=False).train()
     with pytest.raises(holdfast.InvalidInput, match="save_only_model=True"):
-        attach(make(tmp_path)).train(resume_from_checkpoint=True)
+        resume(tmp_path)
     again = attach(make(tmp_path, save_only_model=True), folders=False)
     with pytest.warns(holdfast.ResumeWarning, match="has no optimizer"):
         again.train(resume_from_checkpoint=True)
@@ -284,16 +274,16 @@ def sigterm() -> Iterator[None]:
 
 @pytest.mark.usefixtures("sigterm")
 def test_what_cannot_work_is_refused_with_the_fix(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.InvalidInput, match=r'save_strategy="no".*Set save_strategy="steps"'):
-        attach(make(tmp_path, save_strategy="no"))
-    with pytest.raises(holdfast.InvalidInput, match="enable_jit_checkpoint"):
-        attach(make(tmp_path, enable_jit_checkpoint=True))
-    with pytest.raises(holdfast.InvalidInput, match='True, False or "all"'):
-        attach(make(tmp_path), folders="every")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(holdfast.InvalidInput, match="keep=: set save_total_limit"):
-        attach(make(tmp_path), keep=3)
-    with pytest.raises(holdfast.InvalidInput, match="already attached"):
-        attach(attach(make(tmp_path)))
+    refused: dict[str, Callable[[], object]] = {
+        r'save_strategy="no".*Set save_strategy="steps"': lambda: attach(make(tmp_path, save_strategy="no")),
+        "enable_jit_checkpoint": lambda: attach(make(tmp_path, enable_jit_checkpoint=True)),
+        'True, False or "all"': lambda: attach(make(tmp_path), folders="every"),  # pyright: ignore
+        "keep=: set save_total_limit": lambda: attach(make(tmp_path), keep=3),
+        "already attached": lambda: attach(attach(make(tmp_path))),
+    }
+    for words, call in refused.items():
+        with pytest.raises(holdfast.InvalidInput, match=words):
+            call()
     deepspeed = make(tmp_path)
     deepspeed.is_deepspeed_enabled = True
     with pytest.raises(holdfast.Unsupported, match="DeepSpeed"):

@@ -87,17 +87,8 @@ def test_a_run_goes_from_the_stock_trainer_to_holdfast_and_back(tmp_path: Path) 
     train(tmp_path / "out", resume=True, status=-9, kill_at=14)
     home, folder = tmp_path / "out" / "holdfast", tmp_path / "out" / "checkpoint-12"
     wait_until(lambda: (1, 12) in candidates(list_home(open_store(home))))  # the keeper completes it
-    command = [
-        sys.executable,
-        "-m",
-        "holdfast.cli",
-        "export",
-        str(home),
-        str(folder),
-        "--to",
-        "trainer",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "holdfast.cli", "export", str(home), str(folder)]
+    command += ["--to", "trainer", "--json"]
     exported = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     assert exported["step"] == 12
     ended = train(tmp_path / "out", resume=True, stock=True)

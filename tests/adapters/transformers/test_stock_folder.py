@@ -30,11 +30,6 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def test_a_complete_folder_has_no_fault(folder: Path) -> None:
-    assert find_fault(folder, world_size=1) is None
-    assert find_fault(folder, world_size=2) is None  # saved by one rank, resumed by two
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
 def test_every_truncated_file_is_found(folder: Path, name: str) -> None:
     data = (folder / name).read_bytes()
@@ -53,9 +48,13 @@ def test_a_flipped_bit_in_an_archive_is_found(folder: Path) -> None:
 def test_every_missing_file_is_a_fault(folder: Path, name: str) -> None:
     (folder / name).unlink()
     assert find_fault(folder, world_size=1) is not None
+    (folder / "trainer_state.json").write_text('{"global_step": 6}')
+    assert find_fault(folder, world_size=1) == "trainer_state.json is of step 6"
 
 
 def test_all_ranks_must_have_saved_their_generators(folder: Path) -> None:
+    assert find_fault(folder, world_size=1) is None
+    assert find_fault(folder, world_size=2) is None  # saved by one rank, resumed by two
     (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
     assert find_fault(folder, world_size=2) == "rng_state_1.pth is missing"
     torch.save({}, folder / "rng_state_1.pth")
@@ -74,11 +73,6 @@ def test_a_missing_shard_is_found(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert find_fault(folder, world_size=1) == "model-00002-of-00002.safetensors is missing"
-
-
-def test_the_state_of_another_step_is_a_fault(folder: Path) -> None:
-    (folder / "trainer_state.json").write_text('{"global_step": 6}')
-    assert find_fault(folder, world_size=1) == "trainer_state.json is of step 6"
 
 
 def test_folders_are_listed_by_step(tmp_path: Path) -> None:

@@ -56,15 +56,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def folder_of_checkpoints(accelerator: Accelerator) -> Path | None:
-    """Return the folder of a run's checkpoints; None if its configuration does not name one."""
-    config = accelerator.project_configuration
-    if config.project_dir is None:
-        return None
-    folder = Path(config.project_dir)
-    return folder / "checkpoints" if config.automatic_checkpoint_naming else folder
-
-
 _KNOWN_ARGUMENTS = frozenset({"map_location", "strict"})
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
@@ -140,7 +131,6 @@ class Session(TrainerRun):
         self._complete: set[int] = set()  # steps that were complete when they were listed, or are since
         self._copies_at_once = False
         self._save_s = 0.0  # time of the last durable save
-        self._chosen: Choice | None = None
         self.checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
         self._complete = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
         self._has_begun = not self._complete
@@ -168,7 +158,10 @@ class Session(TrainerRun):
             self._settle()
         self._notices.end_step(self._save_s)
         name = self._name_of(output_dir)
-        reason, step, gone = self._agree_on_save(name)
+        reasons = self.ranks.gather(self._notices.reason)
+        step, *gone = self.ranks.of_rank_0(lambda: self._begin_save(name))
+        if self.ranks.rank != 0:
+            self._folders.make(name, step, complete=self._complete)  # on each node, if Accelerate does
         folder = self._folders.path(name)
         models = saved_models(accelerator, str(folder))
         replaced = [saved for saved, known in self._names.items() if known == name]
@@ -176,15 +169,15 @@ class Session(TrainerRun):
         limit = config.total_limit if config.automatic_checkpoint_naming else None
         surplus = [] if limit is None else sorted(self._names)[: max(0, len(self._names) + 1 - limit)]
         self.doomed |= {old: self._names[old] for old in surplus}
-        for old in {*gone, *replaced, *surplus}:
-            self._names.pop(old, None)
+        unwanted = {*gone, *replaced, *surplus}
+        self._names = {saved: known for saved, known in self._names.items() if saved not in unwanted}
         self._names[step] = name
         self._checkpoint(step, models)
-        for old in sorted({*gone, *replaced, *surplus}):
+        for old in sorted(unwanted):
             self.checkpointer.delete(old)
         config.iteration += 1
         self._settle()
-        if reason is not None:
+        if (reason := next(filter(None, reasons), None)) is not None:
             self._notices.agreed = reason
             self.checkpointer.stop(step)
         return folder
@@ -200,14 +193,6 @@ class Session(TrainerRun):
                 "ProjectConfiguration. Nothing was saved."
             )
         return self._folders.name(output_dir)
-
-    def _agree_on_save(self, name: str) -> tuple[str | None, int, list[int]]:
-        """Make the folder of a save. Return the reason of a notice, the step, and steps without a folder."""
-        reasons = self.ranks.gather(self._notices.reason)
-        step, *gone = self.ranks.of_rank_0(lambda: self._begin_save(name))
-        if self.ranks.rank != 0:
-            self._folders.make(name, step, complete=self._complete)  # on each node, if Accelerate does
-        return next(filter(None, reasons), None), step, gone
 
     def _begin_save(self, name: str) -> list[int]:
         """Create the folder. Return the step, followed by the steps whose folders the script has removed."""
@@ -269,11 +254,8 @@ class Session(TrainerRun):
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def choose(self, asked: str | os.PathLike[str] | None) -> str | None:
-        """Choose the checkpoint that `load_state` asks for, and return the folder if it is Accelerate's own.
-
-        Such a folder was checked. A checkpoint in a home is loaded by `load`.
-        """
+    def choose(self, asked: str | os.PathLike[str] | None) -> Choice:
+        """Choose the checkpoint that `load_state` asks for. A folder of Accelerate's own was checked."""
         self.wait_settled()  # a failed save is no choice
         self._settle()
         self._complete = set(self.ranks.of_rank_0(lambda: sorted(self._complete)))
@@ -283,11 +265,8 @@ class Session(TrainerRun):
         self._names = {step: self._names[step] for step in existing}
         path = None if asked is None else os.path.expanduser(asked)  # noqa: PTH111 - it may be a URL
         if path is None or os.path.realpath(path) == os.path.realpath(self.home):
-            chosen = self._newest()
-        else:
-            chosen = Choice(*self.ranks.of_rank_0(lambda: astuple(self._of_path(Path(path)))))
-        self._chosen = chosen
-        return chosen.folder if chosen.home is None else None
+            return self._newest()
+        return Choice(*self.ranks.of_rank_0(lambda: astuple(self._of_path(Path(path)))))
 
     def _newest(self) -> Choice:
         """Return the newest choice that verifies."""
@@ -350,10 +329,8 @@ class Session(TrainerRun):
         if fault is not None:
             raise InvalidInput(f"No state can be loaded from {folder}: {fault}. Nothing was loaded.")
 
-    def load(self, *, strict: bool) -> None:
-        """Load the chosen checkpoint."""
-        chosen, self._chosen = self._chosen, None
-        assert chosen is not None, "something was chosen"
+    def load(self, chosen: Choice, home: str, *, strict: bool) -> None:
+        """Load a checkpoint of a home."""
         accelerator = self._accelerator
         models = loaded_models(accelerator, chosen.folder)
         self._state.clear()
@@ -361,20 +338,19 @@ class Session(TrainerRun):
         self._state.update({FOLDERS: {}, PROGRESS: {}})
         is_partial = len(models) < len(accelerator._models)
         only = [*self._state, GENERATORS] if is_partial else None
-        if chosen.home in (None, self.home):
+        if home == self.home:
             self.checkpointer.restore(chosen.step, strict=strict, only=only)
         else:
-            with self.reader_of(chosen.home, self._state) as elsewhere:
+            with self.reader_of(home, self._state) as elsewhere:
                 elsewhere.restore(chosen.step, strict=strict, only=only)
             self._continue_home()
         accelerator.step = self._state[PROGRESS]["step"]
         self._set_iteration(self._state[PROGRESS]["iteration"])
         self._has_begun = True
-        self.announce("loaded step %d of %s (%s)", chosen.step, chosen.home, chosen.folder)
+        self.announce("loaded step %d of %s (%s)", chosen.step, home, chosen.folder)
 
     def continue_after(self, folder: str) -> None:
         """Continue the run from a folder that Accelerate itself has written and just loaded."""
-        self._chosen = None
         self._continue_home()
         self._set_iteration()
         self._has_begun = True
@@ -485,12 +461,12 @@ class HoldfastAccelerator(Accelerator):
         Ranks: collective.
         """
         session = self.open_session(input_dir)
-        folder = session.choose(input_dir)
-        if folder is None:
-            session.load(strict=check_load_arguments(load_model_func_kwargs))
+        chosen = session.choose(input_dir)
+        if chosen.home is not None:
+            session.load(chosen, chosen.home, strict=check_load_arguments(load_model_func_kwargs))
         else:
-            super().load_state(folder, load_kwargs, **load_model_func_kwargs)
-            session.continue_after(folder)
+            super().load_state(chosen.folder, load_kwargs, **load_model_func_kwargs)
+            session.continue_after(chosen.folder)
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -571,7 +547,10 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     check_accelerator(accelerator)
     for loader in accelerator._dataloaders:
         check_prepared(loader)
-    root = folder_of_checkpoints(accelerator)
+    config = accelerator.project_configuration
+    root = None if config.project_dir is None else Path(config.project_dir)
+    if root is not None and config.automatic_checkpoint_naming:
+        root /= "checkpoints"
     parsed = parse_home(home) if home is not None else None if root is None else parse_home(root / HOME)
     if parsed is not None and root is None:
         root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent

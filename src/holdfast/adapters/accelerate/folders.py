@@ -8,12 +8,13 @@ import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct, to_builtins
+from msgspec.structs import replace
 
 from holdfast.adapters.kit.run import HOME
 from holdfast.adapters.kit.saved_files import folder_fault, read_json
-from holdfast.system.documents import is_text
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_folder, remove_partial_files
 from holdfast.system.log import get_logger
@@ -66,23 +67,17 @@ _MOVED = "interrupted-"
 class FolderMarker(Struct, frozen=True):
     """Content of the file that names a folder's checkpoint."""
 
-    home: str  # absolute path or URL
-    steps: tuple[int, ...]  # that the folder was saved as, the newest last
-    is_new: bool  # the save has made the folder; what is in it belongs to the checkpoint
+    home: Annotated[str, Meta(pattern=r"\A[^\0\ud800-\udfff]*\Z")]  # URL, or path from the folder
+    steps: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]  # the newest last
+    is_new: bool = False  # the save has made the folder; what is in it belongs to the checkpoint
 
 
 def read_marker(folder: Path) -> FolderMarker | None:
-    """Return the marker of a folder; None if it does not have one."""
-    content = read_json(folder / _MARKER)
-    if not isinstance(content, dict):
-        return None
-    home, steps = content.get("home"), content.get("steps")
-    if not (isinstance(home, str) and is_text(home) and "\0" not in home):
-        return None
-    if not (isinstance(steps, list) and steps and all(type(one) is int and one >= 0 for one in steps)):
-        return None
-    place = home if "://" in home else os.path.normpath(folder.absolute() / home)
-    return FolderMarker(place, tuple(steps), content.get("is_new") is True)
+    """Return the marker of a folder, with an absolute home; None if it does not have one."""
+    found = read_json(folder / _MARKER, FolderMarker)
+    if found is None or "://" in found.home:
+        return found
+    return replace(found, home=os.path.normpath(folder.absolute() / found.home))
 
 
 class Folders:
@@ -114,12 +109,9 @@ class Folders:
         before = read_marker(folder)
         is_new = before.is_new if before is not None else not (folder.is_dir() and any(folder.iterdir()))
         earlier = before.steps if before is not None and self.is_ours(before) else ()
-        content = {
-            "home": self._home if "://" in self._home else os.path.relpath(self._home, folder),
-            "steps": [*(one for one in earlier if one in complete and one != step), step],
-            "is_new": is_new,
-        }
-        _write(folder, json.dumps(content) + "\n")
+        steps = (*(one for one in earlier if one in complete and one != step), step)
+        home = self._home if "://" in self._home else os.path.relpath(self._home, folder)
+        _write(folder, json.dumps(to_builtins(FolderMarker(home, steps, is_new))) + "\n")
 
     def is_ours(self, marker: FolderMarker) -> bool:
         """Return True if a marker names the home of this run."""

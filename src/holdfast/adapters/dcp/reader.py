@@ -10,12 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec import Struct
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
@@ -31,6 +29,7 @@ from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
+from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.format.value_index import ValueIndex
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.documents import check_files, read_manifest
@@ -87,18 +86,6 @@ def _copy_run(run: torch.Tensor, target: torch.Tensor, items: torch.Tensor) -> N
     target.copy_(items.as_strided(run.shape, run.stride()))
 
 
-class _Opened(Struct):
-    """Checkpoint that is being loaded. Its parts are read on demand."""
-
-    store: Store
-    parts: Parts
-    index: ValueIndex
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.parts.manifest
-
-
 class HoldfastReader(StorageReader):
     """Storage for `dcp.load`. It reads Holdfast checkpoints of any layout and number of ranks.
 
@@ -122,24 +109,25 @@ class HoldfastReader(StorageReader):
         self._default = Target.of(home, step)
         self._target = self._default
         self._num_threads = num_threads
-        self._opened: _Opened | None = None
+        self._parts: Parts | None = None  # of the checkpoint that is being loaded, read on demand
+        self._index = _NO_VALUES
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load, of `checkpoint_id` if it is not None."""
         self._target = self._default.at(checkpoint_id)
-        self._opened = None
+        self._parts = None
 
     @property
     def step(self) -> int | None:
         """Step of the checkpoint that was loaded last; None before the first load."""
-        return None if self._opened is None else self._opened.manifest.step
+        return None if self._parts is None else self._parts.manifest.step
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Choose the checkpoint, and read its manifest and the part of rank 0."""
-        self._opened = opened = _open(self._target)
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(_tensors(opened))
-        entries.update((name, BytesStorageMetadata()) for name in opened.index.ranks)
-        paths = {name: opened.index.path(name) for name in entries}
+        self._parts, self._index = _open(self._target)
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(_tensors(self._parts))
+        entries.update((name, BytesStorageMetadata()) for name in self._index.ranks)
+        paths = {name: self._index.path(name) for name in entries}
         return Metadata(entries, planner_data=paths, storage_meta=StorageMeta(self._target.home))
 
     @override
@@ -149,8 +137,8 @@ class HoldfastReader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add this rank's choice of checkpoint to the plan."""
-        opened = self._current()
-        plan.storage_data = (opened.manifest.id, opened.manifest.step)
+        manifest = self._current().manifest
+        plan.storage_data = (manifest.id, manifest.step)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -169,25 +157,26 @@ class HoldfastReader(StorageReader):
 
         Blocks: until everything is read.
         """
-        opened = self._current()
+        parts = self._current()
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _save_value(opened, item.storage_index))
+                name = item.storage_index.fqn
+                planner.load_bytes(item, _save_value(parts.part(self._index.ranks[name]), name))
         targets = [
             (item, planner.resolve_tensor(item).detach())
             for item in plan.items
             if item.type == LoadItemType.TENSOR
         ]
-        read(opened.store, _jobs(opened.parts, targets), num_threads=self._num_threads)
+        read(parts.store, _jobs(parts, targets), num_threads=self._num_threads)
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _current(self) -> _Opened:
-        assert self._opened is not None, "read_metadata() comes first"
-        return self._opened
+    def _current(self) -> Parts:
+        assert self._parts is not None, "read_metadata() comes first"
+        return self._parts
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -195,14 +184,17 @@ class HoldfastReader(StorageReader):
         return Target.is_valid(checkpoint_id)
 
 
-def _open(target: Target) -> _Opened:
+_NO_VALUES = ValueIndex({}, {})
+
+
+def _open(target: Target) -> tuple[Parts, ValueIndex]:
     store = open_store(target.home)
     patience = Patience(LIMIT_S, lambda line: warn(line, ResumeWarning))
     choose = partial(_choose, store, target, patience)
     return choose() if target.step is not None else from_listing(choose)
 
 
-def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
+def _choose(store: Store, target: Target, patience: Patience) -> tuple[Parts, ValueIndex]:
     home = list_patiently(store, patience)
     every = candidates(home)
     matching = [one for one in every if target.step in (None, one.step)]
@@ -215,11 +207,11 @@ def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
     run = patience.spend(store.url, lambda: _run_id(store))
     skipped: list[tuple[Skipped, HoldfastError]] = []
 
-    def open_one(checkpoint: CheckpointId) -> _Opened:
+    def open_one(checkpoint: CheckpointId) -> tuple[Parts, ValueIndex]:
         manifest = read_manifest(store, checkpoint, run)
         check_files([home], manifest)
         parts = Parts(store, manifest)
-        return _Opened(store, parts, parts.value_index() or ValueIndex({}, {}))
+        return parts, parts.value_index() or _NO_VALUES
 
     opened_ones = usable(
         matching, open_one, url=store.url, patience=patience, on_skipped=lambda *row: skipped.append(row)
@@ -227,8 +219,8 @@ def _choose(store: Store, target: Target, patience: Patience) -> _Opened:
     for opened in opened_ones:
         for skip, _ in skipped:
             warn(
-                f"Step {opened.manifest.step} is loaded, because step {skip.step} of attempt {skip.attempt} "
-                f"is damaged: {skip.reason}",
+                f"Step {opened[0].manifest.step} is loaded, because step {skip.step} of attempt "
+                f"{skip.attempt} is damaged: {skip.reason}",
                 ResumeWarning,
             )
         return opened
@@ -243,12 +235,12 @@ def _run_id(store: Store) -> str | None:
     return found.id if found else None
 
 
-def _tensors(opened: _Opened) -> Iterator[tuple[str, TensorStorageMetadata]]:
+def _tensors(parts: Parts) -> Iterator[tuple[str, TensorStorageMetadata]]:
     """Yield DCP's metadata of each tensor and alias. Per-rank tensors are those of the first rank."""
-    tied = opened.manifest.tied
-    for name in [*opened.manifest.tensors, *tied]:
-        tensor = opened.manifest.tensors[tied.get(name, name)]
-        found = opened.parts.shape_of(tied.get(name, name), 0)
+    tied = parts.manifest.tied
+    for name in [*parts.manifest.tensors, *tied]:
+        tensor = parts.manifest.tensors[tied.get(name, name)]
+        found = parts.shape_of(tied.get(name, name), 0)
         if found is None:
             continue
         dtype, shape = found
@@ -266,17 +258,13 @@ def _tensors(opened: _Opened) -> Iterator[tuple[str, TensorStorageMetadata]]:
         yield name, TensorStorageMetadata(properties, torch.Size(shape), list(chunks.values()))
 
 
-def _save_value(opened: _Opened, index: MetadataIndex) -> io.BytesIO:
+def _save_value(part: Part, name: str) -> io.BytesIO:
     """Return a value in a file of torch.save in memory, as planners expect it."""
-    part = opened.parts.part(opened.index.ranks[index.fqn])
     try:
-        value = value_format.decode(part.values[index.fqn])
+        value = value_format.decode(part.values[name])
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        raise Corrupt(
-            f"The value {index.fqn} of step {opened.manifest.step} cannot be decoded: {error!r}.",
-            step=opened.manifest.step,
-            key=index.fqn,
-        ) from error
+        message = f"The value {name} of step {part.step} cannot be decoded: {error!r}."
+        raise Corrupt(message, step=part.step, key=name) from error
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -89,17 +90,18 @@ def claim_save(
         home = list_home(store)
         _check_existing(store, home, step, overwrite=overwrite)
         run = claim_run(store)
-        newest = max(home.attempts, default=0)
-        if step is None:
-            step = _step_after(home, newest)
-        is_own = _is_own(store, newest, world_size, trainer)
-        if not is_own and store.url in _claimed:
-            check_not_fenced(store, _claimed[store.url].writer.attempt)
+        newest, complete = max(home.attempts, default=0), candidates(home)
         saved = [found.step for found in home.saved.values() if found.attempt == newest]
+        if step is None:
+            step = max((*saved, *(one.step for one in complete[:1])), default=0) + 1
+        is_own, last = _is_own(store, newest, world_size, trainer), _claimed.get(store.url)
+        if not is_own and last is not None:
+            check_not_fenced(store, last.writer.attempt)
         continues = is_own and step > max(saved, default=-1)
-        ancestors = _ancestors_of(store, home, run, newest) if continues and saved else None
-        if ancestors is None:
-            ancestors = _ancestors_before(store, home, run, step)
+        if continues and saved and last and (last.writer.run, last.writer.attempt) == (run, newest):
+            ancestors = last.ancestors
+        else:
+            ancestors = _ancestors(store, complete, run, step, attempt=newest if continues else None)
         attempt = newest
         if not continues:
             attempt = claim_attempt(store, run, world_size=world_size, trainer=trainer).number
@@ -129,26 +131,10 @@ def _check_existing(store: Store, home: Listing, step: int | None, *, overwrite:
         )
 
 
-def _step_after(home: Listing, attempt: int) -> int:
-    """Return the step after the newest checkpoint and all saves of an attempt; 1 in an empty home."""
-    complete = candidates(home)[:1]
-    unfinished = [found.step for found in home.saved.values() if found.attempt == attempt]
-    return max((*unfinished, *(one.step for one in complete)), default=0) + 1
-
-
-def _ancestors_of(store: Store, home: Listing, run: str, attempt: int) -> Ancestors | None:
-    """Return the ancestors in earlier saves of an attempt, or None if unreadable."""
-    newest = _claimed.get(store.url)
-    if newest is not None and (newest.writer.run, newest.writer.attempt) == (run, attempt):
-        return newest.ancestors
-    own = (found for found in candidates(home) if found.attempt == attempt)
-    read = (_read_ancestors(store, found, run) for found in own)
-    return next((ancestors for ancestors in read if ancestors is not None), None)
-
-
-def _ancestors_before(store: Store, home: Listing, run: str, step: int) -> Ancestors:
-    """Return the ancestors of a new attempt that saves `step`: the newest checkpoint's, up to that step."""
-    complete = candidates(home)
+def _ancestors(
+    store: Store, complete: Sequence[CheckpointId], run: str, step: int, *, attempt: int | None
+) -> Ancestors:
+    """Return the ancestors of a save of `step` by an attempt: the newest checkpoint's, up to that step."""
     for newest in complete:
         ancestors = _read_ancestors(store, newest, run)
         if ancestors is None:
@@ -156,7 +142,7 @@ def _ancestors_before(store: Store, home: Listing, run: str, step: int) -> Ances
         for base in line_of(complete, newest, ancestors).current:
             own = _read_ancestors(store, base, run) if base.step < step else None
             if own is not None:
-                return (*own, base)
+                return own if base.attempt == attempt else (*own, base)
         break
     return ()
 

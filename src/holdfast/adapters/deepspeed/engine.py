@@ -125,9 +125,8 @@ class Session(CheckpointEngine):
         self._is_saving = False
         self._tagged: str | None = None  # folder of the tag that is being saved
         self._files: dict[str, Packed] = {}  # that the save under way has collected
-        self._source: tuple[str, SavedFiles | ReshardedFiles] | None = (
-            None  # with the folder that it is read by
-        )
+        # With the folder that it is read by.
+        self._source: tuple[str, SavedFiles | ReshardedFiles] | None = None
 
     @property
     def waited_for_copy_s(self) -> float:

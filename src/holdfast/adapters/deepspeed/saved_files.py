@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 from msgspec import Struct, to_builtins
-from msgspec.structs import fields
 from torch.optim import Optimizer
 
 import holdfast
@@ -28,6 +27,7 @@ from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.run.options import Home
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.system.documents import read_as
 from holdfast.system.linux.files import open_regular
 from holdfast.system.log import get_logger
 
@@ -54,10 +54,7 @@ class Facts(Struct, frozen=True):
                 f"{where} was not saved by an engine of DeepSpeed, or by a newer version of Holdfast. It was "
                 "not changed. Use another home for this training, or upgrade."
             )
-        try:
-            return cls(**{one.name: meta[one.name] for one in fields(cls)})
-        except KeyError as error:
-            raise Corrupt(f"{where} lacks {error} in its metadata.") from error
+        return read_as(cls, meta, f"{where}: its metadata")
 
 
 def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:

@@ -11,11 +11,14 @@ import os
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from msgspec import Struct, ValidationError, convert
 
 from holdfast.errors import Denied, HoldfastError, RetryLater
 from holdfast.system.linux.files import NOT_A_FILE, open_regular
 
+_T = TypeVar("_T")
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_JSON_BYTES = 64 << 20  # the state of a long training logs many lines
 
@@ -47,13 +50,13 @@ def folder_fault(folder: Path) -> str | None:
     return next((fault for path in sorted(folder.rglob("*")) if (fault := file_fault(path))), None)
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if it is missing or damaged."""
+def read_json(path: Path, kind: type[_T]) -> _T | None:
+    """Return the content of a JSON file as a type; None if it is missing, damaged or of another type."""
     try:
         with open_regular(path) as file:
             text = file.read(_MAX_JSON_BYTES + 1)
-        return json.loads(text) if len(text) <= _MAX_JSON_BYTES else None
-    except (ValueError, RecursionError):
+        return convert(json.loads(text), kind) if len(text) <= _MAX_JSON_BYTES else None
+    except (ValueError, RecursionError, ValidationError):
         return None
     except OSError as error:
         if error.errno in NOT_A_FILE:
@@ -97,10 +100,14 @@ def _safetensors_fault(path: Path) -> str | None:
     return None if found == expected else f"{path.name} has {found} bytes, and should have {expected}"
 
 
+class _Index(Struct):
+    weight_map: dict[Any, Any]
+
+
 def _index_fault(path: Path) -> str | None:
-    index = read_json(path)
-    shards = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(shards, dict):
+    index = read_json(path, _Index)
+    if index is None:
         return f"{path.name} is damaged"
-    missing = sorted({str(name) for name in shards.values() if not os.path.exists(path.parent / str(name))})  # noqa: PTH110 - any name
+    names = {str(name) for name in index.weight_map.values()}
+    missing = sorted(name for name in names if not os.path.exists(path.parent / name))  # noqa: PTH110 - any name
     return f"{missing[0]} is missing" if missing else None

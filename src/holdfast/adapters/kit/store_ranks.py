@@ -54,21 +54,16 @@ class StoreRanks(RankGroup):
         return f"{self._name}/{next(self._numbers)}"
 
     def _value(self, key: str, rank: int) -> Any:
+        member = self._members[rank]
+        value = wait_for(self._store, key, self._timeout_s)
+        if value is None:
+            raise RetryLater(
+                f"Rank {member} did not respond within {self._timeout_s:.0f} s: it has died, hangs, or has "
+                "not saved its files. Nothing was saved.",
+                rank=member,
+            )
         # Any process that reaches the port can write to the store, so its values are not trusted.
-        return unpack(self._wait(key, rank), f"rank {self._members[rank]}")
-
-    def _wait(self, key: str, rank: int) -> bytes:
-        """Return the value of a key from a rank. It polls, because a blocking get blocks the store."""
-        deadline_s = time.monotonic() + self._timeout_s
-        while not self._store.check([key]):
-            if time.monotonic() > deadline_s:
-                raise RetryLater(
-                    f"Rank {self._members[rank]} did not respond within {self._timeout_s:.0f} s: it has "
-                    "died, hangs, or has not saved its files. Nothing was saved.",
-                    rank=self._members[rank],
-                )
-            time.sleep(_POLL_S)
-        return self._store.get(key)
+        return unpack(value, f"rank {member}")
 
     @override
     def exchange_flags(
@@ -82,6 +77,16 @@ class StoreRanks(RankGroup):
     @override
     def barrier_and_close(self) -> None:
         """Do nothing: ranks do not wait for each other at a store."""
+
+
+def wait_for(store: Store, key: str, timeout_s: float) -> bytes | None:
+    """Return the value of a key once it is set; None after the timeout. A blocking get blocks the store."""
+    deadline_s = time.monotonic() + timeout_s
+    while not store.check([key]):
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(_POLL_S)
+    return store.get(key)
 
 
 def sole_rank() -> StoreRanks:

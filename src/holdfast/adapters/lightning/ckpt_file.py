@@ -12,13 +12,13 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import torch
 import xxhash
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from holdfast.adapters.kit.run import open_loaded
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
@@ -27,12 +27,11 @@ from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.restore.atomic_output import atomic_file
-from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.state.tensors import is_savable
 from holdfast.checkpoint.store.address import SCHEMES
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.system.documents import Fields, decode_object, is_text, refuse
+from holdfast.system.documents import Count, decode_as, read_as
 from holdfast.system.linux.files import open_regular
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.rawbytes import view_bytes
@@ -133,16 +132,20 @@ class _Pickler(pickle.Pickler):
 _TENSORS, _FACTS, _PICKLED = "checkpoint", "lightning", "pickle"
 _FORMAT = 1
 _NUM_THREADS = 2
-_MAX_PATH_CHARS = 1 << 16
+FilePath = Annotated[str, Meta(max_length=1 << 16, pattern=r"\A[^\0\ud800-\udfff]*\Z")]
 
 
 class Facts(Struct, frozen=True):
     """Facts about one save of Lightning."""
 
-    path: str  # of its file, relative to the folder of the home if it is in there
-    global_step: int | None  # count of optimizer steps; None for other dictionaries, as Fabric's
-    epoch: int | None
+    path: FilePath  # of its file, relative to the folder of the home if it is in there
+    global_step: Count | None  # count of optimizer steps; None for other dictionaries, as Fabric's
+    epoch: Count | None
     is_full: bool  # training can resume from it; False with `save_weights_only`
+
+
+class _SavedFacts(Facts, frozen=True):
+    names: tuple[str, ...]  # of the tensors, in the order of their storages' keys
 
 
 def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
@@ -159,10 +162,13 @@ def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
 
 
 class HomeContent:
-    """One of Lightning's checkpoints in a home, opened for reading. Every byte is verified."""
+    """One of Lightning's checkpoints in a home, opened for reading. Every byte is verified.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    With its attempt, it may lack its manifest: its keeper was killed before it was written.
+    """
+
+    def __init__(self, home: str, step: int, attempt: int | None = None) -> None:
+        self._checkpoint = checkpoint = open_loaded(home, step, attempt)
         self.run, self.step = checkpoint.run, checkpoint.step
         self.checkpoint_id = checkpoint.manifest.checkpoint_id
         values = checkpoint.values().get(_FACTS)
@@ -172,24 +178,12 @@ class HomeContent:
                 "left alone. Use another home for this training, or upgrade.",
                 step=checkpoint.step,
             )
-        facts = Fields(values, f"Lightning's part of {checkpoint!r}")
-        path = facts.text("path", max_chars=_MAX_PATH_CHARS)
-        if "\0" in path or not is_text(path):
-            refuse(facts.what, "path", "the path of a file", path)
-        step, epoch = (facts.integer(key) if key in facts else None for key in ("global_step", "epoch"))
-        self.facts = Facts(path, step, epoch, facts.flag("is_full"))
-        self._names = [f"{_TENSORS}.{name}" for name in facts.texts("names")]
+        what = f"Lightning's part of {checkpoint!r}"
+        self.facts = facts = read_as(_SavedFacts, values, what)
+        self._names = [f"{_TENSORS}.{name}" for name in facts.names]
         for name in (*self._names, f"{_FACTS}.{_PICKLED}"):
             if name not in checkpoint:
-                raise Corrupt(f"{facts.what} lacks the tensor {name!r}.", key=facts.what)
-
-    @classmethod
-    def open(cls, home: str, step: int, attempt: int | None = None) -> HomeContent:
-        """Open a checkpoint of a home.
-
-        With its attempt, it may lack its manifest: its keeper was killed before it was written.
-        """
-        return cls(open_loaded(home, step, attempt))
+                raise Corrupt(f"{what} lacks the tensor {name!r}.", key=what)
 
     def pickled(self) -> bytes:
         """Return the pickle, which refers to the storages. It is not loaded here."""
@@ -212,13 +206,14 @@ _PICKLE = "data.pkl"
 _HEADER_BYTES, _BLOCK_BYTES, _MAX_HASHES_BYTES = 30, 1 << 20, 1 << 28
 
 
-class FileId(OfCheckpoint, Struct, frozen=True):
-    """Checkpoint that a file was written from, and whether training can resume from it."""
+class FileId(OfCheckpoint, Struct, frozen=True, rename={"is_full": "full", "hashes": "records"}):
+    """Checkpoint that a file was written from, whether training can resume from it, and its hashes."""
 
-    run: str
-    attempt: int
-    step: int
+    run: Annotated[str, Meta(max_length=128)]
+    attempt: Count
+    step: Count
     is_full: bool
+    hashes: dict[str, str]  # of the archive's records by name
 
 
 def write_ckpt(content: HomeContent, path: Path, pickled: bytes | None = None) -> None:
@@ -234,35 +229,24 @@ def _records(content: HomeContent, pickled: bytes) -> Iterator[Record]:
     hashes = {_PICKLE: xxhash.xxh3_128_hexdigest(pickled)}
     for number, (num_bytes, read) in enumerate(content.storages()):
         name, hashed = f"data/{number}", xxhash.xxh3_128()
-        yield Record(name, num_bytes, _hashing(read, hashed))
+        yield Record(name, num_bytes, partial(_hash_pieces, read, hashed))
         hashes[name] = hashed.hexdigest()
-    facts = {
-        "run": content.run,
-        "attempt": content.checkpoint_id.attempt,
-        "step": content.step,
-        "full": content.facts.is_full,
-        "records": hashes,
-    }
-    yield Record.of_bytes(_HASHES, json.dumps(facts).encode())
+    attempt = content.checkpoint_id.attempt
+    file_id = FileId(content.run, attempt, content.step, content.facts.is_full, hashes)
+    yield Record.of_bytes(_HASHES, json.dumps(to_builtins(file_id)).encode())
 
 
-def _hashing(
-    read: Callable[[], Iterator[memoryview]], hashed: xxhash.xxh3_128
-) -> Callable[[], Iterator[memoryview]]:
-    def pieces() -> Iterator[memoryview]:
-        for piece in read():
-            hashed.update(piece)
-            yield piece
-
-    return pieces
+def _hash_pieces(read: Callable[[], Iterator[memoryview]], hashed: xxhash.xxh3_128) -> Iterator[memoryview]:
+    for piece in read():
+        hashed.update(piece)
+        yield piece
 
 
 def read_id(path: Path) -> FileId | None:
     """Return the checkpoint that a file was written from; None if Holdfast did not write all of it."""
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            found = _facts(archive)
-            return None if found is None else _id(found[1])
+            return _read_hashes(archive)[1]
     except (OSError, Corrupt, *DAMAGED):
         return None
 
@@ -286,11 +270,8 @@ def verify_ckpt(path: Path) -> FileId | None:
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            found = _facts(archive)
-            if found is None:
-                return None
-            root, facts = found
-            hashes = facts.fields("records").members
+            root, found = _read_hashes(archive)
+            hashes = {} if found is None else found.hashes
             damaged = next(
                 (name for name in hashes if _hash(file, archive.getinfo(root + name)) != hashes[name]), None
             )
@@ -300,24 +281,18 @@ def verify_ckpt(path: Path) -> FileId | None:
         raise Corrupt(f"{path} is damaged, or not a file of torch.save: {error}.", key=str(path)) from error
     if damaged is not None:
         raise Corrupt(f"{path} is damaged: its record {damaged} does not match its hash.", key=str(path))
-    return _id(facts)
+    return found
 
 
-def _facts(archive: zipfile.ZipFile) -> tuple[str, Fields] | None:
-    for name in archive.namelist():
-        if name.endswith(f"/{_HASHES}"):
-            if archive.getinfo(name).file_size > _MAX_HASHES_BYTES:
-                raise Corrupt(f"{name} has more than {_MAX_HASHES_BYTES} bytes.", key=name)
-            return name.removesuffix(_HASHES), decode_object(
-                archive.read(name), name, max_bytes=_MAX_HASHES_BYTES
-            )
-    return None
-
-
-def _id(facts: Fields) -> FileId:
-    return FileId(
-        facts.text("run", max_chars=128), facts.integer("attempt"), facts.integer("step"), facts.flag("full")
-    )
+def _read_hashes(archive: zipfile.ZipFile) -> tuple[str, FileId | None]:
+    """Return the folder of all records, and the content of the one with their hashes, if it has one."""
+    name = next((name for name in archive.namelist() if name.endswith(f"/{_HASHES}")), None)
+    if name is None:
+        return "", None
+    if archive.getinfo(name).file_size > _MAX_HASHES_BYTES:
+        raise Corrupt(f"{name} has more than {_MAX_HASHES_BYTES} bytes.", key=name)
+    text = archive.read(name)
+    return name.removesuffix(_HASHES), decode_as(FileId, text, name, max_bytes=_MAX_HASHES_BYTES)
 
 
 def _hash(file: IO[bytes], info: zipfile.ZipInfo) -> str:

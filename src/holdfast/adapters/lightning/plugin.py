@@ -71,18 +71,18 @@ class _Job(Struct):
     step: int
     save: Save | None = None  # None: it was durable before
     pickled: bytes | None = None  # None: the checkpoint's own
-    is_removed: bool = False
+    is_removed: bool = False  # or replaced by a newer job
     error: Exception | None = None
     written: Future[None] = field(default_factory=Future)
 
     @property
     def is_waiting(self) -> bool:
         """True if the file is still to be written."""
-        return not self.is_removed and (not self.written.done() or self.error is not None)
+        return not self.written.done() or self.error is not None
 
     def was_dropped(self, *, wait: bool) -> bool:
         """Return True if the copy of its save was torn."""
-        if self.save is None or self.is_removed:
+        if self.save is None:
             return False
         if wait:
             with contextlib.suppress(HoldfastError):
@@ -112,10 +112,10 @@ class BackgroundSaver:
         self._base: int | None = None  # step that the next saves continue
         self._last = 0  # step of the newest save
         self._shared: tuple[tuple[object, ...], Save] | None = None  # moment and marks of a save
-        self._jobs: list[_Job] = []  # of the present Checkpointer
+        self._jobs: dict[str, _Job] = {}  # newest job of each path
         self._earlier: list[HomeContent] = []  # checkpoints of the home when it was opened, the newest first
         self._folders: set[str] = set()  # folders of the files of this session
-        self._written: set[int] = set()  # steps in the home whose files are written
+        self._steps: set[int] = set()  # in the home, to be deleted unless a file waits for them
         self._writer: ThreadPoolExecutor | None = None  # one thread
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -143,9 +143,6 @@ class BackgroundSaver:
         else:
             save, own = self._save(checkpointer, pickled, facts, private), None
             self._shared = (marks, save)
-        for job in self._jobs:
-            if job.path == path:
-                job.is_removed = True  # replaced by this one
         self._add(_Job(path, save.step, save, own))
         self._delete_written(checkpointer)
 
@@ -168,31 +165,32 @@ class BackgroundSaver:
             self._close_checkpointer()
         self._base = file.step
 
-    def remove(self, path: str) -> bool:
-        """Remove queued files of a path, and wait for one being written. Return True if any was queued."""
-        found = False
-        for job in self._jobs:
-            if job.path == path and not job.is_removed:
-                job.is_removed = True
-                wait([job.written])
-                found = True
-        if found and self._checkpointer is not None:
-            self._delete_written(self._checkpointer)  # else the next start would write the file again
-        return found
+    def remove(self, path: str) -> None:
+        """Remove a queued file, and wait for one being written."""
+        job = self._jobs.pop(path, None)
+        if job is not None:
+            job.is_removed = True
+            wait([job.written])
+            if self._checkpointer is not None:
+                self._delete_written(self._checkpointer)  # else the next start would write the file again
 
     def is_pending(self, path: str) -> bool:
         """Return True if a file will be written at this absolute path."""
-        return any(job.path == path and not job.is_removed and not job.written.done() for job in self._jobs)
+        return path in self._jobs and not self._jobs[path].written.done()
 
     def dropped(self, *, wait: bool) -> list[str]:
         """Return the paths whose saves were dropped: something wrote to the memory while it was copied."""
-        return [job.path for job in self._jobs if job.was_dropped(wait=wait)]
+        return [path for path, job in self._jobs.items() if job.was_dropped(wait=wait)]
 
     def _add(self, job: _Job) -> None:
+        """Have a file written, in place of an earlier job of its path."""
+        if job.path in self._jobs:
+            self._jobs.pop(job.path).is_removed = True
         if self._writer is None:
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-lightning")
         job.written = self._writer.submit(self._run, job)
-        self._jobs.append(job)
+        self._jobs[job.path] = job
+        self._steps.add(job.step)
 
     def _run(self, job: _Job) -> None:
         """Write the file of a job, in the thread."""
@@ -200,7 +198,7 @@ class BackgroundSaver:
             if job.save is not None:
                 job.save.wait_durable()
             if not job.is_removed:
-                content = HomeContent.open(self.place.home, job.step)
+                content = HomeContent(self.place.home, job.step)
                 self.place.write(job.path, lambda path: write_ckpt(content, path, job.pickled))
                 if job.save is not None:
                     self.save_s = time.monotonic() - job.save.began_s
@@ -210,7 +208,7 @@ class BackgroundSaver:
 
     def _warn_of_failures(self) -> None:
         """Warn about files that could not be written; `wait` tries them again."""
-        for job in self._jobs:
+        for job in self._jobs.values():
             if job.is_waiting and job.error is not None and job.save is not None and job.save.durable:
                 warn(f"{job.path} is not written yet: {job.error} Its checkpoint is complete.", SaveWarning)
 
@@ -258,20 +256,19 @@ class BackgroundSaver:
             return
         self._folders.add(folder)
         newest: dict[str, HomeContent] = {}  # by path in the folder
+        lacking: list[tuple[str, int]] = []
         for content in self._earlier:
             path = self.place.absolute(content.facts.path)
-            if folder_of(path) == folder:
-                newest.setdefault(path, content)
-            elif not is_local(path) or not self._is_written(path, content):
-                continue
-            self._written.add(content.step)
-        lacking = [row for row in newest.items() if not self._is_written(*row)]
+            is_newest = folder_of(path) == folder and newest.setdefault(path, content) is content
+            if is_newest and not self._is_written(path, content):
+                lacking.append((path, content.step))
+            elif path in newest or (is_local(path) and self._is_written(path, content)):
+                self._steps.add(content.step)
         if is_local(folder):
             remove_partial_files(Path(folder))
-        for path, content in reversed(lacking):  # the oldest first
-            self._written.discard(content.step)
+        for path, step in reversed(lacking):  # the oldest first
             if not is_local(path) or may_replace(Path(path)):
-                self._add(_Job(path, content.step))
+                self._add(_Job(path, step))
 
     def _is_written(self, path: str, content: HomeContent) -> bool:
         """Return True if a file exists that is not older than a checkpoint."""
@@ -331,29 +328,26 @@ class BackgroundSaver:
         run = read_run(store)
         for loadable in find_loadable(store, run.id if run else None):
             with contextlib.suppress(Corrupt, NotFound):
-                found.append(HomeContent.open(self.place.home, loadable.step, loadable.attempt))
+                found.append(HomeContent(self.place.home, loadable.step, loadable.attempt))
         return found
 
     def _delete_written(self, checkpointer: Checkpointer) -> None:
         """Delete the checkpoints whose files are written, except the newest."""
-        waiting = {job.step for job in self._jobs if job.is_waiting}
-        self._written |= {job.step for job in self._jobs} - waiting
-        for step in sorted(self._written - waiting - {self._last}):
+        kept = {self._last, *(job.step for job in self._jobs.values() if job.is_waiting)}
+        for step in sorted(self._steps - kept):
             checkpointer.delete(step)
-        self._written &= {self._last}
-        self._jobs = [job for job in self._jobs if job.step in waiting or job.step == self._last]
+        self._steps &= kept
+        self._jobs = {path: job for path, job in self._jobs.items() if job.step in kept}
 
     # -- waits -----------------------------------------------------------------------------------------------
 
     def wait(self, path: str | None = None) -> None:
         """Wait until a file, or all files, are written."""
-        for job in list(self._jobs):
-            if path is not None and job.path != path:
-                continue
+        for job in [job for job in self._jobs.values() if path in (None, job.path)]:
             wait([job.written])
-            if job.error is not None and not job.is_removed:
+            if job.error is not None:
                 self._run(job)  # once more: the cause may have passed
-            if job.error is not None and not job.is_removed:
+            if job.error is not None:
                 raise job.error
 
     def close(self) -> None:
@@ -372,7 +366,7 @@ class BackgroundSaver:
         if self._writer is not None:
             self._writer.shutdown()
             self._writer = None
-        self._jobs, self._written = [], set()
+        self._jobs, self._steps = {}, set()
         self._earlier, self._folders = [], set()
         if checkpointer is not None:
             checkpointer.close()

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct, to_builtins
+from msgspec import Struct
+from msgspec.structs import asdict
 from typing_extensions import Self
 
 from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
@@ -208,31 +209,30 @@ class PositionedLoader(CombinedLoader):
             super().__next__()
 
 
-_TENSORS = frozenset({"torch", "cuda"})
-"""Generators of a process whose states are tensors."""
-
-
 def capture_generators() -> dict[str, Any]:
     """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
-    states = capture_process()
-    states |= {name: tensor_of(states[name]) for name in _TENSORS & states.keys()}
-    states["python"]["words"] = tensor_of(states["python"]["words"])
-    if "numpy" in states:
-        inner = dict(states["numpy"]["state"])
-        inner["key"] = torch.from_numpy(inner["key"].astype("int64"))
-        states["numpy"] = {**states["numpy"], "state": {**inner, "pos": int(inner["pos"])}}
-    return states
+    return _with_tensors(capture_process())
 
 
 def set_generators(states: dict[str, Any]) -> None:
     """Set the generators to states from `capture_generators`."""
-    states = states | {name: bytes_of(states[name]) for name in _TENSORS & states.keys()}
-    states["python"] = {**states["python"], "words": bytes_of(states["python"]["words"])}
-    if "numpy" in states:
-        inner = states["numpy"]["state"]
-        inner = {**inner, "key": inner["key"].cpu().numpy().astype("uint32")}
-        states["numpy"] = {**states["numpy"], "state": inner}
-    set_process(states)
+    set_process(_without_tensors(states))
+
+
+def _with_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_tensors(item) for key, item in value.items()}
+    if isinstance(value, bytes):
+        return tensor_of(value)
+    return torch.from_numpy(value.astype("int64")) if hasattr(value, "astype") else value  # of numpy
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_tensors(item) for key, item in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return value
+    return bytes_of(value) if value.dtype == torch.uint8 else value.cpu().numpy().astype("uint32")
 
 
 KEY = "holdfast"
@@ -248,7 +248,7 @@ def capture_point(trainer: Any) -> dict[str, Any]:
         epoch_loop = trainer.fit_loop.epoch_loop
         is_at_end = epoch_loop.batch_progress.is_last_batch or epoch_loop._num_ready_batches_reached()
         position = DataPosition(0) if is_at_end else loader.position(num_used(trainer))
-        own = {"generators": loader.capture(), "position": to_builtins(position)}
+        own = {"generators": loader.capture(), "position": asdict(position)}
         own["batches"] = [one.state_dict() for one in loader.batches]
     ranks: list[Any] = [own]
     if dist.is_available() and dist.is_initialized():

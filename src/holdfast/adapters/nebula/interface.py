@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -279,7 +278,7 @@ def list_checkpoints(persist_path: Any = None) -> dict[str, dict[str, Any]]:
             "saved": checkpoint.created,
         }
         found.setdefault(tagged.tag, entry)
-    return json.loads(json.dumps(found))
+    return found
 
 
 def flush_persistence(tag: str | None = None) -> None:

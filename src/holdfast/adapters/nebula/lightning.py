@@ -100,7 +100,7 @@ def _load(marker: PartitionMarker, label: str, map_location: Any) -> Any:
         check_endpoint(marker.home, f"The file {label}")
     current = session(marker.home)
     for tagged in current.index(marker.home).checkpoints():
-        if tagged.label == label and tagged.tag == marker.tag:
+        if tagged.meta(0).label == label and tagged.tag == marker.tag:
             return current.load(tagged, marker.partition, map_location)
     found = get_checkpoint(marker.tag, marker.home)
     if found is None:

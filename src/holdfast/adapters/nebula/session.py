@@ -10,15 +10,16 @@ from collections import Counter
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from torch.distributed import DistError
 
 from holdfast.adapters.kit.store_ranks import StoreRanks
 from holdfast.adapters.nebula.tag_index import (
     EXPLICIT,
     META,
-    VERSION,
     TaggedCheckpoint,
     TagIndex,
+    TagMeta,
     goes_back,
     key_of,
     named_step,
@@ -47,6 +48,7 @@ from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, S
 from holdfast.system import host_memory
 from holdfast.system.callsite import warn
 
+_VERSION = 1
 _WATCH_S = 0.05
 _LAST_S = 5.0
 _POLL_S = 0.05
@@ -245,12 +247,9 @@ class Session:
         step = next_step(draft.tag, last)
         self._ranks.publish("last", step)
         self._ranks.publish("loaded", None)
-        return TagPlan(members, step, begins, last if begins else None, self._is_due())
-
-    def _is_due(self) -> bool:
-        """Return True if the interval has passed. A single rank has a clock of its own."""
-        interval_s = self.settings.interval_s
-        return interval_s is not None and time.monotonic() - self._last_sent_s >= interval_s
+        interval_s, passed_s = self.settings.interval_s, time.monotonic() - self._last_sent_s
+        is_due = interval_s is not None and passed_s >= interval_s  # by this rank's clock, for all
+        return TagPlan(members, step, begins, last if begins else None, is_due)
 
     def _submit(self, draft: TagDraft, plan: TagPlan) -> bool:
         self._drafts.pop(draft.tag, None)
@@ -267,10 +266,8 @@ class Session:
         writer = self._get_writer(plan, draft.key)
         keyed = {name: (key_of(name), packed) for name, packed in draft.files.items()}
         state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
-        state[META] = {
-            **{"version": VERSION, "tag": draft.tag, "label": draft.label, "rank": self._ranks.rank},
-            "partitions": describe_partitions(keyed),
-        }
+        meta = TagMeta(_VERSION, draft.tag, draft.label, self._ranks.rank, describe_partitions(keyed))
+        state[META] = asdict(meta)
         save = writer.write(plan, state)
         if plan.to_home:
             self._last_sent_s = time.monotonic()

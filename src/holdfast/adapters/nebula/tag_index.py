@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +42,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning
 from holdfast.system.callsite import warn
-from holdfast.system.documents import decode_as
+from holdfast.system.documents import decode_as, read_as
 
 META = "nebula"
 """Top-level key of a checkpoint's tag and partitions."""
@@ -103,54 +102,59 @@ MapLocation = Any
 
 
 def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> torch.Tensor:
-    """Return a tensor on the device that `map_location` selects."""
-    if callable(map_location) and not isinstance(map_location, torch.device):
-        storage: Any = map_location(tensor.untyped_storage(), location)
-        if storage is not None:
-            plain = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
-            found = torch.empty(0, dtype=tensor.dtype, device=plain.device)
-            return found.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
-    elif isinstance(map_location, Mapping):
-        location = str(map_location.get(location, location))
-    elif map_location is not None:
-        return tensor.to(map_location)
+    """Return a tensor on the device that `map_location` selects, by the rules of `torch.load`."""
+    choose: Any = torch.serialization._get_restore_location(map_location)
     try:
-        return tensor.to(location)
+        storage = choose(tensor.untyped_storage(), location)
     except (AssertionError, RuntimeError) as error:
         raise InvalidInput(
-            f"The checkpoint was saved from {location}, which does not exist here ({error}). Nothing was "
-            "loaded. Pass map_location='cpu' or another device."
+            f"A tensor that was saved from {location} cannot be placed with map_location={map_location!r} "
+            f"here ({error}). Nothing was loaded. Pass map_location='cpu' or another device."
         ) from error
+    plain = storage if isinstance(storage, torch.UntypedStorage) else storage.untyped()
+    found = torch.empty(0, dtype=tensor.dtype, device=plain.device)
+    return found.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-VERSION = 1
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class TaggedCheckpoint:
-    """Complete checkpoint that was saved under a tag."""
+class TagMeta(Struct, frozen=True):
+    """Values of a part of a checkpoint that name its tag and its partitions."""
 
+    version: int
     tag: str
     label: str | None  # path by which a framework refers to it
+    rank: int
+    partitions: dict[str, Any]  # by name, as `describe_partitions` makes them
+
+
+class TaggedCheckpoint(Struct):
+    """Complete checkpoint that was saved under a tag."""
+
     home: str
     tiers: tuple[str, ...]
-    checkpoint: Checkpoint = field(repr=False)
-    _metas: dict[int, dict[str, Any]] = field(default_factory=dict, repr=False)
+    checkpoint: Checkpoint
+    metas: dict[int, TagMeta] = {}  # of its parts, as far as they were read
 
     @property
     def step(self) -> int:
         """Step of the checkpoint."""
         return self.checkpoint.step
 
+    @property
+    def tag(self) -> str:
+        """Tag of the checkpoint."""
+        return self.meta(0).tag
+
     def index_of(self, name: str, rank: int) -> int:
         """Return the index of the part to load from: the rank's own, or the lowest that has the partition."""
         every = range(self.checkpoint.world_size)
         guess = min(rank, every[-1])  # right if all ranks save, or only the first does: no other part is read
-        is_own = self.meta(guess)["rank"] == rank
-        own = [guess] if is_own else (i for i in every if self.meta(i)["rank"] == rank)
+        is_own = self.meta(guess).rank == rank
+        own = [guess] if is_own else (i for i in every if self.meta(i).rank == rank)
         for index in itertools.chain(own, every):
-            if name in self.meta(index)["partitions"]:
+            if name in self.meta(index).partitions:
                 return index
         raise NotFound(
             f"{self.tag} (step {self.step}) has no partition {name!r}. It has {self.names()}.",
@@ -158,15 +162,16 @@ class TaggedCheckpoint:
             key=name,
         )
 
-    def meta(self, index: int) -> dict[str, Any]:
+    def meta(self, index: int) -> TagMeta:
         """Return the metadata of a part's tag and partitions."""
-        if index not in self._metas:
-            self._metas[index] = self.checkpoint.values(index)[META]
-        return self._metas[index]
+        if index not in self.metas:
+            meta = self.checkpoint.values(index).get(META)
+            self.metas[index] = read_as(TagMeta, meta, f"The metadata of part {index} of {self.checkpoint!r}")
+        return self.metas[index]
 
     def names(self) -> list[str]:
         """Return the names of all partitions of all ranks."""
-        every = (name for i in range(self.checkpoint.world_size) for name in self.meta(i)["partitions"])
+        every = (name for i in range(self.checkpoint.world_size) for name in self.meta(i).partitions)
         return list(dict.fromkeys(every))
 
     def packed(self, name: str, index: int) -> Packed:
@@ -272,20 +277,11 @@ class TagIndex:
         """Return a checkpoint, or None if it was not saved under a tag."""
         run = read_run(self._store)
         checkpoint = Checkpoint(self._store, read_manifest(self._store, found, run.id if run else None))
-        meta = checkpoint.values(0).get(META)
-        if not isinstance(meta, dict):
+        if not isinstance(checkpoint.values(0).get(META), dict):
             return None
         tiers = tuple(name for name, listing in listings.items() if _is_complete(listing, found, name))
-        try:
-            tagged = TaggedCheckpoint(meta["tag"], meta.get("label"), self.home, tiers, checkpoint)
-            # Ranks may have completed a tag without any file.
-            is_empty = not any(tagged.meta(i)["partitions"] for i in range(checkpoint.world_size))
-        except (LookupError, TypeError) as error:
-            raise Corrupt(
-                f"The metadata of step {found.step} of attempt {found.attempt} is damaged: {error!r}.",
-                step=found.step,
-            ) from error
-        return None if is_empty else tagged
+        tagged = TaggedCheckpoint(self.home, tiers, checkpoint)
+        return tagged if tagged.names() else None  # ranks may have completed a tag without any file
 
     def tiers_of(self, found: CheckpointId) -> list[str]:
         """Return the tiers that have a checkpoint now. Home is listed last, so a copy on its way is seen."""

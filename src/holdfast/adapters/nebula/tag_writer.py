@@ -7,9 +7,7 @@ import datetime
 import json
 import os
 import re
-import stat
 import tempfile
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from holdfast.adapters.kit.run import NO_NOTICES
-from holdfast.adapters.kit.store_ranks import StoreRanks
+from holdfast.adapters.kit.store_ranks import StoreRanks, wait_for
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run
 from holdfast.checkpoint.keeper import Save
@@ -32,9 +30,9 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.system.documents import decode_as, decode_object
+from holdfast.system.documents import Count, decode_as
 from holdfast.system.environment import read_integer
-from holdfast.system.privacy import is_own
+from holdfast.system.privacy import is_unshared
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration
 
 _RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
@@ -106,8 +104,8 @@ class MemoryBudget(Struct, frozen=True):
     """
 
     cap_bytes: int
-    num_processes: int
-    is_set: bool
+    divisor: int = 1  # of the limit that is set
+    is_set: bool = True
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str], available_bytes: int) -> MemoryBudget:
@@ -116,28 +114,24 @@ class MemoryBudget(Struct, frozen=True):
         if not processes.isdecimal() or int(processes) < 1:
             raise InvalidInput(f"LOCAL_WORLD_SIZE must be a number of processes, not {processes!r}.")
         count, limit = int(processes), environ.get(VARIABLE)
+        divisor = 1 if count == 1 else 2 * count
         if not limit:
-            return cls(max(available_bytes // 2 // count, _MIN_BYTES), count, is_set=False)
-        num_bytes = parse_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE)
-        return cls(num_bytes if count == 1 else num_bytes // 2 // count, count, is_set=True)
+            return cls(max(available_bytes // 2 // count, _MIN_BYTES), divisor, is_set=False)
+        return cls(parse_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE) // divisor, divisor)
 
     def check(self, tensors: Iterable[torch.Tensor], tag: str) -> None:
         """Check that the budget is large enough for some tensors."""
         needed = image_bytes(tensors)
         if needed <= self.cap_bytes:
             return
-        share = 1 if self.num_processes == 1 else 2 * self.num_processes
-        split = "" if share == 1 else f" (half of {VARIABLE}, divided by {self.num_processes} processes)"
-        found = (
-            f"{VARIABLE} leaves"
-            if self.is_set
-            else f"half of the free memory, as {VARIABLE} is not set, leaves"
-        )
+        num_processes = self.divisor // 2
+        split = f" (half of {VARIABLE}, divided by {num_processes} processes)" if num_processes else ""
+        found = VARIABLE if self.is_set else f"half of the free memory, as {VARIABLE} is not set,"
         raise InvalidInput(
             f"The checkpoint {tag!r} needs {needed} bytes of memory in this process, but {found} "
-            f"{self.cap_bytes} ({format_bytes(self.cap_bytes)}){split}. Nothing was saved. Set {VARIABLE} to "
-            f"at least {needed * share}; with twice that, a save can begin while the previous one is "
-            "being written."
+            f"leaves {self.cap_bytes} ({format_bytes(self.cap_bytes)}){split}. Nothing was saved. Set "
+            f"{VARIABLE} to at least {needed * self.divisor}; with twice that, a save can begin while the "
+            "previous one is being written."
         )
 
 
@@ -158,7 +152,7 @@ def local_folder(settings: Settings, run: str | None) -> str | None:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if root.is_symlink() and root.lstat().st_uid == os.geteuid():
             root = root.resolve()
-        if is_own(root) and not root.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if is_unshared(root):
             return str(root.resolve() / (run if _RUN.fullmatch(run) else digest(run.encode())))
     warn(
         f"{root} cannot be used as this user's folder for nearer copies, so checkpoints are saved "
@@ -169,7 +163,6 @@ def local_folder(settings: Settings, run: str | None) -> str | None:
 
 
 _LEAVE_LIMIT = datetime.timedelta(seconds=30)
-_POLL_S = 0.001
 
 
 class TagPlan(Struct, frozen=True):
@@ -193,7 +186,9 @@ class TagCoordinator:
         # Kept as long as this object: on the rank that serves the store, it ends with its last reference.
         self._default = distributed_c10d._get_default_store() if self.world_size > 1 else None
         own: Any = dist  # torch exports HashStore, but not in its type stubs
-        self.store: Store = own.HashStore() if self._default is None else _connection(self._default)
+        shared: Any = self._default
+        # A new connection, so that training's own is not blocked.
+        self.store: Store = own.HashStore() if shared is None else getattr(shared, "clone", lambda: shared)()
         self.name = f"holdfast/nebula/{digest(home.encode())[:12]}/{number}"
 
     def join(self, tag: str) -> None:
@@ -211,17 +206,15 @@ class TagCoordinator:
 
         Ranks that were late are not included.
         """
-        return tuple(sorted({self._saver(tag, number) for number in range(1, num_files + 1)}))
-
-    def _saver(self, tag: str, number: int) -> int:
-        key, deadline_s = f"{self.name}/{tag}/file/{number}", time.monotonic() + _LEAVE_LIMIT.total_seconds()
-        while not self.store.check([key]):
-            if time.monotonic() > deadline_s:
+        ranks: set[int] = set()
+        for number in range(1, num_files + 1):
+            rank = wait_for(self.store, f"{self.name}/{tag}/file/{number}", _LEAVE_LIMIT.total_seconds())
+            if rank is None:
                 raise RetryLater(
                     f"A rank has died while it was counting file {number} of {tag}. Nothing was saved."
                 )
-            time.sleep(_POLL_S)
-        return int(self.store.get(key))
+            ranks.add(int(rank))
+        return tuple(sorted(ranks))
 
     def files(self, tag: str) -> int:
         """Return the number of files of a tag that all ranks have saved so far."""
@@ -233,20 +226,21 @@ class TagCoordinator:
 
     def propose(self, tag: str, plan: TagPlan) -> TagPlan:
         """Propose a plan for a tag; return the plan that a rank proposed first."""
-        return _plan(self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(to_builtins(plan))))
+        self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(to_builtins(plan)))
+        return self.plan(tag) or plan
 
     def plan(self, tag: str) -> TagPlan | None:
         """Return the plan for a tag, or None."""
-        key = f"{self.name}/{tag}/plan"
-        return _plan(self.store.get(key)) if self.store.check([key]) else None
+        text = self._value(f"{self.name}/{tag}/plan")
+        return decode_as(TagPlan, text, "the plan for a tag") if text else None
+
+    def _value(self, key: str) -> bytes:
+        return self.store.get(key) if self.store.check([key]) else b""
 
     def claim_run(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return the ranks that save in this run: `members`, unless a rank has claimed it before."""
-        key, text = f"{self.name}/members", json.dumps(members)
-        found = decode_object(
-            b'{"members":%s}' % self.store.compare_set(key, "", text), "the ranks that save"
-        )
-        return found.integers("members")
+        text = self.store.compare_set(f"{self.name}/members", "", json.dumps(members))
+        return decode_as(tuple[Count, ...], text, "the ranks that save")
 
     def leave(self, members: tuple[int, ...]) -> None:
         """Wait until this rank may exit: the first rank serves the store, so it leaves last."""
@@ -263,13 +257,8 @@ class TagCoordinator:
 
     def published(self, key: str) -> int | None:
         """Return a value that a rank has published, or None."""
-        key = f"{self.name}/value/{key}"
-        text = self.store.get(key) if self.store.check([key]) else b""
+        text = self._value(f"{self.name}/value/{key}")
         return int(text) if text else None
-
-
-def _plan(text: bytes) -> TagPlan:
-    return decode_as(TagPlan, text, "the plan for a tag")
 
 
 def is_grouped() -> bool:
@@ -295,11 +284,6 @@ def own_rank() -> int:
     if is_grouped():
         return dist.get_rank()
     return read_integer("RANK", 0)
-
-
-def _connection(store: Store) -> Store:
-    """Return a new connection to a store, so that training's own is not blocked."""
-    return store.clone() if hasattr(store, "clone") else store  # type: ignore[attr-defined]
 
 
 class TagWriter:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from transformers import Trainer
 
 from holdfast.adapters.kit.saved_files import folder_fault, read_json
@@ -55,12 +56,16 @@ def find_fault(folder: Path, *, world_size: int, with_training: bool = True) -> 
     return next(_faults(folder, world_size, with_training=with_training), None) or folder_fault(folder)
 
 
+class _TrainerState(Struct):
+    global_step: Any = None
+
+
 def _faults(folder: Path, world_size: int, *, with_training: bool) -> Iterator[str]:
-    state = read_json(folder / TRAINER_STATE)
-    if not isinstance(state, dict):
+    state = read_json(folder / TRAINER_STATE, _TrainerState)
+    if state is None:
         yield f"{TRAINER_STATE} is missing or damaged"
-    elif (step := state.get("global_step")) != step_of(folder):
-        yield f"{TRAINER_STATE} is of step {step}"
+    elif state.global_step != step_of(folder):
+        yield f"{TRAINER_STATE} is of step {state.global_step}"
     if with_training:
         if not any((folder / name).exists() for name in _OPTIMIZERS):
             yield "it has no optimizer"
@@ -76,6 +81,10 @@ HOME_FILE = "holdfast.json"
 """File that names the home of the checkpoint whose folder it is in."""
 _CONFIGS = ("config", "generation_config")
 _OURS = {HOME_FILE, TRAINER_STATE, *(f"{name}.json" for name in _CONFIGS)}
+
+
+class _Reference(Struct):
+    home: str
 
 
 class Folders:
@@ -135,9 +144,8 @@ class Folders:
 
     def home_of(self, path: str) -> str | None:
         """Return the home that a folder `checkpoint-N` names; None if the Trainer has written it itself."""
-        content = read_json(Path(path) / HOME_FILE)
-        home = content.get("home") if isinstance(content, dict) else None
-        return home if isinstance(home, str) else None
+        reference = read_json(Path(path) / HOME_FILE, _Reference)
+        return None if reference is None else reference.home
 
     def is_here(self, path: str) -> bool:
         """Return True if a path is that of a folder `checkpoint-N` in the output directory."""

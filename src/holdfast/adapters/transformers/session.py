@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec import Struct, to_builtins
+from msgspec import Struct
+from msgspec.structs import asdict
 from transformers import TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_utils import HubStrategy, IntervalStrategy
 from typing_extensions import Self, override
@@ -361,7 +362,7 @@ class Session(TrainerRun, TrainerCallback):
             has_training=not self._args.save_only_model,
             counters=read_counters(trainer),
         )
-        self._state[PROGRESS] = to_builtins(progress)
+        self._state[PROGRESS] = asdict(progress)
         # The Trainer brings its loaders back. A model alone never resumes exactly, which the resume says.
         silenced = ResumeWarning if self._args.save_only_model else LoaderWarning
         self._last = self.save_step(step, silenced=[silenced])

@@ -79,18 +79,12 @@ class Rows(torch.utils.data.TensorDataset):
 
 def make_accelerator(folder: Path, plan: dict[str, Any]) -> Any:
     loader = plan.get("loader", "plain")
-    is_automatic = plan.get("naming", "automatic") == "automatic"
+    names = {"automatic_checkpoint_naming": plan.get("naming", "automatic") == "automatic"}
+    kinds = {"use_seedable_sampler": loader == "seedable", "use_stateful_dataloader": loader == "stateful"}
     return Accelerator(
         cpu=True,
-        project_config=ProjectConfiguration(
-            project_dir=str(folder),
-            automatic_checkpoint_naming=is_automatic,
-            total_limit=plan.get("limit", 100),
-        ),
-        dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=loader == "seedable",
-            use_stateful_dataloader=loader == "stateful",
-        ),
+        project_config=ProjectConfiguration(str(folder), **names, total_limit=plan.get("limit", 100)),
+        dataloader_config=DataLoaderConfiguration(**kinds),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=plan.get("accumulation", 1)),
     )
 

@@ -60,7 +60,7 @@ class Stages:
         self._request, self._found = request, found
         self._checkpoint = checkpoint
         self._node_local: NodeLocalCheckpoint | None = found.node_local.get(checkpoint)
-        self._is_whole = checkpoint in found.survey.whole
+        self._is_whole = checkpoint in found.whole
         self._touched = touched
         self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
         self._values: Sequence[Mapping[str, Any]] = ()
@@ -83,7 +83,7 @@ class Stages:
 
     def open(self) -> list[tuple[int, ...]]:
         """Read the manifest, and return the checkpoint's ancestors as the rows of a message."""
-        store, run = self._request.store, self._found.survey.run
+        store, run = self._request.store, self._found.run
         if self._node_local is not None:
             rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
             texts = {rank: text for theirs in rows for rank, text in theirs}

@@ -31,19 +31,14 @@ class Cadence:
         every: policies; a save is due when any of them is.
         home: cadence of the saves that are sent home.
         rank: this rank; the clock of rank 0 counts for all.
-        world_size: number of ranks; alone, flags are received at once instead of one step later.
-        now_s: monotonic clock.
     """
 
-    def __init__(
-        self, every: Sequence[Every], home: HomeCadence, *, rank: int, world_size: int, now_s: float
-    ) -> None:
+    def __init__(self, every: Sequence[Every], home: HomeCadence, *, rank: int, now_s: float) -> None:
         self.home = home
         self.meter = Meter()
         self.mtbf_s: float | None = None  # mean time between the run's own failures, if there are enough
         self._every = every
-        self._is_clock, self._is_alone = rank == 0, world_size == 1
-        self._sent_step = 0  # step of the flags on their way
+        self._is_clock = rank == 0
         self._step_ended_s: float | None = None
         self.restart(0, now_s)
 
@@ -78,9 +73,8 @@ class Cadence:
             is_due_home=self.home.is_due(step, now_s, timed=True),
         )
 
-    def decide(self, step: int, now_s: float, received: Flags) -> Flags:
-        """Return the decisions after `step`, from the flags that all ranks sent one step before."""
-        sent_step, self._sent_step = (step if self._is_alone else self._sent_step), step
+    def decide(self, step: int, now_s: float, received: Flags, *, sent_step: int) -> Flags:
+        """Return the decisions after `step`, from the flags that all ranks sent after `sent_step`."""
         is_new = self.saved_step < sent_step  # else a save has begun since the flags were sent
         self.home.receive(is_due=received.is_due_home, sent_step=sent_step)
         is_repeat = received.is_torn and is_new

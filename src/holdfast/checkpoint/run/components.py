@@ -54,11 +54,7 @@ class Components(Struct, frozen=True):
             state: objects to save, by name; None if each save brings its own.
             group: ranks that save together; None for all of torch.distributed's process group.
         """
-        tiers = Tiers(
-            options.home,
-            options.local,
-            restore_patience_s=options.reads.patience_s,
-        )
+        tiers = Tiers(options.home, options.local)
         refuse_snapshots(state or {})
         watch_loaders()  # here, since its scan would make the first save slow
         objects = State(
@@ -78,7 +74,6 @@ class Components(Struct, frozen=True):
             (*options.policies, *watching.policies),
             HomeCadence(tiers.home_every, now_s=now_s),
             rank=ranks.rank,
-            world_size=ranks.world_size,
             now_s=now_s,
         )
         done = DoneMarker(tiers.home_store, rank=ranks.rank)

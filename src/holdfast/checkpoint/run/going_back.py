@@ -121,7 +121,7 @@ class GoingBack:
         tiers, upto = self._components.tiers, self._newest_choice(vote)
         stores, newest = tiers.durable_stores(), CheckpointId(attempt=keeper.config.attempt, step=step)
         durable = attempt.latest() or 0
-        choices = Patience(tiers.restore_patience_s, self._components.show).spend(
+        choices = Patience(self._components.options.reads.patience_s, self._components.show).spend(
             tiers.home,
             lambda: find_healthy(
                 stores,
@@ -208,7 +208,7 @@ class GoingBack:
             noted_unix_s=time.time(),
         )
         tiers = self._components.tiers
-        patience = Patience(tiers.restore_patience_s, self._components.show)
+        patience = Patience(self._components.options.reads.patience_s, self._components.show)
         self._components.ranks.of_rank_0(
             lambda: patience.spend(tiers.home, lambda: write_rollback(tiers.durable_stores(), rollback))
         )

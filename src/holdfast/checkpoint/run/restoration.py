@@ -85,7 +85,7 @@ class Restoration:
                 own_local=self._tiers.local_store if is_node_local else None,
                 may_commit=keeper is not None,
                 show=self._components.show,
-                patience_s=self._tiers.restore_patience_s,
+                patience_s=options.reads.patience_s,
                 mark=mark,
             )
             self._found = restore_newest(request)

@@ -195,9 +195,8 @@ class StableStep:
 
     def __init__(self) -> None:
         self.newest: int | None = None  # the stable step
+        self.proposed: int | None = None
         self._own: set[int] = set()  # durable on this rank, no older than `newest`
-        self._proposed: int | None = None
-        self._asked: deque[int | None] = deque([None])  # the proposal that was answered in each exchange
 
     def add(self, step: int) -> None:
         """Record that this rank's files of `step` are durable."""
@@ -205,26 +204,22 @@ class StableStep:
 
     def propose(self) -> tuple[int, bool]:
         """Return what to send: the newest step of this rank, else -1, and whether it lacks the proposal."""
-        self._asked.append(self._proposed)
-        return max(self._own, default=-1), self._proposed is not None and self._proposed not in self._own
+        return max(self._own, default=-1), self.proposed is not None and self.proposed not in self._own
 
-    def receive(self, lowest: int, *, is_lacked: bool) -> int | None:
-        """Process the outcome of the exchange before; at the first call there was none.
+    def receive(self, answered: int | None, lowest: int, *, is_lacked: bool) -> int | None:
+        """Process the outcome of an exchange. Return a step that is newly known to be on every rank.
 
         Args:
+            answered: the proposal at that exchange.
             lowest: of the newest steps of all ranks; -1 if a rank has none.
-            is_lacked: some rank lacks the step that was proposed then.
-
-        Returns:
-            A step that is now known to be on every rank, and was not before.
+            is_lacked: some rank lacks the proposal.
         """
-        answered = self._asked.popleft()
         known = -1 if self.newest is None else self.newest
         found = None
         if answered is not None and not is_lacked and answered > known:
             found = self.newest = known = answered
             self._own = {step for step in self._own if step >= answered}
-        self._proposed = lowest if lowest > known else None
+        self.proposed = lowest if lowest > known else None
         return found
 
 

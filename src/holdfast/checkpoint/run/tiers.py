@@ -53,10 +53,9 @@ class Tiers:
     Args:
         home: folder or URL, with the rules for copying saves there.
         local: folder on this host; None without such a tier.
-        restore_patience_s: seconds that a restore retries what cannot be read.
     """
 
-    def __init__(self, home: Home, local: Local | None, *, restore_patience_s: float) -> None:
+    def __init__(self, home: Home, local: Local | None) -> None:
         self.home = sandboxed(absolute_place(home.url))
         self.local = None if local is None else sandboxed(absolute_place(local.path))
         for place in (self.home, self.local or ""):
@@ -72,7 +71,6 @@ class Tiers:
             )
         self.home_every = None if home.every is None else single_policies(home.every)
         """Policies that send a save home; None if every save is sent."""
-        self.restore_patience_s = restore_patience_s
         self.home_store = open_store(self.home)
         self.local_store = None if self.local is None else open_store(self.local)
         if self.local_store is not None:

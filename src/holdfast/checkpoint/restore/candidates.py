@@ -276,12 +276,7 @@ class NodeLocalCheckpoint(Struct, frozen=True):
 def find_holdings(
     store: Store, run_id: str | None, *, besides: Collection[CheckpointId] = ()
 ) -> list[Holding]:
-    """Return the files in a store that match their parts, of any rank and step.
-
-    Args:
-        run_id: id of the run; parts of other runs are left out. None for any run.
-        besides: checkpoints to leave out.
-    """
+    """Return the files in a store that match their parts, of any rank and step; of any run if it is None."""
     found: list[Holding] = []
     for checkpoint, saved in list_home(store).saved.items():
         if checkpoint in besides:
@@ -313,14 +308,7 @@ def put_together(
 ) -> tuple[list[NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
     """Return the checkpoints that all places hold together, and the missing ranks of others.
 
-    Pure, so that every rank computes the same.
-
-    Args:
-        local: files in the folder of each rank.
-        in_home: files in home of checkpoints that are incomplete there.
-
-    Returns:
-        The complete checkpoints; and for the others the ranks whose files no place has.
+    Pure, so that every rank computes the same. `local` has the files in the folder of each rank.
     """
     everyone = tuple(range(len(local)))
     copies: dict[CheckpointId, dict[int, dict[Holding, tuple[int, ...]]]] = {}

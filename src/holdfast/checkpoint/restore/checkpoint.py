@@ -466,12 +466,10 @@ def _open_listed(
     if not matching:
         raise no_such_checkpoint(store.url, every, step, attempt)
     run_id = waits.spend(store.url, lambda: _run_id(store))
-    skipped: list[Skipped] = []
-    errors: list[HoldfastError] = []
+    skipped: list[tuple[Skipped, HoldfastError]] = []
 
-    def note(skip: Skipped, error: HoldfastError) -> None:
+    def note(*skip: Any) -> None:
         skipped.append(skip)
-        errors.append(error)
 
     def load(checkpoint: CheckpointId) -> Manifest:
         return read_manifest(store, checkpoint, run_id)
@@ -485,8 +483,8 @@ def _open_listed(
         if not matching:
             raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
     for manifest in usable(matching, load, url=store.url, patience=waits, on_skipped=note):
-        return Checkpoint(store, manifest, tuple(skipped))
-    raise errors[0]
+        return Checkpoint(store, manifest, tuple(skip for skip, _ in skipped))
+    raise skipped[0][1]
 
 
 def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:

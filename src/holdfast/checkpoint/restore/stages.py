@@ -37,18 +37,11 @@ from holdfast.errors import InvalidInput
 class Stages:
     """Stages of restoring one checkpoint. Each runs once, after all ranks have completed the one before.
 
-    What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
-
-    Args:
-        checkpoint: the checkpoint.
-        touched: names of live tensors that may have been overwritten; `read` adds to it.
-
-    Attributes:
-        manifest: manifest of the checkpoint, after `open`.
-        stats: statistics of `read`.
+    What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`, which
+    adds to `touched` the names of live tensors that may have been overwritten.
     """
 
-    manifest: Manifest
+    manifest: Manifest  # after `open`
     _store: Store  # with the documents, after `open`
     _parts: Parts  # after `open`
     _source: int  # saved rank whose per-rank state this rank loads, after `check`
@@ -65,7 +58,7 @@ class Stages:
         self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
         self._values: Sequence[Mapping[str, Any]] = ()
         self._jobs: Sequence[FileRead] = ()
-        self.stats = ReadStats(0, 0, 0.0)
+        self.stats = ReadStats(0, 0, 0.0)  # of `read`
 
     def exchange_parts(self) -> None:
         """Send this rank's parts of a node-local checkpoint, and receive those of other ranks.

@@ -47,13 +47,7 @@ class Components(Struct, frozen=True):
     def make(
         cls, options: Options, state: MutableMapping[str, Any] | None, group: RankGroup | None
     ) -> Components:
-        """Return the components of one Checkpointer.
-
-        Args:
-            options: its options.
-            state: objects to save, by name; None if each save brings its own.
-            group: ranks that save together; None for all of torch.distributed's process group.
-        """
+        """Return the components of one Checkpointer, as it was made with a state and a group, or without."""
         tiers = Tiers(options.home, options.local)
         refuse_snapshots(state or {})
         watch_loaders()  # here, since its scan would make the first save slow
@@ -97,18 +91,11 @@ class Components(Struct, frozen=True):
 
 
 class DoneMarker:
-    """Durable record that the run has finished; an exit status alone may be lost.
-
-    Args:
-        rank: this rank. Only rank 0 reads and writes the marker.
-
-    Attributes:
-        step: final step of the run, as the marker was read; None without one.
-    """
+    """Durable record that the run has finished; an exit status alone may be lost. Only rank 0 uses it."""
 
     def __init__(self, home: Store, *, rank: int) -> None:
         self._home, self._is_first = home, rank == 0
-        self.step: int | None = None
+        self.step: int | None = None  # final step of the run, as the marker was read; None without one
 
     def read(self) -> None:
         """Read the marker. One that cannot be read counts as missing: `write` replaces it."""

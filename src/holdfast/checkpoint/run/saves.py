@@ -20,14 +20,6 @@ class Saves:
     Args:
         limit_s: time for which saves may fail in a row before the error is raised.
         stager: copies more at once after a torn save.
-        on_durable: called with each save that has become durable.
-        on_failed: called with each save that has failed.
-
-    Attributes:
-        lock: held while outcomes are settled.
-        last: the newest save, whatever its outcome.
-        newest_durable: step of the newest durable save.
-        stable: newest step that all ranks have.
     """
 
     def __init__(
@@ -39,8 +31,8 @@ class Saves:
         on_durable: Callable[[Save], None],
         on_failed: Callable[[Save], None],
     ) -> None:
-        self.lock = threading.RLock()
-        self.last: Save | None = None
+        self.lock = threading.RLock()  # held while outcomes are settled
+        self.last: Save | None = None  # the newest save, whatever its outcome
         self.newest_durable: int | None = None
         self.stable = StableStep()
         self._limit_s, self._stager = limit_s, stager
@@ -151,10 +143,7 @@ class Saves:
         return None if since_s is None else (since_s, self._overdue.num_failed)
 
     def wait(self, deadline: float | None) -> None:
-        """Wait until all saves are durable or have failed.
-
-        Args:
-            deadline: of the monotonic clock; None for no limit.
+        """Wait until all saves are durable or have failed, at most until a deadline.
 
         Raises:
             HoldfastError: the newest save failed.
@@ -207,12 +196,9 @@ class StableStep:
         return max(self._own, default=-1), self.proposed is not None and self.proposed not in self._own
 
     def receive(self, answered: int | None, lowest: int, *, is_lacked: bool) -> int | None:
-        """Process the outcome of an exchange. Return a step that is newly known to be on every rank.
+        """Process the outcome of an exchange; return the stable step if it is a new one.
 
-        Args:
-            answered: the proposal at that exchange.
-            lowest: of the newest steps of all ranks; -1 if a rank has none.
-            is_lacked: some rank lacks the proposal.
+        `answered` was the proposal then. `lowest` is of the newest steps of all ranks; -1 if a rank has none.
         """
         known = -1 if self.newest is None else self.newest
         found = None

@@ -17,7 +17,7 @@ from holdfast.checkpoint.run.saves import Saves
 from holdfast.checkpoint.watch import Act, Vote
 
 
-class Sent(NamedTuple):
+class ExchangeRecord(NamedTuple):
     """Facts of this rank at an exchange, which the outcome of the exchange is about."""
 
     step: int
@@ -31,7 +31,7 @@ class StepSync:
     def __init__(self, components: Components, saves: Saves) -> None:
         self._components, self._saves = components, saves
         self._is_alone = components.ranks.world_size == 1
-        self._sent: Sent | None = None  # at the exchange before
+        self._sent: ExchangeRecord | None = None  # at the exchange before
         self._scores = Scores(components.options.keep)
 
     def exchange(self, step: int, keeper: Keeper | None, votes: Sequence[Vote]) -> Flags:
@@ -50,7 +50,9 @@ class StepSync:
             is_torn=saves.must_repeat,
             must_go_back=Act.GO_BACK in acts,
         )
-        sent = Sent(step, saves.stable.proposed, saves.last.step if saves.last is not None else None)
+        sent = ExchangeRecord(
+            step, saves.stable.proposed, saves.last.step if saves.last is not None else None
+        )
         values, (lowest, score) = self._components.ranks.exchange_flags(
             step, cadence.add_clock(step, now_s, flags), (newest, self._score_of_last())
         )

@@ -121,15 +121,6 @@ def test_saves_that_follow_each_other_quickly_have_a_minute():
     assert overdue_at(overdue, 10.0, 60.0, 62.0) == [62.0]
 
 
-def test_the_report_names_the_time_since_the_last_success():
-    overdue = Overdue(now_s=0.0)
-    overdue.begin(5.0)
-    overdue.succeed(7.0)
-    fail_at(overdue, 20.0, 30.0, 40.0)
-    assert overdue.check(47.0) == 40.0
-    assert overdue.num_failed == 3
-
-
 def test_a_success_ends_the_count_of_failures_and_the_doubling():
     overdue = Overdue(now_s=0.0)
     fail_at(overdue, 1.0, 2.0, 3.0)
@@ -140,7 +131,8 @@ def test_a_success_ends_the_count_of_failures_and_the_doubling():
     for moment_s in (7.0, 8.0, 9.0):
         assert overdue.check(moment_s) is None
         fail_at(overdue, moment_s)
-    assert overdue.check(10.0) is not None, "three are enough again"
+    assert overdue.check(10.0) == 4.0, "three are enough again; seconds since the last success"
+    assert overdue.num_failed == 3
 
 
 def test_auto_uses_daly_s_interval_for_the_run_s_own_failures_within_the_budget() -> None:

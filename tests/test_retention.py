@@ -13,12 +13,6 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.retention import Keep, best_first, line_of
 from holdfast.errors import InvalidInput
 
-
-def test_keep_refuses_to_keep_nothing():
-    with pytest.raises(InvalidInput, match="at least 1"):
-        Keep(0)
-
-
 Found = list[CheckpointId]
 checkpoints = st.builds(CheckpointId, st.integers(1, 5), st.integers(0, 50))
 ids = st.lists(checkpoints, unique=True, min_size=1)
@@ -63,10 +57,16 @@ def test_of_equal_values_the_newer_checkpoint_is_better():
 
 
 @pytest.mark.parametrize(
-    "options", [{"best": 1}, {"best": 0, "metric": "loss"}, {"best": 1, "metric": "loss", "mode": "least"}]
+    ("options", "reason"),
+    [
+        ({"last": 0}, "at least 1"),
+        ({"best": 1}, "needs a metric"),
+        ({"best": 0, "metric": "loss"}, "at least 1"),
+        ({"best": 1, "metric": "loss", "mode": "least"}, "mode must be"),
+    ],
 )
-def test_a_policy_of_the_best_that_makes_no_sense_is_refused(options: dict[str, Any]):
-    with pytest.raises(InvalidInput):
+def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, Any], reason: str):
+    with pytest.raises(InvalidInput, match=reason):
         Keep(**options)
 
 

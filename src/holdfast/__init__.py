@@ -10,177 +10,104 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.exchange import export_checkpoint, export_in_background, import_checkpoint
-    from holdfast.checkpoint.format.sections import Mark, Section
-    from holdfast.checkpoint.keeper.save import Save
-    from holdfast.checkpoint.keeper.watch import KeeperWatch
-    from holdfast.checkpoint.policy import Every, EveryAuto, EverySteps, EveryTime
-    from holdfast.checkpoint.ranks import RankGroup
-    from holdfast.checkpoint.restore.checkpoint import Checkpoint, open
-    from holdfast.checkpoint.retention import Keep
-    from holdfast.checkpoint.run import Checkpointer
-    from holdfast.checkpoint.run.options import (
-        Home,
-        Limits,
-        Local,
-        Memory,
-        Reads,
-    )
-    from holdfast.checkpoint.state import per_rank, replicated
-    from holdfast.checkpoint.store import open_store
-    from holdfast.checkpoint.watch import Act, Vote, Watch
-    from holdfast.errors import (
-        Conflict,
-        Corrupt,
-        Denied,
-        Diverged,
-        HoldfastError,
-        Internal,
-        InvalidInput,
-        NotFound,
-        Preempted,
-        ResumeWarning,
-        RetryLater,
-        SaveWarning,
-        Unsupported,
-        WatchWarning,
-    )
-    from holdfast.jobs.writeback import mount
-    from holdfast.system.process_exit import hard_exit
-    from holdfast.train.batch import BatchFit, fit_batch
-    from holdfast.train.sharding.inspection import describe
-    from holdfast.train.sharding.shard import shard
-    from holdfast.train.tuning.step_profile import tune
-    from holdfast.watch.compiled.trainer import CompileCache
-    from holdfast.watch.defaults import default_watches
-    from holdfast.watch.hang.trainer import Hang
-    from holdfast.watch.memory import HostMemory
-    from holdfast.watch.pace.trainer import SlowRanks
-    from holdfast.watch.preemption.trainer import Preemption
-    from holdfast.watch.replicas.trainer import Replicas
-    from holdfast.watch.spike import Spike
-    from holdfast.watch.values.trainer import FiniteValues
+    from holdfast.checkpoint.exchange import export_checkpoint as export_checkpoint
+    from holdfast.checkpoint.exchange import export_in_background as export_in_background
+    from holdfast.checkpoint.exchange import import_checkpoint as import_checkpoint
+    from holdfast.checkpoint.format.sections import Mark as Mark
+    from holdfast.checkpoint.format.sections import Section as Section
+    from holdfast.checkpoint.keeper.save import Save as Save
+    from holdfast.checkpoint.keeper.watch import KeeperWatch as KeeperWatch
+    from holdfast.checkpoint.policy import Every as Every
+    from holdfast.checkpoint.policy import EveryAuto as EveryAuto
+    from holdfast.checkpoint.policy import EverySteps as EverySteps
+    from holdfast.checkpoint.policy import EveryTime as EveryTime
+    from holdfast.checkpoint.ranks import RankGroup as RankGroup
+    from holdfast.checkpoint.restore.checkpoint import Checkpoint as Checkpoint
+    from holdfast.checkpoint.restore.checkpoint import open as open
+    from holdfast.checkpoint.retention import Keep as Keep
+    from holdfast.checkpoint.run import Checkpointer as Checkpointer
+    from holdfast.checkpoint.run.options import Home as Home
+    from holdfast.checkpoint.run.options import Limits as Limits
+    from holdfast.checkpoint.run.options import Local as Local
+    from holdfast.checkpoint.run.options import Memory as Memory
+    from holdfast.checkpoint.run.options import Reads as Reads
+    from holdfast.checkpoint.state import per_rank as per_rank
+    from holdfast.checkpoint.state import replicated as replicated
+    from holdfast.checkpoint.store import open_store as open_store
+    from holdfast.checkpoint.watch import Act as Act
+    from holdfast.checkpoint.watch import Vote as Vote
+    from holdfast.checkpoint.watch import Watch as Watch
+    from holdfast.errors import Conflict as Conflict
+    from holdfast.errors import Corrupt as Corrupt
+    from holdfast.errors import Denied as Denied
+    from holdfast.errors import Diverged as Diverged
+    from holdfast.errors import HoldfastError as HoldfastError
+    from holdfast.errors import Internal as Internal
+    from holdfast.errors import InvalidInput as InvalidInput
+    from holdfast.errors import NotFound as NotFound
+    from holdfast.errors import Preempted as Preempted
+    from holdfast.errors import ResumeWarning as ResumeWarning
+    from holdfast.errors import RetryLater as RetryLater
+    from holdfast.errors import SaveWarning as SaveWarning
+    from holdfast.errors import Unsupported as Unsupported
+    from holdfast.errors import WatchWarning as WatchWarning
+    from holdfast.jobs.writeback import mount as mount
+    from holdfast.system.process_exit import hard_exit as hard_exit
+    from holdfast.train.batch import BatchFit as BatchFit
+    from holdfast.train.batch import fit_batch as fit_batch
+    from holdfast.train.sharding.inspection import describe as describe
+    from holdfast.train.sharding.shard import shard as shard
+    from holdfast.train.tuning.step_profile import tune as tune
+    from holdfast.watch.compiled.trainer import CompileCache as CompileCache
+    from holdfast.watch.defaults import default_watches as default_watches
+    from holdfast.watch.hang.trainer import Hang as Hang
+    from holdfast.watch.memory import HostMemory as HostMemory
+    from holdfast.watch.pace.trainer import SlowRanks as SlowRanks
+    from holdfast.watch.preemption.trainer import Preemption as Preemption
+    from holdfast.watch.replicas.trainer import Replicas as Replicas
+    from holdfast.watch.spike import Spike as Spike
+    from holdfast.watch.values.trainer import FiniteValues as FiniteValues
 
-_PLACES = {
-    "Act": "checkpoint.watch",
-    "BatchFit": "train.batch",
-    "Checkpoint": "checkpoint.restore.checkpoint",
-    "Checkpointer": "checkpoint.run",
-    "CompileCache": "watch.compiled.trainer",
-    "Conflict": "errors",
-    "Corrupt": "errors",
-    "Denied": "errors",
-    "Diverged": "errors",
-    "Every": "checkpoint.policy",
-    "EveryAuto": "checkpoint.policy",
-    "EverySteps": "checkpoint.policy",
-    "EveryTime": "checkpoint.policy",
-    "FiniteValues": "watch.values.trainer",
-    "Hang": "watch.hang.trainer",
-    "HoldfastError": "errors",
-    "Home": "checkpoint.run.options",
-    "HostMemory": "watch.memory",
-    "Internal": "errors",
-    "InvalidInput": "errors",
-    "Keep": "checkpoint.retention",
-    "KeeperWatch": "checkpoint.keeper.watch",
-    "Limits": "checkpoint.run.options",
-    "Local": "checkpoint.run.options",
-    "Mark": "checkpoint.format.sections",
-    "Memory": "checkpoint.run.options",
-    "NotFound": "errors",
-    "Preempted": "errors",
-    "Preemption": "watch.preemption.trainer",
-    "RankGroup": "checkpoint.ranks",
-    "Reads": "checkpoint.run.options",
-    "Replicas": "watch.replicas.trainer",
-    "ResumeWarning": "errors",
-    "RetryLater": "errors",
-    "Save": "checkpoint.keeper.save",
-    "SaveWarning": "errors",
-    "Section": "checkpoint.format.sections",
-    "SlowRanks": "watch.pace.trainer",
-    "Spike": "watch.spike",
-    "Unsupported": "errors",
-    "Vote": "checkpoint.watch",
-    "Watch": "checkpoint.watch",
-    "WatchWarning": "errors",
-    "default_watches": "watch.defaults",
-    "describe": "train.sharding.inspection",
-    "export_checkpoint": "checkpoint.exchange",
-    "export_in_background": "checkpoint.exchange",
-    "fit_batch": "train.batch",
-    "hard_exit": "system.process_exit",
-    "import_checkpoint": "checkpoint.exchange",
-    "mount": "jobs.writeback",
-    "open": "checkpoint.restore.checkpoint",
-    "open_store": "checkpoint.store",
-    "per_rank": "checkpoint.state",
-    "replicated": "checkpoint.state",
-    "shard": "train.sharding.shard",
-    "tune": "train.tuning.step_profile",
+_NAMES = {
+    "checkpoint.exchange": "export_checkpoint export_in_background import_checkpoint",
+    "checkpoint.format.sections": "Mark Section",
+    "checkpoint.keeper.save": "Save",
+    "checkpoint.keeper.watch": "KeeperWatch",
+    "checkpoint.policy": "Every EveryAuto EverySteps EveryTime",
+    "checkpoint.ranks": "RankGroup",
+    "checkpoint.restore.checkpoint": "Checkpoint open",
+    "checkpoint.retention": "Keep",
+    "checkpoint.run": "Checkpointer",
+    "checkpoint.run.options": "Home Limits Local Memory Reads",
+    "checkpoint.state": "per_rank replicated",
+    "checkpoint.store": "open_store",
+    "checkpoint.watch": "Act Vote Watch",
+    "errors": (
+        "Conflict Corrupt Denied Diverged HoldfastError Internal InvalidInput "
+        "NotFound Preempted ResumeWarning RetryLater SaveWarning Unsupported WatchWarning"
+    ),
+    "jobs.writeback": "mount",
+    "system.process_exit": "hard_exit",
+    "train.batch": "BatchFit fit_batch",
+    "train.sharding.inspection": "describe",
+    "train.sharding.shard": "shard",
+    "train.tuning.step_profile": "tune",
+    "watch.compiled.trainer": "CompileCache",
+    "watch.defaults": "default_watches",
+    "watch.hang.trainer": "Hang",
+    "watch.memory": "HostMemory",
+    "watch.pace.trainer": "SlowRanks",
+    "watch.preemption.trainer": "Preemption",
+    "watch.replicas.trainer": "Replicas",
+    "watch.spike": "Spike",
+    "watch.values.trainer": "FiniteValues",
 }
+"""Public names by the module that has them."""
+_PLACES = {name: place for place, names in _NAMES.items() for name in names.split()}
 
 __version__ = "0.1.0"
-__all__ = [
-    "Act",
-    "BatchFit",
-    "Checkpoint",
-    "Checkpointer",
-    "CompileCache",
-    "Conflict",
-    "Corrupt",
-    "Denied",
-    "Diverged",
-    "Every",
-    "EveryAuto",
-    "EverySteps",
-    "EveryTime",
-    "FiniteValues",
-    "Hang",
-    "HoldfastError",
-    "Home",
-    "HostMemory",
-    "Internal",
-    "InvalidInput",
-    "Keep",
-    "KeeperWatch",
-    "Limits",
-    "Local",
-    "Mark",
-    "Memory",
-    "NotFound",
-    "Preempted",
-    "Preemption",
-    "RankGroup",
-    "Reads",
-    "Replicas",
-    "ResumeWarning",
-    "RetryLater",
-    "Save",
-    "SaveWarning",
-    "Section",
-    "SlowRanks",
-    "Spike",
-    "Unsupported",
-    "Vote",
-    "Watch",
-    "WatchWarning",
-    "default_watches",
-    "describe",
-    "export_checkpoint",
-    "export_in_background",
-    "fit_batch",
-    "hard_exit",
-    "import_checkpoint",
-    "mount",
-    "open",
-    "open_store",
-    "per_rank",
-    "replicated",
-    "shard",
-    "tune",
-]
+# Type checkers read the aliases above.
+__all__ = sorted(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
@@ -192,4 +119,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the public names, which is what completion offers."""
-    return sorted(__all__)
+    return __all__

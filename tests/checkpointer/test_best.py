@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 import nursery
-from holdfast import Home, Keep, Local, Preemption
+from holdfast import Home, Keep, Local
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.listing import list_home
@@ -23,15 +23,14 @@ from holdfast.checkpoint.home.metrics import read_document, read_metrics
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, NotFound
 from making import kept
-from stage.training import wait_until
+from stage.training import make_checkpointer, wait_until
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: 2.0, 5: 4.0}
 BEST_TWO = Keep(last=1, best=2, metric="loss")
 
 
 def make(home: Path | Home, keep: Keep = BEST_TWO, **options: Any) -> holdfast.Checkpointer:
-    options = {"watches": [Preemption(signals=False)], "quiet": True, "memory": "64MiB", **options}
-    return holdfast.Checkpointer(home, {"w": torch.zeros(100)}, keep=keep, **options)
+    return make_checkpointer(home, {"w": torch.zeros(100)}, keep=keep, memory="64MiB", **options)
 
 
 def save_all(ckpt: holdfast.Checkpointer, losses: Mapping[int, float | None]) -> None:
@@ -42,6 +41,24 @@ def save_all(ckpt: holdfast.Checkpointer, losses: Mapping[int, float | None]) ->
             ckpt.record(step, loss=loss)
         ckpt.save(step)
         ckpt.wait()
+
+
+def train_until_killed(home: str, local: str = "None") -> None:
+    """Train in a process that is killed after step 5; the loss is lowest at step 3."""
+    script = f"""
+import os, signal, torch
+from holdfast import Checkpointer, Home, Keep, Local, Preemption
+keep, watches = Keep(last=1, best=1, metric="loss"), [Preemption(signals=False)]
+with Checkpointer({home}, {{"w": torch.zeros(100)}}, keep=keep, local={local}, watches=watches) as ckpt:
+    for step in ckpt.steps(100):
+        ckpt.state["w"].fill_(step + 1)
+        ckpt.record(loss=abs(step + 1 - 3))
+        ckpt.save(step + 1).wait_durable()
+        if step + 1 == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = nursery.shared().run(["-c", script])
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def metrics(home: Path, step: int, attempt: int = 1) -> dict[str, float]:
@@ -114,20 +131,7 @@ def test_a_late_value_with_its_step_counts_as_long_as_the_checkpoint_exists(tmp_
 
 
 def test_a_best_checkpoint_of_a_killed_process_survives_the_next_attempts(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, torch, holdfast
-keep = holdfast.Keep(last=1, best=1, metric="loss")
-with holdfast.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(100)}}, keep=keep,
-    watches=[holdfast.Preemption(signals=False)]) as ckpt:
-    for step in ckpt.steps(100):
-        ckpt.state["w"].fill_(step + 1)
-        ckpt.record(loss=abs(step + 1 - 3))
-        ckpt.save(step + 1)
-        ckpt.wait()
-        if step + 1 == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert nursery.shared().run(["-c", script]).returncode == -signal.SIGKILL
+    train_until_killed(f"{str(tmp_path)!r}")
     with make(tmp_path, Keep(last=1, best=1, metric="loss")) as ckpt:
         assert ckpt.restore() == 5
         save_all(ckpt, {6: 3.0, 7: 4.0})
@@ -182,10 +186,9 @@ def test_an_empty_home_has_no_best_checkpoint(tmp_path: Path) -> None:
 
 
 def test_the_best_needs_a_metric_and_no_step(tmp_path: Path) -> None:
-    with make(tmp_path, Keep(last=1)) as ckpt, pytest.raises(InvalidInput, match="needs a metric"):
-        ckpt.restore(best=True)
-    with make(tmp_path) as ckpt, pytest.raises(InvalidInput, match="not both"):
-        ckpt.restore(3, best=True)
+    for keep, step, reason in ((Keep(last=1), None, "needs a metric"), (BEST_TWO, 3, "not both")):
+        with make(tmp_path, keep) as ckpt, pytest.raises(InvalidInput, match=reason):
+            ckpt.restore(step, best=True)
 
 
 def test_open_finds_the_best(tmp_path: Path) -> None:
@@ -220,21 +223,7 @@ def test_the_best_is_sent_home_although_it_is_not_due_there(tmp_path: Path) -> N
 def test_the_best_of_a_killed_process_comes_home(tmp_path: Path) -> None:
     """Its keeper sends it after the newest. The next attempt may delete both from the local folder."""
     home, local = tmp_path / "home", tmp_path / "local"
-    script = f"""
-import os, signal, torch, holdfast
-keep = holdfast.Keep(last=1, best=1, metric="loss")
-home, local = holdfast.Home({str(home)!r}, every=100), holdfast.Local({str(local)!r}, keep=1)
-with holdfast.Checkpointer(home, {{"w": torch.zeros(100)}}, keep=keep, local=local,
-    watches=[holdfast.Preemption(signals=False)]) as ckpt:
-    for step in ckpt.steps(100):
-        ckpt.state["w"].fill_(step + 1)
-        ckpt.record(loss=abs(step + 1 - 3))
-        ckpt.save(step + 1).wait_durable()
-        if step + 1 == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = nursery.shared().run(["-c", script])
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    train_until_killed(f"Home({str(home)!r}, every=100)", f"Local({str(local)!r}, keep=1)")
     wait_until(lambda: kept(home) == [(1, 3), (1, 5)])
 
 

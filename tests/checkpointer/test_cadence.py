@@ -10,8 +10,8 @@ def make_home(every: int | str | None = None) -> HomeCadence:
     return HomeCadence(None if every is None else single_policies(every), now_s=0.0)
 
 
-def make_cadence(every: int | str, *, rank: int = 0, world_size: int = 1) -> Cadence:
-    return Cadence(single_policies(every), make_home(), rank=rank, world_size=world_size, now_s=0.0)
+def make_cadence(every: int | str, *, rank: int = 0) -> Cadence:
+    return Cadence(single_policies(every), make_home(), rank=rank, now_s=0.0)
 
 
 def sent_home(home: HomeCadence, steps: range) -> list[int]:
@@ -20,42 +20,44 @@ def sent_home(home: HomeCadence, steps: range) -> list[int]:
 
 def test_a_single_rank_decides_at_once() -> None:
     cadence = make_cadence("10s")
-    assert not cadence.decide(1, 9.0, cadence.add_clock(1, 9.0, Flags())).is_due
-    assert cadence.decide(2, 11.0, cadence.add_clock(2, 11.0, Flags())).is_due
+    assert not cadence.decide(1, 9.0, cadence.add_clock(1, 9.0, Flags()), sent_step=1).is_due
+    assert cadence.decide(2, 11.0, cadence.add_clock(2, 11.0, Flags()), sent_step=2).is_due
     cadence.save(2, 11.0)
-    assert not cadence.decide(3, 20.0, cadence.add_clock(3, 20.0, Flags())).is_due
+    assert not cadence.decide(3, 20.0, cadence.add_clock(3, 20.0, Flags()), sent_step=3).is_due
 
 
 def test_only_the_clock_of_rank_0_counts() -> None:
-    late = [make_cadence("10s", rank=rank, world_size=2).add_clock(1, 11.0, Flags()) for rank in range(2)]
+    late = [make_cadence("10s", rank=rank).add_clock(1, 11.0, Flags()) for rank in range(2)]
     assert [flags.is_due for flags in late] == [True, False]
 
 
 def test_steps_need_no_flags() -> None:
-    cadence = make_cadence(5, rank=1, world_size=2)
-    assert [step for step in range(1, 11) if cadence.decide(step, 0.0, Flags()).is_due] == [5, 10]
+    cadence = make_cadence(5, rank=1)
+    assert [step for step in range(1, 11) if cadence.decide(step, 0.0, Flags(), sent_step=step).is_due] == [
+        5,
+        10,
+    ]
 
 
 def test_flags_sent_before_a_save_cause_no_second_one() -> None:
     """Rank 0 sends a flag at step 3, all ranks save step 4, and then the flag arrives."""
-    cadence = make_cadence(4, rank=1, world_size=2)
-    cadence.decide(3, 0.0, Flags())
+    cadence = make_cadence(4, rank=1)
     cadence.save(4, 0.0)
     late = Flags(is_due=True, is_torn=True)
-    assert cadence.decide(5, 0.0, late) == Flags()
-    assert cadence.decide(6, 0.0, late) == late
+    assert cadence.decide(5, 0.0, late, sent_step=3) == Flags()
+    assert cadence.decide(6, 0.0, late, sent_step=5) == late
 
 
 def test_a_preemption_is_due_whatever_was_saved() -> None:
-    cadence = make_cadence(1000, rank=1, world_size=2)
+    cadence = make_cadence(1000, rank=1)
     cadence.save(1, 0.0)
-    assert cadence.decide(1, 0.0, Flags(is_preempted=True)).is_due
+    assert cadence.decide(1, 0.0, Flags(is_preempted=True), sent_step=1).is_due
 
 
 def test_a_rebalance_notice_makes_a_save_due_like_the_clock() -> None:
     cadence = make_cadence(1000)
     flags = cadence.add_clock(1, 0.0, Flags(is_due=True))
-    assert cadence.decide(1, 0.0, flags) == Flags(is_due=True)
+    assert cadence.decide(1, 0.0, flags, sent_step=1) == Flags(is_due=True)
 
 
 def test_steps_are_measured_without_the_time_of_saves() -> None:

@@ -74,15 +74,18 @@ def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trouble]
         yield Trouble(home, Denied, "AccessDenied", deny, proxy.clear)
 
 
+@pytest.fixture
+def away(tmp_path: Path) -> Trouble:
+    """A store that is away."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    return Trouble(home, RetryLater, "vanished", lambda: home.rename(other), lambda: other.rename(home))
+
+
 @pytest.fixture(params=["away", "full", "denied", pytest.param("bucket", marks=pytest.mark.slow)])
 def trouble(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trouble]:
     """A store that is away, a full disk, one that refuses writes, and a bucket; the disks as root only."""
-    if request.param == "bucket":
-        yield request.getfixturevalue("bucket")
-        return
-    if request.param == "away":
-        home, away = tmp_path / "home", tmp_path / "away"
-        yield Trouble(home, RetryLater, "vanished", lambda: home.rename(away), lambda: away.rename(home))
+    if request.param in ("away", "bucket"):
+        yield request.getfixturevalue(request.param)
         return
     with small_disk(tmp_path, "600k") as disk:
         home, ballast = disk / "home", disk / "ballast"
@@ -171,10 +174,10 @@ def test_training_pauses_until_the_save_is_durable(trouble: Trouble, monkeypatch
     assert [(one.kind, one.step) for one in summary.problems] == [("paused", 2)]
 
 
-def test_a_notice_ends_a_pause_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notice_ends_a_pause_at_once(
+    away: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The save that training has come to is begun, and the end waits until it is durable."""
-    home = tmp_path / "home"
-    away = Trouble(home, RetryLater, "vanished", lambda: home.rename(tmp_path / "x"), lambda: None)
 
     def notify(line: str) -> None:
         if "training is paused" in line:
@@ -188,23 +191,21 @@ def test_a_notice_ends_a_pause_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert not save.durable
     ckpt.should_save(3)
     assert ckpt.preempted
-    (tmp_path / "x").rename(home)
+    away.end()
     with pytest.raises(Preempted):
         ckpt.stop(3)
-    assert steps_kept(home)[-1] == 3
+    assert steps_kept(away.home)[-1] == 3
 
 
 def test_a_failed_save_is_counted_before_another_one_or_a_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    away: Trouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = tmp_path / "home"
-    away = Trouble(home, RetryLater, "vanished", lambda: home.rename(tmp_path / "x"), lambda: None)
     monkeypatch.setenv(PROGRESS, str(tmp_path / "progress"))
     ckpt = begin(away, "warn")
     ckpt.save(2).exception(SOON_S)
     ckpt.should_save(3)
     assert len(read_progress(tmp_path / "progress").failed_saves) == 1
-    (tmp_path / "x").rename(home)
+    away.end()
     with pytest.warns(SaveWarning, match="vanished"):
         ckpt.save(3).wait_durable(SOON_S)
     ckpt.close()
@@ -226,16 +227,14 @@ def test_all_ranks_pause_for_the_disk_of_one(tmp_path: Path, is_local: bool) -> 
     assert steps_kept(tmp_path / "home")[-1] == 3
 
 
-def test_a_pause_ends_with_the_error_at_its_limit(tmp_path: Path) -> None:
-    home = tmp_path / "home"
-    away = Trouble(home, RetryLater, "vanished", lambda: home.rename(tmp_path / "x"), lambda: None)
+def test_a_pause_ends_with_the_error_at_its_limit(away: Trouble) -> None:
     with begin(away, "pause", "0.1s") as ckpt:
         ckpt.save(2)
         with pytest.raises(RetryLater, match="vanished"):
             ckpt.save(3)
-        (tmp_path / "x").rename(home)
+        away.end()
         ckpt.save(4).wait_durable(SOON_S)
-    assert steps_kept(home) == [1, 4]
+    assert steps_kept(away.home) == [1, 4]
 
 
 def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(

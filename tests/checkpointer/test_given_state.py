@@ -18,7 +18,7 @@ from torch import nn
 
 import holdfast
 import nursery
-from holdfast import Keep, Preemption
+from holdfast import Keep
 from holdfast.checkpoint.format import names
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, ResumeWarning, SaveWarning
 from stage.ranks import run_ranks
@@ -246,7 +246,7 @@ def test_a_wrong_call_is_refused_and_loses_nothing(tmp_path: Path, name: str) ->
 
 
 def test_a_checkpointer_with_a_state_takes_no_other(tmp_path: Path) -> None:
-    with holdfast.Checkpointer(tmp_path, {"n": 1}, watches=[Preemption(signals=False)], quiet=True) as ckpt:
+    with make_checkpointer(tmp_path, {"n": 1}) as ckpt:
         with pytest.raises(InvalidInput, match="made without a state"):
             ckpt.save(1, {"n": 2})
         with pytest.raises(InvalidInput, match=r"restore\(\)"):
@@ -316,11 +316,10 @@ def test_ranks_save_parts_and_load_them_in_another_layout(tmp_path: Path) -> Non
 
 def restore_of_different_sizes(rank: int, home: Path) -> list[Any]:
     state = {"own": torch.full((rank + 1,), float(rank))}
-    options: dict[str, Any] = {"watches": [Preemption(signals=False)], "quiet": True}
-    with holdfast.Checkpointer(home, state, **options) as ckpt:
+    with make_checkpointer(home, state) as ckpt:
         ckpt.save(1)
     state["own"].fill_(-1)
-    with holdfast.Checkpointer(home, state, **options) as ckpt:
+    with make_checkpointer(home, state) as ckpt:
         ckpt.restore()
     target = torch.zeros(rank + 1)
     holdfast.open(home).load_into({"own": target})

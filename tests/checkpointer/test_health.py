@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import Preemption
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sections import Health
 from holdfast.checkpoint.home.documents import read_manifest
@@ -20,6 +19,7 @@ from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, NotFound
 from making import steps_kept
+from stage.training import make_checkpointer
 
 
 def make(home: Path, **options: Any) -> holdfast.Checkpointer:
@@ -28,8 +28,8 @@ def make(home: Path, **options: Any) -> holdfast.Checkpointer:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    options = {"watches": [Preemption(signals=False)], "quiet": True, "memory": "64MiB", **options}
-    return holdfast.Checkpointer(home, {"model": model, "optimizer": optimizer}, **options)
+    state = {"model": model, "optimizer": optimizer}
+    return make_checkpointer(home, state, memory="64MiB", **options)
 
 
 def save(ckpt: holdfast.Checkpointer, step: int, loss: float = math.nan, *, nan: bool = False) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,13 @@ def break_in_a_handler(ckpt: holdfast.Checkpointer, step_once: Callable[[], None
     return None
 
 
+def make_five(steps: Iterable[int], step_once: Callable[[], None]) -> None:
+    for step in steps:
+        step_once()
+        if step == 4:
+            break
+
+
 def data_that_ends(ckpt: holdfast.Checkpointer, step_once: Callable[[], None]) -> object:
     for _ in zip(ckpt.steps(10), range(5), strict=False):
         step_once()
@@ -86,28 +93,19 @@ def progress_bar(ckpt: holdfast.Checkpointer, step_once: Callable[[], None]) -> 
 
 def progress_bar_with_a_name(ckpt: holdfast.Checkpointer, step_once: Callable[[], None]) -> object:
     bar = tqdm(ckpt.steps(10), disable=None)
-    for step in bar:
-        step_once()
-        if step == 4:
-            break
+    make_five(bar, step_once)
     return bar
 
 
 def iterator_that_is_kept(ckpt: holdfast.Checkpointer, step_once: Callable[[], None]) -> object:
     steps = ckpt.steps(10)
-    for step in steps:
-        step_once()
-        if step == 4:
-            break
+    make_five(steps, step_once)
     return steps
 
 
 def closed(ckpt: holdfast.Checkpointer, step_once: Callable[[], None]) -> object:
     with contextlib.closing(ckpt.steps(10)) as steps:  # type: ignore[type-var]
-        for step in steps:
-            step_once()
-            if step == 4:
-                break
+        make_five(steps, step_once)
     return None
 
 

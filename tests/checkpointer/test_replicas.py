@@ -73,10 +73,10 @@ def test_a_flipped_bit_of_one_of_three_ranks_is_named_at_the_next_save(
 
 def test_two_ranks_have_no_majority_but_for_a_constant(tmp_path: Path) -> None:
     found = run_ranks(2, drifting.train, tmp_path / "moment", "plain", Flip(1, "moment"))
-    check_named(tmp_path / "moment", found, Flip(1), "optimizer.state.net.back.weight.exp_avg", others=[])
+    check_named(tmp_path / "moment", found, Flip(1), TENSORS["moment"], others=[])
     assert "ranks 0 (" in found[0][0]
     found = run_ranks(2, drifting.train, tmp_path / "buffer", "plain", Flip(1, "buffer"))
-    check_named(tmp_path / "buffer", found, Flip(1), "net.table", others=[0])
+    check_named(tmp_path / "buffer", found, Flip(1), TENSORS["buffer"], others=[0])
 
 
 @pytest.mark.fsdp2_on_cpu
@@ -98,10 +98,7 @@ def test_every_flip_is_named(tmp_path: Path, world_size: int, what: str, rank: i
     others = [one for one in range(world_size) if one != rank]
     if what != "buffer" and world_size == 2:
         others = []
-    tensor = {"weight": "net.back.weight", "buffer": "net.table"}.get(
-        what, "optimizer.state.net.back.weight.exp_avg"
-    )
-    check_named(tmp_path, found, flip, tensor, others=others)
+    check_named(tmp_path, found, flip, TENSORS[what], others=others)
 
 
 @slow

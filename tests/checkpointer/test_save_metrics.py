@@ -58,27 +58,21 @@ def test_a_value_is_replaced_by_a_later_one_of_the_same_step() -> None:
 
 @pytest.mark.parametrize("value", [1.5, -1.5, 0.0, -0.0, 1.7e308, -1.7e308, 5e-324])
 def test_every_rank_receives_the_value_of_rank_0(value: float) -> None:
-    keep = Keep(last=1, best=1, metric="loss")
-    ranks = [Scores(keep, is_alone=False) for _ in range(2)]
-    assert [rank.receive(min(rank.send(10, None) for rank in ranks)) for rank in ranks] == [None, None]
-    lowest = min(ranks[0].send(10, value), ranks[1].send(10, None))
-    assert [rank.receive(-1) for rank in ranks] == [None, None]  # of the exchange before
-    again = min(ranks[0].send(10, value), ranks[1].send(10, None))
-    assert again == lowest
-    assert [rank.receive(lowest) for rank in ranks] == [[10], [10]]
-    for rank in ranks:
-        rank.send(20, None)
-    assert [rank.receive(lowest) for rank in ranks] == [None, None]  # nothing has changed
+    ranks = [Scores(Keep(last=1, best=1, metric="loss")) for _ in range(2)]
+    lowest = min(ranks[0].encode(value), ranks[1].encode(None))
+    assert [rank.receive(10, lowest) for rank in ranks] == [[10], [10]]
+    assert [rank.receive(10, lowest) for rank in ranks] == [None, None]  # nothing has changed
+    assert [rank.best for rank in ranks] == [[10], [10]]
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
 def test_a_value_that_is_not_finite_is_not_among_the_best(value: float | None) -> None:
-    alone = Scores(Keep(last=1, best=1, metric="loss"), is_alone=True)
-    assert alone.receive(alone.send(10, value)) is None
+    scores = Scores(Keep(last=1, best=1, metric="loss"))
+    assert scores.receive(10, scores.encode(value)) is None
 
 
 def test_the_best_steps_are_returned_when_they_change() -> None:
-    alone = Scores(Keep(last=1, best=2, metric="acc", mode="max"), is_alone=True)
+    scores = Scores(Keep(last=1, best=2, metric="acc", mode="max"))
     values = {10: 1.0, 20: 3.0, 30: 2.0, 40: 0.5, 50: 4.0}
-    found = [alone.receive(alone.send(step, value)) for step, value in values.items()]
+    found = [scores.receive(step, scores.encode(value)) for step, value in values.items()]
     assert found == [[10], [20, 10], [20, 30], None, [50, 20]]

@@ -13,17 +13,18 @@ class World:
 
     def __init__(self, num_ranks: int) -> None:
         self.ranks = [StableStep() for _ in range(num_ranks)]
-        self._sent: list[tuple[int, bool]] = []
+        self._sent: list[tuple[int | None, int, bool]] = []
 
     def exchange(self) -> int | None:
         """Run one exchange, and return the step that all ranks found by it."""
-        sent = [rank.propose() for rank in self.ranks]
-        lowest, is_lacked = -1, False
-        if self._sent:
-            lowest = min(newest for newest, _ in self._sent)
-            is_lacked = any(lacks for _, lacks in self._sent)
-        self._sent = sent
-        found = {rank.receive(lowest, is_lacked=is_lacked) for rank in self.ranks}
+        sent, self._sent = self._sent, [(rank.proposed, *rank.propose()) for rank in self.ranks]
+        if not sent:
+            return None
+        lowest, is_lacked = min(newest for _, newest, _ in sent), any(lacks for _, _, lacks in sent)
+        found = {
+            rank.receive(answered, lowest, is_lacked=is_lacked)
+            for rank, (answered, _, _) in zip(self.ranks, sent, strict=True)
+        }
         assert len(found) == 1, "every rank finds the same step"
         return found.pop()
 

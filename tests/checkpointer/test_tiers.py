@@ -24,9 +24,7 @@ from making import make_checkpoint, make_home
 def make_tiers(folder: Path, **options: Any) -> Tiers:
     """Tiers of two folders."""
     local = options.pop("local", folder / "local")
-    return Tiers(
-        Home(folder / "home", **options), None if local is None else Local(local), restore_patience_s=120.0
-    )
+    return Tiers(Home(folder / "home", **options), None if local is None else Local(local))
 
 
 def test_a_policy_for_home_needs_a_nearer_place(tmp_path: Path) -> None:

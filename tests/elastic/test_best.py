@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import holdfast
 from elastic.conftest import Worlds
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
+from stage.training import make_checkpointer
 
 pytestmark = pytest.mark.ranks
 
@@ -19,13 +19,9 @@ KEEP = holdfast.Keep(last=1, best=1, metric="loss")
 
 
 def make(rank: int, home: Path, weights: torch.Tensor, *, is_local: bool) -> holdfast.Checkpointer:
-    options: dict[str, Any] = {"keep": KEEP, "quiet": True, "memory": "64MiB"}
-    options["watches"] = [holdfast.Preemption(signals=False)]
-    place: Any = home
-    if is_local:
-        place = holdfast.Home(home, every=1000)
-        options["local"] = holdfast.Local(home.with_name(f"local-{rank}"), keep=1)
-    return holdfast.Checkpointer(place, {"w": holdfast.per_rank(weights)}, **options)
+    local = holdfast.Local(home.with_name(f"local-{rank}"), keep=1) if is_local else None
+    place = holdfast.Home(home, every=1000 if is_local else None)
+    return make_checkpointer(place, {"w": holdfast.per_rank(weights)}, keep=KEEP, local=local, memory="64MiB")
 
 
 def train(rank: int, home: Path, is_local: bool) -> None:

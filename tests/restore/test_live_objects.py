@@ -53,7 +53,9 @@ def test_a_state_dict_is_that_of_the_module(saved: tuple[Path, dict[str, Any]]) 
         holdfast.open(home).state_dict("net")
 
 
-def test_a_module_is_filled_in_place(saved: tuple[Path, dict[str, Any]]) -> None:
+def test_a_module_is_filled_in_place_and_one_on_the_meta_device_made_real(
+    saved: tuple[Path, dict[str, Any]],
+) -> None:
     home, state = saved
     other = zeroed(state["model"])
     before = {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
@@ -63,10 +65,6 @@ def test_a_module_is_filled_in_place(saved: tuple[Path, dict[str, Any]]) -> None
     assert are_equal(other, state["model"])
     assert {name: tensor.data_ptr() for name, tensor in other.state_dict().items()} == before
     assert torch.equal(torch.get_rng_state(), drawn)
-
-
-def test_a_module_on_the_meta_device_is_made_real(saved: tuple[Path, dict[str, Any]]) -> None:
-    home, state = saved
     with torch.device("meta"):
         other = make_model()
     holdfast.open(home).load_into(other)

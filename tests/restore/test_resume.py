@@ -178,12 +178,14 @@ def test_a_damaged_checkpoint_is_skipped_for_an_older_one(harm: str) -> None:
     assert live.finished == [200]
 
 
-def test_an_extra_file_is_harmless() -> None:
+def test_extra_files_and_a_missing_run_document_are_harmless() -> None:
     store = make_store()
     store.put("step-00000300/notes.txt", b"mine")
     store.put(names.data(300, 1, 9), b"?")
-    restored = restore(store, empty_live())
-    assert (restored.step, restored.skipped) == (300, ())
+    for _ in range(2):
+        restored = restore(store, empty_live())
+        assert (restored.step, restored.skipped) == (300, ())
+        store.delete(names.RUN)
 
 
 def test_none_good_raises_with_all_reasons_and_never_starts_from_zero() -> None:
@@ -216,13 +218,6 @@ def test_a_requested_step_is_restored_or_raised() -> None:
         restore(store, live, step=250)
 
 
-def test_a_commit_is_finished_before_the_newest_is_chosen() -> None:
-    store, live = make_store(), empty_live()
-    make_checkpoint(store, 400, 1, [state_of(400)], commit=False)
-    assert restore(store, live).step == 400
-    assert store.size(names.manifest(400, 1)) is not None
-
-
 def uncommitted_400() -> FaultyStore:
     store = FaultyStore(MemoryStore())
     make_checkpoint(store, 300, 1, [state_of(300)])
@@ -230,10 +225,12 @@ def uncommitted_400() -> FaultyStore:
     return store
 
 
-def test_a_commit_is_finished_once_the_store_takes_it() -> None:
+@pytest.mark.parametrize("num_failures", [0, 2])
+def test_a_commit_is_finished_before_the_newest_is_chosen_once_the_store_takes_it(num_failures: int) -> None:
     store = uncommitted_400()
-    store.fail("put", RetryLater("disk full"), times=2)
+    store.fail("put", RetryLater("disk full"), times=num_failures)
     assert restore(store, empty_live()).step == 400
+    assert store.size(names.manifest(400, 1)) is not None
 
 
 def test_a_commit_that_the_store_never_takes_stops_the_restore() -> None:
@@ -324,27 +321,23 @@ def test_a_store_that_refuses_access_raises_at_once() -> None:
         restore(store, empty_live())
 
 
-def test_what_does_not_verify_is_noted_and_what_is_superseded_is_not() -> None:
-    store, noted = make_store(), []
+def test_fallback_skips_a_superseded_branch_and_notes_what_does_not_verify() -> None:
+    """Attempt 2 went back from 300 to 100; when its 200 is damaged, 100 is the newest of its line."""
+    store, live, noted = make_store(), empty_live(), []
     make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
     flip(store, names.data(200, 2, 0))
-    restore(store, empty_live(), mark=lambda *said: noted.append(said))
+    restored = restore(store, live, mark=lambda *said: noted.append(said))
+    assert (restored.step, restored.attempt) == (100, 1)
     ((skipped, good),) = noted
     assert [(one.attempt, one.step) for one in skipped] == [(2, 200)]
     assert good == (1, 100)
-
-
-def test_fallback_skips_a_superseded_branch() -> None:
-    """Attempt 2 went back from 300 to 100; when its 200 is damaged, 100 is the newest of its line."""
-    store, live = make_store(), empty_live()
-    make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
-    flip(store, names.data(200, 2, 0))
-    restored = restore(store, live)
-    assert (restored.step, restored.attempt) == (100, 1)
     reasons = {(one.step, one.attempt): one.reason for one in restored.skipped}
     assert set(reasons) == {(200, 2), (300, 1), (200, 1)}
     assert reasons[300, 1] == "superseded: attempt 2 continued from step 100"
     assert restore(store, live, step=300).attempt == 1
+    # A requested step falls back to the same step of an older attempt.
+    assert restore(store, live, step=200).attempt == 1
+    assert live.tensors["n"].item() == 200
 
 
 def test_fallback_follows_the_line_of_a_superseded_checkpoint_chosen_by_hand() -> None:
@@ -380,14 +373,6 @@ def test_fallback_follows_the_line_across_several_restarts() -> None:
     assert {(one.step, one.attempt) for one in restored.skipped} == {*order[:-1], (260, 2), (300, 1)}
 
 
-def test_a_requested_step_falls_back_to_the_same_step_of_an_older_attempt() -> None:
-    store, live = make_store(), empty_live()
-    make_checkpoint(store, 200, 2, [state_of(222)], base=(1, 100), chunk_bytes=4096)
-    flip(store, names.data(200, 2, 0))
-    assert restore(store, live, step=200).attempt == 1
-    assert live.tensors["n"].item() == 200
-
-
 def test_a_model_that_does_not_fit_is_raised_and_no_older_one_is_tried() -> None:
     store = make_store()
     live = Live({"other": torch.zeros(1)})
@@ -404,24 +389,22 @@ def test_a_foreign_error_of_the_live_objects_is_raised_as_it_is() -> None:
         restore_newest(Request(make_store(), broken, alone()))
 
 
-def test_tensors_left_over_from_a_damaged_checkpoint_are_not_hidden() -> None:
+@pytest.mark.parametrize("shows", ["without reading", "while reading"])
+def test_tensors_left_over_from_a_damaged_checkpoint_are_not_hidden(shows: str) -> None:
+    """Damage that shows without reading data touches nothing live."""
     store = make_store((100,))
     make_checkpoint(store, 200, 1, [{**state_of(200), "extra": torch.ones(9)}], chunk_bytes=4096)
-    flip(store, names.data(200, 1, 0))
     live = Live({**empty_live().tensors, "extra": torch.zeros(9)}, strict=False)
+    if shows == "without reading":
+        store.delete(names.data(200, 1, 0))
+        assert restore(store, live).step == 100
+        assert not live.tensors["extra"].any()
+        return
+    flip(store, names.data(200, 1, 0))
     with pytest.raises(Corrupt, match="mixes steps") as caught:
         restore(store, live)
     assert "extra" in str(caught.value)
     assert live.finished == []
-
-
-def test_damage_that_shows_without_reading_data_touches_nothing_live() -> None:
-    store = make_store((100,))
-    make_checkpoint(store, 200, 1, [{**state_of(200), "extra": torch.ones(9)}], chunk_bytes=4096)
-    store.delete(names.data(200, 1, 0))
-    live = Live({**empty_live().tensors, "extra": torch.zeros(9)}, strict=False)
-    assert restore(store, live).step == 100
-    assert not live.tensors["extra"].any()
 
 
 def two_ranks(step: int) -> list[dict[str, torch.Tensor]]:
@@ -553,13 +536,9 @@ def flaky_store(num_failures: int) -> Flaky:
     return store
 
 
-def test_both_ranks_retry_if_one_cannot_read() -> None:
+def test_both_ranks_retry_and_then_stop_if_one_cannot_read() -> None:
     results = on_ranks(flaky_store(3), [rank_live(), rank_live()])
-    assert [one.step for one in results] == [200, 200]
-    assert [one.skipped for one in results] == [(), ()]
-
-
-def test_both_ranks_stop_where_one_cannot_read() -> None:
+    assert [(one.step, one.skipped) for one in results] == [(200, ()), (200, ())]
     results = on_ranks(flaky_store(10**9), [rank_live(), rank_live()], patience_s=0.3)
     assert all(isinstance(one, RetryLater) and one.step == 200 for one in results)
     assert all("rank 1: unreachable" in str(one) for one in results)
@@ -608,12 +587,6 @@ def test_a_home_that_rank_0_cannot_read_raises_on_every_rank() -> None:
 
 def test_a_fresh_home_is_fresh_on_every_rank() -> None:
     assert on_ranks(MemoryStore(), [rank_live(), rank_live()]) == [None, None]
-
-
-def test_checkpoints_of_a_home_without_a_run_document_can_be_restored() -> None:
-    store = make_store()
-    store.delete(names.RUN)
-    assert restore(store, empty_live()).step == 300
 
 
 def test_a_start_whose_first_checkpoint_is_damaged_on_one_rank_still_supersedes_earlier_attempts() -> None:

@@ -78,6 +78,18 @@ def from_listing(read: Callable[[], _T]) -> _T:
     return read()
 
 
+def no_such_checkpoint(
+    url: str, found: Sequence[CheckpointId], step: int | None = None, attempt: int | None = None
+) -> NotFound:
+    """Return the error for a home without the requested checkpoint; `found` are the others, newest first."""
+    asked = "checkpoint" if step is None else f"step {step}"
+    asked += "" if attempt is None else f" of attempt {attempt}"
+    shown = ", ".join(f"{one.step} (attempt {one.attempt})" for one in found[:20]) or "none"
+    more = f" and {len(found) - 20} older" if len(found) > 20 else ""
+    others = f" Complete steps, newest first: {shown}{more}." if found or step is not None else ""
+    return NotFound(f"{url} does not contain a complete {asked}.{others}", step=step)
+
+
 def was_deleted(store: Store, checkpoint: CheckpointId) -> bool:
     """Return True if a listed checkpoint has no manifest any more: a run has deleted it since."""
     return store.size(names.manifest(checkpoint.step, checkpoint.attempt)) is None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
@@ -27,7 +28,7 @@ from holdfast.checkpoint.home.documents import read_draft
 from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.checkpoint.home.losses import find_losses
 from holdfast.checkpoint.home.metrics import MetricByCheckpoint, read_values
-from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped
+from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped, no_such_checkpoint
 from holdfast.checkpoint.home.rollbacks import NO_ROLLBACKS, Rollbacks, read_rollbacks
 from holdfast.checkpoint.ranks import RankGroup, raise_first, values_of
 from holdfast.checkpoint.retention import Keep
@@ -35,7 +36,7 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import first_good
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import decode_as
+from holdfast.system.documents import decode_as, read_as
 
 
 class Loading(Protocol):
@@ -99,28 +100,20 @@ class Request(Struct, frozen=True):
     mark: Mark = _ignore  # called on every rank, and again while it raises RetryLater
 
 
-class Survey(Struct, frozen=True):
-    """Checkpoints that rank 0 has found. Equal on all ranks."""
+class Candidates(Struct, frozen=True):
+    """Checkpoints that may be restored. Equal on all ranks."""
 
     run: str | None
     found: tuple[CheckpointId, ...] = ()  # newest first
     whole: tuple[CheckpointId, ...] = ()  # of these, those that lack their manifest
-    denied: tuple[Skipped, ...] = ()  # where it could not be written
-    finished: tuple[tuple[CheckpointId, str], ...] = ()  # where it was written, with the URL
+    denied: tuple[Skipped, ...] = ()  # complete but for a manifest that could not be written
+    finished: tuple[tuple[CheckpointId, str], ...] = ()  # whose manifest was written, with the URL
     marked: tuple[CheckpointId, ...] = ()  # skipped by an earlier restore
-    losses: tuple[str, ...] = ()  # signs of lost checkpoints, if none was found
+    losses: tuple[str, ...] = ()  # signs of lost checkpoints, if rank 0 has found none
     rollbacks: Rollbacks = NO_ROLLBACKS
     holdings: tuple[Holding, ...] = ()  # files in home of checkpoints that are not complete there
-
-
-class Candidates(Struct, frozen=True):
-    """Checkpoints that may be restored. Equal on all ranks."""
-
-    survey: Survey
-    order: tuple[CheckpointId, ...]  # newest first
-    skipped: tuple[Skipped, ...]  # complete but for a manifest that could not be written
-    node_local: Mapping[CheckpointId, NodeLocalCheckpoint]  # complete in all local folders and home together
-    lacking: Mapping[CheckpointId, list[int]]  # ranks whose files no tier has
+    node_local: dict[CheckpointId, NodeLocalCheckpoint] = {}  # complete in local folders and home together
+    lacking: dict[CheckpointId, list[int]] = {}  # ranks whose files no tier has
 
 
 def find_candidates(request: Request, patience: Patience) -> Candidates:
@@ -128,133 +121,96 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
 
     Ranks: collective.
     """
-    survey = _survey(request, patience)
-    node_local: dict[CheckpointId, NodeLocalCheckpoint] = {}
-    lacking: dict[CheckpointId, list[int]] = {}
+    # Rank 0 lists all tiers, or only home if other ranks have other local folders.
+    store = request.store if request.own_local is None else request.store.copies()[-1]
+    find, group = partial(patience.spend, store.url, partial(_list_tiers, store, request)), request.group
+    if group.world_size == 1:
+        listed = find()  # there is no other rank to send it to
+    else:
+        outcome = group.on_first(lambda: json.dumps(to_builtins(find())))
+        raise_first([outcome], group.rank, f"could not list {store.url}")
+        listed = decode_as(Candidates, outcome.value or "", "the list of rank 0", max_bytes=MAX_BYTES)
     if request.own_local is not None:
-        node_local, lacking = _find_node_local(request.own_local, request, survey, patience)
-    # By attempt, then step, never by time: clocks differ. An attempt continues what it restored: note 001.
-    order = tuple(sorted({*survey.found, *node_local}, reverse=True))
-    skipped = tuple(one for one in survey.denied if one.checkpoint_id not in node_local)
+        listed = _with_node_local(request.own_local, request.group, listed, patience)
     step = request.selection.step
     if step is not None:
-        skipped = tuple(one for one in skipped if one.step == step)
-        if not skipped and not any(one.step == step for one in order):
-            shown = ", ".join(f"{one.step} (attempt {one.attempt})" for one in order[:20]) or "none"
-            raise NotFound(
-                f"{request.store.url} does not contain a complete step {step}. Complete steps, "
-                f"newest first: {shown}.",
-                step=step,
-            )
-        order = tuple(one for one in order if one.step == step)
-    return Candidates(survey, order, skipped, node_local, lacking)
+        denied = tuple(one for one in listed.denied if one.step == step)
+        if not denied and not any(one.step == step for one in listed.found):
+            raise no_such_checkpoint(store.url, listed.found, step)
+        listed = replace(listed, denied=denied)
+    return listed
 
 
-def _survey(request: Request, patience: Patience) -> Survey:
-    """List the tiers on rank 0: all of them, or only home if other ranks have other local folders."""
-    store = request.store if request.own_local is None else request.store.copies()[-1]
-    find = partial(patience.spend, store.url, partial(_list_tiers, store, request))
-    if request.group.world_size == 1:
-        return find()  # there is no other rank to send it to
-    outcome = request.group.on_first(lambda: json.dumps(to_builtins(find())))
-    raise_first([outcome], request.group.rank, f"could not list {store.url}")
-    return decode_as(Survey, outcome.value or "", "the survey of rank 0", max_bytes=MAX_BYTES)
-
-
-def _list_tiers(store: Store, request: Request) -> Survey:
+def _list_tiers(store: Store, request: Request) -> Candidates:
     """List every copy of a store, and complete the saves that lack only their manifest."""
     run = read_run(store)
     run_id = run.id if run else None
     homes = [(copy, list_home(copy)) for copy in store.copies()]
     complete = {found for _, home in homes for found in candidates(home)}
     marked = {one for _, home in homes for one, saved in home.saved.items() if saved.was_skipped}
-    found, whole = set(complete), set[CheckpointId]()
-    denied: list[Skipped] = []
+    whole, denied = set[CheckpointId](), list[Skipped]()
     finished: list[tuple[CheckpointId, str]] = []
-    for copy, home in homes:
-        if not request.may_commit:
-            whole.update(_find_whole(copy, home, run_id, complete, request.selection.step))
+    for copy, saved in ((copy, saved) for copy, home in homes for saved in home.by_step()):
+        checkpoint = saved.checkpoint_id
+        if request.selection.step not in (None, saved.step):
             continue
-        here = _finish_commits(copy, home, run_id, complete, denied, request.selection.step)
-        finished += here
-        found.update(candidates(list_home(copy) if here else home))
-    found |= whole
-    is_alone = request.own_local is None
-    return Survey(
+        if not request.may_commit:
+            if checkpoint not in complete and merge_saved(copy, saved, run_id) is not None:
+                whole.add(checkpoint)
+            continue
+        try:
+            if recover_commit(copy, saved, run_id):
+                finished.append((checkpoint, copy.url))
+        except (Denied, RetryLater) as error:
+            if checkpoint in complete:
+                continue  # in another copy, so that the failure here does no harm
+            if isinstance(error, RetryLater):
+                message = f"Step {saved.step} lacks only its manifest, which could not be written: {error}"
+                raise RetryLater(message, step=saved.step) from error
+            reason = f"its manifest is missing and could not be written: {error}"
+            denied.append(Skipped(step=saved.step, attempt=saved.attempt, reason=reason))
+    found = complete | whole | {checkpoint for checkpoint, _ in finished}
+    return Candidates(
         run=run_id,
-        found=tuple(sorted(found, reverse=True)),
+        found=_newest_first(found),
         whole=tuple(sorted(whole)),
         denied=tuple(denied),
         finished=tuple(finished),
         marked=tuple(sorted(marked)),
         losses=() if found else tuple(find_losses(store.copies())),
         rollbacks=read_rollbacks(store.copies(), run_id),
-        holdings=() if is_alone else tuple(find_holdings(store, run_id, besides=found)),
+        holdings=() if request.own_local is None else tuple(find_holdings(store, run_id, besides=found)),
     )
 
 
-def _find_whole(
-    store: Store, home: Listing, run_id: str | None, complete: Collection[CheckpointId], step: int | None
-) -> Iterator[CheckpointId]:
-    """Yield the saves that lack only their manifest, without writing it. See `_finish_commits`."""
-    for saved in home.by_step():
-        if step not in (None, saved.step) or saved.checkpoint_id in complete:
-            continue
-        if merge_saved(store, saved, run_id) is not None:
-            yield saved.checkpoint_id
+def _newest_first(found: Iterable[CheckpointId]) -> tuple[CheckpointId, ...]:
+    """Return checkpoints by attempt, then step, never by time, as clocks differ.
 
-
-def _finish_commits(
-    store: Store,
-    home: Listing,
-    run_id: str | None,
-    complete: Collection[CheckpointId],
-    denied: list[Skipped],
-    step: int | None,
-) -> list[tuple[CheckpointId, str]]:
-    """Commit the saves that lack only their manifest. Return each with the store's URL.
-
-    Args:
-        store: one copy.
-        complete: checkpoints that are complete in some copy; a failure to complete them here does no harm.
-        denied: receives the saves that could not be completed, since the store refuses writes.
-        step: consider this step only; None for all.
+    An attempt continues what it restored: note 001.
     """
-    finished: list[tuple[CheckpointId, str]] = []
-    for saved in home.by_step():
-        if step not in (None, saved.step):
-            continue
-        try:
-            if recover_commit(store, saved, run_id):
-                finished.append((saved.checkpoint_id, store.url))
-        except Denied as error:
-            if saved.checkpoint_id not in complete:
-                reason = f"its manifest is missing and could not be written: {error}"
-                denied.append(Skipped(step=saved.step, attempt=saved.attempt, reason=reason))
-        except RetryLater as error:
-            if saved.checkpoint_id not in complete:
-                raise RetryLater(
-                    f"Step {saved.step} lacks only its manifest, which could not be written: {error}",
-                    step=saved.step,
-                ) from error
-    return finished
+    return tuple(sorted(found, reverse=True))
 
 
-def _find_node_local(
-    own_local: Store, request: Request, survey: Survey, patience: Patience
-) -> tuple[dict[CheckpointId, NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
-    """Return the checkpoints that all folders and home hold together, and missing ranks of others."""
-
-    def list_folder() -> list[dict[str, Any]]:
-        found = patience.spend(
-            own_local.url, lambda: find_holdings(own_local, survey.run, besides=survey.found)
-        )
-        return [to_builtins(one) for one in found]
-
-    group = request.group
-    rows = values_of(group.agree(list_folder), group.rank, "could not list its local folder")
-    found, lacking = put_together([[Holding(**one) for one in theirs] for theirs in rows], survey.holdings)
-    return {one.checkpoint: one for one in found}, lacking
+def _with_node_local(
+    own_local: Store, group: RankGroup, listed: Candidates, patience: Patience
+) -> Candidates:
+    """Add the checkpoints that all folders and home hold together, and the missing ranks of others."""
+    find = partial(find_holdings, own_local, listed.run, besides=listed.found)
+    rows = values_of(
+        group.agree(lambda: to_builtins(patience.spend(own_local.url, find))),
+        group.rank,
+        "could not list its local folder",
+    )
+    local = read_as(list[list[Holding]], rows, "the files in local folders")
+    complete, lacking = put_together(local, listed.holdings)
+    node_local = {one.checkpoint: one for one in complete}
+    return replace(
+        listed,
+        found=_newest_first({*listed.found, *node_local}),
+        denied=tuple(one for one in listed.denied if one.checkpoint_id not in node_local),
+        node_local=node_local,
+        lacking=lacking,
+    )
 
 
 def gather_values(request: Request, found: Candidates, metric: str, patience: Patience) -> MetricByCheckpoint:
@@ -265,7 +221,10 @@ def gather_values(request: Request, found: Candidates, metric: str, patience: Pa
     store = request.store if request.group.rank == 0 else request.own_local
 
     def read() -> tuple[list[tuple[int, int, float]], str | None]:
-        return ([], None) if store is None else _read_values(store, metric, found.order, patience)
+        if store is None:
+            return [], None
+        held = patience.spend(store.url, partial(read_values, store, metric, found.found))
+        return [(one.attempt, one.step, value) for one, value in held.values.items()], held.mode
 
     rows = values_of(
         request.group.agree(read), request.group.rank, "could not read the metrics of checkpoints"
@@ -276,13 +235,6 @@ def gather_values(request: Request, found: Candidates, metric: str, patience: Pa
         for attempt, step, value in theirs
     }
     return MetricByCheckpoint(values, next((mode for _, mode in rows if mode is not None), None))
-
-
-def _read_values(
-    store: Store, metric: str, order: Sequence[CheckpointId], patience: Patience
-) -> tuple[list[tuple[int, int, float]], str | None]:
-    found = patience.spend(store.url, lambda: read_values(store, metric, order))
-    return [(one.attempt, one.step, value) for one, value in found.values.items()], found.mode
 
 
 class Holding(OfCheckpoint, Struct, frozen=True):
@@ -324,12 +276,7 @@ class NodeLocalCheckpoint(Struct, frozen=True):
 def find_holdings(
     store: Store, run_id: str | None, *, besides: Collection[CheckpointId] = ()
 ) -> list[Holding]:
-    """Return the files in a store that match their parts, of any rank and step.
-
-    Args:
-        run_id: id of the run; parts of other runs are left out. None for any run.
-        besides: checkpoints to leave out.
-    """
+    """Return the files in a store that match their parts, of any rank and step; of any run if it is None."""
     found: list[Holding] = []
     for checkpoint, saved in list_home(store).saved.items():
         if checkpoint in besides:
@@ -361,14 +308,7 @@ def put_together(
 ) -> tuple[list[NodeLocalCheckpoint], dict[CheckpointId, list[int]]]:
     """Return the checkpoints that all places hold together, and the missing ranks of others.
 
-    Pure, so that every rank computes the same.
-
-    Args:
-        local: files in the folder of each rank.
-        in_home: files in home of checkpoints that are incomplete there.
-
-    Returns:
-        The complete checkpoints; and for the others the ranks whose files no place has.
+    Pure, so that every rank computes the same. `local` has the files in the folder of each rank.
     """
     everyone = tuple(range(len(local)))
     copies: dict[CheckpointId, dict[int, dict[Holding, tuple[int, ...]]]] = {}

@@ -24,7 +24,14 @@ from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import candidates
 from holdfast.checkpoint.home.metrics import read_metrics, read_values
-from holdfast.checkpoint.home.newest import Patience, Skipped, from_listing, list_patiently, usable
+from holdfast.checkpoint.home.newest import (
+    Patience,
+    Skipped,
+    from_listing,
+    list_patiently,
+    no_such_checkpoint,
+    usable,
+)
 from holdfast.checkpoint.restore import slices
 from holdfast.checkpoint.restore import verify as verifying
 from holdfast.checkpoint.restore.parts import Parts
@@ -457,14 +464,12 @@ def _open_listed(
     every = candidates(list_patiently(store, waits))
     matching = [one for one in every if step in (None, one.step) and attempt in (None, one.attempt)]
     if not matching:
-        raise _nothing(store.url, every, step, attempt)
+        raise no_such_checkpoint(store.url, every, step, attempt)
     run_id = waits.spend(store.url, lambda: _run_id(store))
-    skipped: list[Skipped] = []
-    errors: list[HoldfastError] = []
+    skipped: list[tuple[Skipped, HoldfastError]] = []
 
-    def note(skip: Skipped, error: HoldfastError) -> None:
+    def note(*skip: Any) -> None:
         skipped.append(skip)
-        errors.append(error)
 
     def load(checkpoint: CheckpointId) -> Manifest:
         return read_manifest(store, checkpoint, run_id)
@@ -478,8 +483,8 @@ def _open_listed(
         if not matching:
             raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
     for manifest in usable(matching, load, url=store.url, patience=waits, on_skipped=note):
-        return Checkpoint(store, manifest, tuple(skipped))
-    raise errors[0]
+        return Checkpoint(store, manifest, tuple(skip for skip, _ in skipped))
+    raise skipped[0][1]
 
 
 def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
@@ -497,14 +502,3 @@ def _run_id(store: Store) -> str | None:
     except Corrupt:
         return None  # each manifest has a seal of its own, so a damaged run document does not matter
     return run.id if run else None
-
-
-def _nothing(url: str, every: list[CheckpointId], step: int | None, attempt: int | None) -> NotFound:
-    asked = f"step {step}" if step is not None else "checkpoint"
-    asked += f" of attempt {attempt}" if attempt is not None else ""
-    if not every:
-        return NotFound(f"{url} does not contain a complete checkpoint.", step=step)
-    shown = ", ".join(f"{one.step} (attempt {one.attempt})" for one in every[:20])
-    more = f" and {len(every) - 20} older" if len(every) > 20 else ""
-    message = f"{url} does not contain a complete {asked}. Complete steps, newest first: {shown}{more}."
-    return NotFound(message, step=step)

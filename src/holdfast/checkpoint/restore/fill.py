@@ -72,14 +72,7 @@ def collecting_sink(
 
 
 def region_sink(tensor: torch.Tensor, place: Region, wanted: Region, rows: Region) -> Sink:
-    """Return a sink that copies a region of collected rows into a tensor.
-
-    Args:
-        tensor: tensor that receives the region.
-        place: region of the saved tensor that it is.
-        wanted: region of that region to copy.
-        rows: region around `wanted` that is read.
-    """
+    """Return a sink that copies the region `wanted` of collected `rows` into a tensor, which is `place`."""
 
     def copy(whole: torch.Tensor) -> None:
         same_size = _SAME_SIZE[whole.element_size()]  # as integers, so that no copy rule touches a bit
@@ -100,8 +93,7 @@ def plan_fill(parts: Parts, targets: Mapping[str, Sequence[FillTarget]], rank: i
     """Return the reads that fill tensors. Changes nothing.
 
     Args:
-        targets: contiguous tensors of the saved dtype by name or alias of the saved one, each with its region
-            of the saved tensor.
+        targets: contiguous tensors of the saved dtype, by name or alias of the saved one.
         rank: rank whose per-rank tensors are read, modulo the saved world size.
     """
     manifest = parts.manifest

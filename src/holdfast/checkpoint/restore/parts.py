@@ -51,12 +51,7 @@ class Parts:
     def shards_of(self, name: str, rank: int, region: Region | None = None) -> Iterator[Located]:
         """Yield the saved regions that together hold a region of a tensor. Leaves out empty ones.
 
-        Reads only the parts of the ranks that wrote them.
-
-        Args:
-            name: a tensor of the manifest, not an alias.
-            rank: rank whose copy of a per-rank tensor is found, see `holder`.
-            region: region of the tensor; all of it by default.
+        Reads only the parts of the ranks that wrote them. `name` is no alias, and `rank` is as for `holder`.
         """
         tensor = self.manifest.tensors[name]
         if tensor.partitioning is None:

@@ -26,8 +26,6 @@ READ_BYTES = 8 << 20
 
 ByteRange = tuple[int, int]
 """Start and stop in a file."""
-
-
 Sink = Callable[[int, memoryview], None]
 """Receiver of the verified bytes of one `Want`: their offset in it, and a view that is valid during the call.
 
@@ -112,7 +110,6 @@ def read(
     Reads each needed chunk once. Memory: one buffer per thread, as long as the longest read.
 
     Args:
-        store: where the data files are.
         jobs: requests, at most one job per data file.
         num_threads: threads that read, hash and copy; None for what suits the nearest tier.
         on_bytes: called with the size of each read when it is done, by one thread at a time.
@@ -154,11 +151,7 @@ def _nearest(store: Store, job: FileRead) -> Store:
 
 
 def plan_reads(job: FileRead, read_bytes: int = READ_BYTES) -> list[Read]:
-    """Return the reads of a job: its chunks, adjacent ones together.
-
-    Args:
-        read_bytes: limit on the size of one read, unless a chunk is longer.
-    """
+    """Return the reads of a job: its chunks, adjacent ones together, up to `read_bytes` or one chunk."""
     file = job.file
     chunk_bytes, file_bytes = file.chunk_bytes, file.num_bytes
     limit = max(read_bytes // chunk_bytes, 1)
@@ -274,10 +267,7 @@ class Fetched(NamedTuple):
 def fetch(store: Store, read: Read, buffer: memoryview) -> Fetched:
     """Return the verified bytes of one read, each chunk from its nearest good copy.
 
-    Args:
-        store: where the copies are.
-        one: the read.
-        buffer: as long as the read; filled unless a copy has the bytes in memory.
+    `buffer` is as long as the read, and is filled unless a copy has the bytes in memory.
     """
     view: memoryview | None = None
     sources: dict[str, int] = {}
@@ -305,11 +295,7 @@ def fetch(store: Store, read: Read, buffer: memoryview) -> Fetched:
 def _read_from(
     copy: Store, read: Read, buffer: memoryview, ranges: list[ByteRange], view: memoryview | None
 ) -> memoryview:
-    """Return the bytes of a read, unverified, with those of some ranges from this copy.
-
-    Args:
-        view: bytes of the read from nearer copies, if any has them; the other ranges come from there.
-    """
+    """Return the bytes of a read, unverified: those of some ranges from this copy, the others of `view`."""
     num_bytes = read.stop - read.start
     if view is None and copy.properties.zero_copy_views:
         return copy.read_view(read.name, read.start, num_bytes)
@@ -326,9 +312,7 @@ def find_damage(
 ) -> tuple[int, list[ByteRange], list[HoldfastError]]:
     """Return the number of good bytes of a read, and the ranges of damaged chunks, with an error for each.
 
-    Args:
-        view: bytes of the read.
-        ranges: ranges of the file to check, of whole chunks.
+    Only `ranges` are checked, which are ranges of the file, of whole chunks.
     """
     chunk_bytes, hashes = read.file.chunk_bytes, read.file.hashes
     num_good = 0

@@ -96,7 +96,7 @@ class _Restore:
         self._request, self._group, self._url = request, request.group, request.store.url
         self._patience = Patience(request.patience_s, request.show)
         self._found = find_candidates(request, self._patience)
-        self._skipped = list(self._found.skipped)
+        self._skipped = list(self._found.denied)
         self._kinds = {Denied.kind} if self._skipped else set[str]()  # of the reasons
         self._lines: dict[int, dict[int, int]] = {}  # attempt -> last step of each attempt that it continues
         self._unhealthy: list[str] = []  # checkpoints that were passed, with their health
@@ -105,7 +105,9 @@ class _Restore:
     def run(self) -> Restored | None:
         """Try the candidates in order; see `restore_newest`."""
         selection = self._request.selection
-        order = self._order_by_value() if selection.best else self._found.order
+        order = self._order_by_value() if selection.best else self._found.found
+        if selection.step is not None:
+            order = [one for one in order if one.step == selection.step]
         for index, checkpoint in enumerate(order):
             if selection.choices is not None:
                 if checkpoint not in selection.choices:
@@ -123,7 +125,7 @@ class _Restore:
             raise self._make_none_healthy_error()
         # A run begins from zero only in a home that shows no sign of a checkpoint, never unnoticed: note 001.
         if not order and selection.step is None and not self._skipped:
-            check_no_losses(list(self._found.survey.losses), self._url)
+            check_no_losses(list(self._found.losses), self._url)
             return None
         raise self._make_none_good_error()
 
@@ -182,7 +184,7 @@ class _Restore:
 
     def _order_by_value(self) -> Sequence[CheckpointId]:
         """Return the checkpoints that the newest one continues and that have a value, best first."""
-        keep, order = self._request.keep, self._found.order
+        keep, order = self._request.keep, self._found.found
         if not order:
             return order
         metric = keep.metric or ""
@@ -199,13 +201,13 @@ class _Restore:
 
     def _find_newest(self) -> tuple[CheckpointId, Ancestors]:
         """Return the newest checkpoint whose manifest can be read, with its ancestors."""
-        superseding = self._found.survey.rollbacks.superseding
-        order = [one for one in self._found.order if superseding(one) is None]
+        superseding = self._found.rollbacks.superseding
+        order = [one for one in self._found.found if superseding(one) is None]
         for index, checkpoint in enumerate(order):
             _, verdict = self._try_patiently(checkpoint, order[index + 1 :], only_open=True)
             if verdict.is_good and verdict.ancestors is not None:
                 return checkpoint, verdict.ancestors
-        return self._found.order[0], ()
+        return self._found.found[0], ()
 
     def _pass_unhealthy(self, checkpoint: CheckpointId, older: Sequence[CheckpointId]) -> bool:
         """Pass a checkpoint that is not marked as healthy. Return False if it is, or cannot be read.
@@ -234,7 +236,7 @@ class _Restore:
     def _skip_superseded(self, checkpoint: CheckpointId) -> bool:
         """Skip a checkpoint if a newer attempt resumed from an older one. Otherwise return False."""
         newer = self._resumed_before(checkpoint)
-        rollback = self._found.survey.rollbacks.superseding(checkpoint)
+        rollback = self._found.rollbacks.superseding(checkpoint)
         if newer is not None:
             base = list(self._lines[newer].values())[-1:] or [0]
             reason = f"superseded: attempt {newer} continued from step {base[0]}"
@@ -268,7 +270,7 @@ class _Restore:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _complete(self, stages: Stages, ancestors: Ancestors) -> Restored:
-        manifest, survey = stages.manifest, self._found.survey
+        manifest, found = stages.manifest, self._found
         restored = manifest.checkpoint_id
         self._show_lacking(restored)
         for copy in self._request.store.copies() if self._group.rank == 0 else ():
@@ -276,7 +278,7 @@ class _Restore:
             with suppress(HoldfastError):  # every byte is verified, and a save notices that the store fails
                 copy.sync(names.step_dir(manifest.step))
         damaged = [skipped for skipped in self._skipped if not skipped.is_superseded]
-        if damaged or restored in survey.marked:
+        if damaged or restored in found.marked:
             self._mark(damaged, restored)
         return Restored(
             step=manifest.step,
@@ -288,10 +290,10 @@ class _Restore:
             skipped=tuple(self._skipped),
             sources=stages.stats.sources,
             recovered_from=stages.stats.recovered_from,
-            finished=survey.finished,
-            whole=survey.whole,
-            seen=tuple({*survey.found, *self._found.node_local}),
-            rollbacks=survey.rollbacks,
+            finished=found.finished,
+            whole=found.whole,
+            seen=found.found,
+            rollbacks=found.rollbacks,
             watches=manifest.watches,
         )
 

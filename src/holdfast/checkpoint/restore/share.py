@@ -55,11 +55,8 @@ def assign_blocks(
 ) -> list[Block]:
     """Return the blocks of all files, each with its reader: the rank with the least to read.
 
-    Pure, so that every rank computes the same.
-
-    Args:
-        needs: chunks that each rank needs.
-        lenders: ranks that can read a file, by saved rank; by default all that need it.
+    Pure, so that every rank computes the same. `lenders` are the ranks that can read a file, by saved rank;
+    by default all that need it.
     """
     by_file: dict[Key, list[tuple[int, int, int]]] = {}
     chunk_bytes_of: dict[Key, int] = {}
@@ -117,7 +114,6 @@ def read_shared(
     Args:
         jobs: requests of this rank, at most one job per data file.
         on_bytes: called with the size of each block when this rank has it.
-        lending: ranks that have each file; by default every rank can read every file.
 
     Ranks: collective.
     Blocks: until this rank has received every block that it needs, and sent every block that others need.

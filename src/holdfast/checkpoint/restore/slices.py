@@ -78,8 +78,6 @@ def read_slices(
     Args:
         wanted: names of tensors, without aliases; those that `rank` did not save are left out. A tensor
             without elements has no slice.
-        rank: rank whose per-rank tensors are read.
-        slice_bytes: bytes that are read together.
         on_read: called with the statistics of each read, before its slices are yielded.
     """
     for batch in _batches(parts, wanted, rank, memoryview(bytearray(slice_bytes))):
@@ -142,10 +140,8 @@ def write_safetensors(
 ) -> None:
     """Write whole tensors into a safetensors file, from its first byte to its last.
 
-    Args:
-        shards: name, dtype and shape of each tensor.
-        feed: returns the bytes of tensors in the order of the given indices of `shards`; a buffer may be
-            reused once the next one is requested.
+    `feed` returns the bytes of tensors in the order of the given indices of `shards`. A buffer may be reused
+    once the next one is requested.
     """
     layout = lay_out(list(shards), 0)
     order = sorted(range(len(shards)), key=lambda index: layout.starts[index])
@@ -163,10 +159,6 @@ def export(
 
     Every key has its own bytes, tied ones too, so that any safetensors reader returns a complete state dict.
     The file gets its name when it is complete.
-
-    Args:
-        path: the file to write; its directory must exist.
-        rank: rank whose per-rank tensors are written.
 
     Blocks: until the file is durable.
     """

@@ -37,18 +37,11 @@ from holdfast.errors import InvalidInput
 class Stages:
     """Stages of restoring one checkpoint. Each runs once, after all ranks have completed the one before.
 
-    What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`.
-
-    Args:
-        checkpoint: the checkpoint.
-        touched: names of live tensors that may have been overwritten; `read` adds to it.
-
-    Attributes:
-        manifest: manifest of the checkpoint, after `open`.
-        stats: statistics of `read`.
+    What a stage returns is sent to the other ranks, so it is small. Nothing live changes before `read`, which
+    adds to `touched` the names of live tensors that may have been overwritten.
     """
 
-    manifest: Manifest
+    manifest: Manifest  # after `open`
     _store: Store  # with the documents, after `open`
     _parts: Parts  # after `open`
     _source: int  # saved rank whose per-rank state this rank loads, after `check`
@@ -60,12 +53,12 @@ class Stages:
         self._request, self._found = request, found
         self._checkpoint = checkpoint
         self._node_local: NodeLocalCheckpoint | None = found.node_local.get(checkpoint)
-        self._is_whole = checkpoint in found.survey.whole
+        self._is_whole = checkpoint in found.whole
         self._touched = touched
         self._texts: list[RankOutcome[list[tuple[int, str]]]] = []
         self._values: Sequence[Mapping[str, Any]] = ()
         self._jobs: Sequence[FileRead] = ()
-        self.stats = ReadStats(0, 0, 0.0)
+        self.stats = ReadStats(0, 0, 0.0)  # of `read`
 
     def exchange_parts(self) -> None:
         """Send this rank's parts of a node-local checkpoint, and receive those of other ranks.
@@ -83,7 +76,7 @@ class Stages:
 
     def open(self) -> list[tuple[int, ...]]:
         """Read the manifest, and return the checkpoint's ancestors as the rows of a message."""
-        store, run = self._request.store, self._found.survey.run
+        store, run = self._request.store, self._found.run
         if self._node_local is not None:
             rows = values_of(self._texts, self._request.group.rank, "could not send the parts that it has")
             texts = {rank: text for theirs in rows for rank, text in theirs}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec import Struct
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.manifest import EACH, Manifest
-from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
-from holdfast.checkpoint.home.documents import read_manifest, size_error
-from holdfast.checkpoint.home.listing import Listing, list_home
+from holdfast.checkpoint.home.documents import expected_sizes, read_manifest, size_error
+from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, Want, discard, read
 from holdfast.checkpoint.store.contract import Store
@@ -71,6 +70,8 @@ def verify(
         problems.append(Problem(error.kind, error.rank, error.key, str(error)))
 
     home = list_home(store, step=manifest.step)
+    saved = home.saved.get(manifest.checkpoint_id)
+    present = {} if saved is None else saved.sizes
     try:
         read_manifest(store, manifest.checkpoint_id, manifest.run)
     except HoldfastError as error:
@@ -84,8 +85,8 @@ def verify(
             continue
         num_parts += 1
         for frozen in (False, True)[: len(part.files)]:
-            present = _present_bytes(home, part, note, frozen=frozen)
-            jobs.append(FileRead(part, [Want(0, present, discard)], frozen))
+            num_bytes = _present_bytes(present, part, note, frozen=frozen)
+            jobs.append(FileRead(part, [Want(0, num_bytes, discard)], frozen))
     if num_parts == manifest.world_size:
         _check_tensors(parts, note)
     stats = read(store, jobs, num_threads=num_threads, on_bytes=on_bytes, on_error=note)
@@ -93,19 +94,19 @@ def verify(
         step=manifest.step,
         attempt=manifest.attempt,
         problems=tuple(problems),
-        extra=_extra(home, manifest),
+        extra=tuple(sorted({*home.foreign, *present} - _named(manifest))),
         num_files=1 + manifest.world_size + len(jobs),
         num_bytes=stats.num_bytes,
         seconds=time.perf_counter() - began,
     )
 
 
-def _present_bytes(home: Listing, part: Part, note: Callable[[HoldfastError], None], *, frozen: bool) -> int:
+def _present_bytes(
+    present: Mapping[str, int], part: Part, note: Callable[[HoldfastError], None], *, frozen: bool
+) -> int:
     """Return the bytes of a data file to hash: all, or the chunks before a truncation."""
-    saved = home.saved.get(CheckpointId(attempt=part.attempt, step=part.step))
-    found = (saved.frozen if frozen else saved.data).get(part.rank) if saved else None
     name = part.file_name(frozen=frozen)
-    file = part.files[name]
+    file, found = part.files[name], present.get(name)
     expected = file.num_bytes
     error = size_error(name, expected, found, step=part.step, rank=part.rank)
     if error is None:
@@ -126,18 +127,10 @@ def _check_tensors(parts: Parts, note: Callable[[HoldfastError], None]) -> None:
             note(error)
 
 
-def _extra(home: Listing, manifest: Manifest) -> tuple[str, ...]:
-    """Return the names of objects that no checkpoint refers to."""
-    step, attempt = manifest.step, manifest.attempt
-    saved = home.saved.get(manifest.checkpoint_id)
-    beyond = range(manifest.world_size)
-    found = list(home.foreign)
-    if saved is not None:
-        found += [names.part(step, attempt, rank) for rank in saved.parts if rank not in beyond]
-        found += [names.data(step, attempt, rank) for rank in saved.data if rank not in beyond]
-        with_frozen = [part.rank for part in manifest.parts if part.frozen_bytes is not None]
-        found += [names.frozen(step, attempt, rank) for rank in saved.frozen if rank not in with_frozen]
-    return tuple(sorted(found))
+def _named(manifest: Manifest) -> set[str]:
+    """Return the names of the files that belong to a checkpoint."""
+    files = {name for sizes in expected_sizes(manifest).values() for name in sizes}
+    return {names.manifest(manifest.step, manifest.attempt), *files}
 
 
 def check_verified(report: VerifyReport) -> None:

@@ -37,18 +37,11 @@ class Attempt:
 
     Args:
         run: id of the run, if an earlier attempt of this process has claimed it.
-
-    Attributes:
-        keeper: this rank's keeper; None before the claim.
-        restoration: its restore.
-        saves: saves of this attempt.
-        step_sync: exchange of the ranks after each step.
-        ancestors: checkpoints that this attempt continues.
     """
 
     def __init__(self, components: Components, *, run: str | None = None) -> None:
-        self.keeper: Keeper | None = None
-        self.ancestors: Ancestors = ()
+        self.keeper: Keeper | None = None  # None before the claim
+        self.ancestors: Ancestors = ()  # checkpoints that this attempt continues
         self._components, self._run = components, run
         self._tiers, self._ranks, self._pipeline = components.tiers, components.ranks, components.pipeline
         self._limits = components.options.limits
@@ -192,12 +185,7 @@ class Attempt:
     # -- saves -----------------------------------------------------------------------------------------------
 
     def save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
-        """Begin a save of `step`. Return the earlier one if the step was saved already.
-
-        Args:
-            must: copy everything at once, and wait for staging memory instead of skipping the save.
-            to_home: send it home whether or not that is due.
-        """
+        """Begin a save of `step`, as `Pipeline.run`. Return the earlier one if the step was saved already."""
         pipeline, cadence = self._pipeline, self._components.cadence
         began, waited_before_s = time.perf_counter(), pipeline.waited_for_memory_s
         pipeline.stager.hook.check_threads()

@@ -25,25 +25,14 @@ class Flags(NamedTuple):
 
 
 class Cadence:
-    """Schedule of saves, from policies, measured costs and the flags of all ranks.
+    """Schedule of saves, from policies, measured costs and the flags of all ranks; `now_s` is monotonic."""
 
-    Args:
-        every: policies; a save is due when any of them is.
-        home: cadence of the saves that are sent home.
-        rank: this rank; the clock of rank 0 counts for all.
-        world_size: number of ranks; alone, flags are received at once instead of one step later.
-        now_s: monotonic clock.
-    """
-
-    def __init__(
-        self, every: Sequence[Every], home: HomeCadence, *, rank: int, world_size: int, now_s: float
-    ) -> None:
+    def __init__(self, every: Sequence[Every], home: HomeCadence, *, rank: int, now_s: float) -> None:
         self.home = home
         self.meter = Meter()
         self.mtbf_s: float | None = None  # mean time between the run's own failures, if there are enough
         self._every = every
-        self._is_clock, self._is_alone = rank == 0, world_size == 1
-        self._sent_step = 0  # step of the flags on their way
+        self._is_clock = rank == 0
         self._step_ended_s: float | None = None
         self.restart(0, now_s)
 
@@ -57,11 +46,7 @@ class Cadence:
         self._step_ended_s = now_s
 
     def end_step(self, now_s: float, *, in_flight: bool) -> None:
-        """Measure the training step that has just ended.
-
-        Args:
-            in_flight: a save was being written during the step.
-        """
+        """Measure the training step that has just ended; with a save `in_flight` it may have been slower."""
         if self._step_ended_s is not None:
             self.meter.step(now_s - self._step_ended_s, in_flight=in_flight)
 
@@ -78,9 +63,8 @@ class Cadence:
             is_due_home=self.home.is_due(step, now_s, timed=True),
         )
 
-    def decide(self, step: int, now_s: float, received: Flags) -> Flags:
-        """Return the decisions after `step`, from the flags that all ranks sent one step before."""
-        sent_step, self._sent_step = (step if self._is_alone else self._sent_step), step
+    def decide(self, step: int, now_s: float, received: Flags, *, sent_step: int) -> Flags:
+        """Return the decisions after `step`, from the flags that all ranks sent after `sent_step`."""
         is_new = self.saved_step < sent_step  # else a save has begun since the flags were sent
         self.home.receive(is_due=received.is_due_home, sent_step=sent_step)
         is_repeat = received.is_torn and is_new
@@ -103,12 +87,7 @@ class Cadence:
 
 
 class HomeCadence:
-    """Schedule of the saves that are sent home.
-
-    Args:
-        every: policies; None if all saves are.
-        now_s: monotonic clock.
-    """
+    """Schedule of the saves that are sent home. Without policies all saves are."""
 
     def __init__(self, every: Sequence[Every] | None, *, now_s: float) -> None:
         self._every = every
@@ -116,11 +95,7 @@ class HomeCadence:
         self._is_due = False  # by the clock of rank 0, as all ranks have received it
 
     def is_due(self, step: int, now_s: float, *, timed: bool) -> bool:
-        """Return True if a policy wants the save of `step` in home.
-
-        Args:
-            timed: ask the policies that depend on a clock, which only rank 0 decides; else the others.
-        """
+        """Return True if a policy that uses a clock, or one of the others, wants `step` in home."""
         return _is_due(self._every or (), Moment(step, now_s, self._sent_step, self._sent_s), timed=timed)
 
     def receive(self, *, is_due: bool, sent_step: int) -> None:
@@ -130,9 +105,7 @@ class HomeCadence:
     def decide(self, step: int, now_s: float, *, must: bool, alone: bool) -> bool:
         """Return True if the save of `step` is sent home at once; count it as sent. Equal on every rank.
 
-        Args:
-            must: send it whether or not it is due.
-            alone: there is one rank only, so its own clock decides, also without an exchange.
+        A rank that is alone asks its own clock, also without an exchange.
         """
         goes = (
             self._every is None

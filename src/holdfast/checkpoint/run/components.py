@@ -47,18 +47,8 @@ class Components(Struct, frozen=True):
     def make(
         cls, options: Options, state: MutableMapping[str, Any] | None, group: RankGroup | None
     ) -> Components:
-        """Return the components of one Checkpointer.
-
-        Args:
-            options: its options.
-            state: objects to save, by name; None if each save brings its own.
-            group: ranks that save together; None for all of torch.distributed's process group.
-        """
-        tiers = Tiers(
-            options.home,
-            options.local,
-            restore_patience_s=options.reads.patience_s,
-        )
+        """Return the components of one Checkpointer, as it was made with a state and a group, or without."""
+        tiers = Tiers(options.home, options.local)
         refuse_snapshots(state or {})
         watch_loaders()  # here, since its scan would make the first save slow
         objects = State(
@@ -78,7 +68,6 @@ class Components(Struct, frozen=True):
             (*options.policies, *watching.policies),
             HomeCadence(tiers.home_every, now_s=now_s),
             rank=ranks.rank,
-            world_size=ranks.world_size,
             now_s=now_s,
         )
         done = DoneMarker(tiers.home_store, rank=ranks.rank)
@@ -102,18 +91,11 @@ class Components(Struct, frozen=True):
 
 
 class DoneMarker:
-    """Durable record that the run has finished; an exit status alone may be lost.
-
-    Args:
-        rank: this rank. Only rank 0 reads and writes the marker.
-
-    Attributes:
-        step: final step of the run, as the marker was read; None without one.
-    """
+    """Durable record that the run has finished; an exit status alone may be lost. Only rank 0 uses it."""
 
     def __init__(self, home: Store, *, rank: int) -> None:
         self._home, self._is_first = home, rank == 0
-        self.step: int | None = None
+        self.step: int | None = None  # final step of the run, as the marker was read; None without one
 
     def read(self) -> None:
         """Read the marker. One that cannot be read counts as missing: `write` replaces it."""

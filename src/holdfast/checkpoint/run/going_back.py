@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec import Struct
 
@@ -32,34 +32,21 @@ Range = tuple[int, int]
 
 
 class PlannedRollback(Struct, frozen=True):
-    """Rollback that all ranks have agreed on.
+    """Rollback that all ranks have agreed on."""
 
-    Attributes:
-        watch: name of the watch that asked for it.
-        vote: the votes of all ranks, merged.
-        last_step: newest step of the training.
-        choices: checkpoints to go back to, the newest first.
-        in_a_row: rollbacks without progress, with this one.
-    """
-
-    watch: str
-    vote: Vote
-    last_step: int
-    choices: tuple[CheckpointId, ...]
-    in_a_row: int
+    watch: str  # that asked for it
+    vote: Vote  # the votes of all ranks, merged
+    last_step: int  # newest step of the training
+    choices: tuple[CheckpointId, ...]  # to go back to, the newest first
+    in_a_row: int  # rollbacks without progress, with this one
 
 
 class GoingBack:
-    """Going back of one rank, over all attempts of a Checkpointer.
-
-    Attributes:
-        planned: rollback that all ranks have agreed on; None while training need not go back.
-        rollbacks: rollbacks of the run so far.
-    """
+    """Going back of one rank, over all attempts of a Checkpointer."""
 
     def __init__(self, components: Components) -> None:
-        self.planned: PlannedRollback | None = None
-        self.rollbacks = Rollbacks()
+        self.planned: PlannedRollback | None = None  # None while training need not go back
+        self.rollbacks = Rollbacks()  # of the run so far, equal on all ranks
         self._components = components
         self._answered: set[tuple[str, int]] = set()  # watch, and first step of its trouble
 
@@ -85,8 +72,7 @@ class GoingBack:
     def decide(self, step: int, attempt: Attempt, votes: Sequence[NamedVote]) -> None:
         """Agree on the checkpoint to go back to, if there is one.
 
-        Args:
-            votes: newest votes of this rank; a trouble may have ended before the ranks could agree.
+        A trouble of which no rank has a vote any more has ended before the ranks could agree.
 
         Ranks: collective.
         Blocks: until the saves under way are complete, and for the manifests of the newest checkpoints.
@@ -105,23 +91,24 @@ class GoingBack:
             return
         self._answered |= {(one.watch, one.vote.since) for one in asked}
         watch, vote = asked[0].watch, _merged([one.vote for one in asked])
-        facts = ranks.of_rank_0(lambda: self._plan(step, attempt, watch, vote))
-        if facts is None:
+        # As rows, since a message has no named tuples.
+        rows = ranks.of_rank_0(lambda: [tuple(one) for one in self._choose(step, attempt, watch, vote)])
+        if not rows:
             return
-        choices = tuple(CheckpointId(*row) for row in facts["choices"])
-        self.planned = plan = PlannedRollback(watch, vote, step, choices, facts["in_a_row"])
+        choices = tuple(CheckpointId(*row) for row in rows)
+        plan = PlannedRollback(watch, vote, step, choices, self._count(choices[0].step))
         if plan.in_a_row > vote.most:
-            self.planned = None
             self._diverge(plan)
+        self.planned = plan
 
-    def _plan(self, step: int, attempt: Attempt, watch: str, vote: Vote) -> dict[str, Any] | None:
-        """Return members of the planned rollback; None if training continues. On rank 0 only."""
+    def _choose(self, step: int, attempt: Attempt, watch: str, vote: Vote) -> tuple[CheckpointId, ...]:
+        """Return the checkpoints to go back to; none if training continues. On rank 0 only."""
         keeper = attempt.keeper
         assert keeper is not None  # `decide` has begun the attempt
         tiers, upto = self._components.tiers, self._newest_choice(vote)
         stores, newest = tiers.durable_stores(), CheckpointId(attempt=keeper.config.attempt, step=step)
         durable = attempt.latest() or 0
-        choices = Patience(tiers.restore_patience_s, self._components.show).spend(
+        choices = Patience(self._components.options.reads.patience_s, self._components.show).spend(
             tiers.home,
             lambda: find_healthy(
                 stores,
@@ -139,11 +126,7 @@ class GoingBack:
             )
             attempt.note("no-rollback", step=vote.since, detail=text)
             _log.warning("%s: %s.", watch.upper(), text)
-            return None
-        return {
-            "choices": [tuple(one) for one in choices],  # a message has no named tuples
-            "in_a_row": self._count(choices[0].step),
-        }
+        return choices
 
     def _newest_choice(self, vote: Vote) -> int:
         """Return the newest step to go back to: some steps before the trouble.
@@ -167,7 +150,7 @@ class GoingBack:
         last = self._last
         return 1 if last is None or step > last.last_step else last.in_a_row + 1
 
-    def _diverge(self, plan: PlannedRollback) -> None:
+    def _diverge(self, plan: PlannedRollback) -> NoReturn:
         newest = plan.choices[0]
         reason = f"{plan.vote.reason}, again after {plural(plan.vote.most, 'rollback')} in a row"
         if self._components.ranks.rank == 0:
@@ -208,7 +191,7 @@ class GoingBack:
             noted_unix_s=time.time(),
         )
         tiers = self._components.tiers
-        patience = Patience(tiers.restore_patience_s, self._components.show)
+        patience = Patience(self._components.options.reads.patience_s, self._components.show)
         self._components.ranks.of_rank_0(
             lambda: patience.spend(tiers.home, lambda: write_rollback(tiers.durable_stores(), rollback))
         )

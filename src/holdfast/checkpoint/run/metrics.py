@@ -111,12 +111,7 @@ class MetricsBuffer:
             return None if known is None or self._saves.has(known[0]) else known[0]
 
     def add(self, step: int, values: Mapping[str, SupportsFloat], *, of_save: int | None = None) -> None:
-        """Add the values of a step.
-
-        Args:
-            values: by name.
-            of_save: the save that they are about; by default that of the step.
-        """
+        """Add the values of a step, which are about the save of the step by default."""
         numbers = {name: copy_scalar(value, name) for name, value in values.items() if self._check_name(name)}
         stride = 10 ** (self._num_recorded // THIN_AFTER)
         if not numbers or step % stride:
@@ -153,10 +148,7 @@ class MetricsBuffer:
             self.flush(receiver, upto=-1)
 
     def flush(self, receiver: Receiver, *, upto: int | None = None) -> None:
-        """Send what was recorded, in order.
-
-        Args:
-            upto: send later steps only as far as their values have arrived; None to wait for all.
+        """Send what was recorded, in order; later steps than `upto` only as far as their values have arrived.
 
         Blocks: for the values up to that step that are still on a device.
         """

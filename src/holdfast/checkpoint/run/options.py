@@ -20,8 +20,6 @@ from holdfast.errors import InvalidInput
 from holdfast.system.environment import KEEP_IN_MEMORY
 from holdfast.system.units import Duration, parse_bytes, parse_duration
 
-FAILED_SAVE_ACTIONS = ("warn", "pause", "raise")
-"""Responses to a save that fails."""
 _NO_LIMIT_S = 1e9  # 30 years: a keeper's configuration is JSON, which has no infinity
 
 
@@ -45,8 +43,7 @@ class Home:
     def __post_init__(self) -> None:
         if self.every is not None:
             every(self.every)
-        if self.bandwidth is not None:
-            parse_bytes(self.bandwidth, "Home(bandwidth=)")
+        _ = self.bandwidth_bytes  # a value that cannot be parsed is refused here, as below
 
     @property
     def bandwidth_bytes(self) -> int | None:
@@ -70,8 +67,7 @@ class Local:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
-            raise InvalidInput(f"Local(keep=) must be a whole number from 1, got {self.keep!r:.100}.")
+        _check_count(self.keep, "Local(keep=)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +88,9 @@ class Memory:
     when_full: str | None = None
 
     def __post_init__(self) -> None:
-        parse_bytes(self.limit, "Memory(limit=)")
-        _keep_for_s(self.keep_for)
-        if self.when_full not in ("wait", "skip", None):
-            raise InvalidInput(f"Memory(when_full=) must be 'wait' or 'skip', got {self.when_full!r:.100}.")
+        _ = self.limit_bytes, self.keep_for_s
+        if self.when_full is not None:
+            _check_choice(self.when_full, "Memory(when_full=)", ("wait", "skip"))
 
     @property
     def limit_bytes(self) -> int:
@@ -103,17 +98,15 @@ class Memory:
         return parse_bytes(self.limit, "Memory(limit=)")
 
     def skips_when_full(self, *, is_far: bool) -> bool:
-        """Return True if saves are skipped while the memory is full.
-
-        Args:
-            is_far: saves go straight to a bucket.
-        """
+        """Return True if saves are skipped while the memory is full; if `is_far`, they go to a bucket."""
         return is_far if self.when_full is None else self.when_full == "skip"
 
     @property
     def keep_for_s(self) -> float:
         """Seconds that the last save stays in memory after the death of its process."""
-        return _keep_for_s(self.keep_for)
+        if self.keep_for is not None:
+            return _duration_or_zero(self.keep_for, "Memory(keep_for=)")
+        return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +131,9 @@ class Reads:
     source_rank: Callable[[int, int, int], int] | None = None
 
     def __post_init__(self) -> None:
-        _duration_or_zero(self.patience, "Reads(patience=)")
+        _ = self.patience_s
         if self.threads is not None:
-            _check_count(self.threads, "Reads(threads=)", least=1)
+            _check_count(self.threads, "Reads(threads=)")
 
     @property
     def patience_s(self) -> float:
@@ -172,22 +165,14 @@ class Limits:
     rank_timeout: Duration = "1h"
 
     def __post_init__(self) -> None:
-        if self.failed_saves not in FAILED_SAVE_ACTIONS:
-            raise InvalidInput(
-                f"Limits(failed_saves=) must be one of {', '.join(FAILED_SAVE_ACTIONS)}, "
-                f"got {self.failed_saves!r:.100}."
-            )
-        if self.patience is not None:
-            parse_duration(self.patience, "Limits(patience=)")
-        parse_duration(self.commit_timeout, "Limits(commit_timeout=)")
-        parse_duration(self.rank_timeout, "Limits(rank_timeout=)")
+        _check_choice(self.failed_saves, "Limits(failed_saves=)", ("warn", "pause", "raise"))
+        _ = self.patience_s, self.commit_timeout_s, self.rank_timeout_s
 
     @property
     def patience_s(self) -> float:
         """Longest time of failures, in seconds; 0 to raise the first one."""
-        if self.failed_saves == "raise":
-            return 0.0
-        return _NO_LIMIT_S if self.patience is None else parse_duration(self.patience, "Limits(patience=)")
+        limit_s = _NO_LIMIT_S if self.patience is None else parse_duration(self.patience, "Limits(patience=)")
+        return 0.0 if self.failed_saves == "raise" else limit_s
 
     @property
     def pause_s(self) -> float:
@@ -225,16 +210,15 @@ def parse_home(value: str | os.PathLike[str] | Home) -> Home:
     return value if isinstance(value, Home) else Home(value)
 
 
-def _keep_for_s(value: Duration | None) -> float:
-    if value is None:
-        return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
-    return _duration_or_zero(value, "Memory(keep_for=)")
-
-
 def _duration_or_zero(value: Duration, name: str) -> float:
     return 0.0 if value in (0, "0") else parse_duration(value, name)
 
 
-def _check_count(value: object, name: str, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{name} must be a whole number from {least}, got {value!r:.100}.")
+def _check_count(value: object, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidInput(f"{name} must be a whole number from 1, got {value!r:.100}.")
+
+
+def _check_choice(value: str, name: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidInput(f"{name} must be one of {', '.join(choices)}, got {value!r:.100}.")

@@ -47,18 +47,8 @@ class Pipeline:
     """Stages of every save of this process. Stager and keeper call it from their threads.
 
     Args:
-        objects: the state, as named tensors and values.
         metrics: recorded numbers, sent to the keeper ahead of each save.
-        memory_bytes: limit of the staging memory.
         skips_when_full: skip a save that no staging memory is free for, instead of waiting.
-        watching: watches of the run.
-
-    Attributes:
-        arenas: staging memory.
-        stager: background copies.
-        plan: files of the present state; None before the first save, and after the state was replaced.
-        num_skipped: saves that were skipped because no staging memory was free.
-        waited_for_memory_s: time that saves have waited for staging memory, in all.
     """
 
     def __init__(
@@ -74,13 +64,13 @@ class Pipeline:
         self.objects = objects
         self.arenas = Arenas(memory_bytes)
         self.stager = Stager(self.objects.optimizers())
-        self.num_skipped = 0
-        self.waited_for_memory_s = 0.0
+        self.num_skipped = 0  # saves, because no staging memory was free
+        self.waited_for_memory_s = 0.0  # in all
         self._ranks = ranks
         self._skips_when_full = skips_when_full
         self._metrics = metrics
         self._in_use: dict[int, Arena] = {}
-        self.plan: SavePlan | None = None
+        self.plan: SavePlan | None = None  # None before the first save, and after the state was replaced
         self._structure: object = None  # of the state that the plan was made for
         self._watching = watching
         self._copies: PlannedCopies | None = None  # of the plan
@@ -93,9 +83,7 @@ class Pipeline:
     ) -> PendingCopy | None:
         """Start a save, and return it with its copy; None if no staging memory was free.
 
-        Args:
-            ancestors: checkpoints that this one continues.
-            must: copy everything at once, and wait for staging memory instead of skipping the save.
+        One that `must` be made copies everything at once, and waits for staging memory.
 
         Ranks: collective if a save may be skipped.
         Blocks: for the copy of what no optimizer owns, and while no staging memory is free.
@@ -316,17 +304,11 @@ class PlacedCopy(Struct, frozen=True):
 
 
 class SaveCopies(Struct, frozen=True):
-    """Copies of one save.
+    """Copies of one save."""
 
-    Attributes:
-        witnesses: offset in the arena of each tensor that is copied for this alone, by its index in the plan.
-        by_watch: copies to hash, by the name of the watch.
-        has_room: the memory has room for what other ranks write.
-    """
-
-    witnesses: Mapping[int, int]
-    by_watch: Mapping[str, tuple[PlacedCopy, ...]]
-    has_room: bool = True
+    witnesses: Mapping[int, int]  # offset in the arena of tensors copied for this alone, by index in the plan
+    by_watch: Mapping[str, tuple[PlacedCopy, ...]]  # copies to hash, by the name of the watch
+    has_room: bool = True  # for what other ranks write
 
     def without(
         self, torn: Collection[int]
@@ -342,19 +324,12 @@ class SaveCopies(Struct, frozen=True):
 
 
 class PlannedCopies(Struct, frozen=True):
-    """Copies of one state, valid while its structure stays the same.
+    """Copies of one state, valid while its structure stays the same."""
 
-    Attributes:
-        by_watch: the tensors of each turn, by the name of the watch.
-        tensors: tensors that other ranks hold too, by name.
-        witnesses: names of the tensors that other ranks write.
-        witness_bytes: most bytes of the witnesses of one save.
-    """
-
-    by_watch: Mapping[str, Copies]
-    tensors: Mapping[str, SharedTensor]
-    witnesses: tuple[str, ...]
-    witness_bytes: int
+    by_watch: Mapping[str, Copies]  # the tensors of each turn, by the name of the watch
+    tensors: Mapping[str, SharedTensor]  # that other ranks hold too, by name
+    witnesses: tuple[str, ...]  # names of the tensors that other ranks write
+    witness_bytes: int  # at most, of one save
 
     @classmethod
     def make(
@@ -381,12 +356,7 @@ class PlannedCopies(Struct, frozen=True):
         return cls(by_watch, tensors, witnesses, most)
 
     def begin(self, plan: SavePlan, save: int, attempt: int) -> SaveCopies:
-        """Return the copies of one save.
-
-        Args:
-            plan: with the witnesses, or without them if there is no memory for them.
-            save: number of the save in its attempt, from 0.
-        """
+        """Return the copies of one save. If there is too little memory, `plan` is without the witnesses."""
         if not self.by_watch:
             return SaveCopies({}, {})
         indices = {name: index for index, name in enumerate(plan.live_names)}

@@ -27,11 +27,7 @@ class Position:
         self._is_counted = False
 
     def reach(self, step: int, *, is_counted: bool = False) -> None:
-        """Record that a step is complete.
-
-        Args:
-            is_counted: the next change of the state completes one more step.
-        """
+        """Record that a step is complete; if counted, the next change of the state completes one more."""
         self.step, self._mark_then, self._is_counted = step, self._mark(), is_counted
         self._began_then = _beginning()
 
@@ -67,11 +63,7 @@ def _beginning() -> object:
 
 
 class StepFollowers:
-    """Objects of the state with a method `complete_steps`, which is called after each optimizer step.
-
-    Args:
-        objects: the state.
-    """
+    """Objects of the state with a method `complete_steps`, which is called after each optimizer step."""
 
     def __init__(self, objects: State) -> None:
         self._objects = objects

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,22 +25,16 @@ from holdfast.system.units import plural
 
 
 class Restoration:
-    """Restore of an attempt, before its claim or after it.
-
-    Attributes:
-        has_run: `run` was called.
-        differences: those of the restored checkpoint from the state, on this rank.
-    """
+    """Restore of an attempt, before its claim or after it."""
 
     def __init__(self, components: Components) -> None:
         self.has_run = False
-        self.differences = Differences()
+        self.differences = Differences()  # of the restored checkpoint from the state, on this rank
         self._load: Load | None = None  # of the checkpoint that is tried
         self._found: Restored | None = None
         self._components = components
         self._tiers, self._ranks = components.tiers, components.ranks
-        # Skipped and restored checkpoints that are to be marked in home after the claim.
-        self._marks: list[tuple[Sequence[Skipped], CheckpointId | None]] = []
+        self._marks: list[Callable[..., None]] = []  # calls of `Tiers.mark` that wait for the claim
 
     @property
     def base(self) -> Base:
@@ -63,13 +57,13 @@ class Restoration:
         is_node_local = self._tiers.local is not None and 0 < len(local_ranks) < self._ranks.world_size
 
         def mark(skipped: Sequence[Skipped], restored: CheckpointId | None) -> None:
+            rank = self._ranks.rank
+            call = partial(self._tiers.mark, skipped, restored, rank=rank, is_node_local=is_node_local)
             if restored is None or keeper is not None:
                 # Also without a claim if nothing was restored: the next start may be another process.
-                self._tiers.mark(
-                    skipped, restored, run=run, rank=self._ranks.rank, is_node_local=is_node_local
-                )
+                call(run=run)
             else:
-                self._marks.append((skipped, restored))
+                self._marks.append(call)
 
         options = self._components.options
         with self._tiers.reading() as store:
@@ -85,7 +79,7 @@ class Restoration:
                 own_local=self._tiers.local_store if is_node_local else None,
                 may_commit=keeper is not None,
                 show=self._components.show,
-                patience_s=self._tiers.restore_patience_s,
+                patience_s=options.reads.patience_s,
                 mark=mark,
             )
             self._found = restore_newest(request)
@@ -140,10 +134,7 @@ class Restoration:
     def _write_marks(self, keeper: Keeper) -> None:
         """Mark in home what was skipped before the claim, so that retention keeps it."""
         while self._marks:
-            config = keeper.config
-            self._tiers.mark(
-                *self._marks[0], run=config.run, rank=config.rank, is_node_local=config.is_node_local
-            )
+            self._marks[0](run=keeper.config.run)
             self._marks.pop(0)
 
     def _complete(self, keeper: Keeper) -> None:

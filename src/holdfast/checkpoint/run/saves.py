@@ -20,14 +20,6 @@ class Saves:
     Args:
         limit_s: time for which saves may fail in a row before the error is raised.
         stager: copies more at once after a torn save.
-        on_durable: called with each save that has become durable.
-        on_failed: called with each save that has failed.
-
-    Attributes:
-        lock: held while outcomes are settled.
-        last: the newest save, whatever its outcome.
-        newest_durable: step of the newest durable save.
-        stable: newest step that all ranks have.
     """
 
     def __init__(
@@ -39,8 +31,8 @@ class Saves:
         on_durable: Callable[[Save], None],
         on_failed: Callable[[Save], None],
     ) -> None:
-        self.lock = threading.RLock()
-        self.last: Save | None = None
+        self.lock = threading.RLock()  # held while outcomes are settled
+        self.last: Save | None = None  # the newest save, whatever its outcome
         self.newest_durable: int | None = None
         self.stable = StableStep()
         self._limit_s, self._stager = limit_s, stager
@@ -151,10 +143,7 @@ class Saves:
         return None if since_s is None else (since_s, self._overdue.num_failed)
 
     def wait(self, deadline: float | None) -> None:
-        """Wait until all saves are durable or have failed.
-
-        Args:
-            deadline: of the monotonic clock; None for no limit.
+        """Wait until all saves are durable or have failed, at most until a deadline.
 
         Raises:
             HoldfastError: the newest save failed.
@@ -195,9 +184,8 @@ class StableStep:
 
     def __init__(self) -> None:
         self.newest: int | None = None  # the stable step
+        self.proposed: int | None = None
         self._own: set[int] = set()  # durable on this rank, no older than `newest`
-        self._proposed: int | None = None
-        self._asked: deque[int | None] = deque([None])  # the proposal that was answered in each exchange
 
     def add(self, step: int) -> None:
         """Record that this rank's files of `step` are durable."""
@@ -205,26 +193,19 @@ class StableStep:
 
     def propose(self) -> tuple[int, bool]:
         """Return what to send: the newest step of this rank, else -1, and whether it lacks the proposal."""
-        self._asked.append(self._proposed)
-        return max(self._own, default=-1), self._proposed is not None and self._proposed not in self._own
+        return max(self._own, default=-1), self.proposed is not None and self.proposed not in self._own
 
-    def receive(self, lowest: int, *, is_lacked: bool) -> int | None:
-        """Process the outcome of the exchange before; at the first call there was none.
+    def receive(self, answered: int | None, lowest: int, *, is_lacked: bool) -> int | None:
+        """Process the outcome of an exchange; return the stable step if it is a new one.
 
-        Args:
-            lowest: of the newest steps of all ranks; -1 if a rank has none.
-            is_lacked: some rank lacks the step that was proposed then.
-
-        Returns:
-            A step that is now known to be on every rank, and was not before.
+        `answered` was the proposal then. `lowest` is of the newest steps of all ranks; -1 if a rank has none.
         """
-        answered = self._asked.popleft()
         known = -1 if self.newest is None else self.newest
         found = None
         if answered is not None and not is_lacked and answered > known:
             found = self.newest = known = answered
             self._own = {step for step in self._own if step >= answered}
-        self._proposed = lowest if lowest > known else None
+        self.proposed = lowest if lowest > known else None
         return found
 
 

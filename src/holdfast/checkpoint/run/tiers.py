@@ -48,15 +48,9 @@ class Base(Struct, frozen=True):
 
 
 class Tiers:
-    """Tiers of one run, as this rank sees them.
+    """Tiers of one run, as this rank sees them."""
 
-    Args:
-        home: folder or URL, with the rules for copying saves there.
-        local: folder on this host; None without such a tier.
-        restore_patience_s: seconds that a restore retries what cannot be read.
-    """
-
-    def __init__(self, home: Home, local: Local | None, *, restore_patience_s: float) -> None:
+    def __init__(self, home: Home, local: Local | None) -> None:
         self.home = sandboxed(absolute_place(home.url))
         self.local = None if local is None else sandboxed(absolute_place(local.path))
         for place in (self.home, self.local or ""):
@@ -72,7 +66,6 @@ class Tiers:
             )
         self.home_every = None if home.every is None else single_policies(home.every)
         """Policies that send a save home; None if every save is sent."""
-        self.restore_patience_s = restore_patience_s
         self.home_store = open_store(self.home)
         self.local_store = None if self.local is None else open_store(self.local)
         if self.local_store is not None:
@@ -197,10 +190,8 @@ class Tiers:
     ) -> None:
         """Record durably which checkpoints a restore skipped, in every tier where retention deletes.
 
-        Args:
-            skipped: checkpoints that did not verify, or could not be read.
-            restored: the verified checkpoint; a note about it is deleted.
-            is_node_local: hosts have local folders of their own; else rank 0 does it for all.
+        A note about the restored one is deleted. If hosts have local folders of their own, `is_node_local`,
+        each rank does it there; else rank 0 does it for all.
         """
         stores = self.durable_stores() if rank == 0 else self.durable_stores()[:-1] if is_node_local else []
         for store in stores:
@@ -236,7 +227,6 @@ def claim_together(
         local_ranks: ranks that share this one's local folder.
         base: checkpoint that training continues; None if it is restored after the claim.
         is_fresh: nothing was restored and nothing will be, so the home must be empty.
-        take_over: also claim a home that a living process saves to.
 
     Ranks: collective.
     """

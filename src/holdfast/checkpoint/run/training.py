@@ -62,22 +62,14 @@ _OTHERS_S = 5.0
 
 
 class Training:
-    """Training of this process, between the calls of a Checkpointer.
-
-    Attributes:
-        attempt: current attempt. Going back to a checkpoint replaces it.
-        position: newest completed step of the loop.
-        preempted: reason why the run has to stop, agreed by all ranks; None while it need not.
-    """
+    """Training of this process, between the calls of a Checkpointer."""
 
     def __init__(self, components: Components) -> None:
-        self.attempt = Attempt(components)
-        self.position = Position(self._mark)
-        self.preempted: str | None = None
-        self._interrupted = Position(self._mark)
-        """Position of the loop that an exception has ended."""
-        self._saved = Position(self._mark)
-        """Step of the last save, as long as training has not changed the state since."""
+        self.attempt = Attempt(components)  # going back to a checkpoint replaces it
+        self.position = Position(self._mark)  # newest completed step of the loop
+        self.preempted: str | None = None  # reason why the run has to stop, agreed by all ranks
+        self._interrupted = Position(self._mark)  # of the loop that an exception has ended
+        self._saved = Position(self._mark)  # last save, as long as training has not changed the state since
         self._components = components
         self._pipeline, self._cadence = components.pipeline, components.cadence
         self._watching = components.watching
@@ -208,7 +200,7 @@ class Training:
         """
         if not self.is_open:
             return
-        self._expect_no_step()
+        self._components.pulse.end()
         if (
             is_orderly or self._watching.stop_reason() is None
         ):  # else the end of a worker must not interrupt the save
@@ -448,11 +440,8 @@ class Training:
             config = self.attempt.begin().config  # only a claimed attempt may write the marker
             self._done.write(config.run, config.attempt, step)
         self.position.clear()
-        self._expect_no_step()
-        self._watching.set_looping(False)
-
-    def _expect_no_step(self) -> None:
         self._components.pulse.end()
+        self._watching.set_looping(False)
 
     def _is_marked(self, step: int) -> bool:
         """Return True if the run is marked as finished at `step`; before the claim, on all ranks."""
@@ -514,7 +503,7 @@ class Training:
         self._calls.close()
         atexit.unregister(self._end_at_exit)
         self._watching.end(timeout_s)
-        self._expect_no_step()
+        self._components.pulse.end()
         self._pipeline.stager.close()
         if self.attempt.keeper is not None:
             self.attempt.keeper.close(timeout_s, frees_memory=goodbye)

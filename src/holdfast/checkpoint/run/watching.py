@@ -238,11 +238,7 @@ class Watching:
         return found
 
     def end(self, timeout_s: float | None) -> None:
-        """End the watches, in reverse order.
-
-        Args:
-            timeout_s: longest time to complete anything; None for no limit.
-        """
+        """End the watches, in reverse order."""
         for watch in self._of_event["end"][::-1]:
             self._call(watch, "end", timeout_s)
         self.show_warnings()

@@ -18,8 +18,8 @@ from holdfast.checkpoint.state.tensors import PLAIN
 from holdfast.errors import InvalidInput
 
 if TYPE_CHECKING:  # these modules look for entries in values, so they import this one
-    from holdfast.checkpoint.state.capture import TensorCollector
     from holdfast.checkpoint.state.load import Load
+    from holdfast.checkpoint.state.tensor_table import TensorTable
 
 
 class Replication(enum.Enum):
@@ -78,7 +78,7 @@ class StateEntry(ABC):
         self.replication = replication
 
     @abstractmethod
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         """Collect all tensors, and return the entry's encoded values."""
 
     @abstractmethod

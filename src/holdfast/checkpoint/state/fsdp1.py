@@ -14,13 +14,12 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.modules import EXTRA, canonical, saved_trees
 from holdfast.checkpoint.state.optimizers import capture_groups, find_saved, is_state_tensor_name, options_of
 from holdfast.checkpoint.state.sharding import note_copies
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.errors import InvalidInput
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -60,13 +59,13 @@ class FSDP1ModuleEntry(StateEntry):
     _has_noted = False
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         extra: dict[str, Any] = {}
         for name, fqn, value, role in self.rows(self.state_dict()):
             if isinstance(value, torch.Tensor):
-                collector.collect(name, value, role)
+                table.collect(name, value, role)
             else:
-                extra[fqn] = collector.encode(value, name, Role(role.replication), composites=False)
+                extra[fqn] = table.encode(value, name, Role(role.replication), composites=False)
         return {EXTRA: extra} if extra else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +143,7 @@ class FSDP1OptimizerEntry(StateEntry):
         self._module = module
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         state = self._state_dict()
         other: dict[str, Any] = {}
         role = Role(self.replication or Replication.REPLICATED, is_temporary=True)
@@ -152,13 +151,13 @@ class FSDP1OptimizerEntry(StateEntry):
             name = self._name(fqn)
             for key, value in layout.items():
                 if isinstance(value, torch.Tensor) and is_state_tensor_name(key):
-                    collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
+                    table.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
                 else:
-                    tree = collector.extract(value, f"{self.key}.state.{name}.{key}", role, composites=False)
+                    tree = table.extract(value, f"{self.key}.state.{name}.{key}", role, composites=False)
                     other.setdefault(name, {})[key] = tree
         groups = state["param_groups"]
         names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
-        saved = capture_groups(self, groups, names, collector, composites=False)
+        saved = capture_groups(self, groups, names, table, composites=False)
         return {"param_groups": saved, "state": encode(other, f"{self.key}.state")}
 
     @override

@@ -20,12 +20,11 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
 from holdfast.checkpoint.format.nesting import is_under, placed_composites
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import HIDDEN, Replication, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
 from holdfast.checkpoint.state.sharding import shape_of
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
 from holdfast.checkpoint.state.tree import has_saved_form, references
 from holdfast.errors import Corrupt, InvalidInput
@@ -78,22 +77,22 @@ class ModuleEntry(StateEntry):
         self._layout: _ModuleLayout | None = None
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         state = self.value.state_dict(keep_vars=True)
         layout, values = self._current(state), list(state.values())
         hidden = hidden_state(self.value)
         own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
-        if layout.roles is not None and collector.collect_all(layout.names, layout.roles, values):
+        if layout.roles is not None and table.collect_all(layout.names, layout.roles, values):
             return own
         extra: dict[str, Any] = {}
         under: dict[str, Any] = {}
         for row, value in zip(layout.rows, values, strict=True):
             if isinstance(value, torch.Tensor) and is_composite(value):
-                under[row.fqn] = collector.encode_composite(row.name, value, row.role(value))
+                under[row.fqn] = table.encode_composite(row.name, value, row.role(value))
             elif isinstance(value, torch.Tensor):
-                collector.collect(row.name, value, row.role(value))
+                table.collect(row.name, value, row.role(value))
             else:
-                extra[row.fqn] = collector.encode(value, row.name, Role(row.buffer), named_types=True)
+                extra[row.fqn] = table.encode(value, row.name, Role(row.buffer), named_types=True)
         if under:
             own[UNDER] = under
         return {**own, EXTRA: extra} if extra else own

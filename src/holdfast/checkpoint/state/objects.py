@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import (
     HIDDEN,
     MarkedObject,
@@ -27,7 +26,7 @@ from holdfast.checkpoint.state.entry import (
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
 from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import is_composite, may_be_sharded
 from holdfast.checkpoint.state.tree import Extraction, has_saved_form, match_tensors, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
@@ -60,7 +59,7 @@ class StatefulEntry(StateEntry):
     """
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         try:
             state = self.value.state_dict()
         except HoldfastError:
@@ -73,7 +72,7 @@ class StatefulEntry(StateEntry):
             ) from error
         hidden = hidden_state(self.value)
         whole = {**state, HIDDEN: hidden} if hidden else state
-        return collector.encode(whole, self.key, Role(self.replication or Replication.OWN), named_types=True)
+        return table.encode(whole, self.key, Role(self.replication or Replication.OWN), named_types=True)
 
     @override
     def plan(self, plan: Load) -> None:
@@ -141,12 +140,12 @@ class TensorEntry(StateEntry):
     is_filled = True
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         is_parameter = isinstance(self.value, torch.nn.Parameter)
         role = Role(self.replication or Replication.OWN, is_named=is_parameter)
         if is_composite(self.value):
-            return collector.encode_composite(self.key, self.value, role)
-        collector.collect(self.key, self.value, role)
+            return table.encode_composite(self.key, self.value, role)
+        table.collect(self.key, self.value, role)
         return encode(TensorRef(self.key), self.key)
 
     @override
@@ -167,10 +166,10 @@ class GeneratorEntry(StateEntry):
     """A random number generator of torch, python or numpy."""
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         generator = self.value
         if isinstance(generator, torch.Generator):
-            collector.collect(self.key, generator.get_state(), Role(self.replication or Replication.OWN))
+            table.collect(self.key, generator.get_state(), Role(self.replication or Replication.OWN))
             return encode(TensorRef(self.key), self.key)
         if isinstance(generator, random.Random):
             return encode(python_state(generator), self.key)
@@ -228,9 +227,9 @@ class ValueEntry(StateEntry):
     is_filled = True
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         role = Role(self.replication or Replication.OWN)
-        return collector.encode(self.value, self.key, role, named_types=True, entries=True)
+        return table.encode(self.value, self.key, role, named_types=True, entries=True)
 
     @override
     def plan(self, plan: Load) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.load import Load, LoadPhase
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.rawbytes import view_bytes
 
@@ -26,19 +25,19 @@ MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 """Errors that generators raise for a state which is not one of theirs."""
 
 
-def capture(collector: TensorCollector) -> dict[str, Any]:
+def capture(table: TensorTable) -> dict[str, Any]:
     """Collect the states of the generators of python, numpy (if imported), torch and the current device."""
     values: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "python": python_state(random),
         "torch": TensorRef(_CPU),
     }
-    collector.collect(_CPU, torch.get_rng_state(), Role(Replication.OWN))
+    table.collect(_CPU, torch.get_rng_state(), Role(Replication.OWN))
     if numpy := sys.modules.get("numpy"):
         values["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
         values["cuda"] = TensorRef(_CUDA)
-        collector.collect(_CUDA, torch.cuda.get_rng_state(), Role(Replication.OWN))
+        table.collect(_CUDA, torch.cuda.get_rng_state(), Role(Replication.OWN))
     return encode(values, KEY)
 
 

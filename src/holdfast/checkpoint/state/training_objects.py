@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
 from holdfast.checkpoint.format.values import NAMED_TYPES
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import CapturedState, TensorCollector, TensorLister
 from holdfast.checkpoint.state.entry import (
     FoundEntry,
     Replication,
@@ -51,7 +50,7 @@ from holdfast.checkpoint.state.optimizers import (
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
 from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks
 from holdfast.checkpoint.state.sharding import layout_of, local_of, shape_of
-from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
+from holdfast.checkpoint.state.tensor_table import CapturedState, StateStructure, TensorLister, TensorTable
 from holdfast.checkpoint.state.tensors import PLAIN, find_read_only, may_be_sharded, unsavable, versions
 from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
@@ -61,7 +60,7 @@ from holdfast.system.callsite import warn
 _get_is_first = operator.attrgetter("is_first")
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 _DEEPSPEED = "deepspeed"
-_numbers = itertools.count()
+_numbers = count()
 
 
 class State:
@@ -96,7 +95,7 @@ class State:
             if isinstance(entry, ModuleEntry) and entry.has_meta():
                 continue  # it will be restored
             if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
-                _capture({key: entry}, TensorCollector(*self._world(), self._checked))
+                _capture({key: entry}, self._follow(None))
 
     def agree(self, gather: Gather) -> None:
         """Agree with all ranks on the holders of each tensor, for later captures and loads.
@@ -121,7 +120,7 @@ class State:
         for entry in entries.values():
             if isinstance(entry, (ModuleEntry, TensorEntry)):
                 entry.capture(listed)
-        for name, tensor, role in listed.rows:
+        for name, tensor, role in listed.listed:
             try:
                 layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
             except Unsupported as error:
@@ -141,16 +140,15 @@ class State:
         Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
         """
         entries = self._current()
-        collector = TensorCollector(*self._world(), self._checked, self._table)
-        values = _capture(entries, collector)
+        table, self._table = self._follow(self._table), None  # an error leaves it without an end
+        values = _capture(entries, table)
         optimizers = _optimizers_of(entries)
         hooked = [one for one in optimizers if has_step_hooks(one)]
-        for optimizer in self._lent_optimizers:
-            collector.table.own_memory(tensors_of(optimizer))  # no table is followed while a state is lent
-        values[rng.KEY] = rng.capture(collector)
+        values[rng.KEY] = rng.capture(table)
         owners, is_known = list(map(parameters, hooked)), len(hooked) == len(optimizers)
-        now = collector.captured(values, self._structure, self._agreed(), owners, is_frozen_known=is_known)
-        self._table, self._structure = collector.table, now.structure
+        lent = chain.from_iterable(map(tensors_of, self._lent_optimizers))
+        now = table.captured(values, self._structure, self._agreed(), owners, lent, is_frozen_known=is_known)
+        self._table, self._structure = table, now.structure
         return now
 
     def skippables(self) -> dict[str, Skippable]:
@@ -233,18 +231,19 @@ class State:
         if optimizers := _optimizers_of(entries):
             own = [one for one in optimizers if not has_step_hooks(one) and hasattr(one, "param_groups")]
             return versions(tensor for one in own for tensor in parameters(one))
-        collector = TensorCollector(*self._world(), self._checked, self._marked)
+        table, self._marked = self._follow(self._marked), None
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         chosen = {key: one for key, one in entries.items() if isinstance(one, kinds)}
         try:
-            values = _capture(chosen, collector)
+            values = _capture(chosen, table)
         except Unsupported:  # a save raises it, such as for a meta module; until then the state may change
             return next(_numbers)
-        if not collector.end() or collector.replaced:
+        table.end()
+        if table.has_new_memory:
             self._memory_number = next(_numbers)
         # It holds an alias of each tensor. So the memory of a tensor that training replaces stays in use
         # until the next mark, and no new tensor can start at the same address before it.
-        self._marked = collector.table
+        self._marked = table
         parts = (one if type(one) in PLAIN else local_of(one) for one in self._marked.live)
         return values, self._memory_number, versions(parts)
 
@@ -392,6 +391,14 @@ class State:
         marked = {key: one.ranks for key, one in self._found.items() if one.ranks is not None}
         return replace(agreed, marked=marked) if marked else agreed
 
+    def _follow(self, table: TensorTable | None) -> TensorTable:
+        """Return the table for a capture: that of the previous one, or a new one."""
+        world = self._world()
+        if table is None or (table.rank, table.world_size) != world:
+            return TensorTable(*world, self._checked)
+        table.begin()
+        return table
+
     def _release_memory(self) -> None:
         self._table = self._marked = None
 
@@ -402,12 +409,12 @@ class State:
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _capture(entries: Mapping[str, StateEntry], collector: TensorCollector) -> dict[str, Any]:
+def _capture(entries: Mapping[str, StateEntry], table: TensorTable) -> dict[str, Any]:
     """Return the values of all entries. Modules come first: optimizers name their state after parameters."""
     values: dict[str, Any] = dict.fromkeys(entries)
     for entry in sorted(entries.values(), key=_get_is_first, reverse=True):
         try:
-            values[entry.key] = entry.capture(collector)
+            values[entry.key] = entry.capture(table)
         except RecursionError as error:
             raise contains_itself(entry.key) from error
     return values

@@ -34,7 +34,6 @@ class Replication(enum.Enum):
 class MarkedObject(Struct, frozen=True):
     """An object of the state, marked by the user with the replication of its tensors."""
 
-    _holdfast_is_leaf: ClassVar[bool] = True  # no container of a state, whose fields are saved
     value: Any
     replication: Replication
     ranks: tuple[int, ...] | None = None  # its holders, if the user has named them
@@ -63,11 +62,7 @@ def per_rank(value: Any) -> MarkedObject:
 
 
 class StateEntry(ABC):
-    """An object under a top-level key. Implementations are final.
-
-    Args:
-        replication: how ranks hold its tensors, if the user has marked it.
-    """
+    """An object under a top-level key. Implementations are final."""
 
     is_first: ClassVar[bool] = False  # captured and planned before others, which use its tensors' names
     is_filled: ClassVar[bool] = False  # its tensors are filled in place
@@ -75,7 +70,7 @@ class StateEntry(ABC):
     def __init__(self, key: str, value: Any, replication: Replication | None = None) -> None:
         self.key = key
         self.value = value
-        self.replication = replication
+        self.replication = replication  # of its tensors, if the user has marked it
 
     @abstractmethod
     def capture(self, table: TensorTable) -> Any:

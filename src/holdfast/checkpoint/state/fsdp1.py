@@ -128,10 +128,7 @@ class FSDP1ModuleEntry(StateEntry):
 
 @final
 class FSDP1OptimizerEntry(StateEntry):
-    """An optimizer of a module that contains FSDP1.
-
-    Args:
-        module: the module's entry.
+    """An optimizer of a module that contains FSDP1, whose entry is `module`.
 
     Ranks: capture, plan and finish are collective over the module's process group.
     """
@@ -169,23 +166,17 @@ class FSDP1OptimizerEntry(StateEntry):
         names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
         saved = find_saved(self.key, plan, names)
         made: dict[str, dict[str, Any]] = {}
-        shared: set[str] = set()  # parameters that are given the saved state of another one too
         for fqn in (fqn for group in groups for fqn in group["params"]):
-            if (name := self._name(fqn)) in saved.states:
-                state, is_shared = saved.states[name]
-                shared.update({fqn} if is_shared else ())
-                made[fqn] = {
-                    key: plan.read_as(tensor, models[name], tensor) for key, tensor in state.tensors.items()
-                }
-                made[fqn].update({key: plan.read_tree(tree) for key, tree in state.trees.items()})
-        plan.read_tree(saved.options)
+            name = self._name(fqn)
+            if (state := saved.states.get(name)) is not None:
+                tensors = {key: plan.read_as(one, models[name], one) for key, one in state.tensors.items()}
+                made[fqn] = tensors | {key: plan.read_tree(tree) for key, tree in state.trees.items()}
+        make_options = plan.read_tree([options_of(options or {}) for options in saved.options])
 
         def finish() -> None:
-            new = []
-            for group, options in zip(groups, saved.options, strict=True):
-                new.append({**group, **plan.insert(options_of(options or {}))})
+            new = [{**group, **options} for group, options in zip(groups, make_options(), strict=True)]
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
-            state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
+            state |= {fqn: deepcopy(one) for fqn, one in state.items() if self._name(fqn) in saved.copied}
             self._load({"state": state, "param_groups": new})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)

@@ -139,8 +139,8 @@ class SavedOptimizer(Struct, frozen=True):
     """A saved optimizer, as the source for the live one."""
 
     options: list[dict[str, Any] | None]  # by live group; None without a saved one
-    states: dict[str, tuple[SavedState, bool]]
-    """By live parameter: its state, and whether another one that it was tied to has it too."""
+    states: dict[str, SavedState]  # by live parameter
+    copied: set[str]  # live parameters that were tied to another one when they were saved, and are not now
     shared: dict[Any, Any]  # state that is of no parameter
 
 
@@ -157,7 +157,8 @@ def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
         shared |= values.get("shared", {})
     index = _index(key, plan, groups, state)
     taken: set[str] = set()
-    states: dict[str, tuple[SavedState, bool]] = {}
+    states: dict[str, SavedState] = {}
+    copied: set[str] = set()
     for fqn in chain.from_iterable(live):
         found = index.get(fqn)
         if found is None:
@@ -168,14 +169,15 @@ def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
                 f"{key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not "
                 "now; each has a copy of the saved value and optimizer state."
             )
-        states[fqn] = found, found.fqn in taken
+            copied.add(fqn)
+        states[fqn] = found
         taken.add(found.fqn)
     for fqn, saved in {saved.fqn: saved for saved in index.values()}.items():
         if fqn not in taken:
             plan.unexpected.append(f"{key}{PARAMETER_MARK}{fqn}")
             plan.used.update(saved.tensors.values(), references(saved.trees))
     plan.used.update(references(groups))
-    return SavedOptimizer(_options(key, plan, groups, live), states, shared)
+    return SavedOptimizer(_options(key, plan, groups, live), states, copied, shared)
 
 
 def _options(
@@ -339,8 +341,9 @@ class OptimizerEntry(StateEntry):
         made: list[tuple[torch.Tensor, Callable[[], dict[Any, Any]]]] = []
         for options, fqns, group in zip(saved.options, names, optimizer.param_groups, strict=True):
             for fqn, parameter in zip(fqns, group["params"], strict=True):
-                if fqn in saved.states:
-                    make = self._plan_state(plan, parameter, *saved.states[fqn], options or {})
+                if (state := saved.states.get(fqn)) is not None:
+                    is_copied = fqn in saved.copied
+                    make = self._plan_state(plan, parameter, state, is_copied, options or {})
                     made.append((parameter, make))
         set_options = self._plan_options(plan, saved.options)
         make_shared = plan.read_tree(saved.shared)
@@ -362,9 +365,9 @@ class OptimizerEntry(StateEntry):
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_state(
-        self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_shared: bool, options: dict[str, Any]
+        self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_copied: bool, options: dict[str, Any]
     ) -> Callable[[], dict[Any, Any]]:
-        """Plan to read the state of a parameter; return a function that returns it, a copy if `is_shared`."""
+        """Plan to read the state of a parameter; return a function that returns it, perhaps a copy."""
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         device = plan.device_of(parameter)
         kept: dict[str, torch.Tensor] = {}
@@ -393,27 +396,26 @@ class OptimizerEntry(StateEntry):
             found = make_trees()
             found |= {name: make() for name, make in made.items()}
             ordered = {name: found[name] for name in (*saved.tensors, *saved.trees) if name in found}
-            return kept | (deepcopy(ordered) if is_shared else ordered)
+            return kept | (deepcopy(ordered) if is_copied else ordered)
 
         return make
 
     def _plan_options(self, plan: Load, chosen: list[dict[str, Any] | None]) -> Callable[[], None]:
         """Plan to read the options of all groups; return a function that sets them."""
-        met: list[dict[str, Any]] = []
+        rows: list[Any] = []
         for i, options in enumerate(chosen):
-            live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
-            met.append({})
+            live, label, found = self.value.param_groups[i], f"{self.key}.param_groups.{i}", dict[str, Any]()
             for name, value in options_of(options or {}).items():
                 if is_plain_value(value) and is_plain_value(live.get(name)):
-                    met[i][name] = value  # as most options, which need no walk
+                    found[name] = value  # as most options, which need no walk
                 elif (fitted := plan.fit(value, live.get(name), f"{label}.{name}")) is not None:
-                    met[i][name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
-            plan.read_tree(met[i])
+                    found[name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
+            rows.append((options, found, plan.read_tree(found), live))
 
         def set_options() -> None:
             seen: set[int] = set()
-            for options, found, live in zip(chosen, met, self.value.param_groups, strict=True):
-                new = plan.insert(found)
+            for options, found, make, live in rows:
+                new = make()
                 if id(options) in seen:  # two live groups must not share a tensor
                     new = insert_tensors(found, lambda name: plan.tensor(name).clone())
                 seen.add(id(options))

@@ -85,19 +85,18 @@ class TensorTable:
 
     It holds the live tensors and a detached alias of each, so the memory of a tensor that training replaces
     stays in use until the next capture. That also makes comparing safe: while the alias holds the old memory,
-    no new tensor can start at the same address. With one rank, nothing is per rank. After an error in a
-    capture, the table must not be followed.
+    no new tensor can start at the same address. With one rank, nothing is per rank.
     """
 
-    def __init__(self, rank: int, world_size: int, checked: set[str]) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._checked = checked  # names that have passed the check for reserved names; grows
+    def __init__(self) -> None:
+        self._checked: set[str] = set()  # names that have passed the check for reserved names; grows
         self._owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
-        self._clear()
-        self.begin()
+        self._structure: StateStructure | None = None  # of the last capture
+        self._has_ended = False
+        self.begin(0, 1)
 
-    def _clear(self) -> None:
+    def release(self) -> None:
+        """Release all tensors; the next capture does not follow the last one."""
         self.tensors: dict[str, torch.Tensor] = {}  # aliases of the rows that hold bytes, by name
         self.parameter_names: dict[int, str] = {}  # id of a live parameter -> its first name
         self.live: list[torch.Tensor] = []
@@ -118,12 +117,16 @@ class TensorTable:
         self._per_rank: set[str] = set()
         self._at: dict[int, list[str]] = {}  # address -> tensors that start there
 
-    def begin(self) -> None:
-        """Begin a capture."""
+    def begin(self, rank: int, world_size: int) -> TensorTable:
+        """Begin a capture, and return the table. An earlier one that has failed is not followed."""
+        if not self._has_ended or (self._rank, self._world_size) != (rank, world_size):
+            self.release()
+        self._rank, self._world_size, self._has_ended = rank, world_size, False
         self._row = 0  # all before it are confirmed
         self._confirmed: list[str] = []  # names of composite parameters
         self.has_new_memory = False  # of a tensor that was added or replaced another one
         self._has_new_facts = False
+        return self
 
     def collect(self, name: str, tensor: torch.Tensor, role: Role) -> None:
         """Collect a tensor."""
@@ -177,7 +180,6 @@ class TensorTable:
     def captured(
         self,
         values: dict[str, Any],
-        structure: StateStructure | None,
         agreement: HolderAgreement,
         owners: list[list[torch.Tensor]],
         lent: Iterable[torch.Tensor],
@@ -186,22 +188,23 @@ class TensorTable:
     ) -> CapturedState:
         """Return the collected tensors with the encoded values by top-level key.
 
-        `structure` is that of the previous capture, made by the same agreement; it is kept if it still holds.
         `owners` are the parameters of each optimizer; frozen tensors are known if these are all of the state.
         What is in the memory of `lent` tensors is changed only by an optimizer's steps too.
         """
         if [[*map(id, one)] for one in owners] != [[*map(id, one)] for one in self._owners]:
             self._owners, self._has_new_facts = owners, True
-        if self.end() or structure is None:
-            new = self._structure(agreement, lent, is_frozen_known=is_frozen_known)
-            structure = structure if structure is not None and structure == new else new
+        if self.end() or self._structure is None:
+            known, self._structure = self._structure, None  # after an error the next capture looks again
+            new = self._find_structure(agreement, lent, is_frozen_known=is_frozen_known)
+            self._structure = new if known is None or known != new else known
         # A copy: a later capture may put new tensors into the table.
-        return CapturedState(dict(self.tensors), values, structure)
+        return CapturedState(dict(self.tensors), values, self._structure)
 
     def end(self) -> bool:
         """End the walk. Return True if any fact about the tensors may have changed since the last one."""
         if (self._row, len(self._confirmed)) != (len(self._names), len(self._composites)):
             self._begin_again()
+        self._has_ended = True
         return self._has_new_facts
 
     def _confirm(self, name: str, tensor: torch.Tensor, role: Role) -> bool:
@@ -224,7 +227,7 @@ class TensorTable:
         self.has_new_memory = self._has_new_facts = True
         rows = list(zip(self._names, self.live, self._roles, strict=True))[: self._row]
         composites = [(name, *self._composites[name]) for name in self._confirmed]
-        self._clear()
+        self.release()
         for row in rows:
             self._add(*row)
         for composite in composites:
@@ -244,7 +247,7 @@ class TensorTable:
                 key=name,
             )
         self.has_new_memory = self._has_new_facts = True
-        is_here = layout is None or self.rank in layout.holders
+        is_here = layout is None or self._rank in layout.holders
         holder = self._place(name, tensor, local, layout) if is_here else name
         # Also for tensors without gradient: the live tensor itself would always equal itself.
         alias = local.detach()
@@ -253,7 +256,7 @@ class TensorTable:
         elif is_here:
             self.tensors[name] = alias
             is_own = role.replication is Replication.OWN and layout is None
-            if self.world_size > 1 and (is_own or role.replication is Replication.PER_RANK):
+            if self._world_size > 1 and (is_own or role.replication is Replication.PER_RANK):
                 self._per_rank.add(name)
         self._row_of[name] = len(self._names)
         if role.is_named:
@@ -288,11 +291,10 @@ class TensorTable:
         """Return the names that hold the bytes of some rows on this rank."""
         return {self._tied.get(name, name) for name in names} & self.tensors.keys()
 
-    def _structure(
+    def _find_structure(
         self, agreement: HolderAgreement, lent: Iterable[torch.Tensor], *, is_frozen_known: bool
     ) -> StateStructure:
         """Return all facts about the tensors; see `captured`."""
-        shared: dict[tuple[tuple[int, ...], int], Sharding] = {}
         shardings: dict[str, Sharding] = {}
         lowest: dict[str, ShardLayout] = {}
         places: dict[str, dict[Region, Region]] = {}
@@ -301,11 +303,11 @@ class TensorTable:
             role, raw, shape = self._roles[row], self._layouts[row], self._shapes[row]
             if name not in self._per_rank:
                 layout = self._layout(row, agreement)
-                shardings[name] = shared.setdefault((shape, id(layout)), Sharding(shape, layout))
+                shardings[name] = Sharding(shape, layout)
             if role.replication is Replication.LOWEST and raw is None:
                 lowest[name] = agreement.layout(name, raw, is_lowest=False, in_module=role.in_module)
             if raw is not None and raw.is_own:
-                places[name] = dict(zip(raw.regions_of(self.rank, shape), raw.places, strict=True))
+                places[name] = dict(zip(raw.regions_of(self._rank, shape), raw.places, strict=True))
         roles, owned = list(zip(self._names, self._roles, strict=True)), self._owned(lent)
         frozen: set[str] = set()  # module parameters that no optimizer owns
         if is_frozen_known and self._owners:
@@ -351,7 +353,7 @@ class TensorTable:
             raise unsavable(local, name)
         if role.replication is Replication.PER_RANK or layout is None:
             return local, None
-        regions = () if layout.is_own else layout.regions_of(self.rank, shape_of(tensor))
+        regions = () if layout.is_own else layout.regions_of(self._rank, shape_of(tensor))
         region = next(iter(regions), None)
         if region is not None and not (region.sizes == local.shape or region.num_items == local.numel() == 0):
             found = f"it is a {type(tensor).__name__} whose part here is {list(local.shape)}"
@@ -391,8 +393,8 @@ class TensorTable:
             return known
         shape = self._shapes[row]
         # Shards that have changed since the ranks met: a commit checks that all ranks' shards fit together.
-        mine = set(raw.regions_of(self.rank, shape))
-        return known if set(known.regions_of(self.rank, shape)) == mine else raw
+        mine = set(raw.regions_of(self._rank, shape))
+        return known if set(known.regions_of(self._rank, shape)) == mine else raw
 
     def _is_same(self, row: int, tensor: torch.Tensor, part: torch.Tensor) -> bool:
         """Return True if a tensor shows a row's memory alike; a parameter must be the same object."""
@@ -497,7 +499,7 @@ class TensorLister(TensorTable):
     """Lists the tensors of entries, also those that cannot be saved, such as on meta. Values are left out."""
 
     def __init__(self) -> None:
-        super().__init__(0, 1, set())
+        super().__init__()
         self.listed: list[tuple[str, torch.Tensor, Role]] = []
 
     @override

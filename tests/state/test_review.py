@@ -84,6 +84,19 @@ def test_a_snapshot_that_is_added_later_warns_at_the_first_save(tmp_path: Path) 
             ckpt.save(1)
 
 
+def test_a_dictionary_that_is_refused_as_a_state_can_be_saved_as_the_error_says(tmp_path: Path) -> None:
+    """The second fix of the error, for programs that refill the dictionary themselves."""
+    model = make_model()
+    with make_checkpointer(tmp_path / "home", None) as ckpt:
+        ckpt.save(1, {"model": model.state_dict()})
+    other = make_model()
+    with make_checkpointer(tmp_path / "home", None) as ckpt:
+        found = ckpt.load()
+    assert found is not None
+    other.load_state_dict(found["model"])
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
 @pytest.fixture
 def prepared() -> Callable[..., Any]:
     """A function that prepares a data loader with Accelerate."""

@@ -385,8 +385,9 @@ class State:
         return replace(agreed, marked=marked) if marked else agreed
 
     def _release_memory(self) -> None:
-        self._table.release()
-        self._marked.release()
+        for table in (self._table, self._marked):
+            if table.live:
+                table.release()
 
     def _world(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""

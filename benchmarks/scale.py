@@ -74,15 +74,22 @@ def captured(kind: str, world_size: int, rank: int) -> CapturedState:
         (region,) = sharding.regions_of(rank)
         tensors[name] = torch.empty(region.sizes, dtype=torch.bfloat16, device="meta")
     none: frozenset[str] = frozenset()
-    structure: Any = SimpleNamespace(shardings=shardings, owned=frozenset(shardings), frozen=none, tied={})
+    structure: Any = SimpleNamespace(
+        shardings=shardings,
+        owned=frozenset(shardings),
+        frozen=none,
+        tied={},
+        per_rank=none,
+        temporary=none,
+        places={},
+    )
     return CapturedState(tensors, {}, structure)
 
 
 def plan_save(state: CapturedState, rank: int) -> tuple[Catalog, SavePlan]:
     """Make the plan that a rank makes once for a structure, before its first save."""
     catalog = catalog_of(state)
-    plan = SavePlan(state.tensors, catalog=catalog, per_rank=(), owned=state.structure.owned, rank=rank)
-    return catalog, plan
+    return catalog, SavePlan(state, catalog, rank)
 
 
 def part_document(

@@ -17,9 +17,6 @@ from torch import nn
 from torch.optim import SGD
 
 import holdfast
-from holdfast.checkpoint.format.catalog import Catalog, Tensor
-from holdfast.checkpoint.format.layout import whole
-from holdfast.checkpoint.stage import SavePlan
 from holdfast.checkpoint.stage.calm import CalmTensors
 from holdfast.checkpoint.stage.watch import Watcher
 from holdfast.errors import InvalidInput, SaveWarning
@@ -28,6 +25,7 @@ from stage.training import (
     check_saved,
     make_checkpointer,
     make_model,
+    make_plan,
     make_training,
     snapshot,
     train,
@@ -272,8 +270,5 @@ def test_a_state_that_is_given_to_save_may_be_written_to_at_once(tmp_path: Path)
 def test_memory_that_an_object_may_release_is_never_calm() -> None:
     """As that of FSDP1's parameters: their storage is resized beside training."""
     tensors = {name: torch.rand(SIZE) for name in ("owned", "plain", "released")}
-    rows = {name: Tensor("F32", (SIZE,), whole(0), (0,), False) for name in tensors}
-    plan = SavePlan(
-        tensors, catalog=Catalog(rows, {}), per_rank=(), owned={"owned"}, temporary={"released"}, rank=0
-    )
+    plan = make_plan(tensors, {"owned"}, temporary={"released"})
     assert [plan.names[i] for i in plan.lasting] == ["plain"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from holdfast.checkpoint.format.catalog import Catalog, Tensor
-from holdfast.checkpoint.format.layout import parse_header, whole
+from holdfast.checkpoint.format.layout import parse_header
 from holdfast.checkpoint.stage import Arena, SavePlan, Stager, stager, watch
 from holdfast.checkpoint.stage.stager import Staging
-from stage.training import WAIT_S, CopyGate
+from stage.training import WAIT_S, CopyGate, make_plan
 
 SIZE = 20_000  # elements: large enough to be copied beside the training
 NAMES = ("w", "plain", "base", "head")
@@ -33,11 +31,7 @@ class Saves:
 
     def make_plan(self) -> SavePlan:
         """An optimizer owns w; base and head are frozen; plain is neither."""
-        rows = {
-            name: Tensor("F32", tuple(tensor.shape), whole(0), (0,), name in FROZEN)
-            for name, tensor in self.tensors.items()
-        }
-        return SavePlan(self.tensors, catalog=Catalog(rows, {}), per_rank=(), owned=OWNED, rank=0)
+        return make_plan(self.tensors, OWNED, frozen=FROZEN)
 
     def stage(self, gate: CopyGate | None = None) -> tuple[Staging, dict[str, torch.Tensor]]:
         """Stage, and read back what the arena holds then; with a gate, note what came before it opened."""
@@ -61,7 +55,7 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "WriteTracker", refuse)
 
 
-def refuse() -> None:
+def refuse(*_: object) -> None:
     raise OSError(38, "Function not implemented")
 
 
@@ -141,15 +135,23 @@ def test_after_a_version_change_a_frozen_tensor_is_copied_before_save_returns() 
 
 
 @pytest.mark.usefixtures("unwatched")
-@pytest.mark.parametrize("has_failed", [True, False])
-def test_after_a_failed_save_and_for_a_new_plan_they_are_copied_before_save_returns(has_failed: bool) -> None:
+@pytest.mark.parametrize("event", ["failed save", "failed copy", "new plan"])
+def test_after_a_failed_save_and_for_a_new_plan_they_are_copied_before_save_returns(
+    monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
     """With other names, for example, their file has other bytes although the tensors are equal."""
     saves = make_saves()
     saves.stage()
-    if has_failed:
+    if event == "failed save":
         saves.stager.distrust_frozen()
-    else:
+    elif event == "new plan":
         saves.plan = saves.make_plan()
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(stager, "_copy_in_threads", refuse)
+            with pytest.raises(OSError, match="not implemented"):
+                saves.stage()
+        saves.stager.wait()
     assert [saves.stage()[0].is_frozen_unchanged for _ in range(2)] == [False, True]
 
 
@@ -193,20 +195,3 @@ def test_the_arena_holds_both_files_byte_for_byte() -> None:
     assert plan.own == ()
     assert len(starts) == 4
     assert starts[plan.names.index("w")] == starts[plan.names.index("base")] == 4096
-
-
-def test_a_copy_that_fails_immediately_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    saves = make_saves()
-
-    def failing(*_: object, **__: object) -> None:
-        assert threading.current_thread().name != "holdfast-stage"
-        raise RuntimeError("no such luck")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stager, "copy_all", failing)
-        with pytest.raises(RuntimeError, match="no such luck"):
-            saves.stage()
-    saves.stager.wait()
-    staging, found = saves.stage()
-    assert torch.equal(found["base"], saves.tensors["base"])
-    assert not staging.is_frozen_unchanged, "that save failed: no hash is there to prove anything"

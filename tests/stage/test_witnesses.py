@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.checkpoint.format.catalog import Catalog, Tensor
-from holdfast.checkpoint.format.layout import whole
 from holdfast.checkpoint.stage import Arena, SavePlan, Stager
 from holdfast.checkpoint.stage.stager import Staging
-from stage.training import WAIT_S, CopyGate
+from stage.training import WAIT_S, CopyGate, make_plan
 
 SIZE = 20_000  # elements: large enough to be copied beside the training
 
@@ -17,17 +15,7 @@ SIZE = 20_000  # elements: large enough to be copied beside the training
 def make() -> tuple[dict[str, torch.Tensor], SavePlan]:
     """Rank 0 writes w. Rank 1 writes the others: the optimizer owns other, nothing owns buffer."""
     tensors = {name: torch.arange(SIZE) + 0.5 for name in ("w", "other", "buffer")}
-    rows = {name: Tensor("F32", (SIZE,), whole(int(name != "w")), (0, 1)) for name in tensors}
-    plan = SavePlan(
-        tensors,
-        catalog=Catalog(rows, {}),
-        per_rank=(),
-        owned={"w", "other"},
-        rank=0,
-        witnesses=("other", "buffer"),
-        witness_bytes=8 * SIZE,
-    )
-    return tensors, plan
+    return tensors, make_plan(tensors, {"w", "other"}, witnesses=("other", "buffer"))
 
 
 def at(plan: SavePlan, *indices: int) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,11 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import holdfast
-from holdfast.checkpoint.stage import stager
+from holdfast.checkpoint.format.catalog import Catalog, Tensor
+from holdfast.checkpoint.format.layout import whole
+from holdfast.checkpoint.stage import SavePlan, stager
+from holdfast.checkpoint.state import CapturedState
+from holdfast.checkpoint.state.tensor_table import StateStructure
 
 WAIT_S = 600.0
 
@@ -90,6 +94,25 @@ def make_checkpointer(
     if given is not None and not any(one.name == "preemption" for one in given):
         given = [holdfast.Preemption(signals=False), *given]
     return holdfast.Checkpointer(home, state, watches=given, **{"quiet": True, "memory": "2GiB", **options})
+
+
+def make_plan(
+    tensors: dict[str, torch.Tensor],
+    owned: set[str],
+    *,
+    frozen: Collection[str] = (),
+    temporary: Collection[str] = (),
+    witnesses: Collection[str] = (),
+) -> SavePlan:
+    """The plan of rank 0, which writes all tensors but the witnesses, which rank 1 writes."""
+    rows = {
+        name: Tensor("F32", tuple(one.shape), whole(int(name in witnesses)), (0, 1), name in frozen)
+        for name, one in tensors.items()
+    }
+    none = frozenset[str]()
+    structure = StateStructure([], {}, none, frozenset(owned), frozenset(temporary), none, {}, {}, {})
+    witness_bytes = sum(tensors[name].nbytes for name in witnesses)
+    return SavePlan(CapturedState(tensors, {}, structure), Catalog(rows, {}), 0, witnesses, witness_bytes)
 
 
 def snapshot(state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.layout import EvenPartitioning, Region
+from holdfast.checkpoint.format.layout import Region
 from holdfast.checkpoint.state import Sharding, assign
 from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 
@@ -62,10 +62,3 @@ def test_regions_without_a_rule_are_listed() -> None:
     assert sharding.regions_of(7) == (regions[1],)
     assert sharding.regions_of(6) == ()
     assert sharding.layout.holders == {5, 7}
-
-
-def test_equal_layouts_are_balanced_together() -> None:
-    shardings = {str(i): Sharding((1,), ShardLayout((), ((0,), (1,)))) for i in range(4)}
-    partitionings = assign(dict.fromkeys(shardings, 4), shardings)
-    assert sorted(one.ranks for one in partitionings.values()) == [(0,), (0,), (1,), (1,)]
-    assert EvenPartitioning((), (0,)) in partitionings.values()

@@ -12,7 +12,7 @@ from torch import nn
 from holdfast.checkpoint.format.composites import RAW_DTYPES, SavedTensor
 from holdfast.checkpoint.state import State
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
-from state.trip import Kept, Stateful, kept
+from state.trip import Kept, Stateful, kept, step_once
 from wrapped import Grid, Momentum, Rounding, coded, same_coded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
@@ -182,9 +182,7 @@ def test_state_that_an_optimizer_makes_at_its_first_step_is_restored_before_it()
 
 def test_an_optimizer_without_such_state_refuses_it() -> None:
     layer = nn.Linear(3, 4, bias=False)
-    layer.weight.grad = torch.ones(4, 3)
-    optimizer = Momentum(layer.parameters())
-    optimizer.step()
+    optimizer = step_once(Momentum(layer.parameters()))
     saved = kept({"model": layer, "optimizer": optimizer})
     other = {"model": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=0.1)}
     with pytest.raises(InvalidInput, match=r"momentum was saved as a wrapped.Coded.*take one step"):
@@ -268,16 +266,29 @@ def test_a_quantized_weight_without_an_optimizer_is_frozen_and_a_trained_one_own
     assert state.capture().structure is captured.structure
 
 
-def test_a_tensor_that_becomes_sparse_is_saved_as_such() -> None:
-    live: dict[str, Any] = {"m": Holder(MANY.clone()), "x": [MANY.clone()]}
+def test_a_tensor_that_becomes_sparse_is_restored_as_such() -> None:
+    """Also in the state of an optimizer, before its first step and after it."""
+
+    def make(tensor: torch.Tensor, *, has_stepped: bool = True) -> dict[str, Any]:
+        parameter = nn.Parameter(torch.zeros(4, 4))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        if has_stepped:
+            optimizer.state[parameter] = {"mask": tensor.clone()}
+        return {"m": Holder(tensor.clone()), "x": [tensor.clone()], "p": parameter, "o": optimizer}
+
+    def tensors_of(live: dict[str, Any]) -> list[torch.Tensor]:
+        return [live["m"].extra, live["x"][0], live["o"].state[live["p"]]["mask"]]
+
+    live = make(MANY)
     state = State(live)
     state.capture()
-    live["m"].extra, live["x"][0] = MANY.to_sparse(), MANY.to_sparse()
+    live["m"].extra, live["x"][0] = MANY.to_sparse_csr(), MANY.to_sparse_csr()
+    live["o"].state[live["p"]]["mask"] = MANY.to_sparse_csr()
     saved = Kept(state.capture())
-    other: dict[str, Any] = {"m": Holder(FEW.to_sparse()), "x": [FEW.to_sparse()]}
-    saved.restore(State(other))
-    assert same_sparse(other["m"].extra, MANY.to_sparse())
-    assert same_sparse(other["x"][0], MANY.to_sparse())
+    for has_stepped in (False, True):
+        other = make(FEW.to_sparse_csr(), has_stepped=has_stepped)
+        saved.restore(State(other))
+        assert all(same_sparse(one, MANY.to_sparse_csr()) for one in tensors_of(other))
 
 
 def test_what_cannot_be_taken_apart_is_refused_with_the_reason() -> None:
@@ -299,23 +310,3 @@ def test_damaged_inner_tensors_of_a_sparse_one_are_corrupt() -> None:
     load = saved.fill(saved.plan(State({"in": [None]})))
     with pytest.raises(Corrupt, match="sparse_csr"):
         load.finish()
-
-
-def test_optimizer_state_that_becomes_sparse_is_restored_as_such() -> None:
-    """Before the first step of the optimizer, and after it."""
-
-    def make(state: dict[str, Any]) -> dict[str, Any]:
-        parameter = nn.Parameter(torch.zeros(4, 4))
-        optimizer = torch.optim.SGD([parameter], lr=1.0)
-        optimizer.state[parameter] = state
-        return {"p": parameter, "o": optimizer}
-
-    mask = {"mask": MANY.clone()}
-    state = State(make(mask))
-    state.capture()
-    mask["mask"] = MANY.to_sparse_csr()
-    saved = Kept(state.capture())
-    for found in ({}, {"mask": FEW.to_sparse_csr()}):
-        live = make(found)
-        saved.restore(State(live))
-        assert same_sparse(live["o"].state[live["p"]]["mask"], MANY.to_sparse_csr())

@@ -16,7 +16,7 @@ from holdfast.checkpoint.state import State, per_rank, replicated
 from holdfast.checkpoint.state.holders import HolderAgreement, agree, inventory
 from holdfast.checkpoint.state.sharding import ShardLayout, held_by
 from holdfast.errors import InvalidInput
-from state.trip import fake_ranks, kept
+from state.trip import fake_ranks, kept, step_once
 
 
 def _inventory(
@@ -138,11 +138,7 @@ class _Stage(nn.Module):
 
 
 def _train(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    return optimizer
+    return step_once(torch.optim.AdamW(model.parameters()))
 
 
 def _other_stage(value: Any) -> list[Any]:
@@ -162,9 +158,7 @@ def test_optimizer_state_has_the_holders_of_its_parameter() -> None:
     state = State({"model": model, "optimizer": optimizer, "own": per_rank(nn.Linear(1, 1)), "table": table})
     before = state.capture().structure
     state.agree(_other_stage)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    step_once(optimizer)
     captured = state.capture()
     assert captured.structure is not before
     state_of = "optimizer.state.model.second.weight"

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.checkpoint.state import State, assign, per_rank, replicated
 from holdfast.errors import InvalidInput, Unsupported
 from stage.ranks import run_ranks
-from state.trip import Net, advance, assert_same_state, kept, same, train, training
+from state.trip import Net, advance, assert_same_state, kept, same, step_once, train, training
 
 
 def _compiled_inside() -> nn.Module:
@@ -169,11 +169,15 @@ def test_tied_tensors_are_saved_once_and_stay_tied() -> None:
     assert same(other.embed.weight, model.embed.weight)
 
 
-def test_a_tied_checkpoint_fills_untied_tensors() -> None:
-    model, other = Net(), Net()
-    other.out.weight = nn.Parameter(torch.zeros(11, 8))
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_tied_checkpoint_fills_untied_tensors(device: str) -> None:
+    """Two separate parameters do not come to share memory."""
+    model = Net()
+    with torch.device(device):
+        other = Net()
+        other.out.weight = nn.Parameter(torch.empty(11, 8))
     kept({"m": model}).restore(State({"m": other}))
-    assert other.out.weight is not other.embed.weight
+    assert other.out.weight.data_ptr() != other.embed.weight.data_ptr()
     assert same(other.out.weight, model.embed.weight)
     assert same(other.embed.weight, model.embed.weight)
 
@@ -205,17 +209,6 @@ def test_a_meta_module_is_materialized_with_its_optimizer() -> None:
     assert_same_state(objects, {"model": blank, "optimizer": optimizer2})
 
 
-def test_meta_tensors_stay_untied_when_only_the_checkpoint_is_tied() -> None:
-    """Two separate meta parameters do not come to share memory."""
-    with torch.device("meta"):
-        blank = Net()
-        blank.out.weight = nn.Parameter(torch.empty(11, 8))
-    model = Net()
-    kept({"m": model}).restore(State({"m": blank}))
-    assert blank.out.weight.data_ptr() != blank.embed.weight.data_ptr()
-    assert same(blank.out.weight, model.embed.weight)
-
-
 def test_the_error_names_meta_buffers_without_values() -> None:
     saved = kept({"m": nn.Linear(1, 1)})
     with torch.device("meta"):
@@ -233,23 +226,6 @@ def test_the_error_names_meta_buffers_without_values() -> None:
 def test_a_module_without_bytes_is_refused_by_name(make: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(Unsupported, match=rf"m\.weight.*{why}"):
         State({"m": make()}).capture()
-
-
-def test_a_changed_module_is_detected() -> None:
-    """Replaced parameters, new layers and new wrappers show in the next capture."""
-    model: Any = nn.Sequential(nn.Linear(2, 2))
-    objects = {"m": model}
-    state = State(objects)
-    assert "m.0.weight" in state.capture().tensors
-    model[0].weight = nn.Parameter(torch.zeros(3, 2))
-    assert state.capture().tensors["m.0.weight"].shape == (3, 2)
-    model.append(nn.Linear(3, 1))
-    assert "m.1.bias" in state.capture().tensors
-    compiled: Any = torch.compile(model[0], backend="eager")
-    model[0] = checkpoint_wrapper(compiled)
-    assert "m.0.weight" in state.capture().tensors
-    objects["m"] = nn.Linear(1, 1)
-    assert [n for n in state.capture().tensors if n.startswith("m")] == ["m.weight", "m.bias"]
 
 
 def test_a_changed_wrapper_with_equal_keys_is_detected() -> None:
@@ -272,12 +248,8 @@ def facts_of(rank: int) -> dict[str, Any]:
     ddp = DistributedDataParallel(torch.compile(model, backend="eager"))  # pyright: ignore[reportArgumentType]
     inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     quiet, own = DistributedDataParallel(inner, broadcast_buffers=False), nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(ddp.parameters())
-    own_optimizer = torch.optim.SGD(own.parameters(), 0.1, momentum=0.9)
-    for parameter in (*ddp.parameters(), *own.parameters()):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    own_optimizer.step()
+    optimizer = step_once(torch.optim.AdamW(ddp.parameters()))
+    own_optimizer = step_once(torch.optim.SGD(own.parameters(), 0.1, momentum=0.9))
     objects = {
         "optimizer": optimizer,
         "model": ddp,

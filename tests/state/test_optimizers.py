@@ -111,21 +111,6 @@ def test_tensor_learning_rates_are_filled_in_place() -> None:
     assert float(rate) == 0.25
 
 
-def test_a_new_group_and_a_replaced_parameter_are_detected() -> None:
-    model, optimizer = _trained()
-    extra = nn.Linear(2, 2)
-    state = State({"m": model, "o": optimizer, "extra": extra})
-    assert not any("extra" in name for name in state.capture().structure.owned)
-    optimizer.add_param_group({"params": extra.parameters()})
-    captured = state.capture()
-    assert captured.values["o"]["param_groups"][1]["params"] == ["extra.weight", "extra.bias"]
-    assert "extra.weight" in captured.structure.owned
-    model.inner.bias = nn.Parameter(torch.zeros(8))
-    captured = state.capture()
-    assert "m.inner.bias" not in captured.structure.owned
-    assert captured.values["o"]["param_groups"][0]["params"][4] == "group0.4"
-
-
 def test_parameters_outside_the_state_are_numbered() -> None:
     """Their state still comes back by place."""
     parameter = nn.Parameter(torch.ones(2))

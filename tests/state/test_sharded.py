@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from holdfast.checkpoint.state import State
 from layouts import gather, mesh_of, whole
-from state.worlds import FOUR, TWO, Checkpoint, load_all, run, save_all, told, trip
+from stage.ranks import run_ranks
+from state.worlds import FOUR, TWO, Checkpoint, load_all, save_all, told, trip
 
 
 @pytest.mark.slow
@@ -26,8 +27,8 @@ def test_every_layout_loads_into_every_layout_on_4_2_and_1_ranks(tmp_path: Path)
     """
     (tmp_path / "1").mkdir()
     save_all(0, tmp_path / "1", ("alone",))
-    run(4, trip, tmp_path, FOUR, ("on-meta",))
-    run(2, trip, tmp_path, TWO)
+    assert run_ranks(4, trip, tmp_path, FOUR, ("on-meta",)) == [None] * 4
+    assert run_ranks(2, trip, tmp_path, TWO) == [None] * 2
     assert len(list(tmp_path.rglob("*.pt"))) == 1 + len(FOUR) + len(TWO)
     load_all(0, tmp_path, ("alone",))
 
@@ -35,8 +36,8 @@ def test_every_layout_loads_into_every_layout_on_4_2_and_1_ranks(tmp_path: Path)
 @pytest.mark.ranks
 def test_a_module_whose_hooks_split_and_merge_a_sharded_weight_loads_on_2_and_1_ranks(tmp_path: Path) -> None:
     """Torchtitan's fused projection does that: its load hook takes DTensors and no plain tensors."""
-    run(2, _save_and_load_split, tmp_path)
-    run(1, _load_split, tmp_path)
+    assert run_ranks(2, _save_and_load_split, tmp_path) == [None] * 2
+    assert run_ranks(1, _load_split, tmp_path) == [None]
 
 
 class _Fused(nn.Linear):

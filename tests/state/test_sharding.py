@@ -20,7 +20,7 @@ from holdfast import per_rank
 from holdfast.checkpoint.format.layout import EvenPartitioning, Region
 from holdfast.checkpoint.state import Sharding, State, assign, local_of, sharding_of
 from holdfast.errors import InvalidInput, Unsupported
-from state.trip import Stateful, fake_ranks, kept
+from state.trip import Stateful, fake_ranks, kept, step_once
 
 WORLD = 12
 _shape_and_offset: Any = getattr(_utils, "_compute_local_shape_and_global_offset", None)
@@ -97,15 +97,6 @@ def test_strided_regions_are_those_of_torch(ranks: torch.Tensor, rows: int, colu
         factor = math.prod(ranks.shape[other] for other in order[:at] if other > dim)
         placements[dim] = _StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
     _assert_regions_are_torchs(ranks, placements, (rows * ranks.numel(), columns))
-
-
-def test_fsdp_over_tensor_parallel_equals_the_example_of_torch() -> None:
-    tensor = _tensor(_mesh([[4, 5], [6, 7]]), [_StridedShard(0, split_factor=2), Shard(0)], (8, 8))
-    sharding = _sharding(tensor)
-    assert sharding.layout.splits == ((0, 2), (0, 2))
-    assert sharding.layout.copies == ((4, 6, 5, 7),)
-    assert sharding.regions_of(5) == (Region((4, 0), (2, 8)),)
-    assert sharding.regions_of(0) == ()
 
 
 def test_replicated_mesh_dimensions_are_copies() -> None:
@@ -282,6 +273,17 @@ def test_shard_attributes_of_a_tensor_are_checked(offsets: Any, inside: Any, siz
     with pytest.raises(Unsupported, match=f"w cannot be saved: .*{why}.*Nothing was written"):
         State({"w": tensor}).capture()
     assert State({"w": per_rank({"x": tensor})}).capture().tensors["w.x"].shape == (4,)
+
+
+def test_optimizer_state_that_does_not_show_its_shards_is_refused_at_each_capture() -> None:
+    weight: Any = torch.nn.Parameter(torch.ones(4))
+    optimizer = step_once(torch.optim.SGD([weight], momentum=0.9))
+    weight.global_shape, weight.global_offsets = (8,), ((4,),)
+    weight.local_offsets, weight.local_sizes = ((0,),), ((4,),)
+    state = State({"weight": weight, "optimizer": optimizer})
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="its parameter holds a shard of a global tensor"):
+            state.capture()
 
 
 @pytest.mark.parametrize("kind", ["complex128", "sparse"])

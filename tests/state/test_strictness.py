@@ -10,7 +10,7 @@ from torch import nn
 
 from holdfast.checkpoint.state import State
 from holdfast.errors import InvalidInput
-from state.trip import Net, kept, same, training
+from state.trip import Net, kept, same, step_once, training
 
 
 def test_missing_and_unexpected_names_are_listed_with_advice() -> None:
@@ -117,10 +117,7 @@ def test_two_names_renamed_to_one_are_refused() -> None:
 def test_missing_and_unexpected_optimizer_parameters_are_listed_once() -> None:
     """Not once per state tensor; with strict=False the others are restored."""
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    optimizer = step_once(torch.optim.AdamW(model.parameters()))
     saved = kept({"m": model, "o": optimizer})
     other = nn.Linear(2, 2)
     extra = nn.Parameter(torch.ones(1))

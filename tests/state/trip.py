@@ -123,6 +123,15 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int, after: Calla
         after()
 
 
+def step_once(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Step an optimizer with gradients of ones."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
 def training(make: Callable[[Any], Any] = torch.optim.AdamW, *, steps: int = 0) -> dict[str, Any]:
     """A model and its optimizer, after some steps."""
     model = Net()

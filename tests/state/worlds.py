@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import copy
-import logging
-import os
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, fully_shard
-from torch.multiprocessing.spawn import start_processes
 
-from forkserver import forkserver
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.state import CapturedState, Load, State, assign
 from holdfast.checkpoint.state.tensors import dtype_name
@@ -152,25 +145,6 @@ def told(captured: CapturedState, rank: int) -> dict[str, Any]:
         "num_bytes": sum(local.nbytes for local, _, _ in written.values()),
         "alike": sorted((name, one.ranks) for name, one in partitionings.items()),
     }
-
-
-def run(world_size: int, body: Callable[..., None], folder: Path, *args: Any) -> None:
-    """Run `body(rank, folder, *args)` on ranks of their own; raises what one of them raised."""
-    forkserver()
-    rest = (world_size, body, folder, args)
-    start_processes(_rank, rest, nprocs=world_size, start_method="forkserver")
-
-
-def _rank(rank: int, world_size: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # no advice on fast redistribution
-    torch.set_num_threads(1)
-    store = FileStore(str(folder / f"store-{world_size}-{body.__name__}"), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    body(rank, folder, *args)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def save_all(rank: int, folder: Path, names: tuple[str, ...]) -> None:

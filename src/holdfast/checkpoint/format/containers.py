@@ -71,7 +71,6 @@ def is_dataclass(value: Any) -> bool:
         hasattr(kind, "__dataclass_fields__")
         and not isinstance(value, type)
         and kind not in _NOT_CONTAINERS
-        and not getattr(kind, "_holdfast_is_leaf", False)
         and not isinstance(value, _BUILT_IN)
         and not callable(getattr(kind, "state_dict", None))
         and not any(base.__name__ in ("PretrainedConfig", "PreTrainedConfig") for base in kind.__mro__)

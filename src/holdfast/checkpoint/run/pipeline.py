@@ -136,18 +136,9 @@ class Pipeline:
             shared = shared_tensors(captured, catalog, rank) if self._watching.plans_copies else []
             planned = self._watching.planned(shared)
             self._copies = PlannedCopies.make(planned, shared, captured.tensors, catalog, rank)
-            make = partial(
-                SavePlan,
-                captured.tensors,
-                catalog=catalog,
-                per_rank=captured.structure.per_rank,
-                owned=captured.structure.owned,
-                temporary=captured.structure.temporary,
-                places=captured.structure.places,
-                rank=rank,
-            )
-            plan = make(witnesses=self._copies.witnesses, witness_bytes=self._copies.witness_bytes)
-            self.plan = plan if self._has_room(plan) else make()
+            copies = self._copies
+            plan = SavePlan(captured, catalog, rank, copies.witnesses, copies.witness_bytes)
+            self.plan = plan if self._has_room(plan) else SavePlan(captured, catalog, rank)
         return self.plan
 
     def _has_room(self, plan: SavePlan) -> bool:

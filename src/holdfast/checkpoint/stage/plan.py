@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
 
 import torch
 
@@ -13,6 +12,7 @@ from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.layout import Region, Shard, lay_out
 from holdfast.checkpoint.stage.arena import Arena
 from holdfast.checkpoint.stage.watch import LARGE_BYTES
+from holdfast.checkpoint.state import CapturedState
 from holdfast.checkpoint.state.tensors import NAMES, torch_dtype
 
 WITNESS_ALIGNMENT = 64
@@ -26,33 +26,27 @@ class SavePlan:
     tensors, if there are any. Numbers of tensors are their indices in `live_names`.
 
     Args:
-        tensors: this rank's tensors, or its regions of them, by name.
-        catalog: the tensors that this rank holds, without its own ones, whose names are `per_rank`.
-        owned: names of tensors that only an optimizer's step changes.
-        temporary: names of tensors in memory that their object may release.
+        captured: the state, with this rank's tensors or its regions of them.
+        catalog: the tensors that this rank holds, without its own ones.
         witnesses: names of tensors that are not written, but copied at some saves to be hashed.
         witness_bytes: most bytes of the witnesses of one save, each from `WITNESS_ALIGNMENT` on.
-        places: by name, for tensors that hold more than the saved regions: where each region is in them.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
+        captured: CapturedState,
         catalog: Catalog,
-        per_rank: Collection[str],
-        owned: Collection[str],
         rank: int,
-        temporary: Collection[str] = (),
         witnesses: Collection[str] = (),
         witness_bytes: int = 0,
-        places: Mapping[str, Mapping[Region, Region]] = MappingProxyType({}),
     ) -> None:
+        tensors, structure = captured.tensors, captured.structure
+        owned, places = structure.owned, structure.places
         shards = list(catalog.shards_of(rank))
         shards += [
             Shard.whole(name, NAMES[tensor.dtype], tuple(tensor.shape), per_rank=True)
             for name, tensor in tensors.items()
-            if name in per_rank
+            if name in structure.per_rank
         ]
         self.shards = tuple(shards)
         self.names = tuple(shard.name for shard in shards)  # of the tensors that this rank writes
@@ -61,7 +55,7 @@ class SavePlan:
         changing = [i for i, shard in enumerate(shards) if not shard.frozen]
         self.frozen = tuple(i for i, shard in enumerate(shards) if shard.frozen)  # no optimizer trains them
         self.background = tuple(i for i in changing if self.names[i] in owned)
-        others = {*owned, *temporary}
+        others = owned | structure.temporary
         # Without an owner, in memory that lasts from save to save.
         self.lasting = tuple(i for i in changing if self.names[i] not in others)
         self.file = lay_out([shards[i] for i in changing], rank)

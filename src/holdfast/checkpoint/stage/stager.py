@@ -279,8 +279,7 @@ class Stager:
     ) -> None:
         """Move large tensors into huge pages, so that watching them costs almost nothing.
 
-        Args:
-            in_background: in a thread, once, and only before the first save.
+        In the background it runs once, and only before the first save.
 
         Blocks: 0.2 to 2 s per GB, the first time; ends early when a save begins.
         """

@@ -42,10 +42,8 @@ class StepHook:
     A hook of all optimizers: those of the state may be stepped through a copy, or their parameters by another
     optimizer. It runs before any other hook, because those may write to parameters. If a step has a closure,
     as Lightning's have, the method is called after the closure, so that forward and backward run beside a
-    copy. This holds for the optimizers of torch.optim, which call it before they change anything.
-
-    Args:
-        before: called with the optimizer. Only a weak reference to its object is kept.
+    copy. This holds for the optimizers of torch.optim, which call it before they change anything. Only a weak
+    reference to the method's object is kept.
     """
 
     def __init__(self, before: Callable[[Optimizer], None]) -> None:
@@ -104,9 +102,8 @@ class StepHook:
         Threads that Python did not start are left out. On CUDA, hooks of gradients that step an optimizer run
         in a thread of autograd, which works only while its caller waits in `backward`, and never ends.
 
-        Args:
-            live: tensors that are copied: any optimizer of these counts too. Without them, the check begins a
-                save. Steps of threads that had ended by then do not count.
+        Any optimizer of `live` tensors, which are copied, counts too. Without them, the check begins a save.
+        Steps of threads that had ended by then do not count.
         """
         this = threading.current_thread()
         if live is None:

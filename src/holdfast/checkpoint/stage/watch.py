@@ -49,9 +49,8 @@ class Extents(Struct, frozen=True):
     ) -> Extents:
         """Return the extents of dense CPU tensors by index.
 
-        Args:
-            mappings: memory that may be tracked, by start; no range crosses the end of one.
-            apart: addresses of tensors that are tracked separately, sorted; no range includes one.
+        No range crosses the end of one of the `mappings`, sorted memory that may be tracked, or includes one
+        of the sorted addresses in `apart`, of tensors that are tracked separately.
         """
         pages: list[tuple[int, int, int]] = []
         edges: list[Edge] = []
@@ -343,12 +342,9 @@ class WriteWatch(Struct, frozen=True):
     edges: ctypes.Array[ctypes.c_char] | None
 
     def end(self, copies: Sequence[torch.Tensor] = (), *, continues: bool = False) -> list[int]:
-        """End the watch; return the indices of tensors that were written since it began.
+        """End the watch, unless it continues; return the indices of tensors written since it began.
 
-        Args:
-            copies: by index. The complete and contiguous ones of these tensors receive the bytes of shared
-                pages that were saved when the watch began.
-            continues: do not end it yet.
+        The copies, by index, receive the bytes of shared pages that were saved when the watch began.
         """
         if self.tracker is None:
             return []

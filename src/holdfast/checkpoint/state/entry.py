@@ -18,8 +18,8 @@ from holdfast.checkpoint.state.tensors import PLAIN
 from holdfast.errors import InvalidInput
 
 if TYPE_CHECKING:  # these modules look for entries in values, so they import this one
-    from holdfast.checkpoint.state.capture import TensorCollector
     from holdfast.checkpoint.state.load import Load
+    from holdfast.checkpoint.state.tensor_table import TensorTable
 
 
 class Replication(enum.Enum):
@@ -34,7 +34,6 @@ class Replication(enum.Enum):
 class MarkedObject(Struct, frozen=True):
     """An object of the state, marked by the user with the replication of its tensors."""
 
-    _holdfast_is_leaf: ClassVar[bool] = True  # no container of a state, whose fields are saved
     value: Any
     replication: Replication
     ranks: tuple[int, ...] | None = None  # its holders, if the user has named them
@@ -63,11 +62,7 @@ def per_rank(value: Any) -> MarkedObject:
 
 
 class StateEntry(ABC):
-    """An object under a top-level key. Implementations are final.
-
-    Args:
-        replication: how ranks hold its tensors, if the user has marked it.
-    """
+    """An object under a top-level key. Implementations are final."""
 
     is_first: ClassVar[bool] = False  # captured and planned before others, which use its tensors' names
     is_filled: ClassVar[bool] = False  # its tensors are filled in place
@@ -75,10 +70,10 @@ class StateEntry(ABC):
     def __init__(self, key: str, value: Any, replication: Replication | None = None) -> None:
         self.key = key
         self.value = value
-        self.replication = replication
+        self.replication = replication  # of its tensors, if the user has marked it
 
     @abstractmethod
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         """Collect all tensors, and return the entry's encoded values."""
 
     @abstractmethod

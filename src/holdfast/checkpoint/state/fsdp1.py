@@ -14,13 +14,12 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker
 from holdfast.checkpoint.state.modules import EXTRA, canonical, saved_trees
 from holdfast.checkpoint.state.optimizers import capture_groups, find_saved, is_state_tensor_name, options_of
 from holdfast.checkpoint.state.sharding import note_copies
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.errors import InvalidInput
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -60,13 +59,13 @@ class FSDP1ModuleEntry(StateEntry):
     _has_noted = False
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         extra: dict[str, Any] = {}
         for name, fqn, value, role in self.rows(self.state_dict()):
             if isinstance(value, torch.Tensor):
-                collector.collect(name, value, role)
+                table.collect(name, value, role)
             else:
-                extra[fqn] = collector.encode(value, name, Role(role.replication), composites=False)
+                extra[fqn] = table.encode(value, name, Role(role.replication), composites=False)
         return {EXTRA: extra} if extra else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,10 +128,7 @@ class FSDP1ModuleEntry(StateEntry):
 
 @final
 class FSDP1OptimizerEntry(StateEntry):
-    """An optimizer of a module that contains FSDP1.
-
-    Args:
-        module: the module's entry.
+    """An optimizer of a module that contains FSDP1, whose entry is `module`.
 
     Ranks: capture, plan and finish are collective over the module's process group.
     """
@@ -144,7 +140,7 @@ class FSDP1OptimizerEntry(StateEntry):
         self._module = module
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         state = self._state_dict()
         other: dict[str, Any] = {}
         role = Role(self.replication or Replication.REPLICATED, is_temporary=True)
@@ -152,13 +148,13 @@ class FSDP1OptimizerEntry(StateEntry):
             name = self._name(fqn)
             for key, value in layout.items():
                 if isinstance(value, torch.Tensor) and is_state_tensor_name(key):
-                    collector.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
+                    table.collect(f"{self.key}.state.{name}.{key}", value, role._replace(follows=name))
                 else:
-                    tree = collector.extract(value, f"{self.key}.state.{name}.{key}", role, composites=False)
+                    tree = table.extract(value, f"{self.key}.state.{name}.{key}", role, composites=False)
                     other.setdefault(name, {})[key] = tree
         groups = state["param_groups"]
         names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
-        saved = capture_groups(self, groups, names, collector, composites=False)
+        saved = capture_groups(self, groups, names, table, composites=False)
         return {"param_groups": saved, "state": encode(other, f"{self.key}.state")}
 
     @override
@@ -170,23 +166,17 @@ class FSDP1OptimizerEntry(StateEntry):
         names = [[self._name(fqn) for fqn in group["params"]] for group in groups]
         saved = find_saved(self.key, plan, names)
         made: dict[str, dict[str, Any]] = {}
-        shared: set[str] = set()  # parameters that are given the saved state of another one too
         for fqn in (fqn for group in groups for fqn in group["params"]):
-            if (name := self._name(fqn)) in saved.states:
-                state, is_shared = saved.states[name]
-                shared.update({fqn} if is_shared else ())
-                made[fqn] = {
-                    key: plan.read_as(tensor, models[name], tensor) for key, tensor in state.tensors.items()
-                }
-                made[fqn].update({key: plan.read_tree(tree) for key, tree in state.trees.items()})
-        plan.read_tree(saved.options)
+            name = self._name(fqn)
+            if (state := saved.states.get(name)) is not None:
+                tensors = {key: plan.read_as(one, models[name], one) for key, one in state.tensors.items()}
+                made[fqn] = tensors | {key: plan.read_tree(tree) for key, tree in state.trees.items()}
+        make_options = plan.read_tree([options_of(options or {}) for options in saved.options])
 
         def finish() -> None:
-            new = []
-            for group, options in zip(groups, saved.options, strict=True):
-                new.append({**group, **plan.insert(options_of(options or {}))})
+            new = [{**group, **options} for group, options in zip(groups, make_options(), strict=True)]
             state = {fqn: {k: make() for k, make in layout.items()} for fqn, layout in made.items() if layout}
-            state.update({fqn: deepcopy(state[fqn]) for fqn in shared & state.keys()})
+            state |= {fqn: deepcopy(one) for fqn, one in state.items() if self._name(fqn) in saved.copied}
             self._load({"state": state, "param_groups": new})
 
         plan.add_step(LoadPhase.OPTIMIZER, finish)

@@ -92,10 +92,8 @@ def agree(mine: dict[str, Any], rank: int, world_size: int, gather: Gather) -> H
 def inventory(keys: Iterable[str], tensors: Mapping[str, Held], others: Iterable[str]) -> dict[str, Any]:
     """Return the contents of a rank's state as plain values, with each layout once.
 
-    Args:
-        keys: of its state, at the top level.
-        tensors: those of modules and single tensors that are not per rank, by name.
-        others: names of its other module tensors.
+    `keys` are at the top level; `tensors` are of modules, or single ones, and not per rank; `others` are the
+    names of the other tensors of modules.
     """
     numbers: dict[int, int] = {}
     layouts: list[Any] = []

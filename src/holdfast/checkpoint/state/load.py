@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from holdfast.checkpoint.format.composites import SavedTensor, shown_type
@@ -17,7 +16,7 @@ from holdfast.checkpoint.format.layout import FillTarget, Region
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.values import decode
-from holdfast.checkpoint.state.composites import put_together, set_content, take_apart
+from holdfast.checkpoint.state.composites import set_content, take_apart
 from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit, misfit, needs_live
 from holdfast.checkpoint.state.sharding import (
     is_divided,
@@ -193,23 +192,26 @@ class Load:
             self._parts[saved] = [self._new_target(saved, device, region) for region in regions]
         return [self._source(saved, region) for region in regions]
 
-    def read_tree(self, tree: Any, device: torch.device | None = None) -> Callable[[], Any]:
-        """Plan to read the tensors of a tree into new memory; return a function that returns it filled."""
+    def read_tree(
+        self, tree: Any, device: torch.device | None = None, made: Mapping[str, Maker] | None = None
+    ) -> Callable[[], Any]:
+        """Plan to read the tensors of a tree into new memory; return a function that returns it filled.
+
+        The functions in `made` return some of the tensors, by saved name.
+        """
+        makers = made or {}
         for name in references(tree):
-            self.read(name, device or "cpu")
-        return partial(insert_tensors, tree, partial(self.tensor, device=device))
+            if name not in makers:
+                self.read(name, device or "cpu")
+        return lambda: insert_tensors(
+            tree, lambda name: makers[name]() if name in makers else self.tensor(name, device)
+        )
 
     def tensor(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the filled tensor of a saved name. Names that were tied when saved share one object."""
         (target,) = self._parts[self.tied.get(name, name)]
         assert target.region is None, name
         return target.tensor if device is None else target.tensor.to(device)
-
-    def insert(self, tree: Any, made: Mapping[str, Maker] | None = None) -> Any:
-        """Return a tree with its filled tensors. Functions make some of them."""
-        if made is None:
-            return insert_tensors(tree, self.tensor)
-        return insert_tensors(tree, lambda name: made[name]() if name in made else self.tensor(name))
 
     def read_like(self, name: str, model: torch.Tensor, label: str) -> Maker:
         """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory."""
@@ -504,8 +506,10 @@ def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: st
 
 
 def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
-    if is_sparse(live):
-        _replace_content(plan, saved, live)
+    if is_sparse(live):  # the number of its elements may differ
+        make = plan.read_tree(saved, live.device)
+        # A copy: names that were tied when they were saved share one object.
+        plan.add_step(LoadPhase.COPY, lambda: set_content(live, make().to(device=live.device, copy=True)))
         return
     for name, item in take_apart(live).inner.items():
         part = saved.inner[name]
@@ -514,19 +518,6 @@ def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> Non
         else:
             assert not is_composite(item), label
             plan.fill(part.name, item, f"{label}.{name}")
-
-
-def _replace_content(plan: Load, saved: SavedTensor, live: torch.Tensor) -> None:
-    """Plan to replace the content of a sparse tensor, whose number of elements may differ."""
-    plan.read_tree(saved, live.device)
-
-    def finish() -> None:
-        inner = {name: plan.insert(item) for name, item in saved.inner.items()}
-        # A copy: names that were tied when they were saved share one object.
-        new = put_together(replace(saved, inner=inner))
-        set_content(live, new.to(device=live.device, copy=True))
-
-    plan.add_step(LoadPhase.COPY, finish)
 
 
 def plan_state(

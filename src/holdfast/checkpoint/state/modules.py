@@ -20,12 +20,11 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import UNDER, SavedTensor
 from holdfast.checkpoint.format.nesting import is_under, placed_composites
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import HIDDEN, Replication, StateEntry, hidden_state, set_hidden_state
 from holdfast.checkpoint.state.fitting import Fitting
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
 from holdfast.checkpoint.state.sharding import shape_of
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite
 from holdfast.checkpoint.state.tree import has_saved_form, references
 from holdfast.errors import Corrupt, InvalidInput
@@ -38,28 +37,15 @@ _get_is_meta = operator.attrgetter("is_meta")
 _MISMATCH = "size mismatch for"  # torch's words for a shape that load code did not adapt
 
 
-class _Row(Struct, frozen=True):
-    """Facts about one key of a module's state_dict()."""
-
-    fqn: str
-    name: str
-    parameter: Replication
-    buffer: Replication
-
-    def role(self, value: object) -> Role:
-        """Return the role of a tensor under the key."""
-        is_parameter = isinstance(value, torch.nn.Parameter)
-        return Role(self.parameter if is_parameter else self.buffer, is_named=is_parameter, in_module=True)
-
-
 class _ModuleLayout(Struct, frozen=True):
-    """Names and roles of a module's tensors, valid while `facts` stay the same."""
+    """Names and roles of the items of a module's state_dict(), valid while `facts` stay the same."""
 
     facts: list[object]  # keys and kinds of its state_dict(), and what is known of possible wrappers
     wrappers: tuple[str, ...]  # paths that may hold a wrapper
-    rows: list[_Row]
-    names: list[str]  # of the rows
-    roles: list[Role] | None  # of the rows; None if some values are not tensors
+    fqns: list[str]  # names in the module
+    names: list[str]  # in the state
+    roles: list[Role]
+    are_tensors: bool
 
 
 @final
@@ -78,22 +64,22 @@ class ModuleEntry(StateEntry):
         self._layout: _ModuleLayout | None = None
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         state = self.value.state_dict(keep_vars=True)
         layout, values = self._current(state), list(state.values())
         hidden = hidden_state(self.value)
         own = {HIDDEN: encode(hidden, self.key)} if hidden else {}
-        if layout.roles is not None and collector.collect_all(layout.names, layout.roles, values):
+        if layout.are_tensors and table.collect_all(layout.names, layout.roles, values):
             return own
         extra: dict[str, Any] = {}
         under: dict[str, Any] = {}
-        for row, value in zip(layout.rows, values, strict=True):
-            if isinstance(value, torch.Tensor) and is_composite(value):
-                under[row.fqn] = collector.encode_composite(row.name, value, row.role(value))
-            elif isinstance(value, torch.Tensor):
-                collector.collect(row.name, value, row.role(value))
+        for fqn, name, role, value in zip(layout.fqns, layout.names, layout.roles, values, strict=True):
+            if not isinstance(value, torch.Tensor):
+                extra[fqn] = table.encode(value, name, role, named_types=True)
+            elif is_composite(value):
+                under[fqn] = table.encode_composite(name, value, role)
             else:
-                extra[row.fqn] = collector.encode(value, row.name, Role(row.buffer), named_types=True)
+                table.collect(name, value, role)
         if under:
             own[UNDER] = under
         return {**own, EXTRA: extra} if extra else own
@@ -117,39 +103,38 @@ class ModuleEntry(StateEntry):
         self._plan_meta(plan)
         parts = list(filter(None, plan.all_values(self.key)))  # most modules have none
         trees = saved_trees(plan, self.key, parts) if parts else {}
-        rows = self._current(state).rows
-        adapted = self._find_adapted(plan, zip(rows, state.values(), strict=True))
+        names = self._current(state).names
+        adapted = self._find_adapted(plan, zip(names, state.values(), strict=True))
         made: dict[str, Maker] = {}  # makers of tensors, and of other values, for the module's load code
-        for row, (key, value) in zip(rows, state.items(), strict=True):
-            saved = plan.saved_names.get(row.name)
-            tree = trees.get(row.name)
+        for name, (key, value) in zip(names, state.items(), strict=True):
+            saved, tree = plan.saved_names.get(name), trees.get(name)
             if saved is None or isinstance(tree, SavedTensor):
-                trees.pop(row.name, None)
+                trees.pop(name, None)
             else:
                 tree = None
-            if isinstance(tree, SavedTensor) and id(value) in live:
-                fill_composite(plan, tree, value, row.name)
-            elif saved is not None and id(value) in adapted and tree is None:
-                plan.read(saved, value.device)  # load code gives it its saved shape
-                made[key] = partial(plan.tensor, saved, value.device)
-            elif saved is not None and id(value) in live and tree is None:
-                plan.fill(saved, value, row.name)
-            elif tree is not None and id(value) not in live:
-                fitting = plan.fit(tree, value, row.name) if has_saved_form(tree) else Fitting(tree)
+            if tree is not None and id(value) not in live:
+                fitting = plan.fit(tree, value, name) if has_saved_form(tree) else Fitting(tree)
                 if fitting is not None:
                     made[key] = plan.read_tree(fitting.tree)
-            elif saved is not None:
-                # A hook makes it; load code may combine it with others, all DTensors.
-                made[key] = plan.read_as(saved, value, row.name)
+            elif isinstance(tree, SavedTensor):
+                fill_composite(plan, tree, value, name)
+            elif saved is None:
+                plan.missing.append(name)
+            elif id(value) in adapted:
+                plan.read(saved, value.device)  # load code gives it its saved shape
+                made[key] = partial(plan.tensor, saved, value.device)
+            elif id(value) in live:
+                plan.fill(saved, value, name)
             else:
-                plan.missing.append(row.name)
+                # A hook makes it; load code may combine it with others, all DTensors.
+                made[key] = plan.read_as(saved, value, name)
         plan.unexpected += trees
         plan.used.update(references(_composites(trees)))  # they are listed by their own names
         if made or any(map(_has_own_load_code, module.modules())):
             plan.add_step(LoadPhase.MODULE, lambda: self._finish(made))
         _plan_hidden(plan, module, parts)
 
-    def _find_adapted(self, plan: Load, values: Iterable[tuple[_Row, Any]]) -> frozenset[int]:
+    def _find_adapted(self, plan: Load, values: Iterable[tuple[str, Any]]) -> frozenset[int]:
         """Return the ids of live tensors that get their saved shapes from load code.
 
         The load code of the nearest module that has some runs on a copy, whose tensors have no memory.
@@ -157,8 +142,8 @@ class ModuleEntry(StateEntry):
         """
         names: dict[int, str] = {}
         is_resized = False
-        for row, value in values:
-            saved = plan.saved_names.get(row.name)
+        for name, value in values:
+            saved = plan.saved_names.get(name)
             if saved is not None and isinstance(value, torch.Tensor):
                 names[id(value)] = saved
                 is_resized = is_resized or plan.shape(saved) != shape_of(value)
@@ -219,21 +204,24 @@ class ModuleEntry(StateEntry):
         """Return the layout of a state_dict(), made again if it no longer holds."""
         known = self._layout
         if known is None or known.facts != self._facts(known.wrappers, state):
-            wrappers, mark = _wrapper_paths(state), self.replication
-            rows = [
-                _Row(fqn, f"{self.key}.{fqn}", mark or parameter, mark or buffer)
-                for fqn, parameter, buffer in (canonical(self.value, key) for key in state)
-            ]
-            are_tensors = all(isinstance(value, torch.Tensor) for value in state.values())
-            roles = [row.role(value) for row, value in zip(rows, state.values(), strict=True)]
+            wrappers, values = _wrapper_paths(state), list(state.values())
+            found = [canonical(self.value, key) for key in state]
             self._layout = known = _ModuleLayout(
                 facts=self._facts(wrappers, state),
                 wrappers=wrappers,
-                rows=rows,
-                names=[row.name for row in rows],
-                roles=roles if are_tensors else None,
+                fqns=[fqn for fqn, _, _ in found],
+                names=[f"{self.key}.{fqn}" for fqn, _, _ in found],
+                roles=[self._role(value, *one) for value, (_, *one) in zip(values, found, strict=True)],
+                are_tensors=all(isinstance(value, torch.Tensor) for value in values),
             )
         return known
+
+    def _role(self, value: Any, parameter: Replication, buffer: Replication) -> Role:
+        if not isinstance(value, torch.Tensor):
+            return Role(self.replication or buffer)  # of the tensors in it
+        is_parameter = isinstance(value, torch.nn.Parameter)
+        replication = self.replication or (parameter if is_parameter else buffer)
+        return Role(replication, is_named=is_parameter, in_module=True)
 
     def _facts(self, wrappers: tuple[str, ...], state: dict[str, Any]) -> list[object]:
         kinds: list[object] = list(map(type, state.values()))

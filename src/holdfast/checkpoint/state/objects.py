@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import random
 from collections.abc import Callable
 from typing import Any, final
 
@@ -14,7 +13,6 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import (
     HIDDEN,
     MarkedObject,
@@ -25,9 +23,9 @@ from holdfast.checkpoint.state.entry import (
     set_hidden_state,
 )
 from holdfast.checkpoint.state.load import Load, LoadPhase, Maker, fill_composite
-from holdfast.checkpoint.state.rng import MISFITS, python_state, set_python_state
+from holdfast.checkpoint.state.rng import MISFITS, set_state, state_of
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import is_composite, may_be_sharded
 from holdfast.checkpoint.state.tree import Extraction, has_saved_form, match_tensors, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
@@ -60,7 +58,7 @@ class StatefulEntry(StateEntry):
     """
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         try:
             state = self.value.state_dict()
         except HoldfastError:
@@ -73,7 +71,7 @@ class StatefulEntry(StateEntry):
             ) from error
         hidden = hidden_state(self.value)
         whole = {**state, HIDDEN: hidden} if hidden else state
-        return collector.encode(whole, self.key, Role(self.replication or Replication.OWN), named_types=True)
+        return table.encode(whole, self.key, Role(self.replication or Replication.OWN), named_types=True)
 
     @override
     def plan(self, plan: Load) -> None:
@@ -96,11 +94,8 @@ class StatefulEntry(StateEntry):
 
         if may_be_sharded():
             match_tensors(tree, self.value.state_dict(), claim)
-        for name in references(tree):
-            if name not in made:
-                plan.read(name)
-
-        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(plan.insert(tree, made)))
+        make = plan.read_tree(tree, made=made)
+        plan.add_step(LoadPhase.OBJECT, lambda: self._finish(make()))
 
     def _finish(self, state: Any) -> None:
         if hidden_state(self.value) and HIDDEN in state:
@@ -141,12 +136,12 @@ class TensorEntry(StateEntry):
     is_filled = True
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         is_parameter = isinstance(self.value, torch.nn.Parameter)
         role = Role(self.replication or Replication.OWN, is_named=is_parameter)
         if is_composite(self.value):
-            return collector.encode_composite(self.key, self.value, role)
-        collector.collect(self.key, self.value, role)
+            return table.encode_composite(self.key, self.value, role)
+        table.collect(self.key, self.value, role)
         return encode(TensorRef(self.key), self.key)
 
     @override
@@ -167,16 +162,8 @@ class GeneratorEntry(StateEntry):
     """A random number generator of torch, python or numpy."""
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
-        generator = self.value
-        if isinstance(generator, torch.Generator):
-            collector.collect(self.key, generator.get_state(), Role(self.replication or Replication.OWN))
-            return encode(TensorRef(self.key), self.key)
-        if isinstance(generator, random.Random):
-            return encode(python_state(generator), self.key)
-        if hasattr(generator, "bit_generator"):
-            return encode(generator.bit_generator.state, self.key)
-        return encode(generator.get_state(legacy=False), self.key)
+    def capture(self, table: TensorTable) -> Any:
+        return table.encode(state_of(self.value), self.key, Role(self.replication or Replication.OWN))
 
     @override
     def plan(self, plan: Load) -> None:
@@ -196,14 +183,7 @@ class GeneratorEntry(StateEntry):
 
     def _set(self, generator: Any, state: Any, outcome: str) -> None:
         try:
-            if isinstance(generator, torch.Generator):
-                generator.set_state(state.cpu())
-            elif isinstance(generator, random.Random):
-                set_python_state(generator, state)
-            elif hasattr(generator, "bit_generator"):
-                generator.bit_generator.state = state
-            else:
-                generator.set_state(state)
+            set_state(generator, state)
         except MISFITS as error:
             raise self._misfit(repr(error), outcome) from error
 
@@ -228,9 +208,9 @@ class ValueEntry(StateEntry):
     is_filled = True
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
+    def capture(self, table: TensorTable) -> Any:
         role = Role(self.replication or Replication.OWN)
-        return collector.encode(self.value, self.key, role, named_types=True, entries=True)
+        return table.encode(self.value, self.key, role, named_types=True, entries=True)
 
     @override
     def plan(self, plan: Load) -> None:
@@ -254,13 +234,8 @@ class ValueEntry(StateEntry):
             plan.fill(name, live, f"{self.key}: {name}")
             return True
 
-        tree = match_tensors(fitting.tree, self.value, claim)
-        plan.read_tree(tree)
-
-        def finish() -> None:
-            _replace(plan, self, plan.updates.update(self.value, plan.insert(tree, chosen)))
-
-        plan.add_step(LoadPhase.VALUE, finish)
+        make = plan.read_tree(match_tensors(fitting.tree, self.value, claim), made=chosen)
+        plan.add_step(LoadPhase.VALUE, lambda: _replace(plan, self, plan.updates.update(self.value, make())))
 
 
 def _replace(plan: Load, entry: StateEntry, new: Any) -> None:
@@ -290,18 +265,14 @@ def _is_pytorchs(value: Any) -> bool:
     )
 
 
-def _apart(value: Any) -> Any:
+def _apart(item: Any) -> Any:
     """Return a copy that shares only what load code leaves alone."""
-    new = object.__new__(type(value))
-    vars(new).update({name: _item_apart(item) for name, item in vars(value).items()})
-    return new
-
-
-def _item_apart(item: Any) -> Any:
     if isinstance(item, list):
-        return [_item_apart(one) for one in item]
-    if isinstance(item, LRScheduler):
-        return _apart(item)
+        return [_apart(one) for one in item]
+    if isinstance(item, (LRScheduler, torch.amp.GradScaler)):
+        new = object.__new__(type(item))
+        vars(new).update({name: _apart(one) for name, one in vars(item).items()})
+        return new
     if isinstance(item, torch.Tensor):  # of one element
         return item.clone()
     return copy.copy(item) if callable(item) else item  # a lambda of a LambdaLR may be an object

@@ -18,11 +18,10 @@ from typing_extensions import override
 
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
-from holdfast.checkpoint.state.capture import TensorCollector
 from holdfast.checkpoint.state.entry import Replication, StateEntry
 from holdfast.checkpoint.state.load import PARAMETER_MARK, Load, LoadPhase, Maker, plan_state
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
 from holdfast.checkpoint.state.tree import (
     PLAIN_TYPES,
@@ -140,8 +139,8 @@ class SavedOptimizer(Struct, frozen=True):
     """A saved optimizer, as the source for the live one."""
 
     options: list[dict[str, Any] | None]  # by live group; None without a saved one
-    states: dict[str, tuple[SavedState, bool]]
-    """By live parameter: its state, and whether another one that it was tied to has it too."""
+    states: dict[str, SavedState]  # by live parameter
+    copied: set[str]  # live parameters that were tied to another one when they were saved, and are not now
     shared: dict[Any, Any]  # state that is of no parameter
 
 
@@ -158,7 +157,8 @@ def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
         shared |= values.get("shared", {})
     index = _index(key, plan, groups, state)
     taken: set[str] = set()
-    states: dict[str, tuple[SavedState, bool]] = {}
+    states: dict[str, SavedState] = {}
+    copied: set[str] = set()
     for fqn in chain.from_iterable(live):
         found = index.get(fqn)
         if found is None:
@@ -169,14 +169,15 @@ def find_saved(key: str, plan: Load, live: list[list[str]]) -> SavedOptimizer:
                 f"{key}{PARAMETER_MARK}{fqn}: it was tied to {found.fqn} when it was saved, and is not "
                 "now; each has a copy of the saved value and optimizer state."
             )
-        states[fqn] = found, found.fqn in taken
+            copied.add(fqn)
+        states[fqn] = found
         taken.add(found.fqn)
     for fqn, saved in {saved.fqn: saved for saved in index.values()}.items():
         if fqn not in taken:
             plan.unexpected.append(f"{key}{PARAMETER_MARK}{fqn}")
             plan.used.update(saved.tensors.values(), references(saved.trees))
     plan.used.update(references(groups))
-    return SavedOptimizer(_options(key, plan, groups, live), states, shared)
+    return SavedOptimizer(_options(key, plan, groups, live), states, copied, shared)
 
 
 def _options(
@@ -262,39 +263,39 @@ class OptimizerEntry(StateEntry):
         self._layout: OptimizerLayout | None = None
 
     @override
-    def capture(self, collector: TensorCollector) -> Any:
-        optimizer, names = self.value, collector.table.parameter_names
+    def capture(self, table: TensorTable) -> Any:
+        optimizer, names = self.value, table.parameter_names
         facts, layout = _facts(optimizer, names), self._layout
         if layout is None or facts is None or layout.facts != facts:
-            layout = self._layout = self._find_layout(collector, _names_of(optimizer, names), facts)
+            layout = self._layout = self._find_layout(table, _names_of(optimizer, names), facts)
         states = list(optimizer.state.values())
         values = list(chain.from_iterable(states[i].values() for i in layout.order))
         tensors = values if not layout.leaves else list(compress(values, layout.is_tensor))
-        if not collector.collect_all(layout.names, layout.roles, tensors):
+        if not table.collect_all(layout.names, layout.roles, tensors):
             self._layout = None  # one has become a composite tensor, which its type does not show
-            return self.capture(collector)
-        groups = capture_groups(self, optimizer.param_groups, layout.fqns, collector, named_types=True)
+            return self.capture(table)
+        groups = capture_groups(self, optimizer.param_groups, layout.fqns, table, named_types=True)
         others: dict[str, Any] = {}
         for i, fqn, key, role in layout.leaves:
             value = values[i]
             if type(value) not in PLAIN_TYPES:
                 # The description of a composite tensor may have types of the program.
                 options = {"named_types": isinstance(value, torch.Tensor)}
-                value = collector.extract(value, f"{self.key}.state.{fqn}.{key}", role, **options)
+                value = table.extract(value, f"{self.key}.state.{fqn}.{key}", role, **options)
             others.setdefault(fqn, {})[key] = value
         found = {"param_groups": groups, "state": encode(others, f"{self.key}.state")}
-        if len(states) > len(layout.order) and (shared := self._extract_shared(collector)):
+        if len(states) > len(layout.order) and (shared := self._extract_shared(table)):
             found["shared"] = encode(shared, f"{self.key}.state")
         return found
 
     def _find_layout(
-        self, collector: TensorCollector, fqns: list[list[str]], facts: tuple[Any, ...] | None
+        self, table: TensorTable, fqns: list[list[str]], facts: tuple[Any, ...] | None
     ) -> OptimizerLayout:
         state = self.value.state
         place = {id(owner): i for i, owner in enumerate(state)}
         named = zip(chain.from_iterable(fqns), parameters(self.value), strict=True)
         pairs = [(fqn, one) for fqn, one in named if id(one) in place and state[one]]
-        roles = {fqn: self._role(collector, fqn, parameter) for fqn, parameter in pairs}
+        roles = {fqn: self._role(table, fqn, parameter) for fqn, parameter in pairs}
         rows = [(fqn, key, value) for fqn, parameter in pairs for key, value in state[parameter].items()]
         is_tensor = [
             isinstance(value, torch.Tensor) and is_state_tensor_name(key) and not is_composite(value)
@@ -303,7 +304,7 @@ class OptimizerEntry(StateEntry):
         tensors = list(compress(rows, is_tensor))
         return OptimizerLayout(
             facts=facts,
-            alive=(collector.table.parameter_names, parameters(self.value), list(state)),
+            alive=(table.parameter_names, parameters(self.value), list(state)),
             order=[place[id(parameter)] for _, parameter in pairs],
             is_tensor=is_tensor,
             leaves=[(i, fqn, key, roles[fqn]) for i, (fqn, key, _) in enumerate(rows) if not is_tensor[i]],
@@ -312,20 +313,20 @@ class OptimizerEntry(StateEntry):
             roles=[roles[fqn] for fqn, _, _ in tensors],
         )
 
-    def _extract_shared(self, collector: TensorCollector) -> dict[Any, Any]:
+    def _extract_shared(self, table: TensorTable) -> dict[Any, Any]:
         """Return the state that is of no parameter."""
         role = Role(self.replication or Replication.REPLICATED, is_owned=True)
         return {
-            name: collector.extract(value, f"{self.key}.shared.{name}", role, composites=False)
+            name: table.extract(value, f"{self.key}.shared.{name}", role, composites=False)
             for name, value in self.value.state.items()
             if not isinstance(name, torch.Tensor)
         }
 
-    def _role(self, collector: TensorCollector, fqn: str, parameter: torch.Tensor) -> Role:
+    def _role(self, table: TensorTable, fqn: str, parameter: torch.Tensor) -> Role:
         """Return the role of state. It is replicated as its parameter, unless that is outside the state."""
-        is_own = collector.table.is_per_rank(fqn)
+        is_own = table.is_per_rank(fqn)
         of_parameter = Replication.PER_RANK if is_own else Replication.REPLICATED
-        is_in_state = id(parameter) in collector.table.parameter_names
+        is_in_state = id(parameter) in table.parameter_names
         replication = self.replication or (of_parameter if is_in_state else Replication.OWN)
         follows = fqn if replication is Replication.REPLICATED and is_in_state else None
         return Role(replication, is_owned=True, follows=follows)
@@ -340,8 +341,9 @@ class OptimizerEntry(StateEntry):
         made: list[tuple[torch.Tensor, Callable[[], dict[Any, Any]]]] = []
         for options, fqns, group in zip(saved.options, names, optimizer.param_groups, strict=True):
             for fqn, parameter in zip(fqns, group["params"], strict=True):
-                if fqn in saved.states:
-                    make = self._plan_state(plan, parameter, *saved.states[fqn], options or {})
+                if (state := saved.states.get(fqn)) is not None:
+                    is_copied = fqn in saved.copied
+                    make = self._plan_state(plan, parameter, state, is_copied, options or {})
                     made.append((parameter, make))
         set_options = self._plan_options(plan, saved.options)
         make_shared = plan.read_tree(saved.shared)
@@ -363,9 +365,9 @@ class OptimizerEntry(StateEntry):
         plan.add_step(LoadPhase.OPTIMIZER, finish)
 
     def _plan_state(
-        self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_shared: bool, options: dict[str, Any]
+        self, plan: Load, parameter: torch.Tensor, saved: SavedState, is_copied: bool, options: dict[str, Any]
     ) -> Callable[[], dict[Any, Any]]:
-        """Plan to read the state of a parameter; return a function that returns it, a copy if `is_shared`."""
+        """Plan to read the state of a parameter; return a function that returns it, perhaps a copy."""
         live: dict[Any, Any] = self.value.state.get(parameter, {})
         device = plan.device_of(parameter)
         kept: dict[str, torch.Tensor] = {}
@@ -394,27 +396,26 @@ class OptimizerEntry(StateEntry):
             found = make_trees()
             found |= {name: make() for name, make in made.items()}
             ordered = {name: found[name] for name in (*saved.tensors, *saved.trees) if name in found}
-            return kept | (deepcopy(ordered) if is_shared else ordered)
+            return kept | (deepcopy(ordered) if is_copied else ordered)
 
         return make
 
     def _plan_options(self, plan: Load, chosen: list[dict[str, Any] | None]) -> Callable[[], None]:
         """Plan to read the options of all groups; return a function that sets them."""
-        met: list[dict[str, Any]] = []
+        rows: list[Any] = []
         for i, options in enumerate(chosen):
-            live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
-            met.append({})
+            live, label, found = self.value.param_groups[i], f"{self.key}.param_groups.{i}", dict[str, Any]()
             for name, value in options_of(options or {}).items():
                 if is_plain_value(value) and is_plain_value(live.get(name)):
-                    met[i][name] = value  # as most options, which need no walk
+                    found[name] = value  # as most options, which need no walk
                 elif (fitted := plan.fit(value, live.get(name), f"{label}.{name}")) is not None:
-                    met[i][name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
-            plan.read_tree(met[i])
+                    found[name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
+            rows.append((options, found, plan.read_tree(found), live))
 
         def set_options() -> None:
             seen: set[int] = set()
-            for options, found, live in zip(chosen, met, self.value.param_groups, strict=True):
-                new = plan.insert(found)
+            for options, found, make, live in rows:
+                new = make()
                 if id(options) in seen:  # two live groups must not share a tensor
                     new = insert_tensors(found, lambda name: plan.tensor(name).clone())
                 seen.add(id(options))
@@ -429,7 +430,7 @@ def capture_groups(
     entry: StateEntry,
     groups: list[dict[str, Any]],
     fqns: list[list[str]],
-    collector: TensorCollector,
+    table: TensorTable,
     **options: bool,
 ) -> list[dict[str, Any]]:
     """Return the encoded groups of an optimizer, with names in place of their parameters.
@@ -439,7 +440,7 @@ def capture_groups(
     role, found = Role(entry.replication or Replication.REPLICATED), []
     for i, (group, names) in enumerate(zip(groups, fqns, strict=True)):
         others = {name: value for name, value in group.items() if name != "params"}
-        tree = collector.extract(others, f"{entry.key}.param_groups.{i}", role, **options)
+        tree = table.extract(others, f"{entry.key}.param_groups.{i}", role, **options)
         # A copy of the names: a captured state must not change with the names kept here.
         found.append({"params": list(names), **encode(tree, f"{entry.key}.param_groups[{i}]")})
     return found

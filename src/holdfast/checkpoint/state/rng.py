@@ -11,35 +11,27 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.format.values import TensorRef, encode
-from holdfast.checkpoint.state.capture import TensorCollector
+from holdfast.checkpoint.format.values import TensorRef
 from holdfast.checkpoint.state.entry import Replication
 from holdfast.checkpoint.state.load import Load, LoadPhase
-from holdfast.checkpoint.state.tensor_table import Role
+from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.rawbytes import view_bytes
 
 KEY = "rng"  # top-level key of the process-wide generators
-_CPU, _CUDA = f"{KEY}.torch", f"{KEY}.cuda"
 _NUMPY_KINDS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
 """Errors that generators raise for a state which is not one of theirs."""
 
 
-def capture(collector: TensorCollector) -> dict[str, Any]:
+def capture(table: TensorTable) -> dict[str, Any]:
     """Collect the states of the generators of python, numpy (if imported), torch and the current device."""
-    values: dict[str, Any] = {
-        "seed": torch.initial_seed(),
-        "python": python_state(random),
-        "torch": TensorRef(_CPU),
-    }
-    collector.collect(_CPU, torch.get_rng_state(), Role(Replication.OWN))
+    values = {"seed": torch.initial_seed(), "python": python_state(random), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         values["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
-        values["cuda"] = TensorRef(_CUDA)
-        collector.collect(_CUDA, torch.cuda.get_rng_state(), Role(Replication.OWN))
-    return encode(values, KEY)
+        values["cuda"] = torch.cuda.get_rng_state()
+    return table.encode(values, KEY, Role(Replication.OWN))
 
 
 def plan(load: Load, rank: int, world_size: int, *, own_rank: bool) -> None:
@@ -127,6 +119,29 @@ def derive(values: dict[str, Any], *, rank: int, world_size: int) -> str:
         f"generators were seeded with {seed}, derived from the saved ones. Random numbers differ from an "
         "uninterrupted run."
     )
+
+
+def state_of(generator: Any) -> Any:
+    """Return the state of a generator of torch, which is a tensor, or of python or numpy, as values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return python_state(generator)
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set a generator to a state from `state_of`; raise one of `MISFITS` if it does not fit."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, random.Random):
+        set_python_state(generator, state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
 
 
 def python_state(generator: Any) -> dict[str, Any]:

@@ -149,20 +149,15 @@ def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Regio
 
 def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a DTensor of another whole shape, with perhaps more dimensions, over a local part."""
-    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.insert(0, stride[0] * max(size, 1))
-    return _wrap(local, spec, spec.placements, shape, tuple(stride[: len(shape)]))
+    return _wrap(local, model, shape, torch.empty(shape, device="meta").stride())
 
 
 def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the layout of `model` and the given local part."""
     if is_sharded_tensor(model):
         return _listed_like(local, model)
-    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
-    local = laid_out_like(local, local_of(model))
-    return _wrap(local, spec, spec.placements, tuple(model.shape), spec.tensor_meta.stride)
+    stride = model._spec.tensor_meta.stride  # pyright: ignore[reportAttributeAccessIssue]
+    return _wrap(laid_out_like(local, local_of(model)), model, tuple(model.shape), stride)
 
 
 def parts_like(
@@ -206,23 +201,24 @@ def make_real(
 
 def replicated_like(whole: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return a DTensor on the mesh of `model`, whole on every rank."""
-    from torch.distributed.tensor import Replicate
-
-    spec: Any = model._spec  # pyright: ignore[reportAttributeAccessIssue]
-    placements = (Replicate(),) * spec.mesh.ndim
-    return _wrap(whole, spec, placements, tuple(whole.shape), whole.stride())
+    return _wrap(whole, model, tuple(whole.shape), whole.stride(), is_split=False)
 
 
 def _wrap(
-    local: torch.Tensor, spec: Any, placements: Any, shape: tuple[int, ...], stride: tuple[int, ...]
+    local: torch.Tensor, model: Any, shape: tuple[int, ...], stride: tuple[int, ...], *, is_split: bool = True
 ) -> torch.Tensor:
+    """Return a DTensor on the mesh of `model`, split as that is or whole on every rank."""
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = model._spec
+    own = tuple(spec.placements)
+    placements = own if is_split else (Replicate(),) * spec.mesh.ndim
     order: dict[str, Any] = {}
-    if placements == spec.placements and not getattr(spec, "use_strided_shard_as_shard_order", True):
+    if placements == own and not getattr(spec, "use_strided_shard_as_shard_order", True):
         order = {"shard_order": spec.shard_order}
-    new = type(spec)(spec.mesh, tuple(placements), tensor_meta=meta, **order)
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    new = type(spec)(spec.mesh, placements, tensor_meta=meta, **order)
     kind = dtensor_class()
     return kind(local, new, requires_grad=False)
 

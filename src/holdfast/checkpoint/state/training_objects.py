@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
 from holdfast.checkpoint.format.values import NAMED_TYPES
 from holdfast.checkpoint.state import rng
-from holdfast.checkpoint.state.capture import CapturedState, TensorCollector, TensorLister
 from holdfast.checkpoint.state.entry import (
     FoundEntry,
     Replication,
@@ -51,7 +50,7 @@ from holdfast.checkpoint.state.optimizers import (
 from holdfast.checkpoint.state.partitioned_objects import check_not_partitioned, may_be_partitioned
 from holdfast.checkpoint.state.review import ResumeRisk, find_resume_risks
 from holdfast.checkpoint.state.sharding import layout_of, local_of, shape_of
-from holdfast.checkpoint.state.tensor_table import StateStructure, TensorTable
+from holdfast.checkpoint.state.tensor_table import CapturedState, TensorLister, TensorTable
 from holdfast.checkpoint.state.tensors import PLAIN, find_read_only, may_be_sharded, unsavable, versions
 from holdfast.checkpoint.state.tree import insert_tensors, references
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
@@ -61,7 +60,7 @@ from holdfast.system.callsite import warn
 _get_is_first = operator.attrgetter("is_first")
 _PLAIN_OPTIMIZERS = (OptimizerEntry, FSDP1OptimizerEntry)
 _DEEPSPEED = "deepspeed"
-_numbers = itertools.count()
+_numbers = count()
 
 
 class State:
@@ -73,30 +72,26 @@ class State:
             added later are saved too, and plain values are restored into it. An object with a state of its
             own that is in a container is saved under its key path: "gan.g" in {"gan": {"g": module}}.
         world: this rank and the number of ranks that save together; by default from torch.distributed.
-
-    Attributes:
-        are_lent: the objects are others for now, see `lent`.
     """
 
     def __init__(self, objects: MutableMapping[str, Any], *, world: tuple[int, int] | None = None) -> None:
         self._objects = objects
         self._lent_optimizers: list[torch.optim.Optimizer] = []
-        self.are_lent = False
+        self.are_lent = False  # the objects are others for now, see `lent`
         self._given_world = world
         self._entries: dict[str, StateEntry] = {}
         self._found: dict[str, FoundEntry] = {}
         self._followers: list[Any] | None = None
-        self._checked: set[str] = set()
-        self._table: TensorTable | None = None  # of the previous capture
-        self._structure: StateStructure | None = None
-        self._marked: TensorTable | None = None  # of the last mark
+        self._table = TensorTable()  # of the captures
+        self._marked = TensorTable()  # of the marks
         self._memory_number = 0  # of its memory, different from that of any other state
         self._agreement: HolderAgreement | None = None
         for key, entry in self._current().items():
             if isinstance(entry, ModuleEntry) and entry.has_meta():
                 continue  # it will be restored
             if isinstance(entry, (ValueEntry, GeneratorEntry, ModuleEntry, TensorEntry)):
-                _capture({key: entry}, TensorCollector(*self._world(), self._checked))
+                _capture({key: entry}, self._table.begin(*self._world()))
+        self._table.release()
 
     def agree(self, gather: Gather) -> None:
         """Agree with all ranks on the holders of each tensor, for later captures and loads.
@@ -111,7 +106,7 @@ class State:
         """
         rank, world_size = self._world()
         self._agreement = agree(self._inventory(), rank, world_size, gather) if world_size > 1 else None
-        self._table = None  # facts about the structure have changed
+        self._table.release()  # facts about the structure have changed
 
     def _inventory(self) -> dict[str, Any]:
         """Return the tensors that this rank announces to the others, also those on meta."""
@@ -121,7 +116,7 @@ class State:
         for entry in entries.values():
             if isinstance(entry, (ModuleEntry, TensorEntry)):
                 entry.capture(listed)
-        for name, tensor, role in listed.rows:
+        for name, tensor, role in listed.listed:
             try:
                 layout = None if role.replication is Replication.PER_RANK else layout_of(tensor)
             except Unsupported as error:
@@ -141,17 +136,14 @@ class State:
         Ranks: not collective by itself; a user's state_dict() may be, and that of FSDP1 is.
         """
         entries = self._current()
-        collector = TensorCollector(*self._world(), self._checked, self._table)
-        values = _capture(entries, collector)
+        table = self._table.begin(*self._world())
+        values = _capture(entries, table)
         optimizers = _optimizers_of(entries)
         hooked = [one for one in optimizers if has_step_hooks(one)]
-        for optimizer in self._lent_optimizers:
-            collector.table.own_memory(tensors_of(optimizer))  # no table is followed while a state is lent
-        values[rng.KEY] = rng.capture(collector)
+        values[rng.KEY] = rng.capture(table)
         owners, is_known = list(map(parameters, hooked)), len(hooked) == len(optimizers)
-        now = collector.captured(values, self._structure, self._agreed(), owners, is_frozen_known=is_known)
-        self._table, self._structure = collector.table, now.structure
-        return now
+        lent = chain.from_iterable(map(tensors_of, self._lent_optimizers))
+        return table.captured(values, self._agreed(), owners, lent, is_frozen_known=is_known)
 
     def skippables(self) -> dict[str, Skippable]:
         """Return the objects that can skip samples, by key path."""
@@ -191,13 +183,13 @@ class State:
         ]
         # Tensors of the last capture that a restore could not write to.
         filled = [key for key, one in self._entries.items() if one.is_filled]
-        read_only = [] if self._table is None else find_read_only(self._table.tensors)
+        read_only = find_read_only(self._table.tensors)
         read_only = [name for name in read_only if any(is_under(name, key) for key in filled)]
         return find_resume_risks(values, read_only, forgotten)
 
     def saved_addresses(self) -> set[int]:
         """Return the addresses of the tensors of the last capture."""
-        return set() if self._table is None else {one.data_ptr() for one in self._table.tensors.values()}
+        return {one.data_ptr() for one in self._table.tensors.values()}
 
     def review_loaders(self) -> list[str]:
         """Return a sentence for each data loader that is being read and will not resume; each once."""
@@ -233,19 +225,19 @@ class State:
         if optimizers := _optimizers_of(entries):
             own = [one for one in optimizers if not has_step_hooks(one) and hasattr(one, "param_groups")]
             return versions(tensor for one in own for tensor in parameters(one))
-        collector = TensorCollector(*self._world(), self._checked, self._marked)
+        table = self._marked.begin(*self._world())
         kinds = (ModuleEntry, TensorEntry, ValueEntry)
         chosen = {key: one for key, one in entries.items() if isinstance(one, kinds)}
         try:
-            values = _capture(chosen, collector)
+            values = _capture(chosen, table)
         except Unsupported:  # a save raises it, such as for a meta module; until then the state may change
             return next(_numbers)
-        if not collector.end() or collector.replaced:
+        table.end()
+        if table.has_new_memory:
             self._memory_number = next(_numbers)
-        # It holds an alias of each tensor. So the memory of a tensor that training replaces stays in use
-        # until the next mark, and no new tensor can start at the same address before it.
-        self._marked = collector.table
-        parts = (one if type(one) in PLAIN else local_of(one) for one in self._marked.live)
+        # The table holds an alias of each tensor. So the memory of a tensor that training replaces stays in
+        # use until the next mark, and no new tensor can start at the same address before it.
+        parts = (one if type(one) in PLAIN else local_of(one) for one in table.live)
         return values, self._memory_number, versions(parts)
 
     def load(
@@ -393,7 +385,9 @@ class State:
         return replace(agreed, marked=marked) if marked else agreed
 
     def _release_memory(self) -> None:
-        self._table = self._marked = None
+        for table in (self._table, self._marked):
+            if table.live:
+                table.release()
 
     def _world(self) -> tuple[int, int]:
         """Return this process's rank and the number of ranks."""
@@ -402,12 +396,12 @@ class State:
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def _capture(entries: Mapping[str, StateEntry], collector: TensorCollector) -> dict[str, Any]:
+def _capture(entries: Mapping[str, StateEntry], table: TensorTable) -> dict[str, Any]:
     """Return the values of all entries. Modules come first: optimizers name their state after parameters."""
     values: dict[str, Any] = dict.fromkeys(entries)
     for entry in sorted(entries.values(), key=_get_is_first, reverse=True):
         try:
-            values[entry.key] = entry.capture(collector)
+            values[entry.key] = entry.capture(table)
         except RecursionError as error:
             raise contains_itself(entry.key) from error
     return values

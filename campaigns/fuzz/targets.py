@@ -645,19 +645,19 @@ def _notice_seeds() -> list[bytes]:
 
 
 def _run_notice(data: bytes) -> None:
-    from holdfast.watch.preemption import clouds
+    from holdfast.watch.preemption import sources
     from holdfast.watch.preemption.notice import Unreachable, read_notice
 
     text = data.decode("utf-8", "replace")
-    clouds._parse_action(text)
-    cloud = clouds.Azure()
-    cloud._machine = "vm1"
-    cloud._get = lambda path, timeout_s: text  # type: ignore[method-assign]
+    aws, azure = sources.Aws(), sources.Azure()
+    aws._get = lambda path: text  # type: ignore[method-assign]
+    aws.poll()
+    azure._machine = "vm1"
+    azure._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
-        cloud.poll()
-    for name in clouds.GCP_VALUES:
-        with contextlib.suppress(Unreachable):
-            clouds.Gcp(name).parse(text)
+        azure.poll()
+    for value in sources.GCP_VALUES.values():
+        value.notice(text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput
 from holdfast.watch.preemption.notice import Unreachable
-from holdfast.watch.preemption.sources import deadline, parse_sources, slurm
+from holdfast.watch.preemption.sources import Deadline, SlurmLimit, parse_sources
 from stage import ranks
 
 
@@ -70,7 +70,7 @@ def test_one_task_of_a_host_asks_slurm_for_all_that_train_together(
 
 
 def test_a_limit_that_slurm_changes_later_is_followed(squeue: Path) -> None:
-    source = slurm()
+    source = SlurmLimit()
     squeue.write_text("1-02:00:00\n")
     assert source.poll() is None
     squeue.write_text("UNLIMITED\n")
@@ -85,7 +85,7 @@ def test_a_limit_that_slurm_changes_later_is_followed(squeue: Path) -> None:
 
 
 def test_a_slow_save_moves_the_notice_forward(squeue: Path) -> None:
-    source = slurm()
+    source = SlurmLimit()
     squeue.write_text("2:00:00\n")
     assert source.poll() is None
     squeue.write_text("15:00\n")
@@ -98,15 +98,15 @@ def test_the_last_answer_counts_while_slurm_does_not_answer(
     squeue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Unreachable, match="job 7"):
-        slurm().poll()
-    source = slurm()
+        SlurmLimit().poll()
+    source = SlurmLimit()
     squeue.write_text("0:02\n")
     assert source.poll() is None, "half of a short time is for training"
     squeue.unlink()
     while source.poll() is None:
         time.sleep(0.05)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 7200))
-    later = slurm()
+    later = SlurmLimit()
     assert later.poll() is None
 
 
@@ -126,7 +126,7 @@ def test_a_deadline_needs_a_duration(text: str) -> None:
 
 
 def test_a_deadline_far_away_is_no_notice() -> None:
-    assert deadline(3600).poll() is None
+    assert Deadline(3600).poll() is None
 
 
 def test_a_deadline_ends_the_run_with_a_durable_save(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.clouds import Aws, Azure, Gcp
-from holdfast.watch.preemption.notice import Unreachable
-from holdfast.watch.preemption.sources import parse_sources
+from holdfast.watch.preemption.notice import Notice, Unreachable
+from holdfast.watch.preemption.sources import Aws, Azure, Gcp, parse_sources
 from notice.cloud_services import AwsService, AzureService, GcpService
 
 WHEN = datetime.datetime(2026, 6, 23, 2, 30, tzinfo=datetime.timezone.utc).timestamp()

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.notice import read_notice, write_notice
+from holdfast.watch.preemption.notice import Notice, read_notice, write_notice
 
 NOTICE = Notice("holdfast preempt", "again", 1782181800.0)
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.clouds import Ray, ray_context
-from holdfast.watch.preemption.notice import Unreachable
-from holdfast.watch.preemption.sources import parse_sources
+from holdfast.watch.preemption.notice import Notice, Unreachable
+from holdfast.watch.preemption.sources import Ray, parse_sources, ray_context
 
 
 def info(*nodes: str, deadline_ms: int | None = None) -> Any:

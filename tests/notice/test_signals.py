@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.watch.preemption import SIGNALS, NoticeWatcher
+from holdfast.watch.preemption.signals import SIGNALS
+from holdfast.watch.preemption.trainer import NoticeWatcher
 
 
 @pytest.fixture

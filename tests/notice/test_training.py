@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.notice import write_notice
+from holdfast.watch.preemption.notice import Notice, write_notice
 
 
 def train(home: Path, state: dict[str, Any], path: Path, notice: Notice, *, at: int, total: int) -> None:

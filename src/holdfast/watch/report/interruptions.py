@@ -216,8 +216,7 @@ def find_losses(
         start = seen.add(after.started_unix_s, after.training_unix_s)
         again = seen.add(_reached_at(before, after, trained, saves), last_seen)
         if kind in _IDLE:
-            idle += outage
-            outage = []
+            idle, outage = [*idle, *outage], []
         redone += again
         down += outage
         restoring += start

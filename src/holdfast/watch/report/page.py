@@ -31,6 +31,12 @@ class HeadlineNumber(Struct, frozen=True):
     value: str
     remark: str = ""
 
+    def as_html(self) -> str:
+        """Return an entry of a list."""
+        name, value, remark = map(html.escape, (self.name, self.value, self.remark))
+        more = f'<dd class="remark">{remark}</dd>' if remark else ""
+        return f"<div><dt>{name}</dt><dd>{value}</dd>{more}</div>"
+
 
 def headline(summary: RunSummary) -> str:
     """Return the state of the run as a sentence."""
@@ -129,7 +135,7 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
         "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
         "torn": f"<p>Skipped {torn} of the history, torn by a crash.</p>" if summary.num_torn else "",
         "tear-check": html.escape(tear_check(summary)),
-        "numbers": "\n".join(map(_number, headline_numbers(summary))),
+        "numbers": "\n".join(one.as_html() for one in headline_numbers(summary)),
         "figures": "\n".join(_section(*one) for one in figures.items()),
         "style": read_asset("page.css"),
         "library": chart_library().replace("</script", "<\\/script").replace("<!--", "\\x3c!--"),
@@ -145,11 +151,6 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     return pieces[0] + "".join(
         parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
     )
-
-
-def _number(number: HeadlineNumber) -> str:
-    remark = f'<dd class="remark">{html.escape(number.remark)}</dd>' if number.remark else ""
-    return f"<div><dt>{html.escape(number.name)}</dt><dd>{html.escape(number.value)}</dd>{remark}</div>"
 
 
 def _section(id: str, figure: WatchFigure) -> str:

@@ -55,6 +55,12 @@ class SaveRecord(OfCheckpoint, Struct, frozen=True):
         """Its copy in the farthest tier, or None."""
         return next((copy for copy in reversed(self.copies) if copy.durable_unix_s is not None), None)
 
+    @property
+    def durable_s(self) -> float | None:
+        """Time until it was durable in the nearest persistent tier."""
+        times = (one.durable_s for one in self.copies if one.tier != MEMORY and one.durable_s is not None)
+        return next(times, None)
+
 
 def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
     """Return every save in the events, by attempt and step."""
@@ -95,13 +101,16 @@ def named_attempt(event: HistoryEvent) -> int | None:
 
 
 def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecord:
-    saved = [event for event in events if event.kind == "saved"]
-    staged = [event for event in events if event.kind == "staged"]
+    saved, staged, persisted = (
+        [event for event in events if event.kind == kind] for kind in ("saved", "staged", "persisted")
+    )
     num_bytes = sum(_bytes_of_ranks(events).values())
-    began = _began(events)
+    first = saved or staged or persisted  # the time of the call is in the first of its events
+    began = min(one.unix_s - (one.seconds if first else 0.0) for one in first or events)
+    tiers = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
     copies = tuple(
         _copy(tier, [event for event in events if event.tier == tier], began, num_bytes)
-        for tier in _tiers_of(events)
+        for tier in sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
     )
     ended = [event for event in events if event.kind in _ENDED]
     is_durable = any(copy.durable_unix_s is not None for copy in copies)
@@ -120,15 +129,6 @@ def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecor
     )
 
 
-def _began(events: Sequence[HistoryEvent]) -> float:
-    """Return the time of the `save` call, from its own event or the next."""
-    for kinds in (("saved",), ("staged",), ("persisted",)):
-        starts = [event.unix_s - event.seconds for event in events if event.kind in kinds]
-        if starts:
-            return min(starts)
-    return min(event.unix_s for event in events)
-
-
 def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
     found: dict[int, int] = {}
     for kind in (*_OWN, "drained"):
@@ -138,12 +138,6 @@ def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
         if kind == "persisted" and found:
             break  # later events may have the sum of all ranks
     return found
-
-
-def _tiers_of(events: Sequence[HistoryEvent]) -> list[str]:
-    """Return the tiers of a save, each once: the usual ones first, nearest first."""
-    tiers = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
-    return sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
 
 
 def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.checkpoint.watch import WatchFigure
@@ -46,10 +47,8 @@ def levels(summary: RunSummary) -> WatchFigure | None:
     return style.make_figure("levels", rows, note=note, chart=chart)
 
 
-def durations(summary: RunSummary) -> WatchFigure | None:
-    """Return the figure of the duration of each save; None without saves."""
-    if not summary.saves:
-        return None
+def durations(summary: RunSummary) -> WatchFigure:
+    """Return the figure of the duration of each save."""
     saves, every = style.thin_out(summary.saves)
     values = [
         {"t": style.to_ms(save.started_unix_s), "s": s, "what": what, "step": save.step, "took": took}
@@ -68,8 +67,7 @@ def durations(summary: RunSummary) -> WatchFigure | None:
             "ticks": style.span_log_ticks(low, high),
         }
     note = "" if every == 1 else f" One of every {every} saves is drawn."
-    rows = [row for save in summary.saves for row in _duration_rows(save)]
-    return style.make_figure("durations", rows, note=note, chart=chart)
+    return style.make_figure("durations", list(_duration_rows(summary.saves)), note=note, chart=chart)
 
 
 def _measures(save: SaveRecord) -> dict[str, float | None]:
@@ -77,17 +75,16 @@ def _measures(save: SaveRecord) -> dict[str, float | None]:
     return {"save() blocked the loop": save.blocked_s, "staged after": save.staged_s, **copies}
 
 
-def _duration_rows(save: SaveRecord) -> list[Row]:
-    facts = save.started_unix_s, save.attempt, save.step, save.num_bytes, save.blocked_s, save.staged_s
-    if not save.copies:
-        return [(*facts, None, None, None, None, save.outcome)]
-    rows = []
-    for copy in save.copies:
-        speed = f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None
-        written, durable = style.format_seconds(copy.write_s), style.format_seconds(copy.durable_s)
-        outcome = save.outcome if copy.durable_unix_s is None else "durable"
-        rows.append((*facts, copy.tier, written, speed, durable, outcome))
-    return rows
+def _duration_rows(saves: Iterable[SaveRecord]) -> Iterator[Row]:
+    for save in saves:
+        facts = save.started_unix_s, save.attempt, save.step, save.num_bytes, save.blocked_s, save.staged_s
+        for copy in save.copies:
+            speed = f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None
+            written, durable = style.format_seconds(copy.write_s), style.format_seconds(copy.durable_s)
+            outcome = save.outcome if copy.durable_unix_s is None else "durable"
+            yield (*facts, copy.tier, written, speed, durable, outcome)
+        if not save.copies:
+            yield (*facts, None, None, None, None, save.outcome)
 
 
 def intervals(summary: RunSummary) -> WatchFigure | None:
@@ -107,11 +104,8 @@ def _verdict(advice: IntervalAdvice) -> str:
         own_s = f"It saved every {style.format_seconds(advice.interval_s)} on average. "
     if advice.own is None:
         up = f" in {style.format_seconds(advice.up_s)} of training"
-        bound = (
-            f" With 95 % confidence it is more than {style.format_seconds(lower_s)}."
-            if advice.up_s > 0
-            else ""
-        )
+        has_bound = advice.up_s > 0
+        bound = f" With 95 % confidence it is more than {style.format_seconds(lower_s)}." * has_bound
         return (
             f"{own_s}There was no failure{up}, so the mean time between failures is unknown, and with it the "
             f"best interval.{bound} The chart shows the best interval for several assumed values."

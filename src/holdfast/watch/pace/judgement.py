@@ -110,7 +110,8 @@ class PaceJudge:
 
     def _update(self, world_size: int) -> None:
         """Find the ranks that have become slow, and those that no longer are."""
-        above = [rank for rank, past in self._past.items() if past.is_above(self._limit(past))]
+        limits = {False: self._factor, True: 1 + (self._factor - 1) * _END_SHARE}  # of a rank that is slow
+        above = [one for one, past in self._past.items() if past.is_above(limits[past.since is not None])]
         is_few = len(above) <= max(1, (world_size - 1) // 2)
         slow = {rank for rank in above if is_few or self._past[rank].has_risen()}
         was_slow = any(past.since is not None for past in self._past.values())
@@ -124,9 +125,6 @@ class PaceJudge:
                 numbers = list(self._windows)[-len(recent) :]
                 pairs = zip(numbers, recent, strict=True)
                 past.since = next((number for number, factor in pairs if factor >= self._factor), numbers[0])
-
-    def _limit(self, past: _RankPast) -> float:
-        return 1 + (self._factor - 1) * (1.0 if past.since is None else _END_SHARE)
 
     def _cost(self, slow: set[int]) -> float:
         """Return the share of the time that all wait for the slow ranks."""

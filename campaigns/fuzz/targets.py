@@ -422,27 +422,27 @@ _COMMANDS: dict[str, Callable[[Path, Any], None]] = {
 
 
 def _index_seeds() -> list[bytes]:
-    from holdfast.watch.compiled.index import CacheIndex, PackedFile, document
+    from holdfast.watch.compiled.transfer import CacheIndex, PackedFile, document
 
     files = tuple(PackedFile(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
     return [document(CacheIndex(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
 
 
 def _run_index(data: bytes) -> None:
-    from holdfast.watch.compiled import index
+    from holdfast.watch.compiled import transfer
 
-    index.parse(data, index.index_name("0" * 32, 3, 1, 2))
+    transfer.parse(data, transfer.index_name("0" * 32, 3, 1, 2))
 
 
 def _pack_seeds() -> list[bytes]:
-    from holdfast.watch.compiled.index import pack
+    from holdfast.watch.compiled.transfer import pack
 
     whole, _ = pack({"a": b"\x7fELF" * 100, "b": bytes(1000)})
     return [whole]
 
 
 def _run_pack(data: bytes) -> None:
-    from holdfast.watch.compiled.index import PackedFile, unpack
+    from holdfast.watch.compiled.transfer import PackedFile, unpack
 
     for offset in (0, 30):
         with contextlib.suppress(Corrupt):
@@ -656,8 +656,8 @@ def _run_notice(data: bytes) -> None:
     azure._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
         azure.poll()
-    for value in sources.GCP_VALUES.values():
-        value.notice(text)
+    for name in sources.GCP_VALUES:
+        sources.Gcp(name).parse(text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()

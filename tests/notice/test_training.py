@@ -1,4 +1,4 @@
-"""Notices in a training loop: a final one saves and ends it, a rebalance notice only saves."""
+"""Notices in files, and in a training loop: a final one saves and ends it, a rebalance notice only saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.watch.preemption.notice import Notice, write_notice
+from holdfast.watch.preemption.notice import Notice, read_notice, write_notice
 
 
 def train(home: Path, state: dict[str, Any], path: Path, notice: Notice, *, at: int, total: int) -> None:
@@ -54,3 +54,22 @@ def test_a_notice_in_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
     train(tmp_path / "home", state, tmp_path / "notice", Notice("holdfast preempt"), at=10, total=10)
     assert saved_steps(tmp_path / "home") == [10]
     assert (tmp_path / "home" / "done.json").exists()
+
+
+NOTICE = Notice("holdfast preempt", "again", 1782181800.0)
+
+
+def test_a_written_notice_is_read_back(tmp_path: Path) -> None:
+    assert read_notice(tmp_path / "notice") is None
+    write_notice(tmp_path / "notice", NOTICE)
+    assert read_notice(tmp_path / "notice") == NOTICE
+    assert [path.name for path in tmp_path.iterdir()] == ["notice"]
+
+
+@pytest.mark.parametrize("text", ["", "the end is near\n", "[]", '{"deadline_unix_s": "x"}', "\x00\xff"])
+def test_any_file_is_a_notice(tmp_path: Path, text: str) -> None:
+    (tmp_path / "notice").write_text(text, encoding="latin-1")
+    notice = read_notice(tmp_path / "notice")
+    assert notice is not None
+    assert notice.is_final
+    assert notice.reason

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.checkpoint.format import run
-from holdfast.watch.report.events import HistoryEvent
+from holdfast.watch.report.saves import HistoryEvent
 
 START = 1_700_000_000.0
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.watch.report.curves import Curve, Point, collect_curves
-from holdfast.watch.report.events import HistoryEvent, parse_events
+from holdfast.watch.report.saves import HistoryEvent, parse_events
 
 
 def metrics_event(

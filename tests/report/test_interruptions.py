@@ -1,4 +1,4 @@
-"""Costs of interruptions: by hand, and against simulated runs."""
+"""Costs of interruptions: by hand, and against simulated runs; overlapping spans are counted once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.report import RunSummary, summarize
+from holdfast.watch.report.interruptions import Spans, seconds_of
 from holdfast.watch.report.open_metrics import format_metrics
 from holdfast.watch.report.page import headline_numbers
 from report.made_up_run import START, Fate, MadeUpRun, simulate
@@ -272,3 +273,32 @@ def test_a_start_of_a_finished_run_is_no_interruption_in_any_count(killed: MadeU
     assert [line for line in text.splitlines() if line.startswith("holdfast_interruptions_total")] == [
         'holdfast_interruptions_total{home="home",kind="stopped"} 1'
     ]
+
+
+whole_spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
+
+
+@given(whole_spans)
+def test_spans_match_a_set_of_seconds(
+    spans: list[tuple[int, int]],
+) -> None:
+    ticked: set[int] = set()
+    held = Spans()
+    for begin, end in spans:
+        seconds = set(range(begin, end))
+        new = held.add(begin, end)
+        assert {s for left, right in new for s in range(int(left), int(right))} == seconds - ticked
+        assert seconds_of(new) == len(seconds - ticked)
+        ticked |= seconds
+        assert seconds_of(held.stretches) == len(ticked)
+        assert seconds_of(spans) == sum(any(b <= s < e for b, e in spans) for s in range(31))
+    assert all(held.contains(second + 0.5) == (second in ticked) for second in range(31))
+
+
+@given(whole_spans)
+def test_stretches_stay_in_order_and_do_not_touch(spans: list[tuple[int, int]]) -> None:
+    held = Spans()
+    for span in spans:
+        held.add(*span)
+    edges = [edge for stretch in held.stretches for edge in stretch]
+    assert edges == sorted(set(edges))

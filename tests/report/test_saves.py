@@ -1,9 +1,19 @@
-"""Saves and their copies in every tier."""
+"""Saves of a run from its events: their copies, and the contents of every tier over time."""
 
 from __future__ import annotations
 
-from holdfast.watch.report.events import HistoryEvent
-from holdfast.watch.report.saves import SaveRecord, collect_saves
+import json
+import os
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.home.history import read_lines
+from holdfast.checkpoint.store import open_store
+from holdfast.checkpoint.store.memory import MemoryStore
+from holdfast.watch.report.saves import HistoryEvent, SaveRecord, collect_saves, parse_events, tier_levels
 from report.made_up_run import START, MadeUpRun
 
 
@@ -99,3 +109,120 @@ def test_deletions_and_restores_are_not_saves() -> None:
     made_up.add(2, 2.0, "retained", 4, detail="attempt 1, complete")
     made_up.add(2, 2.0, "drain-failed", 4, detail="503")
     assert collect_saves(made_up.by_time()) == []
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = ("step", "attempt", "rank", "tier", "bytes", "seconds", "detail")
+
+
+def test_a_line_is_parsed_into_an_event() -> None:
+    line = {"t": 2.5, "event": "drained", "step": 7, "attempt": 3, "rank": 1, "tier": "home"}
+    made_up = HistoryEvent(2.5, "drained", 7, 3, 1, "home", 10, 0.5, "so")
+    assert parse_events([{**line, "bytes": 10, "seconds": 0.5, "detail": "so"}]) == [made_up]
+
+
+def test_a_line_without_a_tier_is_about_home() -> None:
+    lines: list[dict[str, Any]] = [{"t": 1, "event": "saved"}, {"t": 2, "event": "saved", "tier": ""}]
+    assert [event.tier for event in parse_events(lines)] == ["home", "home"]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), json_values), st.floats(-1e12, 1e12))
+def test_any_line_is_parsed_into_an_event_with_valid_numbers(members: dict[str, Any], t: float) -> None:
+    (event,) = parse_events([{**members, "t": t, "event": "saved"}])
+    assert event.num_bytes >= 0
+    assert 0 <= event.seconds < float("inf")
+    assert event.step is None or event.step >= 0
+    assert isinstance(event.tier, str)
+
+
+def test_lines_of_all_files_are_sorted_by_time_without_invalid_ones(tmp_path: Any) -> None:
+    store = open_store(tmp_path)
+    store.append("history/a0001-rank-00000.jsonl", b'{"t":3,"event":"b"}\n{"t":1,"event":"a"}\n')
+    store.append(
+        "history/a0001-rank-00001.jsonl", b'{"t":2,"event":"c"}\n{"t":NaN,"event":"d"}\n[[[\n{"t":true'
+    )
+    store.append("history/notes.txt", b'{"t":2,"event":"e"}\n')
+    lines, num_torn = read_lines(store)
+    assert [line["event"] for line in lines] == ["a", "c", "b"]
+    assert num_torn == 3
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_can_be_read(text: bytes) -> None:
+    store = MemoryStore("memory://history")
+    store.put(
+        "history/a0001-rank-00000.jsonl", json.dumps({"t": 1, "event": "saved"}).encode() + b"\n" + text
+    )
+    lines, _ = read_lines(store)
+    assert lines
+    assert parse_events(lines)
+
+
+def test_a_path_that_is_not_utf_8_is_escaped() -> None:
+    store = MemoryStore()
+    path = os.fsdecode(b"runs/caf\xe9")
+    line = {"t": 1.0, "event": "failed", "step": 3, "detail": f"no room in {path}", "tier": "home"}
+    odd = {**line, "t": 2.0, "detail": "half \ud800"}
+    text = "".join(json.dumps(one) + "\n" for one in (line, odd))
+    store.append(names.history(1, 0), text.encode())
+    lines, num_torn = read_lines(store)
+    assert num_torn == 0
+    assert [one["detail"] for one in lines] == [r"no room in runs/caf\xe9", r"half \ud800"]
+    assert all(event.detail.isascii() for event in parse_events(lines))
+
+
+def levels(made_up: MadeUpRun) -> list[tuple[float, str, int, int]]:
+    """Return every change: time, tier, bytes, checkpoints."""
+    events = made_up.by_time()
+    found = tier_levels(events, collect_saves(events))
+    return [(one.unix_s - START, one.tier, one.num_bytes, one.num_checkpoints) for one in found]
+
+
+def test_commits_add_and_deletions_remove() -> None:
+    made_up = MadeUpRun()
+    made_up.save(1, 5, 10.0, num_bytes=100)
+    made_up.save(1, 6, 20.0, num_bytes=300)
+    made_up.add(1, 22.0, "retained", 5, detail="attempt 1, complete")
+    assert levels(made_up) == [(11.0, "home", 100, 1), (21.0, "home", 400, 2), (22.0, "home", 300, 1)]
+
+
+def test_tiers_are_counted_separately() -> None:
+    made_up = MadeUpRun()
+    made_up.save(1, 5, 10.0, num_bytes=100, tier="local")
+    made_up.add(1, 30.0, "drained", 5, num_bytes=100)
+    made_up.add(1, 40.0, "retained", 5, tier="local", detail="attempt 1, complete")
+    assert levels(made_up) == [(11.0, "local", 100, 1), (30.0, "home", 100, 1), (40.0, "local", 0, 0)]
+
+
+def test_a_later_attempt_deletes_and_drains_checkpoints_of_an_earlier_one() -> None:
+    made_up = MadeUpRun()
+    made_up.save(1, 5, 10.0, num_bytes=100, tier="local")
+    made_up.add(2, 30.0, "drained", 5, num_bytes=100)
+    made_up.add(3, 40.0, "retained", 5, detail="attempt 1, complete")
+    assert levels(made_up)[1:] == [(30.0, "home", 100, 1), (40.0, "home", 0, 0)]
+
+
+def test_a_restored_checkpoint_counts_without_a_recorded_commit() -> None:
+    made_up = MadeUpRun()
+    made_up.save(1, 5, 10.0, durable_after_s=None, num_bytes=100)
+    made_up.add(2, 30.0, "restored", 5)
+    assert levels(made_up) == [(30.0, "home", 100, 1)]
+
+
+def test_deleting_incomplete_files_changes_nothing() -> None:
+    made_up = MadeUpRun()
+    made_up.save(1, 5, 10.0, durable_after_s=None)
+    made_up.add(1, 30.0, "retained", 5, detail="attempt 1, half done")
+    assert levels(made_up) == []
+
+
+def test_a_commit_recorded_by_all_ranks_counts_once() -> None:
+    made_up = MadeUpRun()
+    for rank in (0, 1):
+        made_up.add(1, 10.0, "persisted", 5, rank=rank, num_bytes=100)
+        made_up.add(1, 11.0 + rank, "committed", 5, rank=rank, num_bytes=100)
+    assert levels(made_up) == [(11.0, "home", 200, 1)]

@@ -85,7 +85,12 @@ class Search:
     def next(self) -> int | None:
         """Return the next size to try. None once `largest` is within 3 % of the optimum."""
         if not self._free_bytes:
-            return self._next_before_first_fit()
+            if self._too_large is None:
+                return self._next
+            if self._too_large == self._min_size:
+                return None
+            # A slightly smaller one first, then half each time.
+            return max(self._min_size, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
         low, high = self.largest, min(self._too_large or self._max_size + 1, self._max_size + 1)
         if high - 1 <= low * (1 + _PRECISION):
             return None
@@ -95,14 +100,6 @@ class Search:
         if self._too_large is not None and (not is_linear or reach >= high):
             reach = min(reach, (low + high) // 2)  # a line that passes a failed size is wrong
         return max(low + 1, min(reach, high - 1))
-
-    def _next_before_first_fit(self) -> int | None:
-        """Return the first size, then a slightly smaller one, then half each time."""
-        if self._too_large is None:
-            return self._next
-        if self._too_large == self._min_size:
-            return None
-        return max(self._min_size, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
 
     def expected_free_bytes(self, size: int) -> int | None:
         """Return the bytes that `size` should leave free, or None without an estimate."""

@@ -65,8 +65,6 @@ class PaceKeeper(KeeperWatch):
                 self._end_window(number)
         self._flush()
 
-    # -- this host -------------------------------------------------------------------------------------------
-
     def _end_window(self, number: int) -> None:
         """Read the pulses at the end of a window, and compare the ranks."""
         infos = self._run.ranks_here()
@@ -105,8 +103,6 @@ class PaceKeeper(KeeperWatch):
         if lines:
             document = encode_windows(lines, host=self._host, window_s=self._window_s)
             self._history.record(EVENT, step=None, members={EVENT: document})
-
-    # -- all hosts, by rank 0's keeper -----------------------------------------------------------------------
 
     def _read_others(self) -> None:
         """Read the windows of other hosts that are new in the history."""

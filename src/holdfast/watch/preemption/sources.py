@@ -44,10 +44,8 @@ def request(
 ) -> tuple[HTTPResponse, str]:
     """Send a request; return the response and its text. Ignores proxies and redirects; reads at most 1 MiB.
 
-    Args:
-        base: `http://host[:port]`.
-        timeout_s: limit for connecting, and for each wait for bytes.
-        expected: statuses of a response that can be used; for any other one it raises Unreachable.
+    For a status that is not expected it raises Unreachable. The timeout is that of connecting, and of each
+    wait for bytes.
     """
     # Here, because it also imports TLS, and most runs never send a request.
     import http.client
@@ -138,7 +136,7 @@ class Gcp(Cloud):
 
     @override
     def poll(self) -> Notice | None:
-        path, timeout_s = f"/computeMetadata/v1/instance/{GCP_VALUES[self.name].path}", 2.0
+        path, timeout_s = f"/computeMetadata/v1/instance/{GCP_VALUES[self.name][0]}", 2.0
         if self._etag is not None:  # waiting at once would miss a value that has already changed
             path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
             timeout_s += self._wait_s
@@ -147,30 +145,21 @@ class Gcp(Cloud):
             raise Unreachable(f"{self._base}{path}: status {response.status}")
         # An etag of 0 matches no value: without a real one, the next request returns at once.
         self._etag = response.headers.get("ETag", "0")
-        return GCP_VALUES[self.name].notice(text.strip())
+        return self.parse(text.strip())
+
+    def parse(self, text: str) -> Notice | None:
+        """Return the notice that a value announces, or None."""
+        _, announced, detail, lead_s = GCP_VALUES[self.name]
+        end_unix_s = None if lead_s is None else time.time() + lead_s
+        return Notice("gcp", detail, end_unix_s) if text == announced else None
 
 
-class GcpValue(Struct, frozen=True):
-    """A value of the metadata server that may announce the end of this machine."""
-
-    path: str
-    announced: str
-    detail: str
-    lead_s: float | None
-    """Usual lead, which the value does not contain: a spot machine may have another one than the default."""
-
-    def notice(self, text: str) -> Notice | None:
-        """Return the notice that a text of the value announces, or None."""
-        end_unix_s = None if self.lead_s is None else time.time() + self.lead_s
-        return Notice("gcp", self.detail, end_unix_s) if text == self.announced else None
-
-
-GCP_VALUES = {
-    "gcp": GcpValue("preempted", "TRUE", "preempted", 30.0),
-    "gcp-maintenance": GcpValue(
-        "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance", None
-    ),
+GCP_VALUES: dict[str, tuple[str, str, str, float | None]] = {
+    "gcp": ("preempted", "TRUE", "preempted", 30.0),
+    "gcp-maintenance": ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance", None),
 }
+"""Path, announcing value, detail and usual lead of each value. A spot machine may have another lead than the
+default of 30 s, which the value does not contain."""
 _AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 
@@ -236,9 +225,6 @@ class Ray(Cloud):
 
     `ray.train.get_preemption_info` is collective and must be called by the training function, so the value
     is read where it reads it. Source: Ray Train user guide, "Handling failures and node preemption".
-
-    Args:
-        read: returns the `PreemptionInfo` of this worker, or None.
     """
 
     name = "ray"
@@ -337,7 +323,10 @@ class SlurmLimit(End):
 
     @override
     def left_s(self) -> float | None:
-        text = _squeue_left(os.environ["SLURM_JOB_ID"])
+        text, words = "", ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%L"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = run_program(words, timeout_s=_SQUEUE_S)
+            text = done.text if done.status == 0 else ""
         found = _LEFT.fullmatch(text)
         if found is not None:
             days, hours, minutes, seconds = (int(group or 0) for group in found.groups())
@@ -359,16 +348,6 @@ def _is_in_slurm_job() -> bool:
     return "SLURM_JOB_ID" in environment and (
         shutil.which("squeue") is not None or "SLURM_JOB_END_TIME" in environment
     )
-
-
-def _squeue_left(job_id: str) -> str:
-    """Return the time left of a job as squeue prints it, or an empty string."""
-    words = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]
-    try:
-        done = run_program(words, timeout_s=_SQUEUE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.text if done.status == 0 else ""
 
 
 _DMI_FOLDER = Path("/sys/class/dmi/id")  # of strings that name the machine's vendor

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from typing_extensions import override
@@ -33,7 +34,7 @@ class NoticeWatcher:
         self._sources = parse_sources(sources)
         self._notice: Notice | None = None
         self._rebalance: Notice | None = None
-        self._rebalance_files: set[str] = set()
+        self._rebalance_files: set[Path] = set()
         self._step_ended_s = time.monotonic()
         self._stopped = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -84,8 +85,13 @@ class NoticeWatcher:
         """First final notice that arrived, or None."""
         if self._notice is None and self._signals.received is not None:
             self._notice = Notice(self._signals.received)
-        if self._notice is None:
-            self._check_files()
+        for path in self._sources.files if self._notice is None else ():
+            notice = read_notice(path)  # of a file that does not exist, it costs some microseconds per step
+            if notice is not None and notice.is_final:
+                self._notice = notice
+            elif notice is not None and path not in self._rebalance_files:
+                self._rebalance_files.add(path)
+                self._rebalance = notice
         return self._notice
 
     @property
@@ -97,16 +103,6 @@ class NoticeWatcher:
         """Return a new notice that is not final, or None. One save is enough for it."""
         rebalance, self._rebalance = self._rebalance, None
         return rebalance
-
-    def _check_files(self) -> None:
-        """Read the files. A file that does not exist costs some microseconds per step."""
-        for path in self._sources.files:
-            notice = read_notice(path)
-            if notice is not None and notice.is_final:
-                self._notice = notice
-            elif notice is not None and str(path) not in self._rebalance_files:
-                self._rebalance_files.add(str(path))
-                self._rebalance = notice
 
     def _poll(self, cloud: Cloud) -> None:
         num_failures = 0

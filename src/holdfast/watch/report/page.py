@@ -60,9 +60,13 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
     lost_steps = sum(one.steps_lost for one in summary.interruptions)
     num_failed = len(summary.saves) - len(durable)
     newest = max(durable, key=lambda save: save.checkpoint_id, default=None)
-    step = summary.home_contents.newest_step if summary.home_contents else newest.step if newest else None
+    step, held = newest.step if newest else None, ""
+    if (home := summary.home_contents) is not None:
+        step, held = home.newest_step, "home holds no checkpoint"
+        if home.num_checkpoints:
+            held = f"home holds {plural(home.num_checkpoints, 'checkpoint')}, {format_size(home.num_bytes)}"
     return [
-        HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", _held(summary)),
+        HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", held),
         HeadlineNumber(
             "Training that counts",
             format_share(times.goodput),
@@ -94,15 +98,6 @@ def tear_check(summary: RunSummary) -> str:
     """Return a sentence about the detection of torn copies, as last recorded."""
     methods = [attempt.tear_check for attempt in summary.attempts if attempt.tear_check]
     return f"Torn copies are detected by {methods[-1]}." if methods else ""
-
-
-def _held(summary: RunSummary) -> str:
-    if summary.home_contents is None:
-        return ""
-    if not summary.home_contents.num_checkpoints:
-        return "home holds no checkpoint"
-    many = plural(summary.home_contents.num_checkpoints, "checkpoint")
-    return f"home holds {many}, {format_size(summary.home_contents.num_bytes)}"
 
 
 def _best(summary: RunSummary) -> tuple[str, str]:

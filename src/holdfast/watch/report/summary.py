@@ -20,7 +20,6 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, list_paces, list_slow_periods
 from holdfast.watch.report.curves import Curve, collect_curves
-from holdfast.watch.report.events import HistoryEvent, parse_events
 from holdfast.watch.report.interruptions import (
     AttemptSpan,
     Interruption,
@@ -28,11 +27,18 @@ from holdfast.watch.report.interruptions import (
     Span,
     attempt_spans,
     find_losses,
-    save_intervals_s,
+    neighbours,
     seconds_of,
     seconds_per_step,
 )
-from holdfast.watch.report.saves import SaveRecord, TierLevel, collect_saves, tier_levels
+from holdfast.watch.report.saves import (
+    HistoryEvent,
+    SaveRecord,
+    TierLevel,
+    collect_saves,
+    parse_events,
+    tier_levels,
+)
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
@@ -291,7 +297,8 @@ def _advise(
     up_s: float,
 ) -> IntervalAdvice:
     costs = [save.blocked_s for save in saves if save.blocked_s is not None]
-    gaps = save_intervals_s(attempts, saves)
+    pairs = neighbours(attempts, saves)
+    gaps = [max(0.0, right.started_unix_s - left.started_unix_s) for left, right in pairs]
     failures = [one for one in interruptions if one.is_failure]
     num_failures = sum(1 + one.num_failed_starts for one in failures)
     cost_s = statistics.fmean(costs) if costs else None

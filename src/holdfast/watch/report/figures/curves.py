@@ -44,7 +44,10 @@ def _figure(curve: Curve, left_out: str) -> WatchFigure:
 
 def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
     lost = [_mark(one, _LOST) for stretch in curve.lost for one in style.thin_out(stretch)[0]]
-    starts = _starts(curve.counted)
+    firsts: dict[int, int] = {}  # step that counts of each attempt
+    for point in curve.counted:
+        firsts.setdefault(point.attempt, point.step)
+    starts = [{"step": step, "label": str(attempt)} for attempt, step in firsts.items()]
     values = [_mark(one, _COUNTS) for one in counted]
     line: Spec = {"type": "line", "strokeWidth": 1.7}
     if len(values) <= _MAX_DOTS:  # a single value has no line
@@ -64,14 +67,6 @@ def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
 def _mark(point: Point, what: str) -> Spec:
     value = point.value if math.isfinite(point.value) else None  # a gap in the line
     return {"step": point.step, "value": value, "attempt": point.attempt, "what": what}
-
-
-def _starts(counted: Sequence[Point]) -> list[Spec]:
-    """Return the first step that counts of each attempt."""
-    firsts: dict[int, int] = {}
-    for point in counted:
-        firsts.setdefault(point.attempt, point.step)
-    return [{"step": step, "label": str(attempt)} for attempt, step in firsts.items()]
 
 
 def _axis(curve: Curve) -> Spec:

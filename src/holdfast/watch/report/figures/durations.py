@@ -9,8 +9,7 @@ from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
 from holdfast.watch.report import style
-from holdfast.watch.report.events import TIERS
-from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.saves import TIERS, SaveRecord
 from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import IntervalAdvice, RunSummary
 
@@ -51,9 +50,13 @@ def durations(summary: RunSummary) -> WatchFigure:
     """Return the figure of the duration of each save."""
     saves, every = style.thin_out(summary.saves)
     values = [
-        {"t": style.to_ms(save.started_unix_s), "s": s, "what": what, "step": save.step, "took": took}
-        for save in saves
-        for what, s in _measures(save).items()
+        {"t": style.to_ms(one.started_unix_s), "s": s, "what": what, "step": one.step, "took": took}
+        for one in saves
+        for what, s in (
+            ("save() blocked the loop", one.blocked_s),
+            ("staged after", one.staged_s),
+            *((f"durable in {copy.tier} after", copy.durable_s) for copy in one.copies if copy.tier in TIERS),
+        )
         if s and (took := style.format_seconds(s))
     ]
     chart = None
@@ -68,11 +71,6 @@ def durations(summary: RunSummary) -> WatchFigure:
         }
     note = "" if every == 1 else f" One of every {every} saves is drawn."
     return style.make_figure("durations", list(_duration_rows(summary.saves)), note=note, chart=chart)
-
-
-def _measures(save: SaveRecord) -> dict[str, float | None]:
-    copies = {f"durable in {copy.tier} after": copy.durable_s for copy in save.copies if copy.tier in TIERS}
-    return {"save() blocked the loop": save.blocked_s, "staged after": save.staged_s, **copies}
 
 
 def _duration_rows(saves: Iterable[SaveRecord]) -> Iterator[Row]:

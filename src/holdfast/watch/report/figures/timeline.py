@@ -5,9 +5,8 @@ from __future__ import annotations
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
 from holdfast.watch.report import style
-from holdfast.watch.report.events import HOME
 from holdfast.watch.report.interruptions import Interruption, Span
-from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.saves import HOME, SaveRecord
 from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import RunSummary, kept_spans
 

@@ -311,12 +311,12 @@ def _run_sealed(data: bytes) -> None:
 def _run_history(data: bytes) -> None:
     from holdfast.checkpoint.home.history import read_lines
     from holdfast.checkpoint.store.memory import MemoryStore
-    from holdfast.watch.report import events
+    from holdfast.watch.report import saves
 
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
     lines, _ = read_lines(store)
-    events.parse_events(lines)
+    saves.parse_events(lines)
 
 
 def _history() -> list[bytes]:

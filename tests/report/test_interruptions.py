@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.run import Done
-from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.interruptions import Spans, seconds_of
 from holdfast.watch.report.open_metrics import format_metrics
 from holdfast.watch.report.page import headline_numbers
+from holdfast.watch.report.summary import RunSummary, summarize
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import SlowAttempt, SlowPeriod
-from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.open_metrics import format_metrics
-from holdfast.watch.report.summary import HomeContents
+from holdfast.watch.report.summary import HomeContents, RunSummary, summarize
 from report.made_up_run import START, MadeUpRun
 
 HOME = 'runs/"a\\b"\nc'

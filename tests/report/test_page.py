@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod
-from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.page import make_page
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed
-from holdfast.watch.report.summary import CheckedNode
+from holdfast.watch.report.summary import CheckedNode, RunSummary, summarize
 from report.browser import find_browser, load
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 

@@ -155,7 +155,11 @@ def shard(
     Source: FSDP2 is PyTorch's; the order of steps is torchtitan's; ZeRO is Rajbhandari et al. 2020, arXiv
         1910.02054.
     """
-    computed = _parse_dtype(dtype)
+    computed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and (not isinstance(computed, torch.dtype) or not computed.is_floating_point):
+        raise InvalidInput(
+            f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
+        )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
@@ -195,15 +199,6 @@ def shard(
             lines.append(f"  loaded {source.description}, {sent_bytes:,} bytes sent")
         _log.info("\n".join(lines))
     return model
-
-
-def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
-        raise InvalidInput(
-            f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
-        )
-    return found
 
 
 def _check_not_sharded(model: nn.Module) -> None:

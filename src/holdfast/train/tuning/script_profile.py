@@ -175,7 +175,11 @@ class ProfileRuns(Struct):
         own.mkdir()
         (own / "spec.json").write_text(json.dumps(to_builtins(spec)))
         log = own / "log.txt"
-        with process_group(self._command(own), self._environment(own), log) as process:
+        words = command("holdfast.train.tuning", str(own))
+        if self.ranks is not None:
+            options = ("--standalone", "--max-restarts", "0", "--nproc-per-node", str(self.ranks))
+            words = command("torch.distributed.run", *options, *words[1:])  # it starts Python itself
+        with process_group(words, self._environment(own), log) as process:
             status = self._wait(process, own)
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
@@ -201,13 +205,6 @@ class ProfileRuns(Struct):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_S)  # the result exists; a rank may still wait for one that has left
         return None
-
-    def _command(self, own: Path) -> list[str]:
-        script = command("holdfast.train.tuning", str(own))
-        if self.ranks is None:
-            return script
-        options = ("--standalone", "--max-restarts", "0", "--nproc-per-node", str(self.ranks))
-        return command("torch.distributed.run", *options, *script[1:])  # it starts Python itself
 
     def _environment(self, own: Path) -> Mapping[str, str]:
         env = sandbox_environment(own / "homes") | {

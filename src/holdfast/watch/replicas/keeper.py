@@ -54,10 +54,6 @@ class ReplicaDifference(Struct, frozen=True):
             return f"{ranks} {verb} other bytes than {_ranks_text(self.others)} in {tensors} ({before})"
         return f"{ranks} differ in {tensors} ({before}); no bytes have a majority"
 
-    def members(self) -> dict[str, Any]:
-        """Return the difference as JSON, for a line of the history."""
-        return {name: value for name, value in to_builtins(self).items() if name != "step"}
-
 
 class Comparison(Struct, frozen=True):
     """Comparison of the replicas in one checkpoint."""
@@ -268,8 +264,10 @@ class ReplicasKeeper(KeeperWatch):
     def committed(self, step: int, section: Section | None) -> None:
         found = self._watch.take_new()
         for difference in found:
-            members = {"difference": difference.members()}
-            self._run.history.record("replicas-differ", step=step, detail=difference.text, members=members)
+            members = to_builtins(difference)
+            del members["step"]
+            detail, found_here = difference.text, {"difference": members}
+            self._run.history.record("replicas-differ", step=step, detail=detail, members=found_here)
         if found:
             texts = "\n".join(f"  {one.text}" for one in found)
             self._run.warn(_DIFFERENCE.format(step, texts, self._run.config.home))

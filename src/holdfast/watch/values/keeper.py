@@ -63,7 +63,12 @@ class ValuesKeeper(KeeperWatch):
 
     @override
     def committing(self, save: CompleteSave) -> Section | None:
-        tensors = [_tensors(save.sections.get(rank)) for rank in range(save.world_size)]
+        tensors: list[TensorHealth | None] = []  # None if those of a rank were not checked
+        for section in map(save.sections.get, range(save.world_size)):
+            if section is None or section.version != _VERSION or not section.data:
+                tensors.append(None)
+            else:
+                tensors.append(read_as(TensorHealth, dict(section.data), _WHAT))
         before: tuple[Squares, ...] = ()  # of the newest checkpoints that were not unhealthy, oldest first
         if save.base is not None and save.base.version == _VERSION:
             base = read_as(_Judged, dict(save.base.data), _WHAT)
@@ -72,10 +77,3 @@ class ValuesKeeper(KeeperWatch):
         found = judge(tensors, before)
         data = {"squares": to_builtins(found.squares), "before": list(map(to_builtins, before))}
         return Section(_VERSION, data, found.mark, found.reasons)
-
-
-def _tensors(section: Section | None) -> TensorHealth | None:
-    """Return the health of a rank's tensors; None if they were not checked."""
-    if section is None or section.version != _VERSION or not section.data:
-        return None
-    return read_as(TensorHealth, dict(section.data), _WHAT)

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.watch import CopiedSave
-from holdfast.watch.spike import (
-    MIN_VALUES,
-    NUM_HIGH,
-    WINDOW,
-    Spike,
-    SpikeDetector,
-    kind_of,
-)
+from holdfast.watch.spike import MIN_VALUES, NUM_HIGH, WINDOW, Spike, SpikeDetector, kind_of
 
 # Iterations 31214 to 31222 of BLOOM's training, as its chronicles print them: its first spike of the loss.
 BLOOM_FIRST = 31214

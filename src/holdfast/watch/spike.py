@@ -192,7 +192,12 @@ class SpikeDetector:
         self._recent.append(RecordedValue(step, value, is_high))
         self._num_high = self._num_high + 1 if is_high else 0
         if not is_high:
-            self._insert(value)
+            if math.isfinite(value):
+                if len(self._usual) == WINDOW:
+                    del self._sorted[bisect_left(self._sorted, self._usual[0])]
+                self._usual.append(value)
+                insort(self._sorted, value)
+                self._num_since += 1
         elif self._num_high >= WINDOW and math.isfinite(value):  # the new normal
             self._usual.clear()
             self._sorted.clear()
@@ -219,15 +224,6 @@ class SpikeDetector:
             deviation = _MAD_TO_DEVIATION * statistics.median(abs(one - self._center) for one in self._sorted)
             self._limit = self._center + max(_Z * deviation, self._ratio * abs(self._center))
         return value > self._limit
-
-    def _insert(self, value: float) -> None:
-        if not math.isfinite(value):
-            return
-        if len(self._usual) == WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._usual[0])]
-        self._usual.append(value)
-        insort(self._sorted, value)
-        self._num_since += 1
 
     def trend(self) -> Trend:
         """Return the judgement of the values so far."""

@@ -224,7 +224,13 @@ def fit_batch(
     ranks = Ranks(timeout_s=_RANKS_TIMEOUT_S)
     sample_size = batch_size_of(sample) if make_batch is None or tuned_batch_size is None else 0
     make_batch = make_batch or (lambda size: resize(sample, size))
-    device = _device_of(training)
+    devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise Unsupported(
+            f"The model is on {', '.join(sorted(map(str, devices)))}. fit_batch() supports models on the CPU "
+            "or on one CUDA device per rank."
+        )
+    (device,) = devices
     used_bytes = count_bytes(training.all_tensors(), device)
     given_bytes = parse_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
     limit_bytes = given_bytes or find_memory_limit(device, used_bytes)
@@ -260,16 +266,6 @@ def _check(training: TrainingState, min_size: int, max_size: int, timed_steps: i
             "fit_batch() needs 1 <= min_size <= max_size and timed_steps >= 1, "
             f"got {min_size=}, {max_size=}, {timed_steps=}."
         )
-
-
-def _device_of(training: TrainingState) -> torch.device:
-    devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
-    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        raise Unsupported(
-            f"The model is on {', '.join(sorted(map(str, devices)))}. fit_batch() supports models on the CPU "
-            "or on one CUDA device per rank."
-        )
-    return devices.pop()
 
 
 @contextlib.contextmanager

@@ -31,8 +31,6 @@ from holdfast.train.tuning.measurements import (
 )
 from holdfast.train.tuning.tracker import Call, TrainingInfo, Watching, find_tensors, intercepted
 
-# -- timing --------------------------------------------------------------------------------------------------
-
 _STATUS = Path("/proc/self/status")
 
 
@@ -179,8 +177,6 @@ def watch_steps(
         in_place=all(tracker.compiles_in_place(module) for module in modules),
     )
 
-
-# -- host syncs ----------------------------------------------------------------------------------------------
 
 _CALLS: dict[Any, str] = {
     Tensor.__array__: ".numpy()",

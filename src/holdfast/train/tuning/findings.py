@@ -44,8 +44,6 @@ class Finding(Struct, frozen=True):
     share: float | None = None  # of a step's time that it costs, if measured
 
 
-# -- host syncs and graph breaks -----------------------------------------------------------------------------
-
 _READ = "Keep the tensor (`.detach()`), and read it every so many steps"
 _GATHER = f"{_READ}; gather results on the device and move them once."
 _CHANGES = {
@@ -132,9 +130,6 @@ def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]
     return found
 
 
-# -- input ---------------------------------------------------------------------------------------------------
-
-
 class TrialResult(Struct, frozen=True):
     """Measurements of the training with one changed setting, from a real run."""
 
@@ -172,8 +167,6 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
     after = f"at best {format_duration(now.step_s - waited_s)} per step"
     return [Finding("input", loader.sample_code or loader.place, seen, costs, change, after, now.wait_share)]
 
-
-# -- compile -------------------------------------------------------------------------------------------------
 
 _HOW = {
     "whole": "`model.compile()` before the loop.",
@@ -231,8 +224,6 @@ def format_verdict(verdict: CompileVerdict) -> str:
     warm_up = format_duration(verdict.warm_up_s)
     return f"{name} {verdict.speed_up:.2f}x, noise {verdict.noise:.0%}, warm-up {warm_up}"
 
-
-# -- padding and batch size ----------------------------------------------------------------------------------
 
 _MIN_ROWS = 16
 _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size
@@ -343,9 +334,6 @@ def fits_next(tried: Sequence[TrialResult], value: int, limit_bytes: int) -> boo
         before, less_bytes = known[-2]
         peak_bytes += max(0.0, (peak_bytes - less_bytes) / (last - before)) * (value - last)
     return peak_bytes <= limit_bytes
-
-
-# -- report --------------------------------------------------------------------------------------------------
 
 
 class TuningReport(Struct, frozen=True):

@@ -95,8 +95,6 @@ class CompileCache(Watch):
     def place(self) -> str | None:
         return self._place
 
-    # -- from home -------------------------------------------------------------------------------------------
-
     @override
     def prepare(self) -> None:
         from holdfast.watch.compiled.directory import FOLDER
@@ -146,8 +144,6 @@ class CompileCache(Watch):
 
     def _note(self, event: str, num_bytes: int, seconds: float, detail: str) -> None:
         self._run.note(event, step=None, num_bytes=num_bytes, seconds=seconds, detail=detail, tier="home")
-
-    # -- to home ---------------------------------------------------------------------------------------------
 
     @override
     def claimed(self, attempt: int, place: SharedPlace) -> None:

@@ -295,8 +295,6 @@ def _listed_paths(indices: Iterable[CacheIndex]) -> Iterator[str]:
     return (file.path for index in indices for file in index.files)
 
 
-# -- to home -------------------------------------------------------------------------------------------------
-
 PACK_BYTES = 8 << 20  # target size of a pack: the memory of one upload, and the most that a kill can cost
 
 

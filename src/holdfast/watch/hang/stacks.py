@@ -67,9 +67,6 @@ def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
     return next((thread for thread in threads if thread.ident == ident), None)
 
 
-# -- handlers of a trainer, which need no GIL ----------------------------------------------------------------
-
-
 def install_handlers() -> int:
     """Install both handlers, once per process, unless something else handles their signals.
 
@@ -110,8 +107,6 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
             found[-1][1].append(Frame(file, int(number) if number.isdecimal() else 0, function))
     return tuple(Thread(ident, tuple(frames[:MAX_FRAMES])) for ident, frames in found[-MAX_THREADS:])
 
-
-# -- py-spy --------------------------------------------------------------------------------------------------
 
 _PY_SPY_S = 15.0
 _MAX_JSON_BYTES = 4 << 20
@@ -162,8 +157,6 @@ def _frame(frame: Mapping[str, Any]) -> Frame:
     line, file, name = frame.get("line"), str(frame.get("filename")), str(frame.get("name"))
     return Frame(file[-_MAX_TEXT:], line if isinstance(line, int) else 0, name[:_MAX_TEXT])
 
-
-# -- capture -------------------------------------------------------------------------------------------------
 
 MAX_WORKERS = 8  # child processes whose stacks are captured, such as workers of data loaders
 _WRITE_S, _QUIET_S = 3.0, 0.1

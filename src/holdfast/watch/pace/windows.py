@@ -185,8 +185,6 @@ def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
     return sum(own) / len(own) - sum(others) / len(others) if own and others else 0.0
 
 
-# -- periods of slow ranks -----------------------------------------------------------------------------------
-
 BEGUN, OVER = "slow-rank", "slow-rank-over"  # kinds of the events at the begin and end of a period
 
 

@@ -240,9 +240,6 @@ def _count(values: Any) -> tuple[int, int, float]:
         return num_nan, len(values) - len(finite) - num_nan, float(numpy.dot(finite, finite))
 
 
-# -- judgement of all ranks ----------------------------------------------------------------------------------
-
-
 class ValueJudgement(Struct, frozen=True):
     """Judgement of the tensors of all ranks."""
 

@@ -22,10 +22,7 @@ def summary_of(made_up: MadeUpRun, *, finished: Done | None = None) -> RunSummar
 @pytest.fixture
 def killed() -> MadeUpRun:
     """Saves at 10 s, 20 s and 30 s; killed at about 36 s; another attempt at 100 s resumes at 104 s."""
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    for step in (10, 20, 30):
-        made_up.save(1, step, float(step), blocked_s=0.5)
+    made_up = MadeUpRun().save_each(10, 20, 30, blocked_s=0.5)
     made_up.claim(2, 100.0)
     made_up.add(2, 104.0, "restored", 30, seconds=4.0)
     made_up.save(2, 40, 114.0, blocked_s=0.5)
@@ -48,8 +45,7 @@ def test_the_last_step_that_the_keeper_recorded_makes_the_lost_steps_exact(kille
 
 
 def test_a_first_save_that_makes_the_claim_is_within_its_attempt() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 1, 10.0, blocked_s=0.3)
+    made_up = MadeUpRun().save(1, 1, 10.0, blocked_s=0.3)
     made_up.claim(1, 10.2)
     made_up.save(1, 2, 12.0, blocked_s=0.1)
     summary = summary_of(made_up)
@@ -116,10 +112,7 @@ def test_starts_without_training_count_as_failures_and_as_time_down(killed: Made
 
 
 def test_without_a_failure_the_best_interval_is_unknown() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    for step in (10, 20, 30):
-        made_up.save(1, step, float(step), blocked_s=0.5)
+    made_up = MadeUpRun().save_each(10, 20, 30, blocked_s=0.5)
     advice = summary_of(made_up).advice
     assert (advice.own, advice.mtbf_s, advice.useful_s, advice.lost_share) == (None, None, None, None)
     assert advice.mtbf_bounds_s == (pytest.approx(30.5 / 2.9957, rel=1e-3), None)
@@ -175,8 +168,7 @@ def test_a_restarted_container_did_not_go_back(killed: MadeUpRun) -> None:
 
 
 def test_an_import_is_not_an_attempt() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
+    made_up = MadeUpRun().claim(1, 0.0)
     made_up.add(1, 1.0, "committed", 7, num_bytes=10, detail="imported from model.pt")
     made_up.claim(2, 500.0)
     made_up.add(2, 501.0, "restored", 7)

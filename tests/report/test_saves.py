@@ -43,8 +43,7 @@ def test_a_save_of_two_ranks_is_as_large_as_both_and_as_slow_as_the_slowest() ->
 
 
 def test_each_tier_has_its_own_times() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, durable_after_s=2.0, tier="local")
+    made_up = MadeUpRun().save(1, 5, 10.0, durable_after_s=2.0, tier="local")
     made_up.add(1, 40.0, "drained", 5, seconds=8.0, num_bytes=1000)
     local, home = only(made_up.by_time()).copies
     assert (local.tier, local.durable_s, local.write_s, local.was_drained) == ("local", 2.0, 2.0, False)
@@ -53,8 +52,7 @@ def test_each_tier_has_its_own_times() -> None:
 
 
 def test_a_drain_by_a_later_attempt_belongs_to_the_drained_checkpoint() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, tier="local")
+    made_up = MadeUpRun().save(1, 5, 10.0, tier="local")
     made_up.save(1, 6, 12.0, tier="local")
     made_up.add(2, 40.0, "drained", 6, num_bytes=1000)
     assert [len(save.copies) for save in collect_saves(made_up.by_time())] == [1, 2]
@@ -69,30 +67,26 @@ def test_a_drain_that_names_an_attempt_belongs_to_its_checkpoint() -> None:
 
 
 def test_a_commit_by_the_next_attempt_belongs_to_the_interrupted_save() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, durable_after_s=None)
+    made_up = MadeUpRun().save(1, 5, 10.0, durable_after_s=None)
     made_up.add(2, 40.0, "committed", 5, detail="attempt 1, which fell before it could write the manifest")
     save = only(made_up.by_time())
     assert (save.attempt, save.outcome) == (1, "durable")
 
 
 def test_a_failed_save_has_its_reason() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, durable_after_s=None)
+    made_up = MadeUpRun().save(1, 5, 10.0, durable_after_s=None)
     made_up.add(1, 12.0, "failed", 5, detail="disk full")
     save = only(made_up.by_time())
     assert (save.outcome, save.detail, save.durable) == ("failed", "disk full", None)
 
 
 def test_a_save_without_a_recorded_end_is_unfinished() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, durable_after_s=None)
+    made_up = MadeUpRun().save(1, 5, 10.0, durable_after_s=None)
     assert only(made_up.by_time()).outcome == "unfinished"
 
 
 def test_a_killed_keeper_may_leave_only_a_persisted_event() -> None:
-    made_up = MadeUpRun()
-    made_up.add(1, 13.0, "persisted", 5, seconds=2.0, num_bytes=100)
+    made_up = MadeUpRun().add(1, 13.0, "persisted", 5, seconds=2.0, num_bytes=100)
     made_up.add(1, 14.0, "committed", 5, num_bytes=100)
     save = only(made_up.by_time())
     assert (save.started_unix_s, save.blocked_s, save.num_bytes) == (START + 11.0, None, 100)
@@ -107,8 +101,7 @@ def test_a_commit_with_the_bytes_of_all_ranks_does_not_count_them_twice() -> Non
 
 
 def test_deletions_and_restores_are_not_saves() -> None:
-    made_up = MadeUpRun()
-    made_up.add(2, 1.0, "restored", 5)
+    made_up = MadeUpRun().add(2, 1.0, "restored", 5)
     made_up.add(2, 2.0, "retained", 4, detail="attempt 1, complete")
     made_up.add(2, 2.0, "drain-failed", 4, detail="503")
     assert collect_saves(made_up.by_time()) == []
@@ -186,39 +179,34 @@ def levels(made_up: MadeUpRun) -> list[tuple[float, str, int, int]]:
 
 
 def test_commits_add_and_deletions_remove() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, num_bytes=100)
+    made_up = MadeUpRun().save(1, 5, 10.0, num_bytes=100)
     made_up.save(1, 6, 20.0, num_bytes=300)
     made_up.add(1, 22.0, "retained", 5, detail="attempt 1, complete")
     assert levels(made_up) == [(11.0, "home", 100, 1), (21.0, "home", 400, 2), (22.0, "home", 300, 1)]
 
 
 def test_tiers_are_counted_separately() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, num_bytes=100, tier="local")
+    made_up = MadeUpRun().save(1, 5, 10.0, num_bytes=100, tier="local")
     made_up.add(1, 30.0, "drained", 5, num_bytes=100)
     made_up.add(1, 40.0, "retained", 5, tier="local", detail="attempt 1, complete")
     assert levels(made_up) == [(11.0, "local", 100, 1), (30.0, "home", 100, 1), (40.0, "local", 0, 0)]
 
 
 def test_a_later_attempt_deletes_and_drains_checkpoints_of_an_earlier_one() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, num_bytes=100, tier="local")
+    made_up = MadeUpRun().save(1, 5, 10.0, num_bytes=100, tier="local")
     made_up.add(2, 30.0, "drained", 5, num_bytes=100)
     made_up.add(3, 40.0, "retained", 5, detail="attempt 1, complete")
     assert levels(made_up)[1:] == [(30.0, "home", 100, 1), (40.0, "home", 0, 0)]
 
 
 def test_a_restored_checkpoint_counts_without_a_recorded_commit() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, durable_after_s=None, num_bytes=100)
+    made_up = MadeUpRun().save(1, 5, 10.0, durable_after_s=None, num_bytes=100)
     made_up.add(2, 30.0, "restored", 5)
     assert levels(made_up) == [(30.0, "home", 100, 1)]
 
 
 def test_deleting_incomplete_files_changes_nothing() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 5, 10.0, durable_after_s=None)
+    made_up = MadeUpRun().save(1, 5, 10.0, durable_after_s=None)
     made_up.add(1, 30.0, "retained", 5, detail="attempt 1, half done")
     assert levels(made_up) == []
 

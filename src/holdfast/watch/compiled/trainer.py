@@ -119,7 +119,7 @@ class CompileCache(Watch):
         run, facts, began = self._run, current_environment(), time.monotonic()
         key = environment_key(facts)
         if not self._is_trusted:
-            if transfer.read_indices(run.store, key, facts):
+            if transfer.read_indices(run.store, key, facts, []):
                 run.show(
                     f"{run.home} has compiled code for this machine. It was not loaded, because that runs "
                     "it. If you trust everyone who can write there, run `holdfast trust "

@@ -212,16 +212,13 @@ class DownloadResult(Struct):
     problems: list[str] = []
 
 
-def read_indices(
-    store: Store, key: str, facts: BuildEnvironment, problems: list[str] | None = None
-) -> list[CacheIndex]:
+def read_indices(store: Store, key: str, facts: BuildEnvironment, problems: list[str]) -> list[CacheIndex]:
     """Read the indices of a key, newest attempt first, and add the errors of unreadable ones to `problems`.
 
     Of each writer the newest readable index counts.
     """
     names = (parse_name(entry.name) for entry in store.list(folder_of(key)))
     writers = newest(name for name in names if isinstance(name, IndexName))[:MAX_INDICES]
-    errors: list[str] = [] if problems is None else problems
 
     def first_good(numbers: list[IndexName]) -> CacheIndex | None:
         for parts in numbers:
@@ -231,12 +228,12 @@ def read_indices(
             except NotFound:
                 continue  # just replaced by its writer
             except HoldfastError as error:
-                errors.append(str(error))
+                problems.append(str(error))
                 continue
             if index.facts == facts:
                 return index
             difference = format_difference(facts, index.facts)
-            errors.append(f"{name} is for another environment: it differs in {difference}.")
+            problems.append(f"{name} is for another environment: it differs in {difference}.")
         return None
 
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
@@ -340,7 +337,7 @@ class CacheUploader(Struct):
             self._has_waited = True
             return result
         if self.turn > 0 or self._number == 0:
-            indices = read_indices(self.store, self.key, self.facts)
+            indices = read_indices(self.store, self.key, self.facts, [])
             self.known = {*self.known, *(set(_listed_paths(indices)) - set(self.lacking))}
             new = self._new(directory)
         in_order = sorted(new.items(), key=lambda item: (item[1] > PACK_BYTES, item[0]))  # fast uploads first

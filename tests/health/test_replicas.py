@@ -86,13 +86,6 @@ def test_regions_are_compared_with_the_same_region() -> None:
     assert (found.ranks, found.others, found.equal_at) == ((1, 3), (), 1)
 
 
-@given(st.integers(3, 9), st.data())
-def test_any_single_odd_rank_is_named(world_size: int, data: st.DataObject) -> None:
-    odd = data.draw(st.integers(0, world_size - 1))
-    found = [B if rank == odd else A for rank in range(world_size)]
-    assert named(found) == [((odd,), tuple(rank for rank in range(world_size) if rank != odd))]
-
-
 BUFFERS = {
     "statistics of each rank's own batches": [[A, B, C], [B, C, A], [C, A, B]],
     "equal before training only": [[A, A, A], [A, B, C]],

@@ -147,17 +147,6 @@ def test_lines_of_all_files_are_sorted_by_time_without_invalid_ones(tmp_path: An
     assert num_torn == 3
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes_can_be_read(text: bytes) -> None:
-    store = MemoryStore("memory://history")
-    store.put(
-        "history/a0001-rank-00000.jsonl", json.dumps({"t": 1, "event": "saved"}).encode() + b"\n" + text
-    )
-    lines, _ = read_lines(store)
-    assert lines
-    assert parse_events(lines)
-
-
 def test_a_path_that_is_not_utf_8_is_escaped() -> None:
     store = MemoryStore()
     path = os.fsdecode(b"runs/caf\xe9")

@@ -89,16 +89,6 @@ def test_the_restored_copy_counts_even_if_a_newer_one_of_the_step_exists(killed:
     assert second.cost_s == pytest.approx(142.0 - 104.0)
 
 
-def test_a_second_failure_on_the_same_checkpoint_costs_only_new_losses(killed: MadeUpRun) -> None:
-    killed.events = [event for event in killed.events if event.step != 40]
-    killed.claim(3, 200.0)
-    killed.add(3, 205.0, "restored", 30)
-    first, second = summary_of(killed).interruptions
-    assert first.cost_s == pytest.approx(73.5)
-    assert second.cost_s == pytest.approx(205.0 - 104.0)
-    assert summary_of(killed).times.lost_s == pytest.approx(205.0 - 30.5)
-
-
 def test_starts_without_training_count_as_failures_and_as_time_down(killed: MadeUpRun) -> None:
     del killed.claims[2]
     killed.events = [event for event in killed.events if event.attempt == 1]

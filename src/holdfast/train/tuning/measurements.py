@@ -129,7 +129,7 @@ class CompileMeasurements(Struct, frozen=True, tag=True):
 
 
 class RunFailure(Struct, frozen=True, tag=True):
-    """Reason for which a run has no measurements."""
+    """Failure of a run, with its reason."""
 
     reason: str
 

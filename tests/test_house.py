@@ -60,7 +60,7 @@ FLOOR_RANKS = {room: ranks(floors) for room, floors in FLOORS.items()}
 # Rooms and files whose `__all__` only the package itself uses. All others are public.
 INTERNAL = {
     *("checkpoint.format.manifest", "checkpoint.keeper", "checkpoint.run", "checkpoint.stage"),
-    *("checkpoint.state", "watch.compiled", "watch.preemption", "watch.report"),
+    *("checkpoint.state", "watch.compiled"),
 }
 # Each adapter has one of these, for its framework; `Checkpoint` is Nebula's own name.
 ADAPTER_ROLES = {"DataPosition", "Facts", "Folders", "PositionedLoader", "Session", "Settings", "Checkpoint"}

@@ -311,12 +311,12 @@ def _run_sealed(data: bytes) -> None:
 def _run_history(data: bytes) -> None:
     from holdfast.checkpoint.home.history import read_lines
     from holdfast.checkpoint.store.memory import MemoryStore
-    from holdfast.watch.report import events
+    from holdfast.watch.report import saves
 
     store = MemoryStore("fuzz")
     store.put("history/a0001-rank-00000.jsonl", data)
     lines, _ = read_lines(store)
-    events.parse_events(lines)
+    saves.parse_events(lines)
 
 
 def _history() -> list[bytes]:
@@ -422,27 +422,27 @@ _COMMANDS: dict[str, Callable[[Path, Any], None]] = {
 
 
 def _index_seeds() -> list[bytes]:
-    from holdfast.watch.compiled.index import CacheIndex, PackedFile, document
+    from holdfast.watch.compiled.transfer import CacheIndex, PackedFile, document
 
     files = tuple(PackedFile(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
     return [document(CacheIndex(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
 
 
 def _run_index(data: bytes) -> None:
-    from holdfast.watch.compiled import index
+    from holdfast.watch.compiled import transfer
 
-    index.parse(data, index.index_name("0" * 32, 3, 1, 2))
+    transfer.parse(data, transfer.index_name("0" * 32, 3, 1, 2))
 
 
 def _pack_seeds() -> list[bytes]:
-    from holdfast.watch.compiled.index import pack
+    from holdfast.watch.compiled.transfer import pack
 
     whole, _ = pack({"a": b"\x7fELF" * 100, "b": bytes(1000)})
     return [whole]
 
 
 def _run_pack(data: bytes) -> None:
-    from holdfast.watch.compiled.index import PackedFile, unpack
+    from holdfast.watch.compiled.transfer import PackedFile, unpack
 
     for offset in (0, 30):
         with contextlib.suppress(Corrupt):
@@ -645,19 +645,19 @@ def _notice_seeds() -> list[bytes]:
 
 
 def _run_notice(data: bytes) -> None:
-    from holdfast.watch.preemption import clouds
+    from holdfast.watch.preemption import sources
     from holdfast.watch.preemption.notice import Unreachable, read_notice
 
     text = data.decode("utf-8", "replace")
-    clouds._parse_action(text)
-    cloud = clouds.Azure()
-    cloud._machine = "vm1"
-    cloud._get = lambda path, timeout_s: text  # type: ignore[method-assign]
+    aws, azure = sources.Aws(), sources.Azure()
+    aws._get = lambda path: text  # type: ignore[method-assign]
+    aws.poll()
+    azure._machine = "vm1"
+    azure._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
-        cloud.poll()
-    for name in clouds.GCP_VALUES:
-        with contextlib.suppress(Unreachable):
-            clouds.Gcp(name).parse(text)
+        azure.poll()
+    for name in sources.GCP_VALUES:
+        sources.Gcp(name).parse(text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()

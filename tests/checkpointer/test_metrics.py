@@ -20,8 +20,8 @@ from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.run import metrics
 from holdfast.checkpoint.run.metrics import MetricsBuffer, Number
 from holdfast.checkpoint.store import open_store
-from holdfast.watch.report import read_summary
 from holdfast.watch.report.curves import Point
+from holdfast.watch.report.summary import read_summary
 from stage.training import make_checkpointer
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.notice import write_notice
+from holdfast.watch.preemption.notice import Notice, write_notice
 from stage.training import make_checkpointer
 
 

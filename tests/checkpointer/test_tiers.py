@@ -16,8 +16,7 @@ from holdfast.checkpoint.run.options import Home, Local
 from holdfast.checkpoint.run.tiers import Base, Tiers
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.watch.report.events import parse_events
-from holdfast.watch.report.saves import collect_saves
+from holdfast.watch.report.saves import collect_saves, parse_events
 from making import make_checkpoint, make_home
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.store import open_store
-from holdfast.watch.compiled.index import FOLDER, PackName, parse_name
+from holdfast.watch.compiled.transfer import FOLDER, PackName, parse_name
 
 HERE = Path(__file__).parent
 LIMIT_S = 600

@@ -19,9 +19,16 @@ from holdfast.errors import RetryLater
 from holdfast.watch.compiled import transfer
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
 from holdfast.watch.compiled.directory import Directory
-from holdfast.watch.compiled.index import FOLDER, IndexName, PackName, parse, parse_name
 from holdfast.watch.compiled.trainer import CompileCache
-from holdfast.watch.compiled.transfer import CacheUploader, load
+from holdfast.watch.compiled.transfer import (
+    FOLDER,
+    CacheUploader,
+    IndexName,
+    PackName,
+    load,
+    parse,
+    parse_name,
+)
 from stage import ranks
 from stage.training import make_checkpointer
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from examples.running import EXAMPLES, run_on
 from holdfast.checkpoint.store import open_store
 from holdfast.train.lengths import PackedBatches
-from holdfast.watch.report import read_summary
+from holdfast.watch.report.summary import read_summary
 
 FOLDER = EXAMPLES / "gpt"
 STEPS = 18

@@ -1,11 +1,15 @@
-"""Texts of stacks, the places that they show, and the ranks that the others wait for."""
+"""Stacks of processes, their places and groups, and captures of real processes."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import subprocess
+import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +17,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import Corrupt
-from holdfast.watch.hang.evidence import RankEvidence, decode, encode
-from holdfast.watch.hang.incidents import describe_hang, format_stacks, group_ranks, list_hangs
-from holdfast.watch.hang.places import Kind, find_place
+from holdfast.system.linux.locks import try_flock
+from holdfast.watch.hang import stacks as capturing
+from holdfast.watch.hang.incidents import (
+    RankEvidence,
+    decode_evidence,
+    describe_hang,
+    encode_evidence,
+    format_stacks,
+    group_ranks,
+    list_hangs,
+)
 from holdfast.watch.hang.stacks import (
     MAX_FRAMES,
     Frame,
+    Kind,
     ProcessStacks,
     Thread,
+    capture,
+    find_place,
     main_thread,
     parse_json,
     parse_stacks,
@@ -145,17 +160,17 @@ def test_any_text_is_parsed(text: str) -> None:
 
 def test_evidence_survives_the_history_and_damage_is_left_out() -> None:
     one = evidence(3, LOADER, workers=(ProcessStacks(9, "waiting", (Thread(5, (USER,)),)),))
-    line = {"event": "hang", "t": 5.0, "attempt": 2, "evidence": encode(one)}
-    assert decode(line) == one
-    for damaged in ({}, {"rank": "x"}, [], None, {**encode(one), "process": 3}):
-        assert decode({**line, "evidence": damaged}) is None
+    line = {"event": "hang", "t": 5.0, "attempt": 2, "evidence": encode_evidence(one)}
+    assert decode_evidence(line) == one
+    for damaged in ({}, {"rank": "x"}, [], None, {**encode_evidence(one), "process": 3}):
+        assert decode_evidence({**line, "evidence": damaged}) is None
 
 
 def test_very_large_stacks_fit_into_a_line() -> None:
     deep = Thread(1, tuple(Frame("/a" * 100, 1, "f" * 100) for _ in range(MAX_FRAMES)))
     one = evidence(0, (USER,))
     huge = RankEvidence(0, "h", 1, "", 1.0, 1.0, 1, ProcessStacks(1, "running", (deep,) * 64), one.workers)
-    found = decode({"event": "hang", "evidence": encode(huge)})
+    found = decode_evidence({"event": "hang", "evidence": encode_evidence(huge)})
     assert found is not None
     assert 1 <= len(found.process.threads) < 64
 
@@ -163,7 +178,7 @@ def test_very_large_stacks_fit_into_a_line() -> None:
 def test_records_of_several_ranks_are_one_hang_each_time() -> None:
     def line(unix_s: float, rank: int, event: str = "hang") -> dict[str, Any]:
         body: dict[str, Any] = {"t": unix_s, "event": event, "attempt": 1, "rank": rank, "seconds": 90.0}
-        return body | ({"evidence": encode(evidence(rank, BACKWARD))} if event == "hang" else {})
+        return body | ({"evidence": encode_evidence(evidence(rank, BACKWARD))} if event == "hang" else {})
 
     lines = [line(100, 0), line(103, 1), line(150, 0, "hang-over"), line(151, 1, "hang-over")]
     lines += [line(5000, 1), line(9000, 0)]
@@ -182,3 +197,53 @@ def test_the_json_of_py_spy_is_parsed_and_checked() -> None:
     for damaged in (b"", b"{}", b"[3]", b'[{"frames": 3}]', b'[{"frames": [3]}]', b"\xff"):
         with pytest.raises(Corrupt):
             parse_json(damaged)
+
+
+SLOW_WRITER = """
+import os, signal, sys, time
+number = int(sys.argv[1])
+file = os.memfd_create("stacks")
+
+def write(_, frame):
+    # As faulthandler's handler, which the kernel runs with the signal blocked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    os.write(file, b'Thread 0x22 (most recent call first):\\n  File "/x/helper.py", line 1 in helper\\n')
+    time.sleep(0.6)  # on a busy machine the process does not run for a while
+    os.write(file, b'Thread 0x11 (most recent call first):\\n  File "/x/train.py", line 1 in step\\n')
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+
+signal.signal(number, write)
+print(file, flush=True)
+while True:
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def slow_writer() -> Iterator[tuple[int, int]]:
+    """Yield the process id of a process that pauses while it writes its stacks, and their descriptor."""
+    command = [sys.executable, "-c", SLOW_WRITER, str(int(capturing.STACKS_SIGNAL))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_writer_that_pauses_is_waited_for(slow_writer: tuple[int, int]) -> None:
+    own, _ = capture(*slow_writer)
+    assert [one.ident for one in own.threads] == [0x22, 0x11]
+
+
+def test_another_capture_that_is_stopped_is_not_waited_for_without_end(
+    slow_writer: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper that reports a hang would have hung itself."""
+    monkeypatch.setattr(capturing, "_OTHERS_S", 0.1, raising=False)
+    pid, fd = slow_writer
+    with Path(f"/proc/{pid}/fd/{fd}").open("rb") as file:
+        assert try_flock(file.fileno())
+        own, workers = capture(pid, fd)
+    assert (own.pid, own.threads, workers) == (pid, (), ())

@@ -16,7 +16,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.history import list_attempts, read_changes
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
-from holdfast.watch.report import read_summary
+from holdfast.watch.report.summary import read_summary
 from jobs.harness import JobHarness
 from nursery import shared
 from servers import reserve_port

@@ -1,4 +1,4 @@
-"""Notices of clouds: requests follow each service's protocol, and its responses are parsed."""
+"""Notices of clouds and Ray Train: requests follow each service's protocol, and its responses are parsed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import datetime
 import http.client
 import json
+import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.watch.preemption import Notice
-from holdfast.watch.preemption.clouds import Aws, Azure, Gcp
-from holdfast.watch.preemption.notice import Unreachable
-from holdfast.watch.preemption.sources import parse_sources
+from holdfast.watch.preemption.notice import Notice, Unreachable
+from holdfast.watch.preemption.sources import Aws, Azure, Gcp, Ray, parse_sources, ray_context
 from notice.cloud_services import AwsService, AzureService, GcpService
 
 WHEN = datetime.datetime(2026, 6, 23, 2, 30, tzinfo=datetime.timezone.utc).timestamp()
@@ -189,3 +191,42 @@ def test_an_unknown_source_is_rejected_with_the_valid_names() -> None:
         InvalidInput, match=r"source of preemption notices: 'awz'.* Expected: auto, none, aws"
     ):
         parse_sources("awz")
+
+
+def info(*nodes: str, deadline_ms: int | None = None) -> Any:
+    return SimpleNamespace(preempted_node_to_ranks={node: [0] for node in nodes}, deadline_ms=deadline_ms)
+
+
+def worker(monkeypatch: pytest.MonkeyPatch, context: Any) -> None:
+    """Make this process one that runs a training function of Ray's."""
+    name = "ray.train.v2._internal.execution.context"
+    module: Any = types.ModuleType(name)
+    module._train_context = context
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_each_node_asks_for_one_save() -> None:
+    found = iter([None, info("a", deadline_ms=5500), info("a"), info("a", "b"), info("a", "b")])
+    source = Ray(lambda: next(found))
+    assert source.poll() is None
+    assert source.poll() == Notice("ray", "a node is reclaimed", 5.5, is_final=False)
+    assert source.poll() is None
+    assert source.poll() == Notice("ray", "a node is reclaimed", is_final=False)
+    assert source.poll() is None
+
+
+def test_a_worker_of_ray_polls_ray_and_no_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ray_context() is None
+    assert parse_sources("ray").clouds[0].poll() is None
+    worker(monkeypatch, SimpleNamespace(preemption_context=SimpleNamespace(preemption_info=info("a"))))
+    (source,) = parse_sources("auto").clouds
+    assert source.name == "ray"
+    notice = source.poll()
+    assert notice is not None
+    assert not notice.is_final
+
+
+def test_a_version_of_ray_without_notices_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker(monkeypatch, SimpleNamespace())
+    with pytest.raises(Unreachable, match="no preemption info"):
+        Ray().poll()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from typing_extensions import Self
+
 from holdfast.checkpoint.format import run
-from holdfast.watch.report.events import HistoryEvent
+from holdfast.watch.report.saves import HistoryEvent
 
 START = 1_700_000_000.0
 
@@ -18,10 +20,11 @@ class MadeUpRun:
     events: list[HistoryEvent] = field(default_factory=list)
     claims: dict[int, run.AttemptClaim] = field(default_factory=dict)
 
-    def claim(self, number: int, at_s: float, *, pid: int | None = None, host: str = "kelp") -> None:
+    def claim(self, number: int, at_s: float, *, pid: int | None = None, host: str = "kelp") -> Self:
         """Add an attempt's claim."""
         pid = 100 + number if pid is None else pid
         self.claims[number] = run.AttemptClaim(number, "run", 1, host, pid, START + at_s)
+        return self
 
     def add(
         self,
@@ -35,16 +38,18 @@ class MadeUpRun:
         num_bytes: int = 0,
         tier: str = "home",
         detail: str = "",
-    ) -> None:
+    ) -> Self:
         """Add an event."""
         self.events.append(
             HistoryEvent(START + at_s, kind, step, attempt, rank, tier, num_bytes, seconds, detail)
         )
+        return self
 
-    def add_metrics(self, attempt: int, at_s: float, name: str, values: Mapping[int, float]) -> None:
+    def add_metrics(self, attempt: int, at_s: float, name: str, values: Mapping[int, float]) -> Self:
         """Add values of a metric by step."""
         numbers = tuple((name, step, value) for step, value in values.items())
         self.events.append(HistoryEvent(START + at_s, "metrics", max(values), attempt, numbers=numbers))
+        return self
 
     def save(
         self,
@@ -56,19 +61,22 @@ class MadeUpRun:
         durable_after_s: float | None = 1.0,
         num_bytes: int = 1000,
         tier: str = "home",
-    ) -> None:
+    ) -> Self:
         """Add a save by one rank: `save()` called at `at_s`; not durable if `durable_after_s` is None."""
         back = at_s + blocked_s
         self.add(attempt, back, "saved", step, seconds=blocked_s, num_bytes=num_bytes)
         self.add(attempt, back, "staged", step, seconds=blocked_s, num_bytes=num_bytes)
-        if durable_after_s is not None:
-            done = at_s + durable_after_s
-            self.add(
-                attempt, done, "persisted", step, seconds=durable_after_s, num_bytes=num_bytes, tier=tier
-            )
-            self.add(
-                attempt, done, "committed", step, seconds=durable_after_s, num_bytes=num_bytes, tier=tier
-            )
+        for kind in ("persisted", "committed") if durable_after_s is not None else ():
+            took_s = durable_after_s or 0.0
+            self.add(attempt, at_s + took_s, kind, step, seconds=took_s, num_bytes=num_bytes, tier=tier)
+        return self
+
+    def save_each(self, *steps: int, blocked_s: float = 0.0) -> Self:
+        """Add the claim of attempt 1 and its saves, each after as many seconds as steps."""
+        self.claim(1, 0.0)
+        for step in steps:
+            self.save(1, step, float(step), blocked_s=blocked_s)
+        return self
 
     def by_time(self) -> list[HistoryEvent]:
         """Return all events by time."""

@@ -1,4 +1,4 @@
-"""Costs of interruptions: by hand, and against simulated runs."""
+"""Costs of interruptions: by hand, and against simulated runs; overlapping spans are counted once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.run import Done
-from holdfast.watch.report import RunSummary, summarize
+from holdfast.watch.report.interruptions import Spans, seconds_of
 from holdfast.watch.report.open_metrics import format_metrics
 from holdfast.watch.report.page import headline_numbers
+from holdfast.watch.report.summary import RunSummary, summarize
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
 
@@ -21,10 +22,7 @@ def summary_of(made_up: MadeUpRun, *, finished: Done | None = None) -> RunSummar
 @pytest.fixture
 def killed() -> MadeUpRun:
     """Saves at 10 s, 20 s and 30 s; killed at about 36 s; another attempt at 100 s resumes at 104 s."""
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    for step in (10, 20, 30):
-        made_up.save(1, step, float(step), blocked_s=0.5)
+    made_up = MadeUpRun().save_each(10, 20, 30, blocked_s=0.5)
     made_up.claim(2, 100.0)
     made_up.add(2, 104.0, "restored", 30, seconds=4.0)
     made_up.save(2, 40, 114.0, blocked_s=0.5)
@@ -47,8 +45,7 @@ def test_the_last_step_that_the_keeper_recorded_makes_the_lost_steps_exact(kille
 
 
 def test_a_first_save_that_makes_the_claim_is_within_its_attempt() -> None:
-    made_up = MadeUpRun()
-    made_up.save(1, 1, 10.0, blocked_s=0.3)
+    made_up = MadeUpRun().save(1, 1, 10.0, blocked_s=0.3)
     made_up.claim(1, 10.2)
     made_up.save(1, 2, 12.0, blocked_s=0.1)
     summary = summary_of(made_up)
@@ -92,16 +89,6 @@ def test_the_restored_copy_counts_even_if_a_newer_one_of_the_step_exists(killed:
     assert second.cost_s == pytest.approx(142.0 - 104.0)
 
 
-def test_a_second_failure_on_the_same_checkpoint_costs_only_new_losses(killed: MadeUpRun) -> None:
-    killed.events = [event for event in killed.events if event.step != 40]
-    killed.claim(3, 200.0)
-    killed.add(3, 205.0, "restored", 30)
-    first, second = summary_of(killed).interruptions
-    assert first.cost_s == pytest.approx(73.5)
-    assert second.cost_s == pytest.approx(205.0 - 104.0)
-    assert summary_of(killed).times.lost_s == pytest.approx(205.0 - 30.5)
-
-
 def test_starts_without_training_count_as_failures_and_as_time_down(killed: MadeUpRun) -> None:
     del killed.claims[2]
     killed.events = [event for event in killed.events if event.attempt == 1]
@@ -115,10 +102,7 @@ def test_starts_without_training_count_as_failures_and_as_time_down(killed: Made
 
 
 def test_without_a_failure_the_best_interval_is_unknown() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    for step in (10, 20, 30):
-        made_up.save(1, step, float(step), blocked_s=0.5)
+    made_up = MadeUpRun().save_each(10, 20, 30, blocked_s=0.5)
     advice = summary_of(made_up).advice
     assert (advice.own, advice.mtbf_s, advice.useful_s, advice.lost_share) == (None, None, None, None)
     assert advice.mtbf_bounds_s == (pytest.approx(30.5 / 2.9957, rel=1e-3), None)
@@ -174,8 +158,7 @@ def test_a_restarted_container_did_not_go_back(killed: MadeUpRun) -> None:
 
 
 def test_an_import_is_not_an_attempt() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
+    made_up = MadeUpRun().claim(1, 0.0)
     made_up.add(1, 1.0, "committed", 7, num_bytes=10, detail="imported from model.pt")
     made_up.claim(2, 500.0)
     made_up.add(2, 501.0, "restored", 7)
@@ -272,3 +255,32 @@ def test_a_start_of_a_finished_run_is_no_interruption_in_any_count(killed: MadeU
     assert [line for line in text.splitlines() if line.startswith("holdfast_interruptions_total")] == [
         'holdfast_interruptions_total{home="home",kind="stopped"} 1'
     ]
+
+
+whole_spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)
+
+
+@given(whole_spans)
+def test_spans_match_a_set_of_seconds(
+    spans: list[tuple[int, int]],
+) -> None:
+    ticked: set[int] = set()
+    held = Spans()
+    for begin, end in spans:
+        seconds = set(range(begin, end))
+        new = held.add(begin, end)
+        assert {s for left, right in new for s in range(int(left), int(right))} == seconds - ticked
+        assert seconds_of(new) == len(seconds - ticked)
+        ticked |= seconds
+        assert seconds_of(held.stretches) == len(ticked)
+        assert seconds_of(spans) == sum(any(b <= s < e for b, e in spans) for s in range(31))
+    assert all(held.contains(second + 0.5) == (second in ticked) for second in range(31))
+
+
+@given(whole_spans)
+def test_stretches_stay_in_order_and_do_not_touch(spans: list[tuple[int, int]]) -> None:
+    held = Spans()
+    for span in spans:
+        held.add(*span)
+    edges = [edge for stretch in held.stretches for edge in stretch]
+    assert edges == sorted(set(edges))

@@ -10,9 +10,8 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import SlowAttempt, SlowPeriod
-from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.open_metrics import format_metrics
-from holdfast.watch.report.summary import HomeContents
+from holdfast.watch.report.summary import HomeContents, RunSummary, summarize
 from report.made_up_run import START, MadeUpRun
 
 HOME = 'runs/"a\\b"\nc'
@@ -20,10 +19,7 @@ HOME = 'runs/"a\\b"\nc'
 
 def interrupted() -> RunSummary:
     """Return the summary of a run that lost five steps, with a slow rank now."""
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    for step in (10, 20, 30):
-        made_up.save(1, step, float(step), blocked_s=0.01)
+    made_up = MadeUpRun().save_each(10, 20, 30, blocked_s=0.01)
     made_up.add_metrics(1, 35.0, "loss", {35: 1.0})
     made_up.claim(2, 40.0)
     made_up.add(2, 42.0, "restored", 30, seconds=1.0)
@@ -89,9 +85,7 @@ def test_a_run_without_events_has_only_what_is_known() -> None:
 
 
 def test_a_finished_run_is_marked() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    made_up.save(1, 10, 5.0)
+    made_up = MadeUpRun().claim(1, 0.0).save(1, 10, 5.0)
     done = Done("run", 1, 10, START + 7)
     found = samples(format_metrics(summarize(made_up.by_time(), made_up.claims, finished=done), "x"))
     assert value(found, "holdfast_finished") == 1

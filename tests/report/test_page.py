@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod
-from holdfast.watch.report import RunSummary, summarize
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.page import make_page
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed
-from holdfast.watch.report.summary import CheckedNode
+from holdfast.watch.report.summary import CheckedNode, RunSummary, summarize
 from report.browser import find_browser, load
 from report.made_up_run import START, Fate, MadeUpRun, simulate
 
@@ -55,18 +54,13 @@ def eventful() -> RunSummary:
 
 def quiet() -> RunSummary:
     """Return a summary without failures."""
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    for step in (10, 20, 30):
-        made_up.save(1, step, float(step), blocked_s=0.01)
+    made_up = MadeUpRun().save_each(10, 20, 30, blocked_s=0.01)
     return summarize(made_up.by_time(), made_up.claims, finished=Done("run", 1, 30, START + 32))
 
 
 def one_save() -> RunSummary:
     """Return a summary with a single save."""
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    made_up.save(1, 10, 5.0)
+    made_up = MadeUpRun().claim(1, 0.0).save(1, 10, 5.0)
     return summarize(made_up.by_time(), made_up.claims)
 
 
@@ -111,9 +105,7 @@ def test_a_figure_of_the_run_stays_although_a_watch_has_its_name() -> None:
         "step": 10,
         "detail": "w differs",
     }
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
-    made_up.save(1, 10, 5.0)
+    made_up = MadeUpRun().claim(1, 0.0).save(1, 10, 5.0)
     made_up.add(1, 6.0, "replicas-differ", 10, detail="w differs")
     found = replace(summarize(made_up.by_time(), made_up.claims), lines=(line,))
     assert "replicas" in make_figures(found)
@@ -152,8 +144,7 @@ def test_a_curve_is_one_line_over_all_attempts_with_discarded_values() -> None:
 
 
 def test_of_a_long_training_some_steps_are_drawn_and_all_metrics_listed() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
+    made_up = MadeUpRun().claim(1, 0.0)
     for number in range(12):
         made_up.add_metrics(1, 1.0, f"n{number}", dict.fromkeys(range(5 * MAX_MARKS), 10.0 ** (number - 6)))
     made_up.add_metrics(1, 2.0, "wide", {step: 10.0**-step for step in range(6)})
@@ -178,8 +169,7 @@ def test_every_chart_has_a_table_of_its_numbers() -> None:
 
 def test_the_detection_of_torn_copies_is_a_sentence_below_the_figures() -> None:
     """As a number at the top of the page it pushed the first chart off the screen."""
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
+    made_up = MadeUpRun().claim(1, 0.0)
     made_up.add(1, 1.0, "tear-check", 0, detail="the kernel's record of written pages")
     made_up.save(1, 10, 5.0)
     page = html.unescape(page_of(summarize(made_up.by_time(), made_up.claims)))
@@ -229,8 +219,7 @@ def test_colours_follow_the_reader_s_setting() -> None:
 
 
 def test_the_page_of_a_long_run_is_limited() -> None:
-    made_up = MadeUpRun()
-    made_up.claim(1, 0.0)
+    made_up = MadeUpRun().claim(1, 0.0)
     for step in range(1, 4001):
         made_up.save(1, step, float(step), blocked_s=0.01)
     durations = make_figures(summarize(made_up.by_time(), made_up.claims))["durations"]

@@ -10,7 +10,7 @@ import pytest
 
 from faults.playground import ENDLESS, Playground
 from holdfast.checkpoint.store import open_store
-from holdfast.watch.report import read_summary
+from holdfast.watch.report.summary import read_summary
 from nursery import Child, shared
 
 

@@ -1,8 +1,12 @@
-"""The public suite for watches, run on watches of the package and on one of a user with all events."""
+"""The public suite of watches, and watches of users."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -10,8 +14,11 @@ from typing_extensions import override
 
 import holdfast
 from holdfast.checkpoint.copies import Copies, SharedTensor
+from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.watch import CopiedSave, RestoredState, Vote, Watch, WatchedRun
 from holdfast.testing import WatchSuite
 
@@ -89,3 +96,23 @@ class TestDefaultWatches(WatchSuite):
 def test_the_classes_are_those_of_the_default_watches() -> None:
     left = {type(one) for one in holdfast.default_watches()} - set(WATCHES)
     assert left == {holdfast.CompileCache, holdfast.SlowRanks}  # see tests/compiled and tests/pace
+
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "how-to" / "write-a-watch.md"
+
+
+def test_the_watch_of_the_page_stops_the_run_and_passes_the_suite(tmp_path: Path) -> None:
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.S):
+        (tmp_path / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 75, done.stderr
+    assert "accuracy has not improved since step 51" in done.stderr
+    assert holdfast.open(tmp_path / "run").step == 81
+    manifest = read_manifest(open_store(tmp_path / "run"), CheckpointId(attempt=1, step=80), None)
+    assert manifest.watches["patience"].data == {"best": [0.5, 51]}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "resumes or torch", "."]
+    suite = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert suite.returncode == 0, suite.stdout
+    assert "2 passed" in suite.stdout

@@ -14,8 +14,14 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.tables import format_time, print_result
 from holdfast.errors import NotFound
 from holdfast.system.units import format_duration, plural
-from holdfast.watch.hang.evidence import RankEvidence, capture_host
-from holdfast.watch.hang.incidents import describe_groups, format_stacks, group_ranks, list_hangs
+from holdfast.watch.hang.incidents import (
+    RankEvidence,
+    capture_host,
+    describe_groups,
+    format_stacks,
+    group_ranks,
+    list_hangs,
+)
 
 
 @command(

@@ -68,7 +68,13 @@ class HostMemory(ActionWatch):
 
     @override
     def figure(self, lines: Sequence[Mapping[str, Any]]) -> WatchFigure | None:
-        points = [point for line in lines if line["event"] == EVENT for point in _points(line)]
+        points: list[dict[str, Any]] = []
+        for line in (one for one in lines if one["event"] == EVENT):
+            document = line.get("memory")
+            used = document.get("used") if isinstance(document, dict) else None
+            for rank, num_bytes in used.items() if isinstance(used, dict) else ():
+                if isinstance(num_bytes, int):
+                    points.append({"t": 1000 * float(line["t"]), "gb": num_bytes / 1e9, "rank": str(rank)})
         if not points:
             return None
         warnings = [line for line in lines if line["event"] == GROWS]
@@ -84,19 +90,6 @@ class HostMemory(ActionWatch):
             f"are only mapped. Warnings of growth: {len(warnings)}."
         )
         return WatchFigure("Host memory", text, ("attempt", "growth"), rows, chart)
-
-
-def _points(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the points of a line for the chart; what has another form is left out."""
-    document = line.get("memory")
-    used = document.get("used") if isinstance(document, dict) else None
-    if not isinstance(used, dict):
-        return []
-    return [
-        {"t": 1000 * float(line["t"]), "gb": num_bytes / 1e9, "rank": str(rank)}
-        for rank, num_bytes in used.items()
-        if isinstance(num_bytes, int)
-    ]
 
 
 # -- in the keeper -------------------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ class RecordedValue(Struct, frozen=True):
 
     step: int
     value: float
+    is_high: bool
 
 
 class Trend(Struct, frozen=True):
@@ -167,7 +168,7 @@ class SpikeDetector:
         self._name, self._ratio = name, _RATIO[kind]
         self._usual: deque[float] = deque(maxlen=WINDOW)
         self._sorted: list[float] = []
-        self._recent: deque[tuple[RecordedValue, bool]] = deque(maxlen=NUM_RECENT)
+        self._recent: deque[RecordedValue] = deque(maxlen=NUM_RECENT)
         self._center, self._limit = math.nan, math.nan
         self._num_since, self._num_high = 0, 0
         self.first_high: RecordedValue | None = None
@@ -178,20 +179,25 @@ class SpikeDetector:
         """True during a spike; None while there are too few values."""
         if len(self._usual) < MIN_VALUES and not self._is_lost():
             return None
-        return self._is_lost() or sum(is_high for _, is_high in self._recent) >= NUM_HIGH
+        return self._is_lost() or sum(one.is_high for one in self._recent) >= NUM_HIGH
 
     def _is_lost(self) -> bool:
         """Return True if the newest values are not finite, however few there were before."""
         newest = list(self._recent)[-NUM_HIGH:]
-        return len(newest) == NUM_HIGH and not any(math.isfinite(point.value) for point, _ in newest)
+        return len(newest) == NUM_HIGH and not any(math.isfinite(point.value) for point in newest)
 
     def add(self, step: int, value: float) -> None:
         """Add the value of a step."""
         is_high = self._is_high(value)
-        self._recent.append((RecordedValue(step, value), is_high))
+        self._recent.append(RecordedValue(step, value, is_high))
         self._num_high = self._num_high + 1 if is_high else 0
         if not is_high:
-            self._insert(value)
+            if math.isfinite(value):
+                if len(self._usual) == WINDOW:
+                    del self._sorted[bisect_left(self._sorted, self._usual[0])]
+                self._usual.append(value)
+                insort(self._sorted, value)
+                self._num_since += 1
         elif self._num_high >= WINDOW and math.isfinite(value):  # the new normal
             self._usual.clear()
             self._sorted.clear()
@@ -200,7 +206,7 @@ class SpikeDetector:
         if not self.is_spiking:
             self.first_high = None
         elif self.first_high is None:
-            self.first_high = next(point for point, is_high in self._recent if is_high)
+            self.first_high = next(point for point in self._recent if point.is_high)
 
     def go_back(self) -> None:
         """Continue after training went back behind the present spike. The usual values stay."""
@@ -213,24 +219,11 @@ class SpikeDetector:
         if len(self._usual) < MIN_VALUES:
             return False
         if self._num_since >= _REFRESH or not math.isfinite(self._limit) or value > self._limit:
-            self._refresh()
+            self._num_since = 0
+            self._center = statistics.median(self._sorted)
+            deviation = _MAD_TO_DEVIATION * statistics.median(abs(one - self._center) for one in self._sorted)
+            self._limit = self._center + max(_Z * deviation, self._ratio * abs(self._center))
         return value > self._limit
-
-    def _insert(self, value: float) -> None:
-        if not math.isfinite(value):
-            return
-        if len(self._usual) == WINDOW:
-            del self._sorted[bisect_left(self._sorted, self._usual[0])]
-        self._usual.append(value)
-        insort(self._sorted, value)
-        self._num_since += 1
-
-    def _refresh(self) -> None:
-        """Compute the median of the window, and the limit above it."""
-        self._num_since = 0
-        self._center = statistics.median(self._sorted)
-        deviation = _MAD_TO_DEVIATION * statistics.median(abs(one - self._center) for one in self._sorted)
-        self._limit = self._center + max(_Z * deviation, self._ratio * abs(self._center))
 
     def trend(self) -> Trend:
         """Return the judgement of the values so far."""
@@ -239,7 +232,7 @@ class SpikeDetector:
             return Trend(None, few)
         if not self.is_spiking:
             return Trend(False, f"{self._name} is within reason")
-        high = [point for point, is_high in self._recent if is_high]
+        high = (point for point in self._recent if point.is_high)
         worst = max(high, key=lambda point: math.inf if math.isnan(point.value) else point.value)
         usual = f", usually {self._center:.4g}" if math.isfinite(self._center) else ""
         return Trend(True, f"{self._name} is {worst.value:.4g} at step {worst.step}{usual}")

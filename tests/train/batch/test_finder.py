@@ -1,17 +1,30 @@
-"""fit_batch finds the true largest batch and changes nothing."""
+"""fit_batch finds the true largest batch and changes nothing; its search and scaling rules."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.train.batch import estimate_peak
+from holdfast.train.batch import (
+    BatchFit,
+    Probe,
+    Search,
+    choose_size,
+    estimate_peak,
+    format_rates,
+    plan_accumulation,
+    scale_rates,
+)
 from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.batch.step_cost import StepBenchmark, batch_size_of, resize
 from holdfast.train.batch.training_state import collect_training_state
@@ -197,3 +210,138 @@ def test_a_device_is_filled_up_to_its_limit() -> None:
             step(resize(sample, int(found.largest * share)))
         peaks[share] = torch.cuda.max_memory_reserved()
     assert peaks[1.0] <= 2**30 < peaks[1.1]
+
+
+def largest_found(peak: Callable[[int], int], limit: int, **options: int) -> tuple[Search, list[int]]:
+    """Return a complete search, and the sizes that it tried."""
+    search, tried = Search(**options), []
+    while (size := search.next()) is not None:
+        tried.append(size)
+        search.record(size, limit - peak(size))
+        assert len(tried) < 40
+    return search, tried
+
+
+def true_largest(peak: Callable[[int], int], limit: int, max_size: int) -> int:
+    return max((size for size in range(1, max_size + 1) if peak(size) <= limit), default=0)
+
+
+@given(
+    floor=st.integers(0, 10**6),
+    base=st.integers(0, 10**5),
+    slope=st.integers(1, 10**4),
+    grain=st.sampled_from([1, 512, 20_000]),
+    limit=st.integers(1, 10**7),
+    start=st.integers(1, 600),
+)
+def test_the_result_fits_and_is_nearly_the_largest(
+    floor: int, base: int, slope: int, grain: int, limit: int, start: int
+) -> None:
+    """Memory as in training: a floor from the optimizer, then a line, in steps of the allocator."""
+
+    def peak(size: int) -> int:
+        return -(-max(floor, base + slope * size) // grain) * grain
+
+    truth = true_largest(peak, limit, 1000)
+    search, tried = largest_found(peak, limit, max_size=1000, start=start)
+    assert search.largest == truth == 0 or peak(search.largest) <= limit
+    assert search.largest <= truth <= max(search.largest * 1.05, search.largest + grain // slope + 1)
+    assert len(tried) == len(set(tried))
+    assert len(tried) <= 25
+
+
+@given(st.integers(0, 10**5), st.integers(100, 10**4), st.integers(10, 1000))
+def test_if_memory_is_linear_no_size_is_tried_that_does_not_fit(base: int, slope: int, truth: int) -> None:
+    limit = base + slope * truth
+    search, tried = largest_found(lambda size: base + slope * size, limit, max_size=10**6)
+    assert all(size <= truth for size in tried)
+    assert search.largest >= truth / 1.03 - 1
+    assert len(tried) <= 9
+
+
+def test_a_correct_estimate_takes_one_attempt() -> None:
+    search = Search(start=500, slope=10.0)
+    assert search.next() == 500
+    search.record(500, 9)
+    assert search.next() is None
+    assert search.largest == 500
+    assert search.expected_free_bytes(400) == 1009
+
+
+@pytest.mark.parametrize(("truth", "max_attempts"), [(450, 5), (100, 9), (1, 13)])
+def test_an_estimate_that_is_too_high_is_corrected(truth: int, max_attempts: int) -> None:
+    search = Search(start=500, slope=10.0)
+    tried = []
+    while (size := search.next()) is not None:
+        tried.append(size)
+        search.record(size, None if size > truth else 10 * (truth - size))
+    assert truth / 1.04 <= search.largest <= truth
+    assert len(tried) <= max_attempts
+
+
+def test_no_size_below_the_minimum_or_above_the_maximum_is_tried() -> None:
+    search, tried = largest_found(lambda size: 100 * size, 150, min_size=2, start=2)
+    assert (search.largest, tried) == (0, [2])
+    search, tried = largest_found(lambda size: size, 10**9, max_size=300)
+    assert search.largest >= 300 / 1.03
+    assert max(tried) <= 300
+
+
+def test_the_rule_for_the_optimizer_comes_first() -> None:
+    rates = scale_rates(0.1, 16, 64, optimizer="AdamW")
+    assert [(one.rule, one.rate) for one in rates] == [("square root", 0.2), ("linear", 0.4)]
+    assert [one.rule for one in scale_rates(0.1, 16, 64, optimizer="SGD")] == ["linear", "square root"]
+    lines = format_rates(rates).splitlines()
+    assert lines[0].startswith("0.2 by the square root rule")
+    assert "Malladi et al. 2022" in lines[0]
+    assert "Goyal et al. 2017" in lines[1]
+
+
+@given(st.floats(1e-6, 10), st.integers(1, 10**5), st.integers(1, 10**5))
+def test_scaling_there_and_back_gives_the_first_rate(rate: float, here: int, there: int) -> None:
+    for one in scale_rates(rate, here, there):
+        back = next(other for other in scale_rates(one.rate, there, here) if other.rule == one.rule)
+        assert math.isclose(back.rate, rate, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("numbers", [(0.0, 1, 1), (0.1, 0, 1), (0.1, 1, 0)])
+def test_numbers_that_are_not_positive_are_rejected(numbers: tuple[float, int, int]) -> None:
+    with pytest.raises(InvalidInput, match="cannot be scaled"):
+        scale_rates(*numbers)
+
+
+@given(st.integers(1, 10**4), st.integers(1, 500), st.integers(1, 64))
+def test_accumulation_reaches_the_global_batch_with_micro_batches_that_fit(
+    total: int, size: int, world: int
+) -> None:
+    if total < world:
+        with pytest.raises(InvalidInput, match="at least one"):
+            plan_accumulation(total, size, world)
+        return
+    plan = plan_accumulation(total, size, world)
+    assert plan.micro_batch_size <= size
+    assert plan.micro_batch_size * plan.num_micro_batches * world >= total
+    assert (plan.num_micro_batches - 1) * size * world < total  # one micro-batch less would not suffice
+
+
+def test_the_smallest_size_within_three_percent_of_the_best_is_chosen() -> None:
+    times = {1: 1.0, 8: 1.25, 16: 2.25, 32: 4.4, 64: 9.0}  # 1, 6.4, 7.11, 7.27, 7.11 samples per second
+    probes = [Probe(size, None, True, step_s) for size, step_s in times.items()]
+    assert choose_size(probes) == 16
+    assert choose_size([*probes, Probe(128, None, False, 1.0)]) == 16
+    with pytest.raises(InvalidInput, match="Cannot choose a batch size"):
+        choose_size([Probe(1, 1, True)])
+
+
+def test_a_result_survives_its_state_dict() -> None:
+    result = BatchFit()
+    assert not result
+    assert str(result) == "no batch size found yet"
+    result.size, result.largest, result.limit_bytes = 16, 40, 10**9
+    result.probes = (Probe(16, 4 * 10**8, True, 0.5), Probe(41, None, False))
+    again = BatchFit()
+    again.load_state_dict(result.state_dict())
+    assert again
+    assert again.state_dict() == result.state_dict()
+    assert str(again).splitlines()[1].split() == ["16", "400", "MB", "500.0", "ms", "32", "<-", "chosen"]
+    assert "does not fit" in str(again)

@@ -1,4 +1,4 @@
-"""Order of batches: each unit once per epoch, equally many on each rank, resumable at any batch."""
+"""Batches of sequences of unequal length: their order, the cost of padding, and packed rows as tensors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import InvalidInput
 from holdfast.train.data.progress import EpochLayout
-from holdfast.train.lengths import Batches, BucketBatches, PackedBatches
+from holdfast.train.lengths import (
+    Batches,
+    BucketBatches,
+    PackedBatches,
+    PackedRows,
+    attention_mask,
+    compare_paddings,
+    cumulative_lengths,
+    first_fit,
+    format_paddings,
+    join_sequences,
+)
 from train.data.numbers import Numbers
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
@@ -192,3 +206,148 @@ def test_a_stateful_loader_that_reads_ahead_resumes_exactly(num_workers: int) ->
     second = loader()
     second.load_state_dict(first.state_dict())
     assert [batch.tolist() for batch in second] == expected[3:]
+
+
+SOME_LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=80)
+
+
+def test_a_case_small_enough_to_count_by_hand() -> None:
+    rows = compare_paddings([1, 9, 2, 8], batch_size=2, max_length=10, multiple=4)
+    assert [(row.name, row.positions, row.num_shapes) for row in rows] == [
+        ("max_length=10", 40, 1),
+        ("longest", 34, 2),
+        ("longest, multiple of 4", 36, 2),  # 9 becomes 10, the cap; 8 stays
+        ("buckets", 22, 2),
+        ("buckets, multiple of 4", 28, 2),
+        ("packed to 10", 20, 1),
+    ]
+    assert rows[0].useful == 0.5
+    assert rows[0].relative == 40 / 34
+    assert [row.keeps_batches for row in rows] == [True, True, True, False, False, False]
+
+
+@given(SOME_LENGTHS, st.integers(1, 9), st.integers(1, 50), st.integers(1, 5))
+def test_paddings_are_ordered_by_cost(lengths: list[int], size: int, multiple: int, pool: int) -> None:
+    full, longest, rounded, buckets, buckets_rounded, packed = compare_paddings(
+        lengths, batch_size=size, multiple=multiple, pool=pool
+    )
+    assert sum(lengths) <= packed.positions
+    assert longest.positions <= rounded.positions <= full.positions
+    assert buckets.positions <= buckets_rounded.positions <= full.positions
+    assert packed.positions <= full.positions
+    for row in (full, longest, rounded, buckets, buckets_rounded, packed):
+        assert row.useful * row.positions == pytest.approx(sum(lengths))
+        assert 0 < row.useful <= 1
+    if len(lengths) % size == 0:  # else the short batch is another one after sorting
+        assert buckets.positions <= longest.positions
+    assert rounded.num_shapes <= longest.num_shapes
+
+
+def test_longer_sequences_count_as_truncated_and_the_table_lists_every_method_once() -> None:
+    rows = compare_paddings([50, 2], batch_size=2, max_length=10)
+    assert {row.positions for row in rows[:4]} == {20}
+    assert rows[0].useful == 12 / 20
+    lines = format_paddings(compare_paddings([5, 70, 3], batch_size=2)).splitlines()
+    assert len(lines) == 7
+    assert lines[1].split() == ["max_length=70", "37%", "2", "1.47x"]
+
+
+@pytest.mark.parametrize(("lengths", "size"), [([], 2), ([0, 1], 2), ([1], 0)])
+def test_empty_lengths_and_sizes_below_one_are_rejected(lengths: list[int], size: int) -> None:
+    with pytest.raises(InvalidInput, match="at least one"):
+        compare_paddings(lengths, batch_size=size)
+
+
+def slow_first_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Pack by first fit, by its definition."""
+    rows: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        for row in rows:
+            if sum(lengths[other] for other in row) + length <= capacity:
+                row.append(index)
+                break
+        else:
+            rows.append([index])
+    return rows
+
+
+@given(SOME_LENGTHS, st.integers(100, 260))
+def test_first_fit_matches_its_definition(lengths: list[int], capacity: int) -> None:
+    assert first_fit(lengths, capacity) == slow_first_fit(lengths, capacity)
+
+
+def test_a_sequence_longer_than_a_row_is_rejected_and_none_needs_no_row() -> None:
+    with pytest.raises(InvalidInput, match="12 tokens does not fit in a row of 10"):
+        first_fit([3, 12], 10)
+    assert first_fit([], 10) == []
+
+
+def test_a_row_small_enough_to_read() -> None:
+    row = join_sequences([[5, 6, 7], torch.tensor([8, 9])], 7, pad_token_id=1)
+    assert {name: one.tolist() for name, one in row.items()} == {
+        "input_ids": [5, 6, 7, 8, 9, 1, 1],
+        "labels": [-100, 6, 7, -100, 9, -100, -100],
+        "position_ids": [0, 1, 2, 0, 1, 0, 1],
+        "sequence_ids": [0, 0, 0, 1, 1, -1, -1],
+    }
+    mask = attention_mask(row["sequence_ids"][None])[0, 0]
+    assert mask.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1],
+    ]
+    assert torch.equal(attention_mask(row["sequence_ids"][None], causal=False)[0, 0], mask | mask.T)
+    starts, longest = cumulative_lengths(torch.stack([row["sequence_ids"]] * 2))
+    assert starts.tolist() == [0, 3, 5, 7, 10, 12, 14]
+    assert starts.dtype == torch.int32
+    assert longest == 3
+
+
+@pytest.mark.parametrize("sequences", [[[1, 2], [3, 4]], [[1], []]])
+def test_sequences_that_do_not_fit_are_rejected(sequences: list[list[int]]) -> None:
+    with pytest.raises(InvalidInput, match="do not fit in a row of 3"):
+        join_sequences(sequences, 3)
+
+
+class Tiny(nn.Module):
+    """One layer of attention over tokens and positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(20, 16), nn.Embedding(16, 16)
+        self.into, self.head = nn.Linear(16, 48), nn.Linear(16, 20)
+
+    def loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the summed loss of all labels of a batch of rows."""
+        x = self.embed(row["input_ids"]) + self.place(row["position_ids"])
+        query, key, value = self.into(x)[:, None].chunk(3, dim=-1)
+        x = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask(row["sequence_ids"])
+        )
+        logits = self.head(x[:, 0])[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, row["labels"][:, 1:].flatten(), reduction="sum")
+
+
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences() -> None:
+    torch.manual_seed(0)
+    model = Tiny()
+    sequences = [torch.randint(20, (length,)) for length in (5, 3, 7, 2, 6, 4, 1)]
+    loader = DataLoader(
+        PackedRows(sequences, 12),
+        batch_sampler=PackedBatches([len(one) for one in sequences], 2, row_length=12),  # type: ignore[arg-type]
+    )
+    packed = torch.stack([model.loss(batch) for batch in loader]).sum()
+    packed.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    rows = [join_sequences([sequence], len(sequence)) for sequence in sequences]
+    losses = [model.loss({name: tensor[None] for name, tensor in row.items()}) for row in rows]
+    alone = torch.stack(losses).sum()
+    alone.backward()
+    torch.testing.assert_close(packed, alone)
+    for found, parameter in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)

@@ -1,8 +1,9 @@
-"""Blocks of many kinds of models: found automatically or given, and tied modules stay with the root."""
+"""Blocks, layouts of ranks, and devices that a model is sharded over."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from holdfast import InvalidInput
 from holdfast.train.sharding.blocks import find_blocks
+from holdfast.train.sharding.process_group import choose_device, make_mesh_layout
 from train.sharding.models import ConvNet, Gpt, Layer, make
 
 
@@ -183,3 +185,79 @@ def test_layers_of_transformers_models_are_found_on_meta(
     with torch.device("meta"):
         model = kind(kind.config_class(**options))
     assert kinds(model, find_blocks(model).names)[block] >= 2
+
+
+@given(ranks=st.integers(1, 512), shards=st.integers(-3, 600))
+def test_shards_must_divide_the_ranks(ranks: int, shards: int) -> None:
+    if shards < 1 or ranks % shards:
+        with pytest.raises(InvalidInput, match=f"shards={shards} does not divide {ranks} rank"):
+            make_mesh_layout(shards, ranks)
+        return
+    layout = make_mesh_layout(shards, ranks)
+    assert layout.copies * layout.shards == ranks
+    assert math.prod(layout.mesh_shape) == ranks
+    assert len(layout.mesh_names) == len(layout.mesh_shape)
+    assert layout.mesh_shape[-1] == (ranks if layout.copies == 1 else shards)
+
+
+@pytest.mark.parametrize("wrong", [True, 2.0, "two", None, 4])
+def test_other_shards_are_rejected_with_the_valid_ones(wrong: Any) -> None:
+    assert make_mesh_layout("all", 6).shards == 6
+    message = "may be 1, 2, 3, 6, or 'all'" if wrong == 4 else "number of ranks or 'all'"
+    with pytest.raises(InvalidInput, match=message):
+        make_mesh_layout(wrong, 6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "reshard_after_forward", "text"),
+    [
+        (1, 1, True, "on 1 rank, not sharded"),
+        (4, 1, True, "replicated on 4 ranks (DDP)"),
+        (4, 4, True, "sharded over 4 ranks (ZeRO-3)"),
+        (4, 4, False, "sharded over 4 ranks (ZeRO-2)"),
+        (8, 4, True, "on 8 ranks: 2 copies, each sharded over 4 (hybrid ZeRO-3)"),
+    ],
+)
+def test_a_layout_is_described_with_common_names(
+    ranks: int, shards: int, reshard_after_forward: bool, text: str
+) -> None:
+    assert make_mesh_layout(shards, ranks).describe(reshard_after_forward=reshard_after_forward) == text
+
+
+GLOO = {"cpu": "gloo", "cuda": "gloo"}
+NCCL = {"cuda": "nccl"}
+BOTH = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@pytest.mark.parametrize(
+    ("requested", "accelerator", "backends", "chosen"),
+    [
+        (None, None, GLOO, "cpu"),
+        (None, "cuda", NCCL, "cuda"),
+        (None, "cuda", BOTH, "cuda"),
+        ("cpu", "cuda", BOTH, "cpu"),
+        ("cpu", "cuda", GLOO, "cpu"),
+        ("cuda", "cuda", BOTH, "cuda"),
+    ],
+)
+def test_the_accelerator_is_chosen_if_the_group_supports_it(
+    requested: str | None, accelerator: str | None, backends: dict[str, str], chosen: str
+) -> None:
+    assert choose_device(requested, accelerator, backends) == chosen
+
+
+@pytest.mark.parametrize(
+    ("requested", "accelerator", "backends", "message"),
+    [
+        (None, "cuda", GLOO, 'has only the gloo backend.*device="cpu"'),
+        ("cuda", "cuda", GLOO, "has only the gloo backend"),
+        ("cuda", None, GLOO, "this machine has no accelerator"),
+        ("xpu", "cuda", BOTH, "this machine has cuda"),
+        ("cpu", "cuda", NCCL, "does not support tensors on cpu .*cuda:nccl"),
+    ],
+)
+def test_a_group_that_does_not_support_the_device_is_rejected(
+    requested: str | None, accelerator: str | None, backends: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        choose_device(requested, accelerator, backends)

@@ -26,8 +26,7 @@ from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.checkpoint.watch import Watch
 from holdfast.errors import HoldfastError, InvalidInput, Preempted
 from holdfast.system.log import get_logger
-from holdfast.watch.preemption import NoticeWatcher
-from holdfast.watch.preemption.trainer import Preemption
+from holdfast.watch.preemption.trainer import NoticeWatcher, Preemption
 
 HOME = "holdfast"
 """Name of a home in the folder of a trainer's checkpoints, if the user does not choose another place."""

@@ -85,7 +85,12 @@ class Search:
     def next(self) -> int | None:
         """Return the next size to try. None once `largest` is within 3 % of the optimum."""
         if not self._free_bytes:
-            return self._next_before_first_fit()
+            if self._too_large is None:
+                return self._next
+            if self._too_large == self._min_size:
+                return None
+            # A slightly smaller one first, then half each time.
+            return max(self._min_size, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
         low, high = self.largest, min(self._too_large or self._max_size + 1, self._max_size + 1)
         if high - 1 <= low * (1 + _PRECISION):
             return None
@@ -95,14 +100,6 @@ class Search:
         if self._too_large is not None and (not is_linear or reach >= high):
             reach = min(reach, (low + high) // 2)  # a line that passes a failed size is wrong
         return max(low + 1, min(reach, high - 1))
-
-    def _next_before_first_fit(self) -> int | None:
-        """Return the first size, then a slightly smaller one, then half each time."""
-        if self._too_large is None:
-            return self._next
-        if self._too_large == self._min_size:
-            return None
-        return max(self._min_size, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
 
     def expected_free_bytes(self, size: int) -> int | None:
         """Return the bytes that `size` should leave free, or None without an estimate."""
@@ -227,7 +224,13 @@ def fit_batch(
     ranks = Ranks(timeout_s=_RANKS_TIMEOUT_S)
     sample_size = batch_size_of(sample) if make_batch is None or tuned_batch_size is None else 0
     make_batch = make_batch or (lambda size: resize(sample, size))
-    device = _device_of(training)
+    devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        raise Unsupported(
+            f"The model is on {', '.join(sorted(map(str, devices)))}. fit_batch() supports models on the CPU "
+            "or on one CUDA device per rank."
+        )
+    (device,) = devices
     used_bytes = count_bytes(training.all_tensors(), device)
     given_bytes = parse_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
     limit_bytes = given_bytes or find_memory_limit(device, used_bytes)
@@ -263,16 +266,6 @@ def _check(training: TrainingState, min_size: int, max_size: int, timed_steps: i
             "fit_batch() needs 1 <= min_size <= max_size and timed_steps >= 1, "
             f"got {min_size=}, {max_size=}, {timed_steps=}."
         )
-
-
-def _device_of(training: TrainingState) -> torch.device:
-    devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
-    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
-        raise Unsupported(
-            f"The model is on {', '.join(sorted(map(str, devices)))}. fit_batch() supports models on the CPU "
-            "or on one CUDA device per rank."
-        )
-    return devices.pop()
 
 
 @contextlib.contextmanager

@@ -22,8 +22,6 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.units import format_bytes
 from holdfast.train.batch.training_state import TrainingState, count_bytes
 
-# -- batches -------------------------------------------------------------------------------------------------
-
 
 def batch_size_of(sample: Any) -> int:
     """Return the number of samples in a batch: the first dimension of its tensors."""
@@ -59,9 +57,6 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
 def _plain(sample: Any) -> Any:
     """Return a batch as a type that pytree supports. Tokenizers return mappings that it does not."""
     return dict(sample) if isinstance(sample, Mapping) and type(sample) is not dict else sample
-
-
-# -- estimated -----------------------------------------------------------------------------------------------
 
 
 def estimate_peak(
@@ -134,8 +129,6 @@ def _fakes_for(training: TrainingState, mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
-# -- measured ------------------------------------------------------------------------------------------------
-
 STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second includes it
 
 
@@ -176,7 +169,14 @@ class StepBenchmark(Struct, frozen=True):
         """
         self._clear()
         with self._within_memory(size):
-            return self._device_peak(size) if self.device.type == "cuda" else self._host_peak(size)
+            if self.device.type != "cuda":
+                return self._host_peak(size)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            batch = self.make_batch(size)
+            for _ in range(STEPS_PER_PROBE):
+                self.step(batch)
+            self._synchronize()
+            return torch.cuda.max_memory_reserved(self.device)
         return None
 
     def measure_step_s(self, size: int, num_steps: int) -> float | None:
@@ -198,14 +198,6 @@ class StepBenchmark(Struct, frozen=True):
                 times_s.append(time.perf_counter() - begun_s)
             return min(times_s)
         return None
-
-    def _device_peak(self, size: int) -> int:
-        torch.cuda.reset_peak_memory_stats(self.device)
-        batch = self.make_batch(size)
-        for _ in range(STEPS_PER_PROBE):
-            self.step(batch)
-        self._synchronize()
-        return torch.cuda.max_memory_reserved(self.device)
 
     def _host_peak(self, size: int) -> int:
         batch = self.make_batch(size)

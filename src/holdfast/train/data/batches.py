@@ -203,7 +203,15 @@ class Batches(ABC, Generic[Unit]):
         Raises:
             InvalidInput: the data, batch size or seed differ from those of `state`.
         """
-        self._check_order(state)
+        mine, was = self._order_identity(), state["order"]
+        if differing := [name for name in mine if was.get(name) != mine[name]]:
+            changes = ", ".join(f"{name} was {was.get(name)}, is {mine[name]}" for name in differing)
+            raise InvalidInput(
+                f"The order of batches cannot be resumed: {changes}. The rest of the epoch would "
+                "repeat or skip samples. Use the same data and settings, or remove this object from "
+                "the state.",
+                rank=self.rank,
+            )
         epoch, start = state["epoch"], state.get("epoch_start")
         if start is None:  # saved before positions were numbered through
             start = sum(self._count_units(one) for one in range(epoch))
@@ -220,18 +228,6 @@ class Batches(ABC, Generic[Unit]):
             "skipped": [list(one) for one in self.skipped],
             "order": self._order_identity(),
         }
-
-    def _check_order(self, state: dict[str, Any]) -> None:
-        mine = self._order_identity()
-        if differing := [name for name in mine if state["order"].get(name) != mine[name]]:
-            was = state["order"]
-            changes = ", ".join(f"{name} was {was.get(name)}, is {mine[name]}" for name in differing)
-            raise InvalidInput(
-                f"The order of batches cannot be resumed: {changes}. The rest of the epoch would "
-                "repeat or skip samples. Use the same data and settings, or remove this object from "
-                "the state.",
-                rank=self.rank,
-            )
 
     def _order_identity(self) -> dict[str, Any]:
         common = {"batch_size": self.batch_size, "seed": self.seed, "drop_last": self.drop_last}

@@ -178,7 +178,9 @@ class BatchProgress:
     def draw(self, drawer: Pass) -> GlobalBatch | None:
         """Return the next batch of a pass; None at the end of its epoch."""
         if drawer.cursor is None:
-            drawer.cursor = self._begin(drawer)
+            start = self._start_after(self._current) if self.counts_steps else self._drawn
+            self._current, self._is_set = drawer, False
+            drawer.cursor = self._layout.batch_after(start, self.skipped).before
             drawer.epoch = drawer.cursor.epoch
         elif self._current is not drawer:
             raise InvalidInput(
@@ -204,12 +206,6 @@ class BatchProgress:
     def finish_draw(self, batch: GlobalBatch) -> None:
         """Record that all parts of a batch were returned."""
         self._drawn = batch.after
-
-    def _begin(self, drawer: Pass) -> Cursor:
-        """Return the cursor that a new pass begins at."""
-        start = self._start_after(self._current) if self.counts_steps else self._drawn
-        self._current, self._is_set = drawer, False
-        return self._layout.batch_after(start, self.skipped).before
 
     def _start_after(self, former: Pass | None) -> Cursor:
         """Return where the next pass begins: at the first unit that no completed step has used.

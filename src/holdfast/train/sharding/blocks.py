@@ -49,10 +49,18 @@ def find_blocks(model: nn.Module, wrap: WrapPolicy | None = None) -> Blocks:
             raise InvalidInput(f"wrap={wrap} must be at least 1 as a minimum number of parameters.")
         candidates, found = list(_of_size(model, wrap)), f"modules of at least {wrap:,} parameters"
     else:
-        wanted = [wrap] if isinstance(wrap, (str, type, nn.Module)) else list(_iterate(wrap))
+        wanted: list[object] = [wrap]
+        if isinstance(wrap, Iterable) and not isinstance(wrap, (str, type, nn.Module)):
+            wanted = list(wrap)
+        if not all(isinstance(one, (str, type, nn.Module)) for one in wanted):
+            raise InvalidInput(f"wrap must be classes, modules or a number of parameters, got {wrap!r}.")
         candidates = _matching(model, wanted)
         found = "as given" if wanted else "none"
-    candidates = list(_distinct(candidates))
+    distinct: dict[int, _Named] = {}  # modules with parameters; one may occur several times
+    for name, module in candidates:
+        if any(True for _ in module.parameters()):
+            distinct.setdefault(id(module), (name, module))
+    candidates = list(distinct.values())
     shared = _sharing(model, candidates)
     names = [name for name, _ in candidates if name not in shared]
     return Blocks(tuple(names), found, tuple(name for name, _ in candidates if name in shared))
@@ -149,14 +157,6 @@ def _fits(wanted: object, name: str, module: nn.Module) -> bool:
     return isinstance(module, wanted) if isinstance(wanted, type) else module is wanted
 
 
-def _iterate(wrap: object) -> Iterable[object]:
-    if isinstance(wrap, Iterable):
-        members = list(wrap)
-        if all(isinstance(one, (str, type, nn.Module)) for one in members):
-            return members
-    raise InvalidInput(f"wrap must be classes, modules or a number of parameters, got {wrap!r}.")
-
-
 def _inner_first(model: nn.Module) -> Iterator[_Named]:
     """Yield all modules except the model itself, children before parents, each once."""
     seen: set[int] = set()
@@ -174,15 +174,6 @@ def _inner_first(model: nn.Module) -> Iterator[_Named]:
 
 def _is_callable(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
-
-
-def _distinct(candidates: Sequence[_Named]) -> Iterator[_Named]:
-    """Yield each module with parameters once, even if it occurs several times."""
-    seen: set[int] = set()
-    for name, module in candidates:
-        if id(module) not in seen and any(True for _ in module.parameters()):
-            seen.add(id(module))
-            yield name, module
 
 
 def _sharing(model: nn.Module, candidates: list[_Named]) -> set[str]:

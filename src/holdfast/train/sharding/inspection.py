@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,9 +73,6 @@ class Description(Struct, frozen=True):
         return "\n".join([*_head(self), *_lines(self.root, "", "", is_root=True), *notes])
 
 
-# -- as text -------------------------------------------------------------------------------------------------
-
-
 def _head(found: Description) -> Iterator[str]:
     size = f"{found.num_params:,} parameters, {format_bytes(found.num_bytes)}"
     if found.layout is None:
@@ -91,19 +88,15 @@ def _head(found: Description) -> Iterator[str]:
         f"  {size}; this rank holds {format_bytes(found.local_bytes)} ({share:.1%}) and gathers up to "
         f"{format_bytes(found.gathered_bytes)} more"
     )
-    yield from (f"  {line}" for line in _features(found, inner))
-
-
-def _features(found: Description, inner: Sequence[Unit]) -> Iterator[str]:
     if found.dtype is not None:
-        yield f"computes in {str(found.dtype).removeprefix('torch.')}, averages gradients in float32"
+        yield f"  computes in {str(found.dtype).removeprefix('torch.')}, averages gradients in float32"
     features = [
         ("offloaded to host memory", found.is_offloaded),
         ("recomputed in backward", any(unit.is_recomputed for unit in inner)),
         ("compiled by block", any(unit.is_compiled for unit in inner)),
     ]
     if texts := [text for text, applies in features if applies]:
-        yield ", ".join(texts)
+        yield f"  {', '.join(texts)}"
 
 
 def _lines(
@@ -111,10 +104,13 @@ def _lines(
 ) -> Iterator[str]:
     title = node.kind if is_root else f"{label or node.name}: {node.kind}"
     yield (f"  {first}{title}".ljust(_COLUMN) + "  " + _facts(node)).rstrip()
-    runs = list(_runs(node.children))
-    for i, (child, name) in enumerate(runs, 1):
+    # Equal neighbours are one line: `(0-5): 6 x Block`.
+    groups = itertools.groupby(node.children, key=lambda one: one if one.name.isdigit() else one.name)
+    runs = [list(group) for _, group in groups]
+    for i, (child, *others) in enumerate(runs, 1):
         branch, stem = ("└─ ", "   ") if i == len(runs) else ("├─ ", "│  ")
-        yield from _lines(child, rest + branch, rest + stem, label=name)
+        more = f"-{others[-1].name}, {len(others) + 1} times" if others else ""
+        yield from _lines(child, rest + branch, rest + stem, label=child.name + more)
 
 
 def _facts(node: ModuleNode) -> str:
@@ -124,14 +120,6 @@ def _facts(node: ModuleNode) -> str:
     kept = "kept after forward" if node.unit.is_kept else "freed after forward"
     own, whole = format_bytes(node.unit.local_bytes), format_bytes(node.unit.num_bytes)
     return f"unit: {node.unit.num_params:,} parameters, {own} of {whole} here, {kept}{tied}"
-
-
-def _runs(nodes: Sequence[ModuleNode]) -> Iterator[tuple[ModuleNode, str]]:
-    """Yield nodes with their labels, equal neighbours as one: `(0-5): 6 x Block`."""
-    for _, run in itertools.groupby(nodes, key=lambda node: node if node.name.isdigit() else node.name):
-        first, *others = run
-        more = f"-{others[-1].name}, {len(others) + 1} times" if others else ""
-        yield first, first.name + more
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -189,7 +177,12 @@ def _notes(
     compute: torch.dtype | None,
 ) -> Iterable[str]:
     if layout is None:
-        yield _unsharded(model)
+        text = "not sharded; call holdfast.shard(model) to shard it"
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            text = f"DDP: each of {dist.get_world_size(model.process_group)} ranks has a full copy"
+        elif any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            text = "FSDP1: describe() does not show its flattened parameters"
+        yield text
         return
     if count := sum(p.requires_grad for p in plain):
         yield (
@@ -209,14 +202,6 @@ def _notes(
     norms = [name for name, module in model.named_modules() if isinstance(module, _BATCH_NORMS)]
     if norms and layout.num_ranks > 1:
         yield f"{plural(len(norms), 'batch norm')} with statistics of each rank's own batch only"
-
-
-def _unsharded(model: nn.Module) -> str:
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return f"DDP: each of {dist.get_world_size(model.process_group)} ranks has a full copy"
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        return "FSDP1: describe() does not show its flattened parameters"
-    return "not sharded; call holdfast.shard(model) to shard it"
 
 
 def _tree_of(model: nn.Module) -> ModuleNode:
@@ -253,7 +238,9 @@ def _tree_of(model: nn.Module) -> ModuleNode:
             for child_name, child in children
             if any(True for _ in child.parameters())
         )
-        return ModuleNode(name, _kind(inner), number, unit, tied, nodes)
+        kind = type(inner).__name__
+        kind = kind.removeprefix("FSDP") if isinstance(inner, FSDPModule) else kind
+        return ModuleNode(name, kind, number, unit, tied, nodes)
 
     return node("", model, "")
 
@@ -293,8 +280,3 @@ def _held(module: Any) -> list[Any]:
 def _unwrapped(module: nn.Module) -> nn.Module:
     inner = module._modules.get("_checkpoint_wrapped_module")
     return module if inner is None else inner
-
-
-def _kind(module: nn.Module) -> str:
-    name = type(module).__name__
-    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name

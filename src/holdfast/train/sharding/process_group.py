@@ -20,7 +20,14 @@ def ensure_process_group(device: str | None) -> str:
     """Return the device type to compute on. A single process without a process group gets a group of one."""
     accelerator = accelerator_type()
     if not dist.is_initialized():
-        _make_group_of_one(accelerator if device is None else device)
+        if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
+            raise InvalidInput(
+                f"WORLD_SIZE is {world_size} but no process group exists, so this rank would "
+                "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
+            )
+        backends = _backends_for(device or accelerator or "cpu")
+        dist.init_process_group(backends, store=HashStore(), rank=0, world_size=1)
+        atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     chosen = choose_device(device, accelerator, backends_of(None))
     if chosen == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         raise Unsupported(
@@ -78,16 +85,6 @@ def backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Return the backends of a process group by device type. None means the default group."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
     return {device: backend for device, _, backend in pairs}
-
-
-def _make_group_of_one(device: str | None) -> None:
-    if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
-        raise InvalidInput(
-            f"WORLD_SIZE is {world_size} but no process group exists, so this rank would "
-            "train alone. Call torch.distributed.init_process_group() before holdfast.shard()."
-        )
-    dist.init_process_group(_backends_for(device or "cpu"), store=HashStore(), rank=0, world_size=1)
-    atexit.register(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
 
 
 class MeshLayout(Struct, frozen=True):

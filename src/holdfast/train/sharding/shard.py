@@ -24,7 +24,7 @@ from holdfast.errors import Internal, InvalidInput, Unsupported
 from holdfast.system.log import get_logger
 from holdfast.train.sharding.blocks import Blocks, WrapPolicy, find_blocks
 from holdfast.train.sharding.inspection import describe
-from holdfast.train.sharding.process_group import MeshLayout, ensure_process_group, make_mesh_layout
+from holdfast.train.sharding.process_group import ensure_process_group, make_mesh_layout
 from holdfast.train.sharding.weights import (
     WeightsLike,
     broadcast_weights,
@@ -155,7 +155,11 @@ def shard(
     Source: FSDP2 is PyTorch's; the order of steps is torchtitan's; ZeRO is Rajbhandari et al. 2020, arXiv
         1910.02054.
     """
-    computed = _parse_dtype(dtype)
+    computed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and (not isinstance(computed, torch.dtype) or not computed.is_floating_point):
+        raise InvalidInput(
+            f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
+        )
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
@@ -183,19 +187,18 @@ def shard(
     if digest.on_meta:
         materialize(model, device, cpu_offload=cpu_offload)
     sent_bytes = 0 if source is None else broadcast_weights(model, source, device, rank)
-    _check_sharded(model, layout)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        # Otherwise each rank would train its own, without a warning.
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.shape != layout.mesh_shape:
+            raise Internal(f"{name} was not sharded over {layout.num_ranks} ranks.")
     if rank == 0 and not quiet:
-        _print(model, blocks, source and f"loaded {source.description}, {sent_bytes:,} bytes sent")
+        lines = [str(describe(model)), f"  blocks: {blocks.found}"]
+        if left := ", ".join(blocks.left):
+            lines.append(f"  in the unit of the whole model, due to shared parameters: {left}")
+        if source is not None:
+            lines.append(f"  loaded {source.description}, {sent_bytes:,} bytes sent")
+        _log.info("\n".join(lines))
     return model
-
-
-def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype is not None and (not isinstance(found, torch.dtype) or not found.is_floating_point):
-        raise InvalidInput(
-            f"dtype must be one of {', '.join(_DTYPES)} or a floating-point torch dtype, got {dtype!r}."
-        )
-    return found
 
 
 def _check_not_sharded(model: nn.Module) -> None:
@@ -230,19 +233,3 @@ def _check_dtypes(model: nn.Module, blocks: Blocks) -> None:
                 f"{examples}. Convert the model to one dtype (dtype= sets the dtype of the computation), or "
                 "put the others into their own unit with wrap=. Nothing was changed."
             )
-
-
-def _check_sharded(model: nn.Module, layout: MeshLayout) -> None:
-    """Check that every parameter is sharded. Otherwise each rank would train its own, without a warning."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.shape != layout.mesh_shape:
-            raise Internal(f"{name} was not sharded over {layout.num_ranks} ranks.")
-
-
-def _print(model: nn.Module, blocks: Blocks, loaded: str | None) -> None:
-    lines = [str(describe(model)), f"  blocks: {blocks.found}"]
-    if blocks.left:
-        lines.append(f"  in the unit of the whole model, due to shared parameters: {', '.join(blocks.left)}")
-    if loaded:
-        lines.append(f"  {loaded}")
-    _log.info("\n".join(lines))

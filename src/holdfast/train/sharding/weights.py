@@ -136,7 +136,12 @@ def _fitting(model: nn.Module, weights: Any, on_meta: Set[str]) -> WeightSource:
         source = WeightSource(weights.__getitem__, frozenset(weights), "the given state dict")
         shape_of: Callable[[str], tuple[int, ...]] = lambda name: tuple(weights[name].shape)  # noqa: E731
     else:
-        source, shape_of = _from_checkpoint(model, weights)
+        checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights)
+        prefix = _prefix_in(checkpoint, [name for name, _ in model.named_parameters()])
+        names = frozenset(key.removeprefix(prefix) for key in checkpoint if key.startswith(prefix))
+        described = f"step {checkpoint.step} of a run's checkpoints"
+        source = WeightSource(lambda name: checkpoint[f"{prefix}{name}"], names, described)
+        shape_of = lambda name: checkpoint.info(f"{prefix}{name}").shape  # noqa: E731
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     chosen: dict[str, str] = {}  # files often have only one name of a tied parameter
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -157,15 +162,6 @@ def _fitting(model: nn.Module, weights: Any, on_meta: Set[str]) -> WeightSource:
         )
     names = source.names | chosen.keys()
     return WeightSource(lambda name: source.read(chosen.get(name, name)), names, source.description)
-
-
-def _from_checkpoint(model: nn.Module, weights: Any) -> tuple[WeightSource, Callable[[str], tuple[int, ...]]]:
-    checkpoint = weights if isinstance(weights, Checkpoint) else open_checkpoint(weights)
-    prefix = _prefix_in(checkpoint, [name for name, _ in model.named_parameters()])
-    names = frozenset(key.removeprefix(prefix) for key in checkpoint if key.startswith(prefix))
-    description = f"step {checkpoint.step} of a run's checkpoints"
-    source = WeightSource(lambda name: checkpoint[f"{prefix}{name}"], names, description)
-    return source, lambda name: checkpoint.info(f"{prefix}{name}").shape
 
 
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import to_builtins
 
 from holdfast.system.process_exit import hard_exit
 from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.loaders import LoaderMonitor
-from holdfast.train.tuning.measurements import SourceLine
-from holdfast.train.tuning.questions import RunSpec
-from holdfast.train.tuning.script_profile import read_spec, write_result
+from holdfast.train.tuning.measurements import RunFailure, SourceLine
+from holdfast.train.tuning.script_profile import RunSpec, read_spec, write_result
 from holdfast.train.tuning.step_profile import make_watcher
 from holdfast.train.tuning.tracker import StepTracker, StopRun
 
@@ -43,7 +41,7 @@ def main(own: Path) -> int:
     def receive(facts: Any) -> None:
         results.append(facts)
         if is_first:
-            write_result(own, {"facts": to_builtins(facts)})
+            write_result(own, facts)
 
     tracker = StepTracker(make_watcher(spec, loaders, compiled_at), loaders, on_result=receive)
     tracker.start()
@@ -61,7 +59,7 @@ def main(own: Path) -> int:
     if not has_failed:
         tracker.stop()  # if the script ended by itself
         if not results and is_first:
-            write_result(own, {"failure": "the script ended without an optimizer step"})
+            write_result(own, RunFailure("the script ended without an optimizer step"))
     return int(has_failed)
 
 

@@ -31,6 +31,7 @@ from holdfast.train.tuning.tracker import Call, TrainingInfo, Watching, intercep
 
 _SHAPE_WORDS = ("size", "stride", "shape", "rank mismatch")
 _RESUMED = "torch_dynamo_resume_in_"
+_NUMBER = re.compile(r"^\s*-?\s*(\d+/\d+:)?\s*")  # of the first failed guard in a reason
 _NO_REASON = f"torch {torch.__version__} did not record the reason"
 _LINK = re.compile(r"\s*\(?(?:For more details|Hint:|See |please set|Set ).*", re.S)
 
@@ -129,7 +130,8 @@ def _recompiles(metrics: list[CompilationMetrics]) -> Iterator[Recompile]:
         if not reasons:
             continue
         failed = any("limit" in (one.fail_reason or one.fail_type or "").lower() for one in compilations)
-        shorts = tuple(dict.fromkeys(map(_reason, reasons)))
+        guards = (next((line for line in one.splitlines() if line.strip()), "") for one in reasons)
+        shorts = tuple(dict.fromkeys(_NUMBER.sub("", guard.partition("#")[0]).strip() for guard in guards))
         yield Recompile(
             place=_line_of_recompile(reasons, file, line),
             function=(compilations[0].co_name or "").replace(_RESUMED, ""),
@@ -161,12 +163,6 @@ def _line_of_recompile(reasons: list[str], file: str, line: int) -> SourceLine:
                 if whole.endswith(end) and source_lines.is_user_code(whole):
                     return source_lines.line_at(whole, int(number))
     return source_lines.line_at(file, line)
-
-
-def _reason(text: str) -> str:
-    """Return the first failed guard, without its number."""
-    line = next((line for line in text.splitlines() if line.strip()), "")
-    return re.sub(r"^\s*-?\s*(\d+/\d+:)?\s*", "", line.partition("#")[0]).strip()
 
 
 def _short(text: str) -> str:

@@ -31,8 +31,6 @@ from holdfast.train.tuning.measurements import (
 )
 from holdfast.train.tuning.tracker import Call, TrainingInfo, Watching, find_tensors, intercepted
 
-# -- timing --------------------------------------------------------------------------------------------------
-
 _STATUS = Path("/proc/self/status")
 
 
@@ -180,8 +178,6 @@ def watch_steps(
     )
 
 
-# -- host syncs ----------------------------------------------------------------------------------------------
-
 _CALLS: dict[Any, str] = {
     Tensor.__array__: ".numpy()",
     Tensor.__bool__: "bool()",
@@ -265,7 +261,10 @@ class _SyncObserver(TorchFunctionMode):
         started_s = time.perf_counter()
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - started_s
-        self._follow(args, kwargs, result)
+        if self._device.type == "cpu":  # what an operation combines with a device tensor is there too
+            given = list(find_tensors((args, kwargs)))
+            if self._depth or any(tensor in self._on_device for tensor in given):
+                self._mark((*given, *find_tensors(result)))
         if found is not None and kind is not None:
             place, library = found
             call = self.num_done, seconds, library, self._depth > 0
@@ -274,23 +273,10 @@ class _SyncObserver(TorchFunctionMode):
 
     def _waits(self, args: tuple[Any, ...]) -> bool:
         """Return True if the call needs a value that would be on the device."""
-        for tensor in find_tensors(args):
-            if tensor.device.type == "meta":
-                continue
-            if self._device.type != "cpu":
-                if tensor.device.type == self._device.type:
-                    return True
-            elif self._depth or tensor in self._on_device:
-                return True
-        return False
-
-    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Mark the tensors that an operation combines with a device tensor, and its results."""
+        given = [tensor for tensor in find_tensors(args) if tensor.device.type != "meta"]
         if self._device.type != "cpu":
-            return
-        given = list(find_tensors((args, kwargs)))
-        if self._depth or any(tensor in self._on_device for tensor in given):
-            self._mark((*given, *find_tensors(result)))
+            return any(tensor.device.type == self._device.type for tensor in given)
+        return any(self._depth or tensor in self._on_device for tensor in given)
 
 
 def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -298,7 +284,11 @@ def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str |
     if (kind := _CALLS.get(function)) is not None:
         return kind
     if function in (Tensor.__getitem__, Tensor.__setitem__):
-        return "x[mask]" if _counts_mask(function, args) else None
+        # `x[mask] = number` fills without counting.
+        fills = function is Tensor.__setitem__ and not (isinstance(args[2], Tensor) and args[2].dim())
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        masks = [one for one in parts if isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)]
+        return "x[mask]" if not fills and any(one.dim() for one in masks) else None
     if function is Tensor.to and args[0].device.type != "cpu":
         wanted = [*args[1:], *kwargs.values()]
         to_host = any(str(one) == "cpu" for one in wanted if isinstance(one, (str, torch.device)))
@@ -308,13 +298,3 @@ def _kind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str |
     is_repeat = function in (torch.repeat_interleave, Tensor.repeat_interleave)
     is_counted = is_repeat and "output_size" not in kwargs and isinstance((*args, None, None)[1], Tensor)
     return ".repeat_interleave()" if is_counted else None
-
-
-def _counts_mask(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return True for an index with a mask, except `x[mask] = number`, which fills without counting."""
-    if function is Tensor.__setitem__ and not (isinstance(args[2], Tensor) and args[2].dim()):
-        return False
-    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(
-        isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) and one.dim() for one in parts
-    )

@@ -12,7 +12,7 @@ from msgspec import Struct, to_builtins
 
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
-from holdfast.train.lengths.padding import Padding, compare_paddings
+from holdfast.train.lengths.batches import Padding, compare_paddings
 from holdfast.train.tuning.measurements import (
     MIN_GAIN,
     NAMES,
@@ -43,8 +43,6 @@ class Finding(Struct, frozen=True):
     after: str  # the value after the change: measured, or the best case
     share: float | None = None  # of a step's time that it costs, if measured
 
-
-# -- host syncs and graph breaks -----------------------------------------------------------------------------
 
 _READ = "Keep the tensor (`.detach()`), and read it every so many steps"
 _GATHER = f"{_READ}; gather results on the device and move them once."
@@ -91,12 +89,12 @@ def find_syncs(syncs: SyncMeasurements, step_s: float) -> list[Finding]:
 
 def find_breaks(graphs: GraphMeasurements, syncs: Sequence[Finding]) -> list[Finding]:
     """Find lines that break the model's graph, merged with syncs of the same line."""
-    by_place = {_line(sync.place): sync for sync in syncs}
+    by_place = {sync.place: sync for sync in syncs}
     costs = f"the model compiles to {plural(graphs.num_graphs, 'graph')}; nothing is fused across a break"
     found = []
     for broken in graphs.breaks:
         seen = f"the graph breaks here: {broken.reason}"
-        if sync := by_place.get(_line(broken.place)):
+        if sync := by_place.get(broken.place):
             seen, change, share = f"{seen}; {sync.seen}", sync.change, sync.share
         else:
             change, share = "Move it out of the model's forward, or use it for debugging only.", None
@@ -106,12 +104,8 @@ def find_breaks(graphs: GraphMeasurements, syncs: Sequence[Finding]) -> list[Fin
 
 def exclude_lines(findings: Iterable[Finding], others: Iterable[Finding]) -> list[Finding]:
     """Return the findings on lines without a finding in `others`."""
-    taken = {_line(one.place) for one in others}
-    return [one for one in findings if _line(one.place) not in taken]
-
-
-def _line(place: SourceLine | None) -> tuple[str, int] | None:
-    return None if place is None else (place.file, place.line)
+    taken = {one.place for one in others}
+    return [one for one in findings if one.place not in taken]
 
 
 def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]:
@@ -134,9 +128,6 @@ def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]
         costs = f"recompiled {recompile.num_times} times in {plural(graphs.num_steps, 'step')}{given_up}"
         found.append(Finding("recompile", recompile.place, seen, costs, change, "compiled once"))
     return found
-
-
-# -- input ---------------------------------------------------------------------------------------------------
 
 
 class TrialResult(Struct, frozen=True):
@@ -176,8 +167,6 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
     after = f"at best {format_duration(now.step_s - waited_s)} per step"
     return [Finding("input", loader.sample_code or loader.place, seen, costs, change, after, now.wait_share)]
 
-
-# -- compile -------------------------------------------------------------------------------------------------
 
 _HOW = {
     "whole": "`model.compile()` before the loop.",
@@ -236,8 +225,6 @@ def format_verdict(verdict: CompileVerdict) -> str:
     return f"{name} {verdict.speed_up:.2f}x, noise {verdict.noise:.0%}, warm-up {warm_up}"
 
 
-# -- padding and batch size ----------------------------------------------------------------------------------
-
 _MIN_ROWS = 16
 _MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size
 
@@ -293,17 +280,9 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
         change += f" Packing, for a causal model: {packed.positions / paddings.now:.0%}."
     place = None if steps.loader is None else steps.loader.sample_code or steps.loader.place
     padding, shapes = f"{1 - paddings.useful:.0%} of the model's", plural(paddings.num_shapes, "shape")
-    return [
-        Finding(
-            kind="padding",
-            place=place or steps.call,
-            seen=f"{padding} positions are padding ({shapes})",
-            costs=f"{padding} work",
-            change=change,
-            after=f"{best.positions / paddings.now:.0%} of the positions, {plural(best.num_shapes, 'shape')}",
-            share=saved,
-        )
-    ]
+    seen, costs = f"{padding} positions are padding ({shapes})", f"{padding} work"
+    after = f"{best.positions / paddings.now:.0%} of the positions, {plural(best.num_shapes, 'shape')}"
+    return [Finding("padding", place or steps.call, seen, costs, change, after, saved)]
 
 
 def find_batch(steps: StepMeasurements, now: TrialResult, trials: Sequence[TrialResult]) -> list[Finding]:
@@ -318,17 +297,13 @@ def find_batch(steps: StepMeasurements, now: TrialResult, trials: Sequence[Trial
     items = statistics.median(step.num_items for step in steps.steps)
     rule = rate_rule(steps.optimizer, steps.learning_rate, now.value, chosen.value, items / now.value)
     peak = "" if chosen.peak_bytes is None else f", {format_bytes(chosen.peak_bytes)} at the peak"
-    return [
-        Finding(
-            kind="batch",
-            place=loader.place,
-            seen=f"batch_size={now.value} does not use the whole machine: samples per second {tried}",
-            costs=f"{1 - 1 / gain:.0%} of the time per sample",
-            change=f"`batch_size={chosen.value}`. {rule}",
-            after=f"{gain:.2f}x the samples per second (measured){peak}",
-            share=1 - 1 / gain,
-        )
-    ]
+    seen = f"batch_size={now.value} does not use the whole machine: samples per second {tried}"
+    share, change = 1 - 1 / gain, f"`batch_size={chosen.value}`. {rule}"
+    costs, after = (
+        f"{share:.0%} of the time per sample",
+        f"{gain:.2f}x the samples per second (measured){peak}",
+    )
+    return [Finding("batch", loader.place, seen, costs, change, after, share)]
 
 
 def choose_batch(trials: Sequence[TrialResult]) -> TrialResult:
@@ -359,9 +334,6 @@ def fits_next(tried: Sequence[TrialResult], value: int, limit_bytes: int) -> boo
         before, less_bytes = known[-2]
         peak_bytes += max(0.0, (peak_bytes - less_bytes) / (last - before)) * (value - last)
     return peak_bytes <= limit_bytes
-
-
-# -- report --------------------------------------------------------------------------------------------------
 
 
 class TuningReport(Struct, frozen=True):

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -53,7 +54,10 @@ class LoaderMonitor:
         with contextlib.ExitStack() as undo:
             for kind in kinds:
                 for name, make in (("__init__", self._making), ("__iter__", self._iterating)):
-                    undo.callback(_replace(kind, name, make))
+                    own, before = name in vars(kind), getattr(kind, name)
+                    undone = partial(setattr, kind, name, before) if own else partial(delattr, kind, name)
+                    undo.callback(undone)
+                    setattr(kind, name, make(before))
             yield
 
     def pop_waited(self) -> tuple[float, int]:
@@ -121,13 +125,6 @@ class LoaderMonitor:
             return iterator if isinstance(iterator, _Timed) else _Timed(iterator, loader, self)
 
         return iterating
-
-
-def _replace(kind: type, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace a method with the one that `make` returns for it. Return the function that undoes this."""
-    own, before = name in vars(kind), getattr(kind, name)
-    setattr(kind, name, make(before))
-    return lambda: setattr(kind, name, before) if own else delattr(kind, name)
 
 
 class _Timed:

@@ -49,7 +49,7 @@ class RowLengths(Struct, frozen=True):
     widths: tuple[int, ...]  # padded length of the rows of each batch
 
 
-class StepMeasurements(Struct, frozen=True):
+class StepMeasurements(Struct, frozen=True, tag=True):
     """Measurements of unmodified steps."""
 
     device: str
@@ -79,7 +79,7 @@ class HostSync(Struct, frozen=True):
     in_forward: bool
 
 
-class SyncMeasurements(Struct, frozen=True):
+class SyncMeasurements(Struct, frozen=True, tag=True):
     """Measurements of host syncs."""
 
     device: str
@@ -105,7 +105,7 @@ class Recompile(Struct, frozen=True):
     is_shape: bool  # shapes of its inputs are the reason
 
 
-class GraphMeasurements(Struct, frozen=True):
+class GraphMeasurements(Struct, frozen=True, tag=True):
     """Graphs, graph breaks and recompiles that the compiler's tracer produced for the model."""
 
     num_graphs: int  # graphs of the model for one batch
@@ -115,7 +115,7 @@ class GraphMeasurements(Struct, frozen=True):
     failure: str = ""  # the compiler's error if it could not trace the model
 
 
-class CompileMeasurements(Struct, frozen=True):
+class CompileMeasurements(Struct, frozen=True, tag=True):
     """Measurements of eager and compiled steps of one run, taken in turns."""
 
     variant: str
@@ -127,6 +127,15 @@ class CompileMeasurements(Struct, frozen=True):
     eager_bytes: int | None  # peak memory of an eager step, beyond its start
     compiled_bytes: int | None
 
+
+class RunFailure(Struct, frozen=True, tag=True):
+    """Failure of a run, with its reason."""
+
+    reason: str
+
+
+Measurements = StepMeasurements | SyncMeasurements | GraphMeasurements | CompileMeasurements
+"""Result of a run, by its question."""
 
 NAMES = {
     "whole": "the whole model",
@@ -177,15 +186,10 @@ def judge_compile(race: CompileMeasurements) -> CompileVerdict:
     speed_up = eager / compiled
     saved_s = race.step_s * (1 - 1 / speed_up)
     even = math.ceil(race.warm_up_s / saved_s) if speed_up > 1 + noise else None
-    return CompileVerdict(race.variant, speed_up, noise, race.warm_up_s, even, _memory_ratio(race))
-
-
-def _memory_ratio(race: CompileMeasurements) -> float | None:
-    """Return compiled by eager memory. None if one kind reused the other's allocations."""
-    peaks = (race.eager_bytes or 0, race.compiled_bytes or 0)
-    if min(peaks) <= _REUSED * max(peaks):
-        return None
-    return peaks[1] / peaks[0]
+    peaks = race.eager_bytes or 0, race.compiled_bytes or 0
+    has_reused = min(peaks) <= _REUSED * max(peaks)  # one kind of steps the allocations of the other
+    memory_ratio = None if has_reused else peaks[1] / peaks[0]
+    return CompileVerdict(race.variant, speed_up, noise, race.warm_up_s, even, memory_ratio)
 
 
 class Throughput(Struct, frozen=True):

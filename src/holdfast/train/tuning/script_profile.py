@@ -1,4 +1,4 @@
-"""Profile of a script: several runs of it in their own processes, one after the other, and their report."""
+"""Profile of a training: questions, each answered by a run of some steps, and the report on the answers."""
 
 from __future__ import annotations
 
@@ -19,24 +19,138 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as
 from holdfast.system.entry import command
 from holdfast.system.environment import sandbox_environment
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
+from holdfast.system.units import plural
 from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.tuning import findings
-from holdfast.train.tuning.findings import TrialResult, TuningReport
+from holdfast.train.tuning.findings import Finding, TrialResult, TuningReport
 from holdfast.train.tuning.loaders import LoaderSettings
 from holdfast.train.tuning.measurements import (
     MIN_GAIN,
+    NAMES,
     QUESTIONS,
+    CompileVerdict,
+    Measurements,
+    RunFailure,
+    StepMeasurements,
     Throughput,
+    judge_compile,
     measure_throughput,
 )
-from holdfast.train.tuning.questions import KINDS, Profile, RunFailed, RunSpec
 
+
+class RunSpec(Struct, frozen=True):
+    """Specification of a run."""
+
+    question: str  # "steps", "syncs", "graphs" or "race"
+    script: str
+    args: tuple[str, ...]
+    num_steps: int
+    variant: str = ""  # the way to compile, in a comparison of compiled and eager steps
+    compiles_itself: bool = False
+    loader: LoaderSettings | None = None  # the data loader whose settings are changed
+
+    @property
+    def name(self) -> str:
+        """A short name for files and messages."""
+        loader = self.loader or LoaderSettings(-1)
+        changed = {"workers": loader.num_workers, "batch": loader.batch_size}
+        settings = (f"{name}-{value}" for name, value in changed.items() if value is not None)
+        return "-".join(filter(None, (self.question, self.variant, *settings))).replace(" ", "-")
+
+
+class RunFailed(Exception):
+    """A run without a result. The message has the reason and the end of the script's output."""
+
+
+class Profile:
+    """A profile in progress: the steps as they are, then an answer to each question.
+
+    `measure` runs some steps as a specification has it, and returns their measurements. It raises RunFailed
+    without a result.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[RunSpec], Any],
+        spec: RunSpec,
+        questions: Collection[str],
+        on_progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.measure, self.spec, self.questions, self.on_progress = measure, spec, questions, on_progress
+        self.unanswered: list[str] = []
+        self.findings: list[Finding] = []
+        self.verdicts: list[CompileVerdict] = []
+        on_progress("plain steps")
+        try:
+            self.steps: StepMeasurements = measure(spec)
+        except RunFailed as why:
+            raise InvalidInput(
+                f"{spec.script} could not be measured: {why}\nThe script was not modified."
+            ) from None
+        if not self.steps.steps:
+            raise InvalidInput(
+                f"{spec.script} ends after too few steps. Pass arguments with which it takes at least "
+                f"{plural(spec.num_steps + 3, 'step')}, or a smaller --steps."
+            )
+        self.now = measure_throughput(self.steps.steps, self.steps.device)
+        self.paddings = findings.compare_lengths(self.steps.lengths) if "shapes" in questions else None
+        self.findings += findings.find_padding(self.steps, self.paddings)
+        self._find_in_code()
+
+    def _find_in_code(self) -> None:
+        syncs, breaks = [], []
+        if "syncs" in self.questions:
+            seen = self.ask("looking for host syncs", question="syncs")
+            syncs = [] if seen is None else findings.find_syncs(seen, self.now.step_s)
+        if {"syncs", "shapes", "compile"} & set(self.questions):
+            what, is_own = "looking for graph breaks and recompiles", self.steps.compiled_at is not None
+            graphs = self.ask(what, question="graphs", compiles_itself=is_own)
+            if graphs is not None:
+                if graphs.failure:
+                    self.unanswered.append(f"graphs: the compiler cannot trace the model: {graphs.failure}")
+                breaks = findings.find_breaks(graphs, syncs)
+                found = findings.find_recompiles(graphs, len(set(self.steps.shapes)))
+                self.findings += findings.exclude_lines(found, breaks)
+        self.findings += [*breaks, *findings.exclude_lines(syncs, breaks)]
+
+    def race(self, variant: str) -> None:
+        """Compare eager steps with those of one way to compile."""
+        what = f"eager against compiled: {NAMES[variant]}"
+        if measured := self.ask(what, question="race", variant=variant):
+            self.verdicts.append(judge_compile(measured))
+
+    def ask(self, what: str, **changes: Any) -> Any:
+        """Return the measurements of a run with a changed specification; None if it has failed."""
+        self.on_progress(what)
+        spec = replace(self.spec, **changes)
+        try:
+            return self.measure(spec)
+        except RunFailed as why:
+            self.unanswered.append(f"{spec.name}: {why}")
+            return None
+
+    def report(self, **more: Any) -> TuningReport:
+        """Return the report on everything that was found."""
+        return TuningReport(
+            script=self.spec.script,
+            steps=self.steps,
+            throughput=self.now,
+            findings=tuple(sorted(self.findings, key=lambda finding: -(finding.share or 0.0))),
+            verdicts=tuple(self.verdicts),
+            paddings=self.paddings,
+            unanswered=tuple(self.unanswered),
+            **more,
+        )
+
+
+_RESULT = "result.json"
+_MAX_RESULT_BYTES = 256 << 20
 _DOUBLINGS = 5
 _POLL_S = 0.2
 _EXIT_S = 20.0  # limit for the script's cleanup after SIGINT
@@ -61,15 +175,19 @@ class ProfileRuns(Struct):
         own.mkdir()
         (own / "spec.json").write_text(json.dumps(to_builtins(spec)))
         log = own / "log.txt"
-        with process_group(self._command(own), self._environment(own), log) as process:
+        words = command("holdfast.train.tuning", str(own))
+        if self.ranks is not None:
+            options = ("--standalone", "--max-restarts", "0", "--nproc-per-node", str(self.ranks))
+            words = command("torch.distributed.run", *options, *words[1:])  # it starts Python itself
+        with process_group(words, self._environment(own), log) as process:
             status = self._wait(process, own)
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
-        if result is not None and "facts" in result:
-            return read_as(KINDS[spec.question], result["facts"], "the result of a profile run")
         tail = end_of(log)
+        if isinstance(result, RunFailure):
+            raise RunFailed(f"{result.reason}\n{tail}".rstrip())
         if result is not None:
-            raise RunFailed(f"{result['failure']}\n{tail}".rstrip())
+            return result
         why = f"it ended with exit status {status} before the measurements were complete"
         if status is None:
             why = f"it took more than {self.timeout_s:.0f} s and was killed"
@@ -78,22 +196,15 @@ class ProfileRuns(Struct):
     def _wait(self, process: subprocess.Popen[bytes], own: Path) -> int | None:
         """Wait for the result or the end of the process. Return its exit status; None if it was stopped."""
         deadline_s = time.monotonic() + self.timeout_s
-        while time.monotonic() < deadline_s and read_result(own) is None:
+        while time.monotonic() < deadline_s and not (own / _RESULT).exists():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(_POLL_S)
-        if read_result(own) is None:
+        if not (own / _RESULT).exists():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_EXIT_S)  # the result exists; a rank may still wait for one that has left
         return None
-
-    def _command(self, own: Path) -> list[str]:
-        script = command("holdfast.train.tuning", str(own))
-        if self.ranks is None:
-            return script
-        options = ("--standalone", "--max-restarts", "0", "--nproc-per-node", str(self.ranks))
-        return command("torch.distributed.run", *options, *script[1:])  # it starts Python itself
 
     def _environment(self, own: Path) -> Mapping[str, str]:
         env = sandbox_environment(own / "homes") | {
@@ -110,17 +221,19 @@ def read_spec(own: Path) -> RunSpec:
     return decode_as(RunSpec, (own / "spec.json").read_text(), "the specification of a profile run")
 
 
-def write_result(own: Path, result: Mapping[str, Any]) -> None:
+def write_result(own: Path, result: Measurements | RunFailure) -> None:
     """Write the result atomically."""
-    write_atomic(own / "result.json", json.dumps(result), is_durable=False)
+    write_atomic(own / _RESULT, json.dumps(to_builtins(result)), is_durable=False)
 
 
-def read_result(own: Path) -> dict[str, Any] | None:
+def read_result(own: Path) -> Measurements | RunFailure | None:
     """Return the result, or None if it is missing."""
     try:
-        return json.loads((own / "result.json").read_text())
+        text = (own / _RESULT).read_bytes()
     except FileNotFoundError:
         return None
+    limits: dict[str, Any] = {"max_bytes": _MAX_RESULT_BYTES, "any_text": True}
+    return decode_as(Measurements | RunFailure, text, "the result of a profile run", **limits)
 
 
 def profile_script(

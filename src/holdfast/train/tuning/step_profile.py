@@ -17,7 +17,7 @@ from holdfast.train.tuning.eager_watchers import watch_steps, watch_syncs
 from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
-from holdfast.train.tuning.questions import Profile, RunSpec
+from holdfast.train.tuning.script_profile import Profile, RunSpec
 from holdfast.train.tuning.tracker import StepTracker, StopRun, Watcher
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -120,9 +121,6 @@ def _from_first_step(watcher: Watcher) -> Watching:
     return (yield from watcher(TrainingInfo(outermost, optimizer, device)))
 
 
-# -- modules -------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _called_modules() -> Iterator[dict[int, OutermostModule]]:
     """Collect the trained modules that are called during the block, not by other modules, in their order.
@@ -171,10 +169,8 @@ def find_layers(module: nn.Module) -> list[nn.Module]:
     Source: the structure of the models in transformers and in PyTorch's own examples.
     """
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        kinds = [type(child) for child in module if any(True for _ in child.parameters())]
-        repeated = {
-            kind for kind in kinds if kinds.count(kind) > 1 and not kind.__module__.startswith("torch.")
-        }
+        kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
+        repeated = {one for one, num in kinds.items() if num > 1 and not one.__module__.startswith("torch.")}
         if found := [child for child in module if type(child) in repeated]:
             return found
     return [block for child in module.children() for block in find_layers(child)]

@@ -16,18 +16,22 @@ from pathlib import Path
 from msgspec import Struct
 
 from holdfast.checkpoint.format.hashes import digest
+from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
 from holdfast.system import privacy
+from holdfast.system.documents import is_text, shown
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.processes import start_time
 from holdfast.system.privacy import private_folder
 from holdfast.watch.compiled.build_environment import current_environment, environment_key
-from holdfast.watch.compiled.index import MAX_FILE_BYTES, check_path
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable with torch.compile's cache directory. torch sets it on first use."""
 HEADERS = "precompiled_headers/"  # prefix of the paths of precompiled headers
 MAX_HEADER_FILES = 8  # newest headers of a host to include. Each version of torch and compiler has two files
+FOLDER = "compiled/"  # prefix of all objects of compile caches in a home
+MAX_FILE_BYTES = 256 << 20  # largest file to upload
+MAX_PATH_CHARS = 1024
 MAX_FILES = 50_000  # most files of a directory that are considered
 
 _TORCH_CHOOSES = "torch._inductor.runtime.cache_dir_utils"
@@ -70,7 +74,10 @@ def current() -> Directory | None:
     usual = Path(importlib.import_module(_TORCH_CHOOSES).default_cache_dir())
     if not is_chosen() and path == usual.absolute() and not _may_be_own(usual):
         return None  # created by another user: its files are not trusted
-    since_unix_s = 0.0 if is_chosen() or is_own(path) else _process_start_unix_s()
+    since_unix_s = 0.0
+    if not (is_chosen() or is_own(path)):  # since the start of this process, by the clock of file times
+        started_s = (start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
+        since_unix_s = time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
     headers = usual / HEADERS
     return Directory(path, since_unix_s, headers if _may_be_own(usual) and _may_be_own(headers) else None)
 
@@ -102,16 +109,6 @@ def own(home: str, key: str) -> Path:
 def is_own(path: Path) -> bool:
     """Return True for a directory from `own`."""
     return path.parent.name.startswith(f"holdfast-compiled-{os.getuid()}")
-
-
-def _process_start_unix_s() -> float:
-    """Return the start time of this process, by the clock of file times."""
-    started_s = (start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-    return time.time() - age_s
-
-
-# -- what is there -------------------------------------------------------------------------------------------
 
 
 def whole_files(directory: Directory) -> dict[str, int]:
@@ -156,6 +153,13 @@ def _can_be_named(path: str) -> bool:
     return True
 
 
+def check_path(path: str) -> str:
+    """Return a path, if it stays inside its directory."""
+    if not isinstance(path, str) or len(path) > MAX_PATH_CHARS or "\\" in path or not is_text(path):
+        raise InvalidInput(f"{shown(path)} is not a valid path in a compile cache.")
+    return check_name(path)
+
+
 def read_whole(directory: Directory, path: str) -> bytes | None:
     """Return the bytes of a file, or None if it is missing or incomplete."""
     try:
@@ -182,9 +186,6 @@ def _is_torn(data: bytes) -> bool:
     (at,) = struct.unpack_from("<Q", data, 40)
     entry_bytes, num_entries = struct.unpack_from("<HH", data, 58)
     return at == 0 or at + entry_bytes * num_entries > len(data)
-
-
-# -- putting there -------------------------------------------------------------------------------------------
 
 
 def has(directory: Directory, path: str, num_bytes: int) -> bool:

@@ -95,11 +95,9 @@ class CompileCache(Watch):
     def place(self) -> str | None:
         return self._place
 
-    # -- from home -------------------------------------------------------------------------------------------
-
     @override
     def prepare(self) -> None:
-        from holdfast.watch.compiled.index import FOLDER
+        from holdfast.watch.compiled.directory import FOLDER
 
         if self._has_looked or not (self._is_trusted or self.trust is None):
             return
@@ -121,7 +119,7 @@ class CompileCache(Watch):
         run, facts, began = self._run, current_environment(), time.monotonic()
         key = environment_key(facts)
         if not self._is_trusted:
-            if transfer.read_indices(run.store, key, facts)[0]:
+            if transfer.read_indices(run.store, key, facts, []):
                 run.show(
                     f"{run.home} has compiled code for this machine. It was not loaded, because that runs "
                     "it. If you trust everyone who can write there, run `holdfast trust "
@@ -146,8 +144,6 @@ class CompileCache(Watch):
 
     def _note(self, event: str, num_bytes: int, seconds: float, detail: str) -> None:
         self._run.note(event, step=None, num_bytes=num_bytes, seconds=seconds, detail=detail, tier="home")
-
-    # -- to home ---------------------------------------------------------------------------------------------
 
     @override
     def claimed(self, attempt: int, place: SharedPlace) -> None:

@@ -1,38 +1,202 @@
-"""Compiled files between home and a local directory: downloads, verified, and uploads within a size limit."""
+"""Compiled files between home and a local directory: their index and packs, downloads and uploads."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import final
+from itertools import groupby
+from typing import Any, NamedTuple, final
 
 from msgspec import Struct
 
+from holdfast.checkpoint.format.catalog import columns
+from holdfast.checkpoint.format.hashes import DIGITS, digest
+from holdfast.checkpoint.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
+from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
 from holdfast.checkpoint.store import Store
-from holdfast.errors import Conflict, HoldfastError, NotFound
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound
+from holdfast.system.documents import Fields, read_integers, shown
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_bytes
 from holdfast.watch.compiled import directory as directories
 from holdfast.watch.compiled.build_environment import BuildEnvironment, format_difference
-from holdfast.watch.compiled.directory import Directory
-from holdfast.watch.compiled.index import (
-    FOLDER,
-    CacheIndex,
-    IndexName,
-    PackedFile,
-    divide,
-    document,
-    folder_of,
-    index_name,
-    newest,
-    pack,
-    pack_name,
-    parse,
-    parse_name,
-    unpack,
-)
+from holdfast.watch.compiled.directory import FOLDER, MAX_FILE_BYTES, Directory, check_path
+
+MAX_INDEX_BYTES = 64 << 20
+
+_KEY = r"compiled/([0-9a-f]{32})/"
+_A = r"a([0-9]{4}|[1-9][0-9]{4,8})"
+_INDEX = re.compile(rf"{_KEY}{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-([0-9]{{4}}|[1-9][0-9]{{4,8}})\.json")
+_PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
+
+
+class PackedFile(Struct, frozen=True):
+    """One file: its path, size and hash, and its position in a pack."""
+
+    path: str
+    num_bytes: int
+    hash: str
+    pack: str  # hash of the pack, which has the compressed file from `offset` on
+    offset: int
+    packed_bytes: int
+
+
+class CacheIndex(Struct, frozen=True):
+    """Uploads of one rank of an attempt so far. A greater `number` replaces the smaller ones."""
+
+    attempt: int
+    rank: int
+    number: int
+    facts: BuildEnvironment
+    files: tuple[PackedFile, ...]
+
+
+class IndexName(NamedTuple):
+    """Parts of an index's name. The newest index of a key is the greatest."""
+
+    attempt: int
+    rank: int
+    number: int
+    key: str
+
+
+class PackName(NamedTuple):
+    """Parts of a pack's name."""
+
+    key: str
+    attempt: int
+    hash: str
+
+
+def folder_of(key: str) -> str:
+    """Return `compiled/KEY/`."""
+    return f"{FOLDER}{key}/"
+
+
+def index_name(key: str, attempt: int, rank: int, number: int) -> str:
+    """Return `compiled/KEY/a0003-rank-00000-0001.json`."""
+    return f"{FOLDER}{key}/a{attempt:04d}-rank-{rank:05d}-{number:04d}.json"
+
+
+def pack_name(key: str, attempt: int, pack_hash: str) -> str:
+    """Return `compiled/KEY/a0003-HASH.pack`."""
+    return f"{FOLDER}{key}/a{attempt:04d}-{pack_hash}.pack"
+
+
+def parse_name(name: str) -> IndexName | PackName | None:
+    """Parse the name of an object. Return None for objects that are neither index nor pack."""
+    if found := _INDEX.fullmatch(name):
+        return IndexName(int(found[2]), int(found[3]), int(found[4]), found[1])
+    if found := _PACK.fullmatch(name):
+        return PackName(found[1], int(found[2]), found[3])
+    return None
+
+
+def document(index: CacheIndex) -> bytes:
+    """Return the sealed document of an index."""
+    packs = sorted({file.pack for file in index.files})
+    rows = [
+        [file.path, file.num_bytes, file.hash, packs.index(file.pack), file.offset, file.packed_bytes]
+        for file in index.files
+    ]
+    members = {name: getattr(index, name) for name in ("attempt", "rank", "number", "facts")}
+    return seal(dumps({**VERSIONS.header, **members, "packs": packs, "files": rows}))
+
+
+def parse(text: bytes, name: str) -> CacheIndex:
+    """Parse the document of an index, and check every path."""
+    body = unseal(text, name, max_bytes=MAX_INDEX_BYTES)
+    return VERSIONS.parser(body, name)(body, name)
+
+
+def _parse_v1(body: Fields, name: str) -> CacheIndex:
+    attempt = body.integer("attempt", at_most=MAX_ATTEMPT)
+    rank = body.integer("rank", at_most=MAX_RANKS - 1)
+    number = body.integer("number")
+    try:
+        packs = body.texts("packs", max_chars=DIGITS)
+        facts = {fact: body.fields("facts").text(fact) for fact in body.fields("facts").members}
+        files = tuple(_file(row, packs) for row in body.array("files"))
+    except (Corrupt, ValueError) as error:
+        raise Corrupt(
+            f"{name} is sealed but not a valid index of compiled files: {error}.", key=name
+        ) from error
+    parsed = parse_name(name)
+    if not isinstance(parsed, IndexName) or parsed[:3] != (attempt, rank, number):
+        raise Corrupt(f"{name} is the index of attempt {attempt}, rank {rank}, under a wrong name.", key=name)
+    return CacheIndex(attempt, rank, number, facts, files)
+
+
+VERSIONS = Versions("holdfast-compiled", written=1, parsers={1: _parse_v1})
+
+
+def _file(row: Any, packs: Sequence[str]) -> PackedFile:
+    path, num_bytes, file_hash, pack, offset, packed_bytes = columns(row, 6, "a file")
+    read_integers([num_bytes, packed_bytes], at_most=MAX_FILE_BYTES)
+    read_integers([pack], at_most=len(packs) - 1)
+    read_integers([offset])
+    if type(file_hash) is not str or not HASH.fullmatch(file_hash):
+        raise ValueError(f"{shown(path)} has the hash {shown(file_hash)}")
+    return PackedFile(check_path(path), num_bytes, file_hash, packs[int(pack)], offset, packed_bytes)
+
+
+def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
+    """Group the indices of a key by writer, the newest attempt first, and the greatest number of each."""
+    ordered = sorted(names, reverse=True)
+    return [list(group) for _, group in groupby(ordered, lambda name: (name.attempt, name.rank))]
+
+
+_LEVEL, _LARGE_LEVEL = 6, 1
+_LARGE_BYTES = 8 << 20  # precompiled headers; better compression costs more than it saves
+
+
+def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[PackedFile, ...]]:
+    """Pack files into one object, and return their positions in it."""
+    whole, positions = bytearray(), []
+    for path, data in sorted(files.items()):
+        packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)
+        positions.append((path, len(data), digest(data), len(whole), len(packed)))
+        whole += packed
+    named = digest(whole)
+    return bytes(whole), tuple(
+        PackedFile(path, num_bytes, file_hash, named, offset, packed_bytes)
+        for path, num_bytes, file_hash, offset, packed_bytes in positions
+    )
+
+
+def unpack(whole: bytes, file: PackedFile) -> bytes:
+    """Return the contents of a file, verified against its hash."""
+    stretch = memoryview(whole)[file.offset : file.offset + file.packed_bytes]
+    try:
+        # One byte more than allowed: longer data are detected without decompressing all of them.
+        data = zlib.decompressobj().decompress(stretch, file.num_bytes + 1)
+    except zlib.error as error:
+        raise Corrupt(f"{file.path} in the pack {file.pack} is damaged: {error}.", key=file.path) from error
+    if len(data) != file.num_bytes or digest(data) != file.hash:
+        raise Corrupt(
+            f"{file.path} in the pack {file.pack} is damaged (expected {file.num_bytes} bytes of "
+            f"xxh3:{file.hash}, found {len(data)} of xxh3:{digest(data)}).",
+            key=file.path,
+        )
+    return data
+
+
+def divide(sizes: Iterable[tuple[str, int]], max_bytes: int) -> list[list[str]]:
+    """Divide paths into groups of at most `max_bytes` each. A larger file has its own group."""
+    groups: list[list[str]] = []
+    room = 0
+    for path, num_bytes in sizes:
+        if not groups or num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(path)
+        room -= num_bytes
+    return groups
+
 
 MAX_INDICES = 256  # most indices to read, newest first
 _READS_AT_ONCE = 4
@@ -48,40 +212,32 @@ class DownloadResult(Struct):
     problems: list[str] = []
 
 
-def read_indices(store: Store, key: str, facts: BuildEnvironment) -> tuple[list[CacheIndex], list[str]]:
-    """Read the indices of a key, newest attempt first, and the errors of unreadable ones.
+def read_indices(store: Store, key: str, facts: BuildEnvironment, problems: list[str]) -> list[CacheIndex]:
+    """Read the indices of a key, newest attempt first, and add the errors of unreadable ones to `problems`.
 
     Of each writer the newest readable index counts.
     """
     names = (parse_name(entry.name) for entry in store.list(folder_of(key)))
     writers = newest(name for name in names if isinstance(name, IndexName))[:MAX_INDICES]
-    found: list[CacheIndex] = []
-    problems: list[str] = []
+
+    def first_good(numbers: list[IndexName]) -> CacheIndex | None:
+        for parts in numbers:
+            name = index_name(parts.key, parts.attempt, parts.rank, parts.number)
+            try:
+                index = parse(store.get(name), name)
+            except NotFound:
+                continue  # just replaced by its writer
+            except HoldfastError as error:
+                problems.append(str(error))
+                continue
+            if index.facts == facts:
+                return index
+            difference = format_difference(facts, index.facts)
+            problems.append(f"{name} is for another environment: it differs in {difference}.")
+        return None
+
     with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-        for index, wrong in pool.map(lambda numbers: _first_good(store, facts, numbers), writers):
-            found += [index] if index is not None else []
-            problems += wrong
-    return found, problems
-
-
-def _first_good(
-    store: Store, facts: BuildEnvironment, names: list[IndexName]
-) -> tuple[CacheIndex | None, list[str]]:
-    problems = []
-    for parts in names:
-        name = index_name(parts.key, parts.attempt, parts.rank, parts.number)
-        try:
-            index = parse(store.get(name), name)
-        except NotFound:
-            continue  # just replaced by its writer
-        except HoldfastError as error:
-            problems.append(str(error))
-            continue
-        if index.facts == facts:
-            return index, problems
-        difference = format_difference(facts, index.facts)
-        problems.append(f"{name} is for another environment: it differs in {difference}.")
-    return None, problems
+        return [index for index in pool.map(first_good, writers) if index is not None]
 
 
 def load(
@@ -89,14 +245,32 @@ def load(
 ) -> DownloadResult:
     """Download every file of a key that the directory lacks.
 
-    A file with a wrong hash is skipped, and an older copy used, if one exists.
-
-    Args:
-        limit_s: time limit, after which no further pack is downloaded.
+    A file with a wrong hash is skipped, and an older copy used, if one exists. After `limit_s` no further
+    pack is downloaded.
     """
     deadline = time.monotonic() + limit_s
     loaded = DownloadResult()
-    indices, loaded.problems = read_indices(store, key, facts)
+    indices = read_indices(store, key, facts, loaded.problems)
+
+    def fetch(name: str, files: list[PackedFile]) -> list[PackedFile]:
+        """Place the files of a pack, and return those that exist now."""
+        if time.monotonic() > deadline:
+            loaded.problems.append(f"{name} was not downloaded in time.")
+            return []
+        placed: list[PackedFile] = []
+        try:
+            whole = store.get(name)
+        except HoldfastError as error:
+            loaded.problems.append(str(error))
+            return []
+        for file in files:
+            try:
+                directories.place(directory, file.path, unpack(whole, file))
+                placed.append(file)
+            except (HoldfastError, OSError) as error:
+                loaded.problems.append(str(error))
+        return placed
+
     for index in indices:
         wanted: dict[str, list[PackedFile]] = {}  # by pack
         for file in index.files:
@@ -106,42 +280,17 @@ def load(
                 else:
                     wanted.setdefault(pack_name(key, index.attempt, file.pack), []).append(file)
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
-            fetching = [pool.submit(_fetch, store, *one, directory, deadline) for one in wanted.items()]
-        for placed, problems in (one.result() for one in fetching):
-            loaded.there |= {file.path for file in placed}
-            loaded.num_placed += len(placed)
-            loaded.num_bytes += sum(file.num_bytes for file in placed)
-            loaded.problems += problems
+            placed = [file for found in pool.map(fetch, wanted, wanted.values()) for file in found]
+        loaded.there |= {file.path for file in placed}
+        loaded.num_placed += len(placed)
+        loaded.num_bytes += sum(file.num_bytes for file in placed)
     loaded.lacking = set(_listed_paths(indices)) - loaded.there
     return loaded
-
-
-def _fetch(
-    store: Store, name: str, files: list[PackedFile], directory: Directory, deadline: float
-) -> tuple[list[PackedFile], list[str]]:
-    """Place the files of a pack. Return the files that exist now, and the errors of the others."""
-    if time.monotonic() > deadline:
-        return [], [f"{name} was not downloaded in time."]
-    try:
-        whole = store.get(name)
-    except HoldfastError as error:
-        return [], [str(error)]
-    placed: list[PackedFile] = []
-    problems: list[str] = []
-    for file in files:
-        try:
-            directories.place(directory, file.path, unpack(whole, file))
-            placed.append(file)
-        except (HoldfastError, OSError) as error:
-            problems.append(str(error))
-    return placed, problems
 
 
 def _listed_paths(indices: Iterable[CacheIndex]) -> Iterator[str]:
     return (file.path for index in indices for file in index.files)
 
-
-# -- to home -------------------------------------------------------------------------------------------------
 
 PACK_BYTES = 8 << 20  # target size of a pack: the memory of one upload, and the most that a kill can cost
 
@@ -177,11 +326,8 @@ class CacheUploader(Struct):
     ) -> UploadResult:
         """Upload the files that are new since the last call. If the store fails, the next call does the rest.
 
-        After each pack, home has an index with it, so a kill costs at most one pack.
-
-        Args:
-            is_last: this is the last call, so it does not wait for the first uploader.
-            is_ended: checked between packs. If true, the rest is not uploaded.
+        After each pack, home has an index with it, so a kill costs at most one pack. The last call does not
+        wait for the first uploader. `is_ended` is checked between packs.
         """
         result = UploadResult()
         new = self._new(directory)
@@ -191,7 +337,7 @@ class CacheUploader(Struct):
             self._has_waited = True
             return result
         if self.turn > 0 or self._number == 0:
-            indices, _ = read_indices(self.store, self.key, self.facts)
+            indices = read_indices(self.store, self.key, self.facts, [])
             self.known = {*self.known, *(set(_listed_paths(indices)) - set(self.lacking))}
             new = self._new(directory)
         in_order = sorted(new.items(), key=lambda item: (item[1] > PACK_BYTES, item[0]))  # fast uploads first

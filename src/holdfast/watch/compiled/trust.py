@@ -72,9 +72,6 @@ def is_trusted(home: str) -> bool:
     return any(place_of(word).covers(there) for word in (*named, *trusted()))
 
 
-# -- the user's file -----------------------------------------------------------------------------------------
-
-
 def file_path() -> Path:
     """Return the path of the user's file, `~/.config/holdfast/trusted` by default."""
     parent = os.environ.get("XDG_CONFIG_HOME") or "~/.config"

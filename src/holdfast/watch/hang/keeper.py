@@ -15,12 +15,21 @@ from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
 from holdfast.system.environment import report_hang
-from holdfast.watch.hang import evidence as evidences
-from holdfast.watch.hang.evidence import RankEvidence, capture_host, capture_rank, read_progress
-from holdfast.watch.hang.incidents import OVER, describe_hang, describe_odd, place_of
+from holdfast.watch.hang.incidents import (
+    EVENT,
+    OVER,
+    RankEvidence,
+    capture_host,
+    capture_rank,
+    decode_evidence,
+    describe_hang,
+    describe_odd,
+    encode_evidence,
+    place_of,
+    read_progress,
+)
 from holdfast.watch.hang.limit import HangLimits, StallClock
-from holdfast.watch.hang.places import Kind
-from holdfast.watch.hang.stacks import EXIT_SIGNAL, end_process
+from holdfast.watch.hang.stacks import EXIT_SIGNAL, Kind, end_process
 
 _PERIOD_S = 1.0  # longest pause between two looks at the pulse
 _LOOKS = 10  # looks within the limit of a step, if that is short
@@ -46,8 +55,6 @@ class HangKeeper(KeeperWatch):
         self._reported_s = 0.0
         run.in_background(self._watch)
 
-    # -- the thread ------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         try:
             pulse = PulseReader.of_process(self._trainer.trainer_pid, self._trainer.pulse_fd)
@@ -61,7 +68,11 @@ class HangKeeper(KeeperWatch):
             progress, now_s = pulse.read(), time.monotonic()
             is_late = self._clock.tick(progress, now_s - seen_s)
             seen_s = now_s
-            self._note_recovery(progress)
+            if self._has_recovered(progress):
+                self._reported = None
+                if progress.is_training:  # otherwise it has left its loop, as after a signal
+                    seconds, detail = now_s - self._reported_s, "the training makes progress again"
+                    self._history.record(OVER, step=progress.step, seconds=seconds, detail=detail)
             if is_late and self._reported is None:
                 self._handle(progress)
                 seen_s = time.monotonic()
@@ -69,15 +80,6 @@ class HangKeeper(KeeperWatch):
     def _has_recovered(self, progress: TrainerProgress) -> bool:
         """Return True if the trainer has made progress since its hang was reported."""
         return self._reported not in (None, (progress.beats, progress.phase_count))
-
-    def _note_recovery(self, progress: TrainerProgress) -> None:
-        """Record that a trainer which was reported makes progress again."""
-        if not self._has_recovered(progress):
-            return
-        self._reported = None
-        if progress.is_training:  # otherwise it has left its loop, as after a signal
-            seconds, detail = time.monotonic() - self._reported_s, "the training makes progress again"
-            self._history.record(OVER, step=progress.step, seconds=seconds, detail=detail)
 
     def _handle(self, progress: TrainerProgress) -> None:
         """Capture all ranks of this host, and report a hang unless one may take long."""
@@ -113,15 +115,13 @@ class HangKeeper(KeeperWatch):
         is_extended = progress.phase or self._clock.limit_s >= limits.phase_s
         return limits.phase_s if may_take_long and not is_extended else None
 
-    # -- results ---------------------------------------------------------------------------------------------
-
     def _record(self, evidence: RankEvidence) -> None:
         self._history.record(
-            evidences.EVENT,
+            EVENT,
             step=evidence.step,
             seconds=evidence.stalled_s,
             detail=describe_odd([evidence]),
-            members={"evidence": evidences.encode(evidence)},
+            members={"evidence": encode_evidence(evidence)},
         )
         with contextlib.suppress(HoldfastError):
             self._history.store.flush()
@@ -155,12 +155,10 @@ class HangKeeper(KeeperWatch):
         while time.monotonic() < deadline_s and len(found) < self._config.world_size:
             with contextlib.suppress(HoldfastError):
                 for line in read_lines(self._history.store, self._config.attempt)[0]:
-                    other = evidences.decode(line) if line["t"] >= since_unix_s else None
+                    other = decode_evidence(line) if line["t"] >= since_unix_s else None
                     if other is not None and not (other.rank in found and found[other.rank].is_late):
                         found[other.rank] = other
             time.sleep(_PERIOD_S)
-
-    # -- restart ---------------------------------------------------------------------------------------------
 
     def _end_trainer(self, step: int, place: str) -> None:
         """End the trainer once its saves are durable, unless it makes progress again."""

@@ -1,4 +1,4 @@
-"""Stacks of a process: written by a signal handler of its own, or read by py-spy, and parsed."""
+"""Stacks of a process: written by its own signal handler or read by py-spy, and the place that they show."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,9 +67,6 @@ def main_thread(threads: tuple[Thread, ...], ident: int) -> Thread | None:
     return next((thread for thread in threads if thread.ident == ident), None)
 
 
-# -- handlers of a trainer, which need no GIL ----------------------------------------------------------------
-
-
 def install_handlers() -> int:
     """Install both handlers, once per process, unless something else handles their signals.
 
@@ -109,8 +108,6 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(ident, tuple(frames[:MAX_FRAMES])) for ident, frames in found[-MAX_THREADS:])
 
 
-# -- py-spy --------------------------------------------------------------------------------------------------
-
 _PY_SPY_S = 15.0
 _MAX_JSON_BYTES = 4 << 20
 
@@ -148,22 +145,18 @@ def parse_json(text: bytes) -> tuple[Thread, ...]:
     threads: list[Thread] = []
     for thread in reversed(body):  # the oldest thread last, as faulthandler writes them
         frames, ident = thread.get("frames"), thread.get("thread_id")
-        if not isinstance(frames, list):
-            raise Corrupt("The output of py-spy has a thread without frames.")
+        if not isinstance(frames, list) or not all(isinstance(one, dict) for one in frames):
+            raise Corrupt("The output of py-spy has a thread without a list of frames.")
         threads.append(
             Thread(ident if isinstance(ident, int) else 0, tuple(map(_frame, frames[:MAX_FRAMES])))
         )
     return tuple(threads[-MAX_THREADS:])
 
 
-def _frame(frame: Any) -> Frame:
-    if not isinstance(frame, dict):
-        raise Corrupt("The output of py-spy has a frame that is not an object.")
+def _frame(frame: Mapping[str, Any]) -> Frame:
     line, file, name = frame.get("line"), str(frame.get("filename")), str(frame.get("name"))
     return Frame(file[-_MAX_TEXT:], line if isinstance(line, int) else 0, name[:_MAX_TEXT])
 
-
-# -- capture -------------------------------------------------------------------------------------------------
 
 MAX_WORKERS = 8  # child processes whose stacks are captured, such as workers of data loaders
 _WRITE_S, _QUIET_S = 3.0, 0.1
@@ -181,10 +174,7 @@ _STATES = {
 
 
 def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStacks, ...]]:
-    """Return the stacks of a trainer, and of its workers with an inherited handler.
-
-    Args:
-        stacks_fd: the trainer's descriptor of the file that receives its stacks; -1 without one.
+    """Return the stacks of a trainer, which it writes into a file, and of its workers with its handler.
 
     Blocks: at most 3 s per process, 15 s for one that py-spy reads, and 45 s for other captures.
     """
@@ -195,8 +185,12 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
     if file < 0:
         return ProcessStacks(pid, read_state(pid), read_stacks(pid)), ()
     try:
-        if not _locked_in_time(file):
-            return ProcessStacks(pid, read_state(pid), ()), ()
+        # The stacks of two captures must not alternate in it.
+        deadline_s = time.monotonic() + _OTHERS_S
+        while not try_flock(file):
+            if time.monotonic() >= deadline_s:
+                return ProcessStacks(pid, read_state(pid), ()), ()
+            time.sleep(_LOOK_S)
         own = ProcessStacks(pid, read_state(pid), _dump(pid, file) or read_stacks(pid))
         workers = [
             ProcessStacks(child, read_state(child), _dump(child, file))
@@ -206,14 +200,6 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
         return own, tuple(workers)
     finally:
         os.close(file)
-
-
-def _locked_in_time(file: int) -> bool:
-    """Lock the file of a process's stacks, as those of two captures must not alternate."""
-    deadline_s = time.monotonic() + _OTHERS_S
-    while not (is_locked := try_flock(file)) and time.monotonic() < deadline_s:
-        time.sleep(_LOOK_S)
-    return is_locked
 
 
 def read_state(pid: int) -> str:
@@ -283,3 +269,113 @@ def end_process(pid: int, number: int, *, limit_s: float) -> None:
             time.sleep(_LOOK_S)
         if start_time(pid) != born:
             return
+
+
+_STDLIB = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python3(?:\.\d+)?/|^<(?:frozen|__array|eval_with)|^<string>$"
+)
+_TORCH = re.compile(r"(?:^|/)torch/(.*)$")
+_HOLDFAST = re.compile(r"(?:^|/)holdfast/([a-z_/]+)\.py$")
+_COMPILERS = re.compile(r"/torch/(?:_dynamo|_inductor|_functorch|fx/experimental)/|/triton/|/torch/export/")
+_COMPILING = re.compile(r"/torch/(?:_dynamo/convert_frame|_inductor/compile_fx)\.py$")
+"""Files whose functions compile. The others of compilers also run the compiled code, in each step."""
+_EVALUATES = re.compile(
+    r"(?:^|_)(?:eval|evaluate|evaluation|validate|validation|val|generate)(?:_|$)|^test(?:_(?:step|epoch|loop|model))?$"
+)
+_DEBUGGERS = (
+    "pdb.py",
+    "bdb.py",
+    "pydevd.py",
+    "pydevd_frame.py",
+    "ipdb/__main__.py",
+    "IPython/core/debugger.py",
+)
+
+
+class Kind(str, Enum):
+    """Kind of a place."""
+
+    WAITS = "waits"  # for other ranks
+    SYNCS = "syncs"  # the exchange that follows each step
+    LOADS = "loads"  # data
+    WORKS = "works"  # anything else
+    COMPILES = "compiles"
+    EVALUATES = "evaluates"
+    DEBUGS = "debugs"
+
+
+class Place(Struct, frozen=True):
+    """Place of a thread."""
+
+    kind: Kind  # whether it waits for other ranks
+    operation: str  # function of a library that it is in, such as "all_reduce"; "" in the user's own code
+    user: Frame | None  # innermost frame of the user's script; None if all frames are those of libraries
+
+    def describe(self) -> str:
+        """Return the place as text, such as "all_reduce, called at train.py:88 (step)"."""
+        if self.user is None:
+            return self.operation or "a place without Python frames"
+        name = self.user.file.rpartition("/")[2]
+        at = f"{name}:{self.user.line} ({self.user.function})"
+        return f"{self.operation}, called at {at}" if self.operation else f"{at}"
+
+
+def find_place(thread: Thread) -> Place:
+    """Return the place of a thread."""
+    frames = thread.frames
+    user = next((one for one in frames if not _is_library(one)), None)
+    inner = frames[: frames.index(user)] if user is not None else frames
+    kind, operation = next(filter(None, map(_operation, inner)), None) or (Kind.WORKS, _name_of(inner))
+    if kind is not Kind.SYNCS:
+        if any(one.file.endswith(_DEBUGGERS) for one in frames):
+            kind = Kind.DEBUGS
+        elif any(_COMPILERS.search(one.file) for one in inner):
+            kind = Kind.COMPILES
+        elif any(map(_evaluates, frames)):
+            kind = Kind.EVALUATES
+    return Place(kind, operation, user)
+
+
+def frame_kind(frame: Frame) -> Kind | None:
+    """Return the kind of place that one frame alone decides; None if the frames around it do."""
+    if frame.file.endswith(_DEBUGGERS):
+        return Kind.DEBUGS
+    if _COMPILING.search(frame.file) and "compil" in frame.function:
+        return Kind.COMPILES
+    if (found := _operation(frame)) is not None:
+        return found[0]
+    if _evaluates(frame):
+        return Kind.EVALUATES
+    return None if _is_library(frame) else Kind.WORKS
+
+
+def _is_library(frame: Frame) -> bool:
+    file = frame.file
+    return bool(_LIBRARY.search(file)) or file.startswith(_STDLIB) or bool(_HOLDFAST.search(file))
+
+
+def _evaluates(frame: Frame) -> bool:
+    return bool(_EVALUATES.search(frame.function)) and "train" not in frame.function
+
+
+def _operation(frame: Frame) -> tuple[Kind, str] | None:
+    """Return the kind and name of the operation that a frame decides; None for others."""
+    if (found := _HOLDFAST.search(frame.file)) and found[1] == "ranks":
+        return Kind.SYNCS, "the exchange of the ranks after a step"
+    found = _TORCH.search(frame.file)
+    file = found[1] if found else ""
+    if file.startswith("distributed/"):
+        return Kind.WAITS, frame.function
+    if file == "autograd/graph.py" and frame.function == "_engine_run_backward":
+        return Kind.WAITS, "backward"  # DistributedDataParallel waits for the gradients of other ranks in it
+    return (Kind.LOADS, "DataLoader.__next__") if file.startswith("utils/data/") else None
+
+
+def _name_of(frames: tuple[Frame, ...]) -> str:
+    """Return the name of the operation that other library frames, innermost first, are in."""
+    inner = next((one for one in frames if not one.file.startswith(_STDLIB)), None)
+    if inner is None:
+        return frames[-1].function if frames else ""  # the function of Python that was called
+    package = "/".join(inner.file.split("/")[-2:])
+    return f"{inner.function} ({package}:{inner.line})"

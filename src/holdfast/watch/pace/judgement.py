@@ -75,13 +75,10 @@ class PaceJudge:
     def add(
         self, number: int, own_s: Mapping[int, float], *, world_size: int, whole_s: float | None = None
     ) -> PaceVerdict:
-        """Add a window, and return the verdict about the last ones.
+        """Add a window with a greater number than those before; return the verdict about the last ones.
 
-        Args:
-            number: of the window, greater than those before.
-            own_s: own time of each rank, in seconds per step or as a share of the window.
-            world_size: number of ranks. A window without nearly all of them is ignored.
-            whole_s: duration of a step in the unit of `own_s`; by default the own time of the slowest rank.
+        The own times are in seconds per step or shares of the window, and so is `whole_s`, the duration of a
+        step, by default that of the slowest rank. A window without nearly all ranks is ignored.
         """
         own = {rank: time for rank, time in own_s.items() if math.isfinite(time) and time >= 0}
         if world_size < 2 or len(own) < max(2, _LEAST_PRESENT * world_size):
@@ -110,7 +107,8 @@ class PaceJudge:
 
     def _update(self, world_size: int) -> None:
         """Find the ranks that have become slow, and those that no longer are."""
-        above = [rank for rank, past in self._past.items() if past.is_above(self._limit(past))]
+        limits = {False: self._factor, True: 1 + (self._factor - 1) * _END_SHARE}  # of a rank that is slow
+        above = [one for one, past in self._past.items() if past.is_above(limits[past.since is not None])]
         is_few = len(above) <= max(1, (world_size - 1) // 2)
         slow = {rank for rank in above if is_few or self._past[rank].has_risen()}
         was_slow = any(past.since is not None for past in self._past.values())
@@ -125,9 +123,6 @@ class PaceJudge:
                 pairs = zip(numbers, recent, strict=True)
                 past.since = next((number for number, factor in pairs if factor >= self._factor), numbers[0])
 
-    def _limit(self, past: _RankPast) -> float:
-        return 1 + (self._factor - 1) * (1.0 if past.since is None else _END_SHARE)
-
     def _cost(self, slow: set[int]) -> float:
         """Return the share of the time that all wait for the slow ranks."""
         costs: list[float] = []
@@ -136,9 +131,6 @@ class PaceJudge:
             others = max((one for rank, one in own.items() if rank not in slow), default=slowest)
             costs.append(max(0.0, slowest - others))
         return statistics.median(costs)
-
-
-# -- periods -------------------------------------------------------------------------------------------------
 
 
 class SlowRankAnnouncer:

@@ -65,8 +65,6 @@ class PaceKeeper(KeeperWatch):
                 self._end_window(number)
         self._flush()
 
-    # -- this host -------------------------------------------------------------------------------------------
-
     def _end_window(self, number: int) -> None:
         """Read the pulses at the end of a window, and compare the ranks."""
         infos = self._run.ranks_here()
@@ -84,20 +82,20 @@ class PaceKeeper(KeeperWatch):
                 ranks[rank] = found[0]
                 steps.append(found[1])
         if ranks:
-            self._add(PaceWindow(number, max(steps), ranks))
+            window = PaceWindow(number, max(steps), ranks)
+            self._num_windows += 1
+            self._hosts |= dict.fromkeys(ranks, self._host)
+            self._table.add(window)
+            self._lines.append(window)
+            if len(self._lines) >= min(
+                _MAX_LINE_WINDOWS, max(_LINE_WINDOWS, self._num_windows // _AGE_WINDOWS)
+            ):
+                self._flush()
         if self._config.rank == 0:
             if len(self._ranks) < self._config.world_size:
                 self._read_others()
             for window in self._table.take():
                 self._announce(self._announcer.add(window, window_s=self._window_s, hosts=self._hosts))
-
-    def _add(self, window: PaceWindow) -> None:
-        self._num_windows += 1
-        self._hosts |= dict.fromkeys(window.ranks, self._host)
-        self._table.add(window)
-        self._lines.append(window)
-        if len(self._lines) >= min(_MAX_LINE_WINDOWS, max(_LINE_WINDOWS, self._num_windows // _AGE_WINDOWS)):
-            self._flush()
 
     def _flush(self) -> None:
         """Write the windows since the last line into the history."""
@@ -105,8 +103,6 @@ class PaceKeeper(KeeperWatch):
         if lines:
             document = encode_windows(lines, host=self._host, window_s=self._window_s)
             self._history.record(EVENT, step=None, members={EVENT: document})
-
-    # -- all hosts, by rank 0's keeper -----------------------------------------------------------------------
 
     def _read_others(self) -> None:
         """Read the windows of other hosts that are new in the history."""

@@ -14,8 +14,7 @@ from types import CodeType, FrameType
 
 from holdfast.checkpoint.keeper.pulse import Pulse
 from holdfast.system.process_exit import complete_at_exit
-from holdfast.watch.hang.places import Kind, frame_kind
-from holdfast.watch.hang.stacks import Frame
+from holdfast.watch.hang.stacks import Frame, Kind, frame_kind
 
 NAME = "slow-ranks"  # name of the watch. Its words in the pulse count the samples of each activity
 _APART = (Kind.COMPILES, Kind.EVALUATES, Kind.DEBUGS)
@@ -79,16 +78,13 @@ class ActivitySampler:
             complete_at_exit(self)
             self._thread.start()
 
-    def end_with_interpreter(self, timeout_s: float) -> None:
-        """End the thread."""
-        self._stop.set()
-        self._thread.join(timeout_s)
-
-    def close(self) -> None:
+    def end_with_interpreter(self, timeout_s: float | None = None) -> None:
         """End the thread."""
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+
+    close = end_with_interpreter
 
     def _run(self) -> None:
         try:

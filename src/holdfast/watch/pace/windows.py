@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
+from msgspec.structs import astuple
 
-from holdfast.errors import Corrupt, printable
-from holdfast.system.documents import read_as
+from holdfast.errors import Corrupt, InvalidInput, printable
+from holdfast.system.documents import Count, read_as
 from holdfast.system.units import format_duration
 from holdfast.watch.pace.sampler import OWN, Activity
 
@@ -18,26 +19,23 @@ _LEAST_OWN = 0.3
 """Least share of a window that the slowest rank has for itself. A phase leaves too little to compare."""
 _MAX_RANKS, _MAX_WINDOWS = 4096, 100
 _MAX_TIME_S = 1e11
-_MAX_DIGITS, _MAX_HOST = 7, 255
+_MAX_HOST = 255
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Rank = Annotated[int, Meta(ge=0, lt=10**7)]
 
 
-class RankWindow(Struct, frozen=True):
+class RankWindow(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One rank in one window, in shares of its time."""
 
-    runs: float  # with a processor, or waiting for one
-    loads: float  # in a data loader
-    sleeps: float  # asleep in anything else of its own
-    queues: float = 0.0  # waiting for a processor, which is a part of the others; 0 if it is not known
+    runs: _Share  # with a processor, or waiting for one
+    loads: _Share  # in a data loader
+    sleeps: _Share  # asleep in anything else of its own
+    queues: _Share = 0.0  # waiting for a processor, which is a part of the others; 0 if it is not known
 
     @property
     def own(self) -> float:
         """Time that it did not wait for other ranks, outside phases."""
         return self.runs + self.loads + self.sleeps
-
-    @property
-    def row(self) -> list[float]:
-        """Its shares, rounded, as `_Document` has them."""
-        return [round(share, 3) for share in (self.runs, self.loads, self.sleeps, self.queues)]
 
     @classmethod
     def of_samples(cls, counts: Sequence[int], queues: float) -> RankWindow | None:
@@ -104,20 +102,28 @@ class _Document(Struct, frozen=True):
     """Windows of one host, as a member of a line of the history."""
 
     host: str
-    window_s: float
-    numbers: tuple[int, ...]
-    step_s: tuple[float, ...]
-    ranks: Mapping[str, tuple[tuple[float, ...] | None, ...]]  # runs, loads, sleeps, queues of each window
+    window_s: Annotated[float, Meta(gt=0, le=_MAX_TIME_S)]
+    numbers: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=_MAX_WINDOWS)]
+    step_s: tuple[Annotated[float, Meta(ge=0, le=_MAX_TIME_S)], ...]
+    ranks: Annotated[Mapping[_Rank, tuple[RankWindow | None, ...]], Meta(max_length=_MAX_RANKS)]
+
+    def __post_init__(self) -> None:
+        if len(self.numbers) != len(self.step_s) or max(self.numbers) * self.window_s > _MAX_TIME_S:
+            raise InvalidInput("its windows do not fit together, or are too late")
 
 
 def encode_windows(windows: Sequence[PaceWindow], *, host: str, window_s: float) -> dict[str, Any]:
     """Return windows of one host as members of a line of the history."""
-    numbers, steps_s = [one.number for one in windows], [round(one.step_s, 6) for one in windows]
-    rows = {
-        str(rank): [one.ranks[rank].row if rank in one.ranks else None for one in windows]
+    numbers, steps_s = tuple(one.number for one in windows), tuple(round(one.step_s, 6) for one in windows)
+    ranks = {
+        rank: tuple(_rounded(one.ranks.get(rank)) for one in windows)
         for rank in sorted({rank for one in windows for rank in one.ranks})
     }
-    return {"host": host, "window_s": window_s, "numbers": numbers, "step_s": steps_s, "ranks": rows}
+    return to_builtins(_Document(host, window_s, numbers, steps_s, ranks), str_keys=True)
+
+
+def _rounded(window: RankWindow | None) -> RankWindow | None:
+    return None if window is None else RankWindow(*(round(share, 3) for share in astuple(window)))
 
 
 def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow]] | None:
@@ -125,28 +131,14 @@ def decode_windows(line: Mapping[str, Any]) -> tuple[str, float, list[PaceWindow
     if line.get("event") != EVENT:
         return None
     try:
-        document = read_as(_Document, line.get(EVENT), "the pace of a host")
+        found = read_as(_Document, line.get(EVENT), "the pace of a host")
     except Corrupt:
         return None
-    numbers, steps_s = document.numbers, document.step_s
-    is_whole = 0 < len(numbers) == len(steps_s) <= _MAX_WINDOWS and len(document.ranks) <= _MAX_RANKS
-    begins_s = (number * document.window_s for number in numbers[:_MAX_WINDOWS])
-    times_s = (document.window_s, *steps_s, *begins_s)
-    if not is_whole or document.window_s <= 0 or not all(0 <= one <= _MAX_TIME_S for one in times_s):
-        return None
-    found: list[dict[int, RankWindow]] = [{} for _ in numbers]
-    for name, row in document.ranks.items():
-        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS):
-            return None
-        for window, shares in zip(found, row, strict=False):
-            if (
-                shares is not None
-                and len(shares) == len(OWN) + 1
-                and all(0 <= share <= 1 for share in shares)
-            ):
-                window[int(name)] = RankWindow(*shares)
-    windows = [PaceWindow(*one) for one in zip(numbers, steps_s, found, strict=True)]
-    return document.host[:_MAX_HOST], document.window_s, windows
+    windows: list[PaceWindow] = []
+    for i, (number, step_s) in enumerate(zip(found.numbers, found.step_s, strict=True)):
+        rows = ((rank, row[i]) for rank, row in found.ranks.items() if i < len(row))
+        windows.append(PaceWindow(number, step_s, {rank: one for rank, one in rows if one is not None}))
+    return found.host[:_MAX_HOST], found.window_s, windows
 
 
 def list_paces(lines: Iterable[Mapping[str, Any]]) -> list[PaceReading]:
@@ -192,8 +184,6 @@ def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
             (own if number == rank else others).append(getattr(of_rank, name))
     return sum(own) / len(own) - sum(others) / len(others) if own and others else 0.0
 
-
-# -- periods of slow ranks -----------------------------------------------------------------------------------
 
 BEGUN, OVER = "slow-rank", "slow-rank-over"  # kinds of the events at the begin and end of a period
 

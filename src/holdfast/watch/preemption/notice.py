@@ -6,11 +6,12 @@ import datetime
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, to_builtins
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode_object, read_members
+from holdfast.system.documents import decode_as, read_as
 from holdfast.system.linux.files import write_atomic
 
 
@@ -59,9 +60,9 @@ def read_notice(path: Path) -> Notice | None:
     except OSError:
         return None
     try:
-        document = decode_object(text, str(path), any_text=True)
-        document.members["source"] = document.members.get("source") or "file"
-        return read_members(Notice, document)
+        members = decode_as(dict[str, Any], text, str(path), any_text=True)
+        known = {name: value for name, value in members.items() if value is not None}
+        return read_as(Notice, known | {"source": known.get("source") or "file"}, str(path))
     except Corrupt:
         return Notice("file", text.splitlines()[0][:200] if text else str(path))
 

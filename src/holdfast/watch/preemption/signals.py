@@ -83,8 +83,12 @@ class _Handler:
         watchers = _live() if self.is_of_this_process else []
         for watcher in watchers:
             watcher.received = watcher.received or signal.Signals(number).name
-        if not watchers:
-            self._pass_on(number, frame)
+        if not watchers:  # do what the process would have done without this handler
+            if callable(self.before):
+                self.before(number, frame)
+            elif self.before == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
             return
         if _is_python_handler(self.before):
             self.before(number, frame)
@@ -95,14 +99,6 @@ class _Handler:
                 raise KeyboardInterrupt
             with contextlib.suppress(OSError):
                 os.write(2, _INTERRUPTED)  # print is not reentrant: the handler may have interrupted it
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Do what the process would have done without this handler."""
-        if callable(self.before):
-            self.before(number, frame)
-        elif self.before == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
 
 
 def _discard_output_without_reader() -> None:

@@ -1,24 +1,261 @@
-"""Sources of notices, from the user's setting or the machine's vendor; ends that come at a given time."""
+"""Sources of preemption notices: clouds, Ray Train, and ends that come at a given time."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable
+import urllib.parse
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from typing_extensions import override
 
-from holdfast.errors import InvalidInput
+from holdfast.errors import Corrupt, InvalidInput
+from holdfast.system.documents import decode_as, read_as
 from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.program_runs import run_program
 from holdfast.system.units import format_duration, parse_duration
-from holdfast.watch.preemption.clouds import GCP_VALUES, Aws, Azure, Gcp, Ray, ray_context
-from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable
+from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, parse_time
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
+_LINK_LOCAL, _GCP_BASE = "http://169.254.169.254", "http://metadata.google.internal"
+"""Addresses of the metadata services of AWS and Azure, and of Google Cloud, on this machine's own link."""
+_MAX_BYTES = 1 << 20
+
+
+def request(
+    base: str,
+    path: str,
+    headers: Mapping[str, str],
+    *,
+    method: str = "GET",
+    timeout_s: float = 2.0,
+    expected: Collection[int] = (200,),
+) -> tuple[HTTPResponse, str]:
+    """Send a request; return the response and its text. Ignores proxies and redirects; reads at most 1 MiB.
+
+    For a status that is not expected it raises Unreachable. The timeout is that of connecting, and of each
+    wait for bytes.
+    """
+    # Here, because it also imports TLS, and most runs never send a request.
+    import http.client
+
+    url = urllib.parse.urlsplit(base)
+    connection = http.client.HTTPConnection(url.hostname or "", url.port or 80, timeout=timeout_s)
+    try:
+        connection.request(method, url.path.rstrip("/") + path, headers=dict(headers))
+        response = connection.getresponse()
+        text = response.read(_MAX_BYTES).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"{base}{path}: {error!r}") from error
+    finally:
+        connection.close()
+    if response.status not in expected:
+        raise Unreachable(f"{base}{path}: status {response.status}")
+    return response, text
+
+
+_TOKEN_S = 3600
+_Word = Annotated[str, Meta(max_length=64)]
+
+
+class _SpotAction(Struct, frozen=True):
+    """Document of a spot interruption."""
+
+    action: _Word
+    time: _Word | None = None
+
+
+class Aws(Cloud):
+    """Source of spot interruptions and rebalance recommendations, from IMDSv2. The latter ask for one save.
+
+    Source: EC2 user guide, "Spot Instance interruption notices"; aws-node-termination-handler.
+    """
+
+    name = "aws"
+    pause_s = 5.0  # as the user guide recommends
+
+    def __init__(self, base: str = "") -> None:
+        self._base = base or _LINK_LOCAL
+        self._token: str | None = None
+        self._token_until_s = 0.0
+        self._has_rebalanced = False
+
+    @override
+    def poll(self) -> Notice | None:
+        text = self._get("/latest/meta-data/spot/instance-action")
+        if text is not None:
+            try:
+                action = decode_as(_SpotAction, text, "the notice")
+            except Corrupt:  # the document exists only when the machine is reclaimed
+                return Notice("aws", "spot interruption")
+            return Notice("aws", f"spot {action.action}", parse_time(action.time or ""))
+        if self._has_rebalanced or self._get("/latest/meta-data/events/recommendations/rebalance") is None:
+            return None
+        self._has_rebalanced = True  # the document is never withdrawn, and one save for it is enough
+        return Notice("aws", "rebalance recommendation", is_final=False)
+
+    def _get(self, path: str) -> str | None:
+        """Return the document at `path`, or None if it does not exist (404)."""
+        response, text = self._authorized(path, (200, 401, 404))
+        if response.status == 401:  # the token has expired, or another one was made for the machine
+            self._token = None
+            response, text = self._authorized(path, (200, 404))
+        return None if response.status == 404 else text
+
+    def _authorized(self, path: str, expected: Collection[int]) -> tuple[HTTPResponse, str]:
+        if self._token is None or time.monotonic() > self._token_until_s:
+            headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_S), "Content-Length": "0"}
+            self._token = request(self._base, "/latest/api/token", headers, method="PUT")[1].strip()
+            self._token_until_s = time.monotonic() + _TOKEN_S * 0.9
+        return request(self._base, path, {"X-aws-ec2-metadata-token": self._token}, expected=expected)
+
+
+class Gcp(Cloud):
+    """A value of Google's metadata server. The first request returns it; later ones wait for a change.
+
+    Source: Compute Engine documentation, "Preempted instances: detecting whether a VM was preempted" and
+        "Live migration and host maintenance events". Live migration does not count.
+    """
+
+    pause_s = 0.0
+
+    def __init__(self, name: str = "gcp", base: str = "", *, wait_s: int = 60) -> None:
+        self.name, self._base, self._wait_s = name, base or _GCP_BASE, wait_s
+        self._etag: str | None = None
+
+    @override
+    def poll(self) -> Notice | None:
+        path, timeout_s = f"/computeMetadata/v1/instance/{GCP_VALUES[self.name][0]}", 2.0
+        if self._etag is not None:  # waiting at once would miss a value that has already changed
+            path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
+            timeout_s += self._wait_s
+        response, text = request(self._base, path, {"Metadata-Flavor": "Google"}, timeout_s=timeout_s)
+        if response.headers.get("Metadata-Flavor") != "Google":
+            raise Unreachable(f"{self._base}{path}: status {response.status}")
+        # An etag of 0 matches no value: without a real one, the next request returns at once.
+        self._etag = response.headers.get("ETag", "0")
+        return self.parse(text.strip())
+
+    def parse(self, text: str) -> Notice | None:
+        """Return the notice that a value announces, or None."""
+        _, announced, detail, lead_s = GCP_VALUES[self.name]
+        end_unix_s = None if lead_s is None else time.time() + lead_s
+        return Notice("gcp", detail, end_unix_s) if text == announced else None
+
+
+GCP_VALUES: dict[str, tuple[str, str, str, float | None]] = {
+    "gcp": ("preempted", "TRUE", "preempted", 30.0),
+    "gcp-maintenance": ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance", None),
+}
+"""Path, announcing value, detail and usual lead of each value. A spot machine may have another lead than the
+default of 30 s, which the value does not contain."""
+_AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+_AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+
+
+class _ScheduledEvents(Struct, frozen=True, rename="pascal"):
+    """Document of the events of several machines."""
+
+    events: Annotated[list[Any], Meta(max_length=10_000)]
+
+
+class _EndingEvent(Struct, frozen=True, rename="pascal"):
+    """Event that ends every process of its machines. A Freeze only suspends them for some seconds."""
+
+    event_type: Literal["Preempt", "Terminate", "Reboot", "Redeploy"]
+    resources: list[Any]
+    not_before: Any = ""
+
+
+class Azure(Cloud):
+    """Source of the scheduled events that end this machine.
+
+    Source: Azure documentation, "Scheduled Events for Linux VMs".
+    """
+
+    name = "azure"
+    pause_s = 5.0
+
+    def __init__(self, base: str = "") -> None:
+        self._base = base or _LINK_LOCAL
+        self._machine: str | None = None
+        self._is_enabled = False
+
+    @override
+    def poll(self) -> Notice | None:
+        if self._machine is None:
+            self._machine = self._get(_AZURE_NAME, 2.0).strip()
+        # The first request enables the service for this machine, which may take two minutes.
+        text = self._get(_AZURE_EVENTS, 2.0 if self._is_enabled else 130.0)
+        try:
+            found = decode_as(_ScheduledEvents, text, "the list of events").events
+        except Corrupt as error:
+            raise Unreachable(f"{self._base}{_AZURE_EVENTS}: not a list of events ({error})") from error
+        self._is_enabled = True
+        for one in found:
+            with contextlib.suppress(Corrupt):  # an event of another type
+                event = read_as(_EndingEvent, one, "an event")
+                if self._machine in event.resources:
+                    return Notice("azure", event.event_type, parse_time(str(event.not_before)))
+        return None
+
+    def _get(self, path: str, timeout_s: float) -> str:
+        return request(self._base, path, {"Metadata": "true"}, timeout_s=timeout_s)[1]
+
+
+_RAY_CONTEXT = "ray.train.v2._internal.execution.context"
+
+
+class Ray(Cloud):
+    """Source of Ray Train's preemption info, which asks for one save.
+
+    Training continues until Ray ends it: Ray counts workers that exit by themselves as failures, and restarts
+    the run on other nodes without counting one that is preempted.
+
+    `ray.train.get_preemption_info` is collective and must be called by the training function, so the value
+    is read where it reads it. Source: Ray Train user guide, "Handling failures and node preemption".
+    """
+
+    name = "ray"
+    pause_s = 0.5
+
+    def __init__(self, read: Callable[[], Any] | None = None) -> None:
+        self._read = read or _read_ray_info
+        self._nodes: frozenset[str] = frozenset()
+
+    @override
+    def poll(self) -> Notice | None:
+        info = self._read()
+        if info is None or (nodes := frozenset(map(str, info.preempted_node_to_ranks))) <= self._nodes:
+            return None
+        self._nodes |= nodes
+        deadline_s = info.deadline_ms / 1000 if info.deadline_ms else None
+        return Notice("ray", "a node is reclaimed", deadline_s, is_final=False)
+
+
+def _read_ray_info() -> Any:
+    context = ray_context()
+    try:
+        return None if context is None else context.preemption_context.preemption_info
+    except AttributeError as error:
+        raise Unreachable(f"this version of Ray Train has no preemption info: {error}") from error
+
+
+def ray_context() -> Any:
+    """Return Ray Train's context in a training function, else None. Does not import Ray."""
+    return getattr(sys.modules.get(_RAY_CONTEXT), "_train_context", None)
+
 
 _LEAST_LEAD_S, _MARGIN_S = 60.0, 30.0
 """Shortest time from the notice to the end, and what is added to twice the time of a step and a save."""
@@ -31,22 +268,19 @@ class End(Cloud):
     """An end that comes closer. Its notice leaves time for twice a step and a durable save.
 
     At the end of a short time the notice comes not before half of the time that was left at first.
-
-    Args:
-        name: of the source.
-        detail: of its notice.
-        left_s: returns the time left in seconds, or None without a limit.
     """
 
     pause_s = _LEAST_PAUSE_S
+    detail: str  # of its notice
+    _most_lead_s: float | None = None
 
-    def __init__(self, name: str, detail: str, left_s: Callable[[], float | None]) -> None:
-        self.name, self._detail, self._left_s = name, detail, left_s
-        self._most_lead_s: float | None = None
+    @abstractmethod
+    def left_s(self) -> float | None:
+        """Return the time left; None without a limit."""
 
     @override
     def poll(self) -> Notice | None:
-        left_s = self._left_s()
+        left_s = self.left_s()
         if left_s is None:
             self.pause_s = _MOST_PAUSE_S
             return None
@@ -54,33 +288,45 @@ class End(Cloud):
             self._most_lead_s = left_s / 2
         lead_s = min(max(_LEAST_LEAD_S, 2 * self.save_s + _MARGIN_S), self._most_lead_s)
         if left_s <= lead_s:
-            detail = f"{self._detail} in {format_duration(max(left_s, 0.0))}"
+            detail = f"{self.detail} in {format_duration(max(left_s, 0.0))}"
             return Notice(self.name, detail, time.time() + left_s)
         # Half of the way: the end may move closer, and a save may take longer than before.
         self.pause_s = min(max((left_s - lead_s) / 2, _LEAST_PAUSE_S), _MOST_PAUSE_S)
         return None
 
 
-def deadline(after_s: float) -> End:
-    """Return the end at a time from now, the start of the training."""
-    end_s = time.monotonic() + after_s
-    return End("deadline", "time is over", lambda: end_s - time.monotonic())
+class Deadline(End):
+    """End at a time from now, the start of the training."""
+
+    name, detail = "deadline", "time is over"
+
+    def __init__(self, after_s: float) -> None:
+        self._end_s = time.monotonic() + after_s
+
+    @override
+    def left_s(self) -> float:
+        return self._end_s - time.monotonic()
 
 
-class SlurmLimit:
+class SlurmLimit(End):
     """Time limit of this Slurm job, read from `squeue`: a changed one is followed.
 
     While Slurm does not answer, or where a container lacks squeue, the last answer counts, else
     SLURM_JOB_END_TIME.
     """
 
+    name, detail = "slurm", "time limit"
+
     def __init__(self) -> None:
         self._end_s: float | None = None
         self._is_unlimited = False
 
+    @override
     def left_s(self) -> float | None:
-        """Return the time left; None without a limit."""
-        text = _squeue_left(os.environ["SLURM_JOB_ID"])
+        text, words = "", ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%L"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = run_program(words, timeout_s=_SQUEUE_S)
+            text = done.text if done.status == 0 else ""
         found = _LEFT.fullmatch(text)
         if found is not None:
             days, hours, minutes, seconds = (int(group or 0) for group in found.groups())
@@ -96,27 +342,12 @@ class SlurmLimit:
         return None if self._is_unlimited or self._end_s is None else self._end_s - time.monotonic()
 
 
-def slurm() -> End:
-    """Return the end of this Slurm job."""
-    return End("slurm", "time limit", SlurmLimit().left_s)
-
-
 def _is_in_slurm_job() -> bool:
     """Return True in a job of Slurm whose end can be found."""
     environment = os.environ
     return "SLURM_JOB_ID" in environment and (
         shutil.which("squeue") is not None or "SLURM_JOB_END_TIME" in environment
     )
-
-
-def _squeue_left(job_id: str) -> str:
-    """Return the time left of a job as squeue prints it, or an empty string."""
-    words = ["squeue", "--noheader", f"--jobs={job_id}", "--format=%L"]
-    try:
-        done = run_program(words, timeout_s=_SQUEUE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.text if done.status == 0 else ""
 
 
 _DMI_FOLDER = Path("/sys/class/dmi/id")  # of strings that name the machine's vendor
@@ -132,8 +363,8 @@ _CLOUDS: dict[str, Callable[[str], list[Cloud]]] = {
     "gcp": lambda base: [Gcp(name, base) for name in GCP_VALUES],
     "azure": lambda base: [Azure(base)],
     "ray": lambda _: [Ray()],
-    "deadline": lambda after: [deadline(parse_duration(after, "deadline="))],
-    "slurm": lambda _: [slurm()],
+    "deadline": lambda after: [Deadline(parse_duration(after, "deadline="))],
+    "slurm": lambda _: [SlurmLimit()],
 }
 
 
@@ -158,7 +389,7 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
         elif name == "auto":
             own = "ray" if ray_context() is not None else _own_cloud(dmi_folder)
             clouds += _CLOUDS[own]("") if own else []
-            clouds += [slurm()] if _is_in_slurm_job() else []
+            clouds += [SlurmLimit()] if _is_in_slurm_job() else []
         elif name == "slurm" and not _is_in_slurm_job():
             raise InvalidInput(
                 "The source slurm of preemption notices needs a Slurm job: SLURM_JOB_ID, and squeue or "

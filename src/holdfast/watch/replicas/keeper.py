@@ -1,21 +1,215 @@
-"""Half of the watch of replicas in a keeper: adds hashes to each part, and compares those of all parts."""
+"""Half of the watch of replicas in a keeper: adds hashes to each part, and judges those of all parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct, to_builtins
 from msgspec.structs import replace
 from typing_extensions import override
 
-from holdfast.checkpoint.format.catalog import columns
 from holdfast.checkpoint.format.limits import MAX_RANKS
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch, PersistedSave
-from holdfast.system.documents import Fields, read_integers
+from holdfast.system.documents import Count, read_as
 from holdfast.system.units import plural
-from holdfast.watch.replicas.comparison import Replica, ReplicaHashes, ReplicaWatch
+
+MAX_TENSORS = 8  # tensors that are named in a difference; the others are only counted
+_Key = tuple[str, int]  # a tensor's name and the number of its region
+
+
+class Replica(Struct, frozen=True):
+    """One rank's copy of a region of a tensor."""
+
+    tensor: int  # number of the tensor in the catalog of the rank
+    region: int  # number of the region, in the order of the tensor's partitioning
+    is_trained: bool  # only an optimizer's step changes it, so all copies must have the same bytes
+    hash: str  # xxh3-64 in 16 hex digits
+
+
+class ReplicaDifference(Struct, frozen=True):
+    """Tensors with other bytes on some ranks, the same for all of them."""
+
+    step: int  # of the first checkpoint that showed it
+    tensors: tuple[str, ...]  # names of the first of them
+    num_tensors: int  # their number
+    ranks: tuple[int, ...]  # those with other bytes; all of them if no bytes have a majority
+    others: tuple[int, ...]  # the ranks with the bytes of the majority; empty without one
+    hosts: tuple[str, ...]  # of `ranks`, in their order
+    equal_at: int | None
+    """Step of the newest checkpoint of this attempt at which all ranks had the same bytes; None if they were
+    not compared before."""
+
+    @property
+    def text(self) -> str:
+        """The difference as a sentence without its end."""
+        more = self.num_tensors - len(self.tensors[:3])
+        tensors = ", ".join(name[:200] for name in self.tensors[:3]) + (f" and {more} more" if more else "")
+        before = "not compared before" if self.equal_at is None else f"equal at step {self.equal_at}"
+        ranks = _ranks_text(self.ranks, self.hosts)
+        if self.others:
+            verb = "has" if len(self.ranks) == 1 else "have"
+            return f"{ranks} {verb} other bytes than {_ranks_text(self.others)} in {tensors} ({before})"
+        return f"{ranks} differ in {tensors} ({before}); no bytes have a majority"
+
+
+class Comparison(Struct, frozen=True):
+    """Comparison of the replicas in one checkpoint."""
+
+    num_equal: int = 0  # regions of tensors that were compared and are equal on all ranks
+    differences: tuple[ReplicaDifference, ...] = ()
+    """Of this checkpoint, and of earlier ones whose tensors were not found equal since."""
+
+
+class ReplicaHashes(Struct):
+    """Hashes of one checkpoint, collected from the parts of all ranks."""
+
+    hosts: dict[int, str] = {}
+    trained: set[_Key] = set()
+    hashes: dict[_Key, dict[int, str]] = {}
+
+    def add(self, rank: int, host: str, replicas: Iterable[Replica], names: Sequence[str]) -> None:
+        """Add the replicas of one rank. Raises ValueError if they do not fit the names in its catalog."""
+        self.hosts[rank] = host
+        for replica in replicas:
+            if replica.tensor >= len(names):
+                raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
+            key = names[replica.tensor], replica.region
+            self.hashes.setdefault(key, {})[rank] = replica.hash
+            if replica.is_trained:
+                self.trained.add(key)
+
+
+class _Split(Struct, frozen=True):
+    """Ranks with other bytes, and those with the bytes of the majority."""
+
+    ranks: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+class _Seen(Struct):
+    """The two newest audits of one region, and the difference that is not settled."""
+
+    audits: list[tuple[int, dict[int, str]]] = []
+    equal_at: int | None = None
+    split: tuple[int, _Split] | None = None  # with the step that first showed it
+
+
+class ReplicaWatch:
+    """Memory of one attempt's audits.
+
+    All copies of what only optimizers change must be equal. Other tensors, such as buffers, may differ by
+    nature. Such a difference counts only against the two audits before, in which all copies were equal: if
+    the bytes stayed the same between these, a rank that changed them while another one did not; if they
+    changed, any rank.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[_Key, _Seen] = {}
+        self._reported: set[tuple[_Key, tuple[int, ...]]] = set()
+        self._hosts: dict[int, str] = {}
+        self._late: dict[_Key, tuple[int, _Split]] = {}  # of the checkpoint that is compared, if it is older
+
+    def compare(self, step: int, found: ReplicaHashes) -> Comparison:
+        """Compare the replicas of a checkpoint. A second call for the same step replaces the first."""
+        self._hosts.update(found.hosts)
+        self._late = {}
+        num_equal = 0
+        for key, hashes in found.hashes.items():
+            if len(hashes) > 1:
+                num_equal += self._compare(key, step, hashes, is_trained=key in found.trained)
+        since = {key: one for key, one in self._unsettled().items() if one[0] <= step}
+        return Comparison(num_equal, self._differences(since | self._late))
+
+    def take_new(self) -> tuple[ReplicaDifference, ...]:
+        """Return the differences that were not returned before."""
+        found = self._unsettled() | self._late
+        new = {key: one for key, one in found.items() if (key, one[1].ranks) not in self._reported}
+        self._reported |= {(key, split.ranks) for key, (_, split) in new.items()}
+        return self._differences(new)
+
+    def _unsettled(self) -> dict[_Key, tuple[int, _Split]]:
+        return {key: seen.split for key, seen in self._seen.items() if seen.split is not None}
+
+    def _compare(self, key: _Key, step: int, hashes: dict[int, str], *, is_trained: bool) -> bool:
+        """Compare one region; return True if all copies are equal."""
+        seen = self._seen.setdefault(key, _Seen())
+        is_equal = len(set(hashes.values())) == 1
+        if seen.audits and seen.audits[-1][0] > step:
+            # A newer checkpoint, which is committed already, has decided.
+            if is_equal:
+                seen.equal_at = max(step, seen.equal_at or 0)
+            elif seen.split is not None:
+                seen.split = min(step, seen.split[0]), seen.split[1]
+            elif is_trained:
+                self._late[key] = step, _split(hashes)  # equal again by now
+            return is_equal
+        seen.audits = [one for one in seen.audits if one[0] < step]  # not of an earlier try to commit
+        if is_equal:
+            seen.split, seen.equal_at = None, step
+        else:
+            split = _split(hashes) if is_trained else _split_by_history(hashes, seen.audits)
+            if split is not None and (seen.split is None or seen.split[1] != split):
+                seen.split = step, split
+        seen.audits = [*seen.audits, (step, hashes)][-2:]
+        return is_equal
+
+    def _differences(self, found: Mapping[_Key, tuple[int, _Split]]) -> tuple[ReplicaDifference, ...]:
+        """Return the differences of some regions, those of the same ranks together."""
+        together: dict[tuple[int, _Split, int | None], list[str]] = {}
+        for key, (step, split) in sorted(found.items(), key=lambda item: item[0]):
+            equal_at = self._seen[key].equal_at
+            before = equal_at if equal_at is not None and equal_at < step else None
+            together.setdefault((step, split, before), []).append(key[0])
+        return tuple(
+            ReplicaDifference(
+                step,
+                tuple(names[:MAX_TENSORS]),
+                len(names),
+                split.ranks,
+                split.others,
+                tuple(self._hosts.get(rank, "") for rank in split.ranks),
+                equal_at,
+            )
+            for (step, split, equal_at), names in together.items()
+        )
+
+
+def _split(hashes: Mapping[int, str]) -> _Split:
+    """Return the minority, or all ranks without a majority."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(hashes):
+        groups.setdefault(hashes[rank], []).append(rank)
+    first, second, *_ = sorted(groups.values(), key=len, reverse=True)
+    if len(first) == len(second):
+        return _Split(tuple(sorted(hashes)), ())
+    return _Split(tuple(sorted(set(hashes).difference(first))), tuple(first))
+
+
+def _split_by_history(
+    hashes: Mapping[int, str], audits: Sequence[tuple[int, Mapping[int, str]]]
+) -> _Split | None:
+    """Return the ranks with other bytes than they should have by the two audits before; None if unknown."""
+    if len(audits) < 2 or any(len(set(one.values())) > 1 for _, one in audits):
+        return None
+    earlier, before = (next(iter(one.values())) for _, one in audits)
+    if earlier != before:
+        return _split(hashes)
+    changed = tuple(rank for rank in sorted(hashes) if hashes[rank] != before)
+    same = tuple(rank for rank in sorted(hashes) if hashes[rank] == before)
+    return _Split(changed, same) if same else None
+
+
+def _ranks_text(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
+    """Return ranks in words, such as "ranks 0, 1 and 3"; those of one host with its name."""
+    words = [f"{rank} ({hosts[i]})" if hosts and hosts[i] else str(rank) for i, rank in enumerate(ranks)]
+    if len(words) > 8:
+        words = [*words[:7], f"{plural(len(words) - 7, 'other')}"]
+    listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    return f"rank {listed}" if len(words) == 1 else f"ranks {listed}"
+
 
 REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
 _MAX_HOST_CHARS = 256
@@ -26,6 +220,14 @@ _DIFFERENCE = (
     "ranks differ on purpose, mark the object with per_rank(), or switch the comparison off with "
     'watches=[Replicas("off")]. See `holdfast history {}`.'
 )
+
+
+class _RankReplicas(Struct, frozen=True):
+    """Section of a part: the replicas of a rank, and their hashes in one text."""
+
+    host: Annotated[str, Meta(max_length=_MAX_HOST_CHARS)]
+    rows: tuple[tuple[Count, Annotated[int, Meta(ge=0, lt=MAX_RANKS)], Literal[0, 1]], ...]
+    hashes: str
 
 
 class ReplicasKeeper(KeeperWatch):
@@ -62,8 +264,10 @@ class ReplicasKeeper(KeeperWatch):
     def committed(self, step: int, section: Section | None) -> None:
         found = self._watch.take_new()
         for difference in found:
-            members = {"difference": difference.members()}
-            self._run.history.record("replicas-differ", step=step, detail=difference.text, members=members)
+            members = to_builtins(difference)
+            del members["step"]
+            detail, found_here = difference.text, {"difference": members}
+            self._run.history.record("replicas-differ", step=step, detail=detail, members=found_here)
         if found:
             texts = "\n".join(f"  {one.text}" for one in found)
             self._run.warn(_DIFFERENCE.format(step, texts, self._run.config.home))
@@ -71,19 +275,12 @@ class ReplicasKeeper(KeeperWatch):
 
 def _read(section: Section) -> tuple[str, list[Replica]]:
     """Return the host and the replicas of a rank."""
-    body = Fields(dict(section.data), "the section of replicas")
-    rows = body.array("rows")
-    text = body.text("hashes", max_chars=REPLICA_DIGITS * len(rows))
-    if len(text) != REPLICA_DIGITS * len(rows):
-        raise ValueError(f"{len(text)} digits of hashes for {len(rows)} replicas")
-    hashes = (text[i : i + REPLICA_DIGITS] for i in range(0, len(text), REPLICA_DIGITS))
-    replicas = [_replica(row, found) for row, found in zip(rows, hashes, strict=True)]
-    return body.text("host", max_chars=_MAX_HOST_CHARS), replicas
-
-
-def _replica(row: Any, found: str) -> Replica:
-    tensor, region, is_trained = columns(row, 3, "a replica")
-    read_integers([tensor])
-    read_integers([region], at_most=MAX_RANKS - 1)
-    read_integers([is_trained], at_most=1)
-    return Replica(tensor, region, bool(is_trained), found)
+    found = read_as(_RankReplicas, dict(section.data), "the section of replicas")
+    if len(found.hashes) != REPLICA_DIGITS * len(found.rows):
+        raise ValueError(f"{len(found.hashes)} digits of hashes for {len(found.rows)} replicas")
+    starts = range(0, len(found.hashes), REPLICA_DIGITS)
+    hashes = (found.hashes[start : start + REPLICA_DIGITS] for start in starts)
+    rows = zip(found.rows, hashes, strict=True)
+    return found.host, [
+        Replica(tensor, region, bool(trained), one) for (tensor, region, trained), one in rows
+    ]

@@ -25,9 +25,8 @@ _TURNS_PER_COPY = 8
 def turns_of(tensors: Sequence[SharedTensor], *, within: int | None) -> Copies:
     """Distribute the tensors that other ranks hold too over turns of about the same bytes.
 
-    Args:
-        within: saves within which every tensor is compared; None to bound the cost instead: a turn has an
-            eighth of the bytes that the rank writes, or 64 MiB, and there are at most 64 turns.
+    Every tensor is compared `within` so many saves; None bounds the cost instead: a turn has an eighth of the
+    bytes that the rank writes, or 64 MiB, and there are at most 64 turns.
 
     Ranks: not collective; ranks that hold the same tensors compute the same turns for them.
     """

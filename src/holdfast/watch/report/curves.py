@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.watch.report.events import METRICS, HistoryEvent
-from holdfast.watch.report.saves import checkpoint_of, named_attempt
+from holdfast.watch.report.saves import METRICS, HistoryEvent, checkpoint_of, named_attempt
 
 
 class Point(Struct, frozen=True):
@@ -72,20 +71,13 @@ def _stretches(events: Iterable[HistoryEvent], saves: Sequence[CheckpointId]) ->
             restores.append((own[-1], event))
     ordered = [one for number in sorted(found) for one in found[number]]
     for stretch, event in restores:
-        owner = _owner(event, saves)
+        if (owner := named_attempt(event)) is None and (known := checkpoint_of(event, saves)):
+            owner = known.attempt
         own = next(i for i, other in enumerate(ordered) if other is stretch)
         for i, earlier in enumerate(ordered[:own]):
             if earlier.base <= stretch.base and owner in (None, earlier.attempt):
                 stretch.source = i
     return ordered
-
-
-def _owner(event: HistoryEvent, saves: Sequence[CheckpointId]) -> int | None:
-    """Return the attempt of the restored checkpoint, or None."""
-    if (attempt := named_attempt(event)) is not None:
-        return attempt
-    known = checkpoint_of(event, saves)
-    return known.attempt if known else None
 
 
 def _curve(name: str, stretches: Sequence[_Stretch]) -> Curve:

@@ -12,8 +12,7 @@ from msgspec import Struct
 
 from holdfast.checkpoint.format import run
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.watch.report.events import METRICS, HistoryEvent
-from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.saves import METRICS, HistoryEvent, SaveRecord
 
 Span = tuple[float, float]  # start and end, in seconds of one clock
 
@@ -180,11 +179,11 @@ class Interruption(Struct, frozen=True):
 class Losses(Struct, frozen=True):
     """All gaps between attempts, and the time spans that they cost."""
 
-    gaps: tuple[Interruption, ...]  # between any two attempts that trained, also after a finished run
-    redone: tuple[Span, ...]
-    down: tuple[Span, ...]
-    restoring: tuple[Span, ...]
-    idle: tuple[Span, ...]  # between the end of a finished run and its extension
+    gaps: list[Interruption] = []  # between any two attempts that trained, also after a finished run
+    redone: list[Span] = []
+    down: list[Span] = []
+    restoring: list[Span] = []
+    idle: list[Span] = []  # between the end of a finished run and its extension
 
     @property
     def interruptions(self) -> tuple[Interruption, ...]:
@@ -205,8 +204,7 @@ def find_losses(
 ) -> Losses:
     """Return the losses between the attempts, by number; `finished` is the one that finished the run."""
     seen = Spans()  # lost or idle already
-    found: list[Interruption] = []
-    redone, down, restoring, idle = list[Span](), list[Span](), list[Span](), list[Span]()
+    losses = Losses()
     trained = [attempt for attempt in attempts if attempt.has_trained or attempt is attempts[0]]
     step_s = seconds_per_step(attempts, saves)
     for before, after in pairwise(trained):
@@ -216,14 +214,14 @@ def find_losses(
         start = seen.add(after.started_unix_s, after.training_unix_s)
         again = seen.add(_reached_at(before, after, trained, saves), last_seen)
         if kind in _IDLE:
-            idle += outage
+            losses.idle.extend(outage)
             outage = []
-        redone += again
-        down += outage
-        restoring += start
+        losses.redone.extend(again)
+        losses.down.extend(outage)
+        losses.restoring.extend(start)
         restored, unseen = after.restored_step or 0, _unseen(before, after, saves, step_s)
         steps_lost = max(0, before.last_step - restored)
-        found.append(
+        losses.gaps.append(
             Interruption(
                 kind=kind,
                 before=before.number,
@@ -242,7 +240,7 @@ def find_losses(
                 remark=after.remark,
             )
         )
-    return Losses(tuple(found), tuple(redone), tuple(down), tuple(restoring), tuple(idle))
+    return losses
 
 
 def _kind(before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], finished: int | None) -> str:
@@ -303,23 +301,16 @@ def seconds_per_step(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord
     """Return the median time of a step between saves, without save(), or None."""
     paces = [
         (right.started_unix_s - (left.returned_unix_s or left.started_unix_s)) / (right.step - left.step)
-        for left, right in _neighbours(attempts, saves)
+        for left, right in neighbours(attempts, saves)
         if right.started_unix_s > (left.returned_unix_s or left.started_unix_s)
     ]
     return statistics.median(paces) if paces else None
 
 
-def _neighbours(
+def neighbours(
     attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]
 ) -> Iterator[tuple[SaveRecord, SaveRecord]]:
     """Yield the saves of each attempt with the next ones."""
     for attempt in attempts:
         own = sorted((save for save in saves if save.attempt == attempt.number), key=lambda save: save.step)
         yield from pairwise(own)
-
-
-def save_intervals_s(attempts: Sequence[AttemptSpan], saves: Sequence[SaveRecord]) -> list[float]:
-    """Return the seconds from each save to the next one of the same attempt."""
-    return [
-        max(0.0, right.started_unix_s - left.started_unix_s) for left, right in _neighbours(attempts, saves)
-    ]

@@ -29,10 +29,8 @@ class _Reading(Struct, Generic[_T]):
 class KeptReadings(Generic[_T]):
     """Results of readings by place, kept for a while. Each place is read by one thread at a time.
 
-    A place that does not answer delays only the requests for it, and those only for a limited time.
-
-    Args:
-        rest: the same, as a multiple of the time that the reading took.
+    A place that does not answer delays only the requests for it, and those only for a limited time. A result
+    is kept for at least `least_age_s`, and for `rest` times as long as the reading took.
     """
 
     def __init__(self, *, least_age_s: float, rest: float = 0.0, max_kept: int = 1) -> None:

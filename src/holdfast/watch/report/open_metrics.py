@@ -37,7 +37,10 @@ class MetricFamily(Struct, frozen=True):
         for labels, value in self.samples:
             inside = ",".join(f'{name}="{_escaped(text)}"' for name, text in labels.items())
             name = f"{self.name}_total" if self.is_counter else self.name
-            yield f"{name}{{{inside}}} {_number(value)}"
+            number = float(value) if math.isfinite(value) else "NaN"
+            if isinstance(number, float) and number.is_integer() and abs(number) < 1e15:
+                number = int(number)
+            yield f"{name}{{{inside}}} {number}"
 
 
 def format_metrics(summary: RunSummary, home: str) -> str:
@@ -104,13 +107,6 @@ def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
 def _counts(key: str, labels: Iterable[str]) -> list[tuple[Labels, float]]:
     """Return the number of occurrences of each value of a label."""
     return [({key: label}, number) for label, number in sorted(Counter(labels).items())]
-
-
-def _number(value: float) -> str:
-    value = float(value)
-    if not math.isfinite(value):
-        return "NaN"
-    return str(int(value)) if value.is_integer() and abs(value) < 1e15 else repr(value)
 
 
 def _escaped(text: str) -> str:

@@ -31,6 +31,12 @@ class HeadlineNumber(Struct, frozen=True):
     value: str
     remark: str = ""
 
+    def as_html(self) -> str:
+        """Return an entry of a list."""
+        name, value, remark = map(html.escape, (self.name, self.value, self.remark))
+        more = f'<dd class="remark">{remark}</dd>' if remark else ""
+        return f"<div><dt>{name}</dt><dd>{value}</dd>{more}</div>"
+
 
 def headline(summary: RunSummary) -> str:
     """Return the state of the run as a sentence."""
@@ -54,9 +60,13 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
     lost_steps = sum(one.steps_lost for one in summary.interruptions)
     num_failed = len(summary.saves) - len(durable)
     newest = max(durable, key=lambda save: save.checkpoint_id, default=None)
-    step = summary.home_contents.newest_step if summary.home_contents else newest.step if newest else None
+    step, held = newest.step if newest else None, ""
+    if (home := summary.home_contents) is not None:
+        step, held = home.newest_step, "home holds no checkpoint"
+        if home.num_checkpoints:
+            held = f"home holds {plural(home.num_checkpoints, 'checkpoint')}, {format_size(home.num_bytes)}"
     return [
-        HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", _held(summary)),
+        HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", held),
         HeadlineNumber(
             "Training that counts",
             format_share(times.goodput),
@@ -90,15 +100,6 @@ def tear_check(summary: RunSummary) -> str:
     return f"Torn copies are detected by {methods[-1]}." if methods else ""
 
 
-def _held(summary: RunSummary) -> str:
-    if summary.home_contents is None:
-        return ""
-    if not summary.home_contents.num_checkpoints:
-        return "home holds no checkpoint"
-    many = plural(summary.home_contents.num_checkpoints, "checkpoint")
-    return f"home holds {many}, {format_size(summary.home_contents.num_bytes)}"
-
-
 def _best(summary: RunSummary) -> tuple[str, str]:
     advice = summary.advice
     was = f"actual: {format_seconds(advice.interval_s)}" if advice.interval_s else "at most one save"
@@ -129,7 +130,7 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
         "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
         "torn": f"<p>Skipped {torn} of the history, torn by a crash.</p>" if summary.num_torn else "",
         "tear-check": html.escape(tear_check(summary)),
-        "numbers": "\n".join(map(_number, headline_numbers(summary))),
+        "numbers": "\n".join(one.as_html() for one in headline_numbers(summary)),
         "figures": "\n".join(_section(*one) for one in figures.items()),
         "style": read_asset("page.css"),
         "library": chart_library().replace("</script", "<\\/script").replace("<!--", "\\x3c!--"),
@@ -145,11 +146,6 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     return pieces[0] + "".join(
         parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
     )
-
-
-def _number(number: HeadlineNumber) -> str:
-    remark = f'<dd class="remark">{html.escape(number.remark)}</dd>' if number.remark else ""
-    return f"<div><dt>{html.escape(number.name)}</dt><dd>{html.escape(number.value)}</dd>{remark}</div>"
 
 
 def _section(id: str, figure: WatchFigure) -> str:

@@ -1,4 +1,4 @@
-"""Saves of a run, their copies in every tier, and the contents of the tiers over time; pure."""
+"""Events of a run's history, and the saves, their copies and the contents of the tiers that follow; pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,81 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.watch.report.events import MEMORY, TIERS, HistoryEvent
+from holdfast.checkpoint.home.history import Line, is_number
+
+MEMORY, LOCAL, HOME = "memory", "local", "home"
+TIERS = (MEMORY, LOCAL, HOME)  # tiers of a checkpoint, nearest first
+
+
+METRICS = "metrics"  # kind of events with training metrics
+Metric = tuple[str, int, float]  # value of a training metric: its name, the step, the value
+
+
+class HistoryEvent(Struct, frozen=True):
+    """One event. Missing members of its line have default values."""
+
+    unix_s: float
+    kind: str
+    step: int | None = None
+    attempt: int = 0
+    rank: int = 0
+    tier: str = HOME
+    num_bytes: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+    numbers: tuple[Metric, ...] = ()  # of metrics
+
+    @classmethod
+    def from_line(cls, line: Line) -> HistoryEvent:
+        """Return the event of a line. Members of a wrong type count as missing."""
+        step = line.get("step")
+        return cls(
+            float(line["t"]),
+            line["event"],
+            step if _is_count(step) else None,
+            attempt=int(_amount(line, "attempt")),
+            rank=int(_amount(line, "rank")),
+            tier=tier_of(line),
+            num_bytes=int(_amount(line, "bytes")),
+            seconds=_amount(line, "seconds"),
+            detail=str(line.get("detail") or ""),
+            numbers=_numbers(line) if line["event"] == METRICS else (),
+        )
+
+
+def tier_of(line: Line) -> str:
+    """Return the tier of a line. Lines from before tiers existed are about home."""
+    tier = line.get("tier")
+    return tier if isinstance(tier, str) and tier else HOME
+
+
+def parse_events(lines: Iterable[Line]) -> list[HistoryEvent]:
+    """Parse lines into events, sorted by time."""
+    return sorted((HistoryEvent.from_line(line) for line in lines), key=lambda event: event.unix_s)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _amount(line: Line, name: str) -> float:
+    value = line.get(name)
+    return max(0, value) if isinstance(value, (int, float)) and is_number(value) else 0
+
+
+def _numbers(line: Line) -> tuple[Metric, ...]:
+    """Return the valid metric values of a line."""
+    steps, values = line.get("steps"), line.get("values")
+    if not isinstance(steps, list) or not isinstance(values, dict):
+        return ()
+    return tuple(
+        (name, step, float(value))
+        for name, column in values.items()
+        if isinstance(column, list)
+        for step, value in zip(steps, column, strict=False)
+        if _is_count(step) and (value in ("nan", "inf", "-inf") or is_number(value))
+    )
+
 
 DURABLE, UNFINISHED = "durable", "unfinished"
 """Outcomes, besides the kinds of events that end a save without a checkpoint."""
@@ -55,6 +129,12 @@ class SaveRecord(OfCheckpoint, Struct, frozen=True):
         """Its copy in the farthest tier, or None."""
         return next((copy for copy in reversed(self.copies) if copy.durable_unix_s is not None), None)
 
+    @property
+    def durable_s(self) -> float | None:
+        """Time until it was durable in the nearest persistent tier."""
+        times = (one.durable_s for one in self.copies if one.tier != MEMORY and one.durable_s is not None)
+        return next(times, None)
+
 
 def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
     """Return every save in the events, by attempt and step."""
@@ -95,13 +175,16 @@ def named_attempt(event: HistoryEvent) -> int | None:
 
 
 def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecord:
-    saved = [event for event in events if event.kind == "saved"]
-    staged = [event for event in events if event.kind == "staged"]
+    saved, staged, persisted = (
+        [event for event in events if event.kind == kind] for kind in ("saved", "staged", "persisted")
+    )
     num_bytes = sum(_bytes_of_ranks(events).values())
-    began = _began(events)
+    first = saved or staged or persisted  # the time of the call is in the first of its events
+    began = min(one.unix_s - (one.seconds if first else 0.0) for one in first or events)
+    tiers = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
     copies = tuple(
         _copy(tier, [event for event in events if event.tier == tier], began, num_bytes)
-        for tier in _tiers_of(events)
+        for tier in sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
     )
     ended = [event for event in events if event.kind in _ENDED]
     is_durable = any(copy.durable_unix_s is not None for copy in copies)
@@ -120,15 +203,6 @@ def _save(checkpoint: CheckpointId, events: Sequence[HistoryEvent]) -> SaveRecor
     )
 
 
-def _began(events: Sequence[HistoryEvent]) -> float:
-    """Return the time of the `save` call, from its own event or the next."""
-    for kinds in (("saved",), ("staged",), ("persisted",)):
-        starts = [event.unix_s - event.seconds for event in events if event.kind in kinds]
-        if starts:
-            return min(starts)
-    return min(event.unix_s for event in events)
-
-
 def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
     found: dict[int, int] = {}
     for kind in (*_OWN, "drained"):
@@ -138,12 +212,6 @@ def _bytes_of_ranks(events: Sequence[HistoryEvent]) -> dict[int, int]:
         if kind == "persisted" and found:
             break  # later events may have the sum of all ranks
     return found
-
-
-def _tiers_of(events: Sequence[HistoryEvent]) -> list[str]:
-    """Return the tiers of a save, each once: the usual ones first, nearest first."""
-    tiers = {event.tier for event in events if event.kind in ("persisted", "committed", "drained")}
-    return sorted(tiers, key=lambda tier: (TIERS.index(tier) if tier in TIERS else len(TIERS), tier))
 
 
 def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: int) -> Copy:

@@ -37,21 +37,21 @@ def make_figure(
     Charts use names of colours. The style sheet of the page defines them for light and dark mode, so a chart
     follows the reader's setting without a second drawing.
 
-    Args:
-        name: of its entry.
-        lead: text before that of the entry.
-        note: text after it.
-        label: replaces `$name` in the title and the columns.
-        chart: values that replace the `$` names of the entry's chart; None: nothing to draw. A layer whose
-            `when` names an empty value is left out. The entry's `looks` have a colour, shape or dashes for
-            each value of a field that occurs in them.
+    The text of the entry is between `lead` and `note`, and `label` replaces `$name` in the title and the
+    columns. The values of `chart` replace the `$` names of the entry's chart. A layer whose `when` names an
+    empty value is left out. The entry's `looks` have a colour, shape or dashes for each value of a field.
     """
     entry = _declared()["figures"][name]
     formats = entry.get("formats", [""] * len(entry["columns"]))
     shown = tuple(tuple(map(_format_cell, formats, row)) for row in rows[-MAX_ROWS:])
     text = " ".join(entry["text"])
     title, *columns = (one.replace("$name", label) for one in (entry["title"], *entry["columns"]))
-    spec = None if chart is None else _make_spec(entry, chart)
+    spec = None
+    if chart is not None:
+        known = {"span_axis": "".join(_declared()["span_axis"]), **chart}
+        known.update({name: _make_look(look, chart) for name, look in entry.get("looks", {}).items()})
+        known.update(_filled(entry.get("parts", {}), known))
+        spec = {"legend_columns": entry.get("legend_columns", 2), **_filled(entry["chart"], known)}
     left_out = len(rows) - len(shown)
     return WatchFigure(title, f"{lead}{text}{note}", tuple(columns), shown, spec, left_out)
 
@@ -78,14 +78,6 @@ def framed(chart: Mapping[str, Any]) -> Spec:
     columns = {"legend_columns": chart.get("legend_columns", 2)}
     own = {name: value for name, value in chart.items() if name != "legend_columns"}
     return {**_filled(_declared()["frame"], columns), **own}
-
-
-def _make_spec(entry: Spec, values: Mapping[str, Any]) -> Spec:
-    """Return the chart of an entry."""
-    known = {"span_axis": "".join(_declared()["span_axis"]), **values}
-    known.update({name: _make_look(look, values) for name, look in entry.get("looks", {}).items()})
-    known.update(_filled(entry.get("parts", {}), known))
-    return {"legend_columns": entry.get("legend_columns", 2), **_filled(entry["chart"], known)}
 
 
 def _make_look(look: Spec, values: Mapping[str, Any]) -> Spec:

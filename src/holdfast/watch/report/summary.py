@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, to_builtins
@@ -20,7 +20,6 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, list_paces, list_slow_periods
 from holdfast.watch.report.curves import Curve, collect_curves
-from holdfast.watch.report.events import MEMORY, HistoryEvent, parse_events
 from holdfast.watch.report.interruptions import (
     AttemptSpan,
     Interruption,
@@ -28,11 +27,18 @@ from holdfast.watch.report.interruptions import (
     Span,
     attempt_spans,
     find_losses,
-    save_intervals_s,
+    neighbours,
     seconds_of,
     seconds_per_step,
 )
-from holdfast.watch.report.saves import SaveRecord, TierLevel, collect_saves, tier_levels
+from holdfast.watch.report.saves import (
+    HistoryEvent,
+    SaveRecord,
+    TierLevel,
+    collect_saves,
+    parse_events,
+    tier_levels,
+)
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
@@ -187,16 +193,12 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
     """Return the summary of the run in a home, with the checks of the jobs that have trained it."""
     lines, num_torn = read_lines(store)
     home = list_home(store)
-    claims: dict[int, run.AttemptClaim] = {}
-    for number in home.attempts:
-        claim = _read(store, run.AttemptClaim, names.attempt(number))
-        if claim is not None:
-            claims[number] = claim
+    claims = {one: _read(store, run.AttemptClaim, names.attempt(one)) for one in home.attempts}
     whole = [saved for saved in home.saved.values() if saved.is_committed]
     newest = candidates(home)
     found = summarize(
         parse_events(lines),
-        claims,
+        {number: claim for number, claim in claims.items() if claim is not None},
         finished=_read(store, run.Done, names.DONE),
         home_contents=HomeContents(
             sum(saved.num_bytes for saved in whole), len(whole), newest[0].step if newest else None
@@ -233,7 +235,8 @@ def summarize(
     """Return the summary of a run from its events, by time, and the claims of its attempts, by number."""
     attempts, saves = attempt_spans(events, claims), collect_saves(events)
     losses = find_losses(attempts, saves, finished=finished.attempt if finished else None)
-    began, up_s = min((attempt.started_unix_s for attempt in attempts), default=None), _up_s(attempts)
+    began = min((attempt.started_unix_s for attempt in attempts), default=None)
+    up_s = sum(one.last_seen_unix_s - one.training_unix_s for one in attempts if one.has_trained)
     # Attempts after the last one that trained have no countable cost yet.
     trained = [attempt for attempt in attempts if attempt.has_trained] or attempts[:1]
     last = max((attempt.last_seen_unix_s for attempt in trained), default=None)
@@ -283,18 +286,8 @@ def _times(
         if save.returned_unix_s is not None and save.blocked_s
     ]
     blocked_s = seconds_of(call for call in calls if not lost.contains(call[0]))
-    redo_s, down_s, restore_s, idle_s = map(
-        seconds_of, (losses.redone, losses.down, losses.restoring, losses.idle)
-    )
-    kept_s = max(0.0, total - blocked_s - redo_s - down_s - restore_s - idle_s)
-    return TimeBreakdown(total, kept_s, blocked_s, redo_s, down_s, restore_s, idle_s)
-
-
-def _up_s(attempts: Iterable[AttemptSpan]) -> float:
-    """Return the recorded training time of all attempts."""
-    return sum(
-        attempt.last_seen_unix_s - attempt.training_unix_s for attempt in attempts if attempt.has_trained
-    )
+    others = [seconds_of(one) for one in (losses.redone, losses.down, losses.restoring, losses.idle)]
+    return TimeBreakdown(total, max(0.0, total - blocked_s - sum(others)), blocked_s, *others)
 
 
 def _advise(
@@ -304,7 +297,8 @@ def _advise(
     up_s: float,
 ) -> IntervalAdvice:
     costs = [save.blocked_s for save in saves if save.blocked_s is not None]
-    gaps = save_intervals_s(attempts, saves)
+    pairs = neighbours(attempts, saves)
+    gaps = [max(0.0, right.started_unix_s - left.started_unix_s) for left, right in pairs]
     failures = [one for one in interruptions if one.is_failure]
     num_failures = sum(1 + one.num_failed_starts for one in failures)
     cost_s = statistics.fmean(costs) if costs else None
@@ -312,7 +306,7 @@ def _advise(
     restart_s = statistics.fmean(one.down_s + one.restore_s for one in failures) if failures else 0.0
     mtbf_s = up_s / num_failures if num_failures and up_s > 0 else None
     least, most = mtbf_bounds_s(up_s, num_failures)
-    durable = [took_s for save in saves if (took_s := _durable_s(save)) is not None]
+    durable = [took_s for save in saves if (took_s := save.durable_s) is not None]
     share = None
     if mtbf_s is not None and cost_s is not None and interval_s:
         share = lost_share(interval_s, cost_s, mtbf_s)
@@ -332,12 +326,6 @@ def _advise(
         ),
         lost_share=share,
     )
-
-
-def _durable_s(save: SaveRecord) -> float | None:
-    """Return the time until a save was durable in the nearest persistent tier."""
-    found = (copy.durable_s for copy in save.copies if copy.tier != MEMORY and copy.durable_s is not None)
-    return next(found, None)
 
 
 def _finite(value: Any) -> Any:

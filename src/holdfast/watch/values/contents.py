@@ -43,9 +43,9 @@ class Squares(Struct, frozen=True):
 class TensorHealth(Struct, frozen=True):
     """Health of the tensors in one data file."""
 
-    num_bad: Count = 0  # tensors with a NaN, or with an infinity that is not part of a mask
-    bad: Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)] = ()  # names of the first of them
-    squares: Squares = Squares()  # sums of squares of this rank's shards
+    num_bad: Count  # tensors with a NaN, or with an infinity that is not part of a mask
+    bad: Annotated[tuple[str, ...], Meta(max_length=MAX_NAMES)]  # names of the first of them
+    squares: Squares  # sums of squares of this rank's shards
 
 
 _BLOCK_BYTES = CACHED_BYTES  # bytes that are checked at once
@@ -110,14 +110,12 @@ class ContentCheck:
             if run[0].start >= stop:
                 return
             for at in range(max(start, run[0].start), min(stop, run[-1].stop), _BLOCK_BYTES):
-                self._add_block(run, at, min(at + _BLOCK_BYTES, stop, run[-1].stop))
-
-    def _add_block(self, run: _Run, start: int, stop: int) -> None:
-        square = _square(self._image[start:stop], run[0].dtype)
-        if square is None:
-            square = self._look_closely(run, start, stop)
-        if run[0].is_summed:
-            self._sums[run[0].is_moment] += square
+                end = min(at + _BLOCK_BYTES, stop, run[-1].stop)
+                square = _square(self._image[at:end], run[0].dtype)
+                if square is None:
+                    square = self._look_closely(run, at, end)
+                if run[0].is_summed:
+                    self._sums[run[0].is_moment] += square
 
     def _look_closely(self, run: _Run, start: int, stop: int) -> float:
         """Find the tensors of a block that are not finite. Return the sum of squares of finite elements."""
@@ -240,9 +238,6 @@ def _count(values: Any) -> tuple[int, int, float]:
     num_nan = int(numpy.isnan(values).sum())
     with numpy.errstate(all="ignore"):
         return num_nan, len(values) - len(finite) - num_nan, float(numpy.dot(finite, finite))
-
-
-# -- judgement of all ranks ----------------------------------------------------------------------------------
 
 
 class ValueJudgement(Struct, frozen=True):

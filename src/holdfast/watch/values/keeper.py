@@ -12,7 +12,7 @@ from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperWatch, PersistedSave
 from holdfast.errors import Corrupt
-from holdfast.system.documents import Fields, read_members
+from holdfast.system.documents import read_as
 from holdfast.watch.values.contents import (
     MAX_BEFORE,
     NOT_CHECKED,
@@ -63,27 +63,17 @@ class ValuesKeeper(KeeperWatch):
 
     @override
     def committing(self, save: CompleteSave) -> Section | None:
-        tensors = [_tensors(save.sections.get(rank)) for rank in range(save.world_size)]
-        before = _before(save)
+        tensors: list[TensorHealth | None] = []  # None if those of a rank were not checked
+        for section in map(save.sections.get, range(save.world_size)):
+            if section is None or section.version != _VERSION or not section.data:
+                tensors.append(None)
+            else:
+                tensors.append(read_as(TensorHealth, dict(section.data), _WHAT))
+        before: tuple[Squares, ...] = ()  # of the newest checkpoints that were not unhealthy, oldest first
+        if save.base is not None and save.base.version == _VERSION:
+            base = read_as(_Judged, dict(save.base.data), _WHAT)
+            own = () if save.is_base_healthy is False else (base.squares,)
+            before = (*base.before, *own)[-MAX_BEFORE:]
         found = judge(tensors, before)
         data = {"squares": to_builtins(found.squares), "before": list(map(to_builtins, before))}
         return Section(_VERSION, data, found.mark, found.reasons)
-
-
-def _before(save: CompleteSave) -> tuple[Squares, ...]:
-    """Return the sums of squares of the newest checkpoints that were not unhealthy, oldest first."""
-    if save.base is None or save.base.version != _VERSION:
-        return ()
-    found = read_members(_Judged, Fields(dict(save.base.data), _WHAT))
-    own = () if save.is_base_healthy is False else (found.squares,)
-    return (*found.before, *own)[-MAX_BEFORE:]
-
-
-def _tensors(section: Section | None) -> TensorHealth | None:
-    """Return the health of a rank's tensors; None if they were not checked."""
-    if section is None or section.version != _VERSION or not section.data:
-        return None
-    body = Fields(dict(section.data), _WHAT)
-    for name in ("num_bad", "bad", "squares"):
-        body.value(name)  # none of them may be missing
-    return read_members(TensorHealth, body)

@@ -14,10 +14,11 @@ from holdfast.watch.report.summary import RunSummary
 def make_figures(summary: RunSummary) -> dict[str, WatchFigure]:
     """Return all figures with content, by their id: those of the run, then those of the default watches."""
     makers = (progress, shares, costs, hangs, replicas, pace, rollbacks, problems, nodes, durations, levels)
-    found = {"timeline": timeline(summary), **curves(summary)}
-    found.update({make.__name__: make(summary) for make in (*makers, intervals)})
+    made = {"timeline": timeline(summary), **curves(summary)}
+    made.update({make.__name__: make(summary) for make in (*makers, intervals)})
+    found = {name: one for name, one in made.items() if one is not None and (one.rows or one.chart)}
     for watch in holdfast.default_watches():
         lines = [line for line in summary.lines if line["event"] in watch.events]
         if lines and (figure := watch.figure(lines)) is not None:  # a watch may be named like a figure above
             found[watch.name] = figure
-    return {name: figure for name, figure in found.items() if figure is not None}
+    return found

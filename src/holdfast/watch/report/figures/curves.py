@@ -44,13 +44,22 @@ def _figure(curve: Curve, left_out: str) -> WatchFigure:
 
 def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
     lost = [_mark(one, _LOST) for stretch in curve.lost for one in style.thin_out(stretch)[0]]
-    starts = _starts(curve.counted)
+    firsts: dict[int, int] = {}  # step that counts of each attempt
+    for point in curve.counted:
+        firsts.setdefault(point.attempt, point.step)
+    starts = [{"step": step, "label": str(attempt)} for attempt, step in firsts.items()]
     values = [_mark(one, _COUNTS) for one in counted]
+    axis: Spec = {"scale": {"zero": False}, "axis": {"title": None}}
+    points = [*curve.counted, *(one for stretch in curve.lost for one in stretch)]
+    finite = [one.value for one in points if math.isfinite(one.value)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) >= _LOG_FROM:  # over many powers of ten
+        ticks = style.log_ticks(min(finite), max(finite))
+        axis = {"scale": {"type": "log"}, "axis": {"title": None, "values": ticks, "format": "~g"}}
     line: Spec = {"type": "line", "strokeWidth": 1.7}
     if len(values) <= _MAX_DOTS:  # a single value has no line
         line["point"] = {"size": 20, "filled": True, "fill": "var(--kept)"}
     return {
-        "y": {"field": "value", "type": "quantitative", **_axis(curve)},
+        "y": {"field": "value", "type": "quantitative", **axis},
         "starts": starts,
         "resumed": len(starts) > 1,
         "labelled": 1 < len(starts) <= _MAX_LABELS,
@@ -64,21 +73,3 @@ def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
 def _mark(point: Point, what: str) -> Spec:
     value = point.value if math.isfinite(point.value) else None  # a gap in the line
     return {"step": point.step, "value": value, "attempt": point.attempt, "what": what}
-
-
-def _starts(counted: Sequence[Point]) -> list[Spec]:
-    """Return the first step that counts of each attempt."""
-    firsts: dict[int, int] = {}
-    for point in counted:
-        firsts.setdefault(point.attempt, point.step)
-    return [{"step": step, "label": str(attempt)} for attempt, step in firsts.items()]
-
-
-def _axis(curve: Curve) -> Spec:
-    """Return a logarithmic axis if the values span many powers of ten."""
-    points = [*curve.counted, *(one for stretch in curve.lost for one in stretch)]
-    values = [one.value for one in points if math.isfinite(one.value)]
-    if values and min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
-        ticks = style.log_ticks(min(values), max(values))
-        return {"scale": {"type": "log"}, "axis": {"title": None, "values": ticks, "format": "~g"}}
-    return {"scale": {"zero": False}, "axis": {"title": None}}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
 from holdfast.watch.report import style
-from holdfast.watch.report.events import TIERS
-from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.saves import TIERS, SaveRecord
 from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import IntervalAdvice, RunSummary
 
@@ -46,15 +46,17 @@ def levels(summary: RunSummary) -> WatchFigure | None:
     return style.make_figure("levels", rows, note=note, chart=chart)
 
 
-def durations(summary: RunSummary) -> WatchFigure | None:
-    """Return the figure of the duration of each save; None without saves."""
-    if not summary.saves:
-        return None
+def durations(summary: RunSummary) -> WatchFigure:
+    """Return the figure of the duration of each save."""
     saves, every = style.thin_out(summary.saves)
     values = [
-        {"t": style.to_ms(save.started_unix_s), "s": s, "what": what, "step": save.step, "took": took}
-        for save in saves
-        for what, s in _measures(save).items()
+        {"t": style.to_ms(one.started_unix_s), "s": s, "what": what, "step": one.step, "took": took}
+        for one in saves
+        for what, s in (
+            ("save() blocked the loop", one.blocked_s),
+            ("staged after", one.staged_s),
+            *((f"durable in {copy.tier} after", copy.durable_s) for copy in one.copies if copy.tier in TIERS),
+        )
         if s and (took := style.format_seconds(s))
     ]
     chart = None
@@ -68,26 +70,19 @@ def durations(summary: RunSummary) -> WatchFigure | None:
             "ticks": style.span_log_ticks(low, high),
         }
     note = "" if every == 1 else f" One of every {every} saves is drawn."
-    rows = [row for save in summary.saves for row in _duration_rows(save)]
-    return style.make_figure("durations", rows, note=note, chart=chart)
+    return style.make_figure("durations", list(_duration_rows(summary.saves)), note=note, chart=chart)
 
 
-def _measures(save: SaveRecord) -> dict[str, float | None]:
-    copies = {f"durable in {copy.tier} after": copy.durable_s for copy in save.copies if copy.tier in TIERS}
-    return {"save() blocked the loop": save.blocked_s, "staged after": save.staged_s, **copies}
-
-
-def _duration_rows(save: SaveRecord) -> list[Row]:
-    facts = save.started_unix_s, save.attempt, save.step, save.num_bytes, save.blocked_s, save.staged_s
-    if not save.copies:
-        return [(*facts, None, None, None, None, save.outcome)]
-    rows = []
-    for copy in save.copies:
-        speed = f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None
-        written, durable = style.format_seconds(copy.write_s), style.format_seconds(copy.durable_s)
-        outcome = save.outcome if copy.durable_unix_s is None else "durable"
-        rows.append((*facts, copy.tier, written, speed, durable, outcome))
-    return rows
+def _duration_rows(saves: Iterable[SaveRecord]) -> Iterator[Row]:
+    for save in saves:
+        facts = save.started_unix_s, save.attempt, save.step, save.num_bytes, save.blocked_s, save.staged_s
+        for copy in save.copies:
+            speed = f"{style.format_size(copy.bytes_per_s)}/s" if copy.bytes_per_s else None
+            written, durable = style.format_seconds(copy.write_s), style.format_seconds(copy.durable_s)
+            outcome = save.outcome if copy.durable_unix_s is None else "durable"
+            yield (*facts, copy.tier, written, speed, durable, outcome)
+        if not save.copies:
+            yield (*facts, None, None, None, None, save.outcome)
 
 
 def intervals(summary: RunSummary) -> WatchFigure | None:
@@ -107,11 +102,8 @@ def _verdict(advice: IntervalAdvice) -> str:
         own_s = f"It saved every {style.format_seconds(advice.interval_s)} on average. "
     if advice.own is None:
         up = f" in {style.format_seconds(advice.up_s)} of training"
-        bound = (
-            f" With 95 % confidence it is more than {style.format_seconds(lower_s)}."
-            if advice.up_s > 0
-            else ""
-        )
+        has_bound = advice.up_s > 0
+        bound = f" With 95 % confidence it is more than {style.format_seconds(lower_s)}." * has_bound
         return (
             f"{own_s}There was no failure{up}, so the mean time between failures is unknown, and with it the "
             f"best interval.{bound} The chart shows the best interval for several assumed values."

@@ -5,87 +5,64 @@ from __future__ import annotations
 import statistics
 from itertools import groupby
 
-from holdfast.checkpoint.format.run import Rollback
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
-from holdfast.watch.hang.incidents import HangIncident, describe_groups, describe_odd
+from holdfast.watch.hang.incidents import describe_groups, describe_odd
 from holdfast.watch.report import style
-from holdfast.watch.report.events import HistoryEvent
 from holdfast.watch.report.style import Row, Spec
-from holdfast.watch.report.summary import CheckedNode, RunSummary
+from holdfast.watch.report.summary import RunSummary
 
 _MAX_RANKS = 64  # in the chart of the pace
 
 
-def rollbacks(found: RunSummary) -> WatchFigure | None:
-    """Return the figure, or None without rollbacks."""
-    if not found.rollbacks:
-        return None
+def rollbacks(found: RunSummary) -> WatchFigure:
+    """Return the figure of the rollbacks."""
+    rows: list[Row] = []
+    for one in found.rollbacks:
+        left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in one.skipped.items()]
+        left_out += [f"{key} stayed at its position" for key in one.kept]
+        steps, cost_s = (one.first_step, one.last_step, one.base_step), found.cost_after(one.attempt)
+        rows.append(
+            (one.noted_unix_s, one.attempt, *steps, one.in_a_row, cost_s, "; ".join(left_out), one.reason)
+        )
     lost = sum(one.last_step - one.base_step for one in found.rollbacks)
-    count = f"{plural(len(found.rollbacks), 'rollback')}, which lost {plural(lost, 'step')}. "
-    return style.make_figure("rollbacks", [_rollback_row(found, one) for one in found.rollbacks], lead=count)
+    lead = f"{plural(len(rows), 'rollback')}, which lost {plural(lost, 'step')}. "
+    return style.make_figure("rollbacks", rows, lead=lead)
 
 
-def _rollback_row(found: RunSummary, rollback: Rollback) -> Row:
-    left_out = [f"samples {start} to {stop - 1} of {key}" for key, (start, stop) in rollback.skipped.items()]
-    left_out += [f"{key} stayed at its position" for key in rollback.kept]
-    steps = rollback.first_step, rollback.last_step, rollback.base_step
-    facts = rollback.in_a_row, found.cost_after(rollback.attempt), "; ".join(left_out), rollback.reason
-    return (rollback.noted_unix_s, rollback.attempt, *steps, *facts)
-
-
-def hangs(found: RunSummary) -> WatchFigure | None:
-    """Return the figure, or None without hangs."""
-    if not found.hangs:
-        return None
-    newest = "\n\n".join(describe_groups(found.hangs[-1].groups))
-    return style.make_figure(
-        "hangs",
-        [_hang_row(found, hang) for hang in found.hangs],
-        lead=f"{plural(len(found.hangs), 'hang')}. ",
-        note=f"\n\nThe newest one:\n\n{newest}",
-    )
-
-
-def _hang_row(found: RunSummary, hang: HangIncident) -> Row:
-    step, stalled_s = min(rank.step for rank in hang.ranks), max(rank.stalled_s for rank in hang.ranks)
-    end, cost_s = "progress", hang.over_s
-    if hang.over_s is None:
-        end, cost_s = "the end of the attempt", found.cost_after(hang.attempt)
-    place = describe_odd(hang.ranks)
-    return (hang.unix_s, hang.attempt, step, len(hang.ranks), stalled_s, end, cost_s, place)
+def hangs(found: RunSummary) -> WatchFigure:
+    """Return the figure of the hangs."""
+    rows: list[Row] = []
+    for hang in found.hangs:
+        end, cost_s = "progress", hang.over_s
+        if cost_s is None:
+            end, cost_s = "the end of the attempt", found.cost_after(hang.attempt)
+        step, stalled_s = min(one.step for one in hang.ranks), max(one.stalled_s for one in hang.ranks)
+        place = describe_odd(hang.ranks)
+        rows.append((hang.unix_s, hang.attempt, step, len(hang.ranks), stalled_s, end, cost_s, place))
+    newest = "\n\n".join(line for hang in found.hangs[-1:] for line in describe_groups(hang.groups))
+    lead, note = f"{plural(len(rows), 'hang')}. ", f"\n\nThe newest one:\n\n{newest}"
+    return style.make_figure("hangs", rows, lead=lead, note=note)
 
 
 _SAVE_KINDS = ("failed", "dropped", "skipped", "fenced", "unhealthy")
 """Kinds of events after which a step has no checkpoint that is whole and healthy."""
 
 
-def problems(found: RunSummary) -> WatchFigure | None:
-    """Return the figure, or None without problems."""
-    if not found.problems:
-        return None
-    rows = [
-        _row(found, list(some))
-        for _, some in groupby(found.problems, lambda event: (event.attempt, event.kind, event.rank))
-    ]
+def problems(found: RunSummary) -> WatchFigure:
+    """Return the figure of the problems, each row for neighbours of one kind."""
+    rows: list[Row] = []
+    for key, some in groupby(found.problems, lambda event: (event.attempt, event.rank, event.kind)):
+        events = list(some)
+        first, last, cost = events[0], events[-1], None
+        if first.kind in _SAVE_KINDS and first.step is not None and last.step is not None:
+            before, after = good_steps_around(found, first.attempt, first.step, last.step)
+            cost = (
+                f"all steps after {before}" if after is None else f"{plural(after - before, 'step')} at risk"
+            )
+        times = first.unix_s, last.unix_s
+        rows.append((*times, *key, len(events), first.step, last.step, cost, last.detail))
     return style.make_figure("problems", rows, lead=f"{plural(len(found.problems), 'problem')}. ")
-
-
-def _row(found: RunSummary, some: list[HistoryEvent]) -> Row:
-    first, last = some[0], some[-1]
-    cost = _cost(found, first, last) if first.kind in _SAVE_KINDS else None
-    kind = first.attempt, first.rank, first.kind
-    return (first.unix_s, last.unix_s, *kind, len(some), first.step, last.step, cost, last.detail)
-
-
-def _cost(found: RunSummary, first: HistoryEvent, last: HistoryEvent) -> str | None:
-    """Return the steps between the good checkpoints around some events, as the largest possible loss."""
-    if first.step is None or last.step is None:
-        return None
-    before, after = good_steps_around(found, first.attempt, first.step, last.step)
-    if after is None:
-        return f"all steps after {before}"
-    return f"{plural(after - before, 'step')} at risk"
 
 
 def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) -> tuple[int, int | None]:
@@ -99,44 +76,33 @@ def good_steps_around(found: RunSummary, attempt: int, first: int, last: int) ->
     return before, min((step for step in good if step > last), default=None)
 
 
-def replicas(found: RunSummary) -> WatchFigure | None:
-    """Return the figure, or None without differences."""
-    if not found.differences:
-        return None
-    rows = [_difference_row(found, event) for event in found.differences]
+def replicas(found: RunSummary) -> WatchFigure:
+    """Return the figure of the differences between the copies of ranks."""
+    rows: list[Row] = []
+    for event in found.differences:
+        cost = None
+        if event.step is not None:
+            before, _ = good_steps_around(found, event.attempt, event.step, event.step)
+            cost = f"{plural(event.step - before, 'step')} in doubt"
+        rows.append((event.unix_s, event.attempt, event.step, cost, event.detail))
     return style.make_figure("replicas", rows, lead=f"{plural(len(rows), 'difference')}. ")
 
 
-def _difference_row(found: RunSummary, event: HistoryEvent) -> Row:
-    cost = None
-    if event.step is not None:
-        before, _ = good_steps_around(found, event.attempt, event.step, event.step)
-        cost = f"{plural(event.step - before, 'step')} in doubt"
-    return event.unix_s, event.attempt, event.step, cost, event.detail
-
-
-def nodes(found: RunSummary) -> WatchFigure | None:
-    """Return the figure, or None without checks."""
-    checks = found.node_checks
-    if not checks:
-        return None
-    num_failed = sum(bool(one.failures) for one in checks)
-    num_refused = sum(one.was_refused for one in checks)
+def nodes(found: RunSummary) -> WatchFigure:
+    """Return the figure of the checks of nodes."""
+    rows: list[Row] = []
+    longest = dict[tuple[int, int], float]()  # wait of each attempt, whose nodes are checked at the same time
+    for one in found.node_checks:
+        result = "refused" if one.was_refused else "failed" if one.failures else f"{one.num_checks} passed"
+        node = one.unix_s, one.job, one.attempt, one.node, one.machine
+        rows.append((*node, result, one.cost_s, one.failures or None))
+        longest[node[1:3]] = max(longest.get(node[1:3], 0.0), one.cost_s)
+    num_failed = sum(bool(one.failures) for one in found.node_checks)
+    num_refused = sum(one.was_refused for one in found.node_checks)
     failed = f"{plural(num_failed, 'node')} failed" if num_failed else "All passed"
     refused = f", {num_refused} refused" if num_refused else ""
-    longest = dict[tuple[int, int], float]()  # wait of each attempt, whose nodes are checked at the same time
-    for check in checks:
-        attempt = check.job, check.attempt
-        longest[attempt] = max(longest.get(attempt, 0.0), check.cost_s)
-    waited = style.format_seconds(sum(longest.values()))
-    lead = f"{failed}{refused}; the job waited {waited}. "
-    return style.make_figure("nodes", [_node_row(one) for one in checks], lead=lead)
-
-
-def _node_row(check: CheckedNode) -> Row:
-    result = "refused" if check.was_refused else "failed" if check.failures else f"{check.num_checks} passed"
-    node = check.unix_s, check.job, check.attempt, check.node, check.machine
-    return (*node, result, check.cost_s, check.failures or None)
+    lead = f"{failed}{refused}; the job waited {style.format_seconds(sum(longest.values()))}. "
+    return style.make_figure("nodes", rows, lead=lead)
 
 
 def pace(summary: RunSummary) -> WatchFigure | None:
@@ -174,11 +140,7 @@ def _values(summary: RunSummary, slow: set[int]) -> list[Spec]:
         for rank in sorted(drawn):
             shares = [one.shares[rank] for one in windows if rank in one.shares]
             if shares:
-                share, kind = (
-                    round(statistics.fmean(shares), 4),
-                    "slow rank" if rank in slow else "other ranks",
-                )
-                values.append(
-                    {"t": style.to_ms(windows[0].unix_s), "share": share, "rank": rank, "kind": kind}
-                )
+                share, kind = statistics.fmean(shares), "slow rank" if rank in slow else "other ranks"
+                point = {"share": round(share, 4), "rank": rank, "kind": kind}
+                values.append({"t": style.to_ms(windows[0].unix_s), **point})
     return values

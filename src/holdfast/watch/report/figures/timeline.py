@@ -5,9 +5,8 @@ from __future__ import annotations
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
 from holdfast.watch.report import style
-from holdfast.watch.report.events import HOME
 from holdfast.watch.report.interruptions import Interruption, Span
-from holdfast.watch.report.saves import SaveRecord
+from holdfast.watch.report.saves import HOME, SaveRecord
 from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import RunSummary, kept_spans
 
@@ -24,7 +23,14 @@ def timeline(summary: RunSummary) -> WatchFigure | None:
     if summary.started_unix_s is None:
         return None
     saves, every = style.thin_out(summary.saves)
-    bars = _training(summary) + _saving(saves) + _drains(summary)
+    losses, (drains, _) = summary.losses, style.thin_out(summary.drains)
+    spans = kept_spans(summary), losses.redone, losses.down, losses.restoring
+    bars = [_bar(lane, one, lane) for lane, some in zip(_LANES, spans, strict=False) for one in some]
+    bars += _saving(saves)
+    bars += [
+        _bar("draining", (one.unix_s - one.seconds, one.unix_s), f"step {one.step}, {size}")
+        for one, size in ((one, style.format_size(one.num_bytes)) for one in drains)
+    ]
     problems = [
         {"lane": "problems", "from": style.to_ms(event.unix_s), "what": f"{event.kind}: {event.detail[:200]}"}
         for event in summary.problems[-1000:]
@@ -50,13 +56,6 @@ def timeline(summary: RunSummary) -> WatchFigure | None:
     return style.make_figure("timeline", _rows(summary), note=note, chart=chart)
 
 
-def _training(summary: RunSummary) -> list[Spec]:
-    losses = summary.losses
-    spans = kept_spans(summary), losses.redone, losses.down, losses.restoring
-    lanes = zip(_LANES, spans, strict=False)
-    return [_bar(lane, span, lane) for lane, spans in lanes for span in spans]
-
-
 def _saving(saves: list[SaveRecord]) -> list[Spec]:
     bars: list[Spec] = []
     for save in saves:
@@ -69,14 +68,6 @@ def _saving(saves: list[SaveRecord]) -> list[Spec]:
             if copy.durable_unix_s is not None and not copy.was_drained and f"to {copy.tier}" in _LANES
         ]
     return bars
-
-
-def _drains(summary: RunSummary) -> list[Spec]:
-    drains, _ = style.thin_out(summary.drains)
-    return [
-        _bar("draining", (one.unix_s - one.seconds, one.unix_s), f"step {one.step}, {size}")
-        for one, size in ((one, style.format_size(one.num_bytes)) for one in drains)
-    ]
 
 
 def _bar(lane: str, span: Span, what: str) -> Spec:
@@ -188,29 +179,26 @@ def costs(summary: RunSummary) -> WatchFigure | None:
     note = ""
     if len(drawn) < len(found):
         note = f" Of {len(found)} interruptions, the {_MAX_BARS} most expensive are drawn."
-    longest = max(one.cost_s for one in drawn)
+    longest, sums = max(one.cost_s for one in drawn), [_part(one, one.cost_s) for one in drawn]
     chart = {
         "height": 28 * len(drawn) + 4,
-        "parts": [part for one in drawn for part in _parts(one)],
-        "sums": [_part(one, one.cost_s) for one in drawn],
-        "labels": list(map(_which, drawn)),
+        "parts": [
+            _part(gap, s, part=part, order=order)
+            for gap in drawn
+            for order, (part, s) in enumerate(
+                [("repeated", gap.redo_s), ("down", gap.down_s), ("restoring", gap.restore_s)]
+            )
+        ],
+        "sums": sums,
+        "labels": [one["which"] for one in sums],
         "domain": [0, longest or 1],
         "ticks": style.span_ticks(longest),
     }
     return style.make_figure("costs", list(map(_cost_row, found)), note=note, chart=chart)
 
 
-def _which(gap: Interruption) -> str:
-    return f"{gap.before} to {gap.after}"
-
-
 def _part(gap: Interruption, s: float, **more: object) -> Spec:
-    return {"which": _which(gap), "s": s, "took": style.format_seconds(s), **more}
-
-
-def _parts(gap: Interruption) -> list[Spec]:
-    parts = {"repeated": gap.redo_s, "down": gap.down_s, "restoring": gap.restore_s}
-    return [_part(gap, s, part=part, order=order) for order, (part, s) in enumerate(parts.items())]
+    return {"which": f"{gap.before} to {gap.after}", "s": s, "took": style.format_seconds(s), **more}
 
 
 def _cost_row(gap: Interruption) -> Row:
@@ -222,4 +210,12 @@ def _cost_row(gap: Interruption) -> Row:
         remarks.append(f"{plural(gap.num_failed_starts, 'start')} in between without further events")
     steps, times = (gap.last_step, gap.restored_step, lost), (gap.redo_s, gap.down_s, gap.restore_s)
     remark = "; ".join(filter(None, remarks)) or None
-    return (gap.last_seen_unix_s, _which(gap), gap.kind, *steps, *times, gap.cost_s, remark)
+    return (
+        gap.last_seen_unix_s,
+        f"{gap.before} to {gap.after}",
+        gap.kind,
+        *steps,
+        *times,
+        gap.cost_s,
+        remark,
+    )

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal
+from holdfast.checkpoint.format.sealed import unseal_lines
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
 from holdfast.watch.compiled import index as indices
 from holdfast.watch.compiled.build_environment import environment_key
 from holdfast.watch.compiled.index import CacheIndex, IndexName, PackedFile, PackName, divide, pack, unpack
+from making import resealed
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2", "torch": "2.13.0"}
@@ -66,10 +67,10 @@ def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     with pytest.raises(InvalidInput):
         indices.check_path(path)
     index = CacheIndex(1, 0, 1, FACTS, (PackedFile("good", 1, "0" * 32, "1" * 32, 0, 1),))
-    body = unseal(indices.document(index), "index").members
-    body["files"][0][0] = path
     try:
-        text = seal(dumps(body))
+        text = resealed(
+            unseal_lines(indices.document(index), "index"), {"files": [[path, 1, "0" * 32, 0, 0, 1]]}
+        )
     except UnicodeEncodeError:
         return  # no such document can be written
     with pytest.raises(Corrupt):
@@ -81,16 +82,16 @@ def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     [("files", [["a", -1, "", 0, 0, 1]]), ("files", [["a", 1, "", 9, 0, 1]]), ("files", [1]), ("facts", 1)],
 )
 def test_a_sealed_index_with_invalid_members_is_corrupt(member: str, value: object):
-    body = unseal(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index").members | {member: value}
+    text = resealed(unseal_lines(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index"), {member: value})
     with pytest.raises(Corrupt, match="not a valid index of compiled files"):
-        indices.parse(seal(dumps(body)), indices.index_name(KEY, 1, 0, 1))
+        indices.parse(text, indices.index_name(KEY, 1, 0, 1))
 
 
 def test_an_index_with_a_wrong_name_or_a_newer_version_is_rejected():
     text = indices.document(CacheIndex(1, 0, 1, FACTS, ()))
     with pytest.raises(Corrupt, match="wrong name"):
         indices.parse(text, indices.index_name(KEY, 2, 0, 1))
-    newer = seal(dumps(unseal(text, "index").members | {"version": 2}))
+    newer = resealed(unseal_lines(text, "index"), {"version": 2})
     with pytest.raises(Unsupported):
         indices.parse(newer, indices.index_name(KEY, 1, 0, 1))
     with pytest.raises(HoldfastError):

@@ -59,10 +59,8 @@ def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[
 
 
 def make_draft(rank: int, catalog: bytes, *, world_size: int = 2, ancestors: parts.Ancestors = ()) -> bytes:
-    return parts.draft(
-        run="run", step=5, attempt=1, rank=rank, world_size=world_size, ancestors=ancestors, values={},
-        own=[], starts=[4096], catalog=catalog,
-    )  # fmt: skip
+    facts = parts.PartFacts("run", 5, 1, rank, world_size, ancestors, values={}, own=())
+    return parts.draft(facts, [4096], catalog)
 
 
 def put_part(store: Store, rank: int, *, world_size: int = 2, ancestors: parts.Ancestors = ()) -> None:

@@ -54,18 +54,8 @@ def persist_frozen(
 
 
 def draft(step: int, attempt: int) -> bytes:
-    return parts.draft(
-        run="run",
-        step=step,
-        attempt=attempt,
-        rank=0,
-        world_size=1,
-        ancestors=(),
-        values={},
-        own=[],
-        starts=[W_FILE.starts[0], BASE_FILE.starts[0]],
-        catalog=catalog_text(CATALOG),
-    )
+    facts = parts.PartFacts("run", step, attempt, rank=0, world_size=1, ancestors=(), values={}, own=())
+    return parts.draft(facts, [W_FILE.starts[0], BASE_FILE.starts[0]], catalog_text(CATALOG))
 
 
 def save(

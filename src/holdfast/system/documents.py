@@ -293,7 +293,15 @@ def read_members(cls: type[_S], body: Fields) -> _S:
     return read_as(cls, members, body.what)
 
 
-def read_as(kind: type[_T], value: Any, what: str) -> _T:
+@overload
+def read_as(kind: type[_T], value: Any, what: str) -> _T: ...
+
+
+@overload
+def read_as(kind: Any, value: Any, what: str) -> Any: ...
+
+
+def read_as(kind: Any, value: Any, what: str) -> Any:
     """Return a value of JSON as a type, whose annotations may have limits by `msgspec.Meta`.
 
     Arrays become tuples, lists and sets, texts enums by value, and objects mappings and structs.

@@ -151,7 +151,7 @@ Copies = Mapping[str, tuple[tuple[Count, Count], ...]]
 """Offset and size in the arena of each copy that a keeper hashes, by the name of the watch that wants it."""
 
 
-class _Findings(Struct, omit_defaults=True):
+class _Findings(Struct):
     """Last line of a draft: what the watches of the trainer have found, and the copies to hash."""
 
     watches: SectionRows

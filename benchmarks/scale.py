@@ -97,18 +97,8 @@ def part_document(
 ) -> bytes:
     """A part as a keeper finishes it; chunk hashes are of no bytes, but as many as the file would have."""
     values = {"epoch": value_format.encode(3, "epoch"), "rng": value_format.encode({"seed": rank}, "rng")}
-    draft = part.draft(
-        run=RUN,
-        step=step,
-        attempt=ATTEMPT,
-        rank=rank,
-        world_size=world_size,
-        ancestors=(),
-        values=values,
-        own=(),
-        starts=starts,
-        catalog=catalog,
-    )
+    facts = part.PartFacts(RUN, step, ATTEMPT, rank, world_size, ancestors=(), values=values, own=())
+    draft = part.draft(facts, starts, catalog)
     size = chunk_bytes_for(num_bytes)
     hashes = "".join(digest(start.to_bytes(8, "little")) for start, _ in chunk_ranges(num_bytes, size))
     return part.finish(draft, part.DataFile(num_bytes, size, hashes))

@@ -128,7 +128,7 @@ def make_checkpoint(
                 starts[shard.name] = start
             store.put((names.frozen if is_frozen else names.data)(step, attempt, rank), bytes(image))
             files[is_frozen] = data_file(bytes(image), chunk_bytes)
-        draft = part.draft(
+        facts = part.PartFacts(
             run=run_id,
             step=step,
             attempt=attempt,
@@ -136,10 +136,9 @@ def make_checkpoint(
             world_size=len(tensors),
             ancestors=tuple(CheckpointId(*one) for one in ((base,) if base else ancestors)),
             values=_encoded(values[rank] if values else {}),
-            own=[(shard.name, shard.dtype, shard.shape, starts[shard.name]) for shard in own],
-            starts=[starts[shard.name] for shard in shared],
-            catalog=catalog_text(catalog),
+            own=tuple((shard.name, shard.dtype, shard.shape, starts[shard.name]) for shard in own),
         )
+        draft = part.draft(facts, [starts[shard.name] for shard in shared], catalog_text(catalog))
         document = part.finish(draft, files[False], files.get(True))
         store.put(names.part(step, attempt, rank), document)
         parts.append((part.parse(document, "part"), document))

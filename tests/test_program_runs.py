@@ -62,11 +62,9 @@ def test_a_program_is_ended_by_an_error_of_its_owner() -> None:
     assert read_stat(int(pids[0])) is None
 
 
-def test_all_input_and_output_passes() -> None:
-    """More than a pipe holds, in both directions."""
-    data = os.urandom(1 << 20)
-    assert run_program(["sh", "-c", "cat; cat /dev/null >&2"], timeout_s=None, given=data).out == data
-    assert run_program(["true"], timeout_s=60.0, given=data).status == 0
+def test_all_output_passes_and_no_input() -> None:
+    """More than a pipe holds."""
+    assert run_program(["head", "-c", f"{1 << 20}", "/dev/zero"], timeout_s=60.0).out == bytes(1 << 20)
     assert run_program(["cat"], timeout_s=60.0).out == b""
 
 

@@ -301,10 +301,10 @@ def _run_run(data: bytes) -> None:
 
 
 def _run_sealed(data: bytes) -> None:
-    from holdfast.checkpoint.format.sealed import unseal, unseal_lines
+    from holdfast.checkpoint.format.sealed import Versions, unseal_lines
 
     with contextlib.suppress(Corrupt):
-        unseal(data, "document")
+        Versions("egg", 1, {1: dict[str, Any]}).unseal(data, "document")
     unseal_lines(data, "document")
 
 

@@ -48,6 +48,9 @@ class HoldfastError(Exception):
         self.rank = rank
         self.key = key
 
+    def __str__(self) -> str:  # a KeyError and an OSError would show theirs in another way
+        return str(self.args[0])
+
     def __reduce__(self) -> tuple[object, ...]:
         facts = {"step": self.step, "rank": self.rank, "key": self.key}
         return (_rebuilt, (type(self), str(self), facts))
@@ -68,9 +71,6 @@ class RetryLater(HoldfastError):
 class TimedOut(RetryLater, TimeoutError):
     """A wait that reached its time limit."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
 
 class Denied(HoldfastError):
     """A request that the store refuses until permissions, credentials, settings or a quota change."""
@@ -82,9 +82,6 @@ class NotFound(HoldfastError, FileNotFoundError):
     """A file, checkpoint, key or job that does not exist."""
 
     kind = "not-found"
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class MissingKey(NotFound, KeyError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal
+from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
 from holdfast.watch.compiled import build_environment
 from holdfast.watch.compiled import transfer as indices
@@ -70,7 +71,7 @@ def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     with pytest.raises(InvalidInput):
         check_path(path)
     index = CacheIndex(1, 0, 1, FACTS, (PackedFile("good", 1, "0" * 32, "1" * 32, 0, 1),))
-    body = unseal(indices.document(index), "index").members
+    body = json.loads(unseal_lines(indices.document(index), "index")[0])
     body["files"][0][0] = path
     try:
         text = seal(dumps(body))
@@ -85,7 +86,8 @@ def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     [("files", [["a", -1, "", 0, 0, 1]]), ("files", [["a", 1, "", 9, 0, 1]]), ("files", [1]), ("facts", 1)],
 )
 def test_a_sealed_index_with_invalid_members_is_corrupt(member: str, value: object):
-    body = unseal(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index").members | {member: value}
+    body = json.loads(unseal_lines(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index")[0])
+    body |= {member: value}
     with pytest.raises(Corrupt, match="not a valid index of compiled files"):
         indices.parse(seal(dumps(body)), indices.index_name(KEY, 1, 0, 1))
 
@@ -94,7 +96,7 @@ def test_an_index_with_a_wrong_name_or_a_newer_version_is_rejected():
     text = indices.document(CacheIndex(1, 0, 1, FACTS, ()))
     with pytest.raises(Corrupt, match="wrong name"):
         indices.parse(text, indices.index_name(KEY, 2, 0, 1))
-    newer = seal(dumps(unseal(text, "index").members | {"version": 2}))
+    newer = seal(dumps(json.loads(unseal_lines(text, "index")[0]) | {"version": 2}))
     with pytest.raises(Unsupported):
         indices.parse(newer, indices.index_name(KEY, 1, 0, 1))
     with pytest.raises(HoldfastError):

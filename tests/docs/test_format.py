@@ -64,7 +64,7 @@ def rank_of_example(rank: int) -> dict[str, bytes]:
         (base_at,), frozen = data_file([base], rank, bytes.fromhex("803f00c0"))
         found[names.frozen(3, 2, rank)] = frozen
         starts.append(base_at)
-    draft = part.draft(
+    facts = part.PartFacts(
         run=RUN_ID,
         step=3,
         attempt=2,
@@ -72,10 +72,9 @@ def rank_of_example(rank: int) -> dict[str, bytes]:
         world_size=2,
         ancestors=ANCESTORS,
         values={"epoch": 1, "seen": values.encode({"b", "a"}, "seen")},
-        own=[("mask", "BOOL", (3,), mask_at)],
-        starts=starts,
-        catalog=catalog_text(CATALOG),
+        own=(("mask", "BOOL", (3,), mask_at),),
     )
+    draft = part.draft(facts, starts, catalog_text(CATALOG))
     found[names.part(3, 2, rank)] = part.finish(
         draft, facts_of(image), None if frozen is None else facts_of(frozen)
     )

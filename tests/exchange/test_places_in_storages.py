@@ -139,11 +139,14 @@ def test_legacy_items_in_a_dcp_checkpoint_are_checked_too() -> None:
 HARMLESS = {"data.pkl": pickle.dumps({"n": 1}, 2), "byteorder": b"little", "version": b"3\n"}
 
 
-def _twice(name: str) -> bytes:
+def _appended(name: str = "", comment: bytes = b"") -> bytes:
+    """Return an archive with another pickle, or with a comment."""
     out = io.BytesIO(archive(HARMLESS))
     with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        file.writestr(name, pickle.dumps({"n": 2}, 2))
+        if name:
+            file.writestr(name, pickle.dumps({"n": 2}, 2))
+        file.comment = comment
     return out.getvalue()
 
 
@@ -153,13 +156,6 @@ def _changed(data: bytes, old: bytes, new: bytes, which: int) -> bytes:
     for _ in range(which + 1):
         at = data.index(old, at + 1)
     return data[:at] + new + data[at + len(old) :]
-
-
-def _with_comment() -> bytes:
-    out = io.BytesIO(archive(HARMLESS))
-    with zipfile.ZipFile(out, "a") as file:
-        file.comment = b"PK\5\6 and more"
-    return out.getvalue()
 
 
 def _with_zip64(reported: int) -> bytes:
@@ -173,12 +169,12 @@ def _with_zip64(reported: int) -> bytes:
 
 
 AMBIGUOUS: dict[str, Callable[[], bytes]] = {
-    "a name twice": lambda: _twice("a/data.pkl"),
-    "a name in two cases": lambda: _twice("a/DATA.PKL"),
-    "a second folder": lambda: _twice("b/data.pkl"),
+    "a name twice": lambda: _appended("a/data.pkl"),
+    "a name in two cases": lambda: _appended("a/DATA.PKL"),
+    "a second folder": lambda: _appended("b/data.pkl"),
     "bytes before it": lambda: archive(HARMLESS)[:30] + archive(HARMLESS),
     "bytes after it": lambda: archive(HARMLESS) + bytes(8),
-    "a comment": _with_comment,
+    "a comment": lambda: _appended(comment=b"PK\5\6 and more"),
     "a zip64 record elsewhere": lambda: _with_zip64(-8),
     "another name in a header": lambda: _changed(archive(HARMLESS), b"a/data.pkl", b"a/data.pk_", 0),
     "another name in the directory": lambda: _changed(archive(HARMLESS), b"a/version", b"a/data.pk", 1),

@@ -14,7 +14,7 @@ from holdfast.checkpoint.format.sections import WATCH_NAME, Mark, Section
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 tensor_names = text.filter(lambda name: name != "__metadata__" and "@" not in name)
-run_ids = st.from_regex(RUN_ID, fullmatch=True)
+run_ids = st.from_regex(RUN_ID)
 dtypes = st.sampled_from(sorted(ITEM_BYTES))
 _values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text
 sections = st.dictionaries(

@@ -295,12 +295,6 @@ def test_a_rank_may_hold_several_regions() -> None:
         assert sorted(partitioning.regions((6,))) == sorted(rows)
 
 
-def test_an_empty_region_beside_a_whole_one_is_accepted() -> None:
-    found = agreed(*listed(Region((0,), (4,)), Region((4,), (0,)), shape=(4,)))
-    assert found.tensors["w"].held_by == (0, 1)
-    assert found.num_shards == (1, 1)
-
-
 @pytest.mark.parametrize("is_own_alone", [True, False])
 def test_an_overlap_among_thousands_of_listed_regions_is_found_quickly(is_own_alone: bool) -> None:
     """A mesh of 64 x 32 ranks: all pairs of 2048 regions for many tensors would hold up the commit.

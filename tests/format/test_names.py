@@ -33,12 +33,6 @@ def test_object_names_round_trip(step: int, attempt: int, rank: int) -> None:
     )
 
 
-@given(st.lists(st.tuples(steps, attempts, ranks), unique=True))
-def test_object_names_are_unique(facts: list[tuple[int, int, int]]) -> None:
-    kinds = (names.data, names.part, names.frozen)
-    assert len({kind(*fact) for kind in kinds for fact in facts}) == 3 * len(facts)
-
-
 @given(st.lists(st.integers(0, 10**8 - 1)))
 def test_names_sort_by_step(steps: list[int]) -> None:
     """In a plain listing too, as long as steps have at most eight digits."""

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from msgspec import field
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format import manifest, names, part, run
-from holdfast.checkpoint.format.manifest import Manifest
+from holdfast.checkpoint.format.limits import WorldSize
 from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.system.documents import Fields
 from making import make_checkpoint, make_home
 
 
-def parse_v2(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
-    """Parse a made-up version 2 of the manifest, which calls the world size `num_ranks`."""
-    members = {"world_size" if name == "num_ranks" else name: value for name, value in body.members.items()}
-    return manifest.VERSIONS.parsers[1](Fields(members, body.what), catalogs)
+class MembersV2(manifest._ManifestMembers, frozen=True, kw_only=True):
+    """Members of a made-up version 2 of the manifest, which calls the world size `num_ranks`."""
+
+    world_size: WorldSize = field(name="num_ranks")
 
 
 def rewrite_as_v2(store: MemoryStore, name: str) -> None:
@@ -45,8 +44,10 @@ def store() -> MemoryStore:
     return made
 
 
-def test_an_added_parser_reads_its_version(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_v2 = replace(manifest.VERSIONS, parsers={**manifest.VERSIONS.parsers, 2: parse_v2})
+def test_added_members_are_those_of_their_version(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_v2 = replace(manifest.VERSIONS, types={**manifest.VERSIONS.types, 2: MembersV2})
     monkeypatch.setattr(manifest, "VERSIONS", with_v2)
     for step in (1, 2):
         opened = open_checkpoint(store, step)
@@ -55,31 +56,28 @@ def test_an_added_parser_reads_its_version(store: MemoryStore, monkeypatch: pyte
     assert open_checkpoint(store).step == 2
 
 
-def test_a_version_without_a_parser_is_unsupported(store: MemoryStore) -> None:
+def test_a_version_without_members_is_unsupported(store: MemoryStore) -> None:
     with pytest.raises(Unsupported, match=r"format version 2; this Holdfast reads up to 1\. Upgrade it"):
         open_checkpoint(store, 2)
 
 
-VERSIONS: Versions[Callable[[], int]] = Versions(
-    "holdfast-egg", written=2, parsers={1: lambda: 1, 2: lambda: 2}
+VERSIONS: Versions[Any] = Versions(
+    "holdfast-egg", written=2, types={1: dict[str, Any], 2: dict[str, int | str]}
 )
 
 
-def test_the_header_has_the_version_that_is_written() -> None:
-    assert VERSIONS.header == {"format": "holdfast-egg", "version": 2}
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_version_of_a_document_selects_its_parser(version: int) -> None:
-    body = Fields({"format": "holdfast-egg", "version": version}, "egg.json")
-    assert VERSIONS.parser(body, "egg.json")() == version
+def test_the_version_of_a_document_selects_the_type_of_its_members() -> None:
+    line = VERSIONS.line({"size": None})
+    assert line == b'{"format":"holdfast-egg","version":2,"size":null}'
+    with pytest.raises(Corrupt, match="egg: Expected"):
+        VERSIONS.read(line, "egg")
+    assert VERSIONS.read(line.replace(b"2", b"1"), "egg.json")["size"] is None
 
 
 @pytest.mark.parametrize("version", [0, 3, "1", True, None])
 def test_an_unknown_version_is_unsupported(version: object) -> None:
-    body = Fields({"format": "holdfast-egg", "version": version}, "egg.json")
     with pytest.raises(Unsupported, match="reads up to 2"):
-        VERSIONS.parser(body, "egg.json")
+        VERSIONS.read(dumps({"format": "holdfast-egg", "version": version}), "egg.json")
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,17 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from campaigns.fuzz.bounded import run_case
 from campaigns.fuzz.targets import every
+from holdfast.checkpoint.format import part
 from holdfast.errors import Corrupt
-from holdfast.system import documents
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = every()
@@ -82,13 +84,21 @@ def _kinds_of_excess() -> list[str]:
     return [failure.kind for failure in failures if failure]
 
 
+class UncheckedMembers(part._PartMembers, frozen=True, kw_only=True):
+    """Members of a part whose integers may be anything."""
+
+    step: Any
+    rank: Any
+    world_size: Any
+
+
 @pytest.mark.parametrize("is_planted", [False, True], ids=["as it is", "with a planted fault"])
 def test_mutations_find_readers_that_check_no_types(
     monkeypatch: pytest.MonkeyPatch, is_planted: bool
 ) -> None:
     """The campaign finds a fault if there is one: here integers of a part are used unchecked."""
     if is_planted:
-        monkeypatch.setattr(documents.Fields, "integer", lambda self, name, **_: self.members[name])
+        monkeypatch.setattr(part, "VERSIONS", replace(part.VERSIONS, types={1: UncheckedMembers}))
     target, chance = TARGETS["part"], random.Random(1)
     seeds = target.seeds()
     cases = (target.mutate(chance.choice(seeds), chance) for _ in range(300))

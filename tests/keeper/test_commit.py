@@ -62,10 +62,9 @@ def make_image(rank: int, dtype: str = "F32", name: str | None = None) -> tuple[
 def make_draft(
     rank: int, catalog: bytes, *, step: int = 5, starts: tuple[int, ...] = (4096,), **more: Any
 ) -> bytes:
-    facts = {"world_size": 2, "ancestors": (), "attempt": 1, **more}
-    return parts.draft(
-        run="run", step=step, rank=rank, values={}, own=[], starts=starts, catalog=catalog, **facts
-    )  # fmt: skip
+    given = {"attempt": 1, "world_size": 2, "ancestors": (), **more}
+    facts = parts.PartFacts("run", step, rank=rank, values={}, own=(), **given)
+    return parts.draft(facts, starts, catalog)
 
 
 def put_part(store: Store, rank: int, *, world_size: int = 2, ancestors: parts.Ancestors = ()) -> None:

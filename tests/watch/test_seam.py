@@ -224,10 +224,8 @@ def staged(step: int, values: torch.Tensor) -> tuple[StagedSave, memoryview]:
     raw = raw_bytes(values)
     image[layout.starts[0] : layout.starts[0] + len(raw)] = raw
     catalog = Catalog({"w": Tensor("F32", tuple(values.shape), whole(0), (0,))}, {})
-    draft = parts.draft(
-        run="run", step=step, attempt=1, rank=0, world_size=1, ancestors=(), values={}, own=(),
-        starts=layout.starts, catalog=catalog_text(catalog),
-    )  # fmt: skip
+    facts = parts.PartFacts("run", step, 1, rank=0, world_size=1, ancestors=(), values={}, own=())
+    draft = parts.draft(facts, layout.starts, catalog_text(catalog))
     draft_fd = os.memfd_create("draft")
     os.write(draft_fd, draft)
     request = SubmitSave(step, 0, (), ArenaLayout(len(image)), to_home=True)

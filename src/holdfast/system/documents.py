@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
-from typing import Annotated, Any, NoReturn, TypeVar, final, overload
+from typing import Annotated, Any, NoReturn, TypeVar, overload
 
-from msgspec import Meta, Struct, ValidationError, convert
-from msgspec.structs import fields
+from msgspec import Meta, ValidationError, convert
 
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -26,7 +24,6 @@ _LONG_INTEGER = b"0" * (MAX_DIGITS + 1)  # once all digits are zeros
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MAX_NUMBER = 1.7e308
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound=Struct)
 Text = bytes | bytearray | memoryview | str
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
@@ -62,11 +59,6 @@ def decode(
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"[:200]
         raise Corrupt(f"{what} is not valid JSON: {reason}.", key=what) from error
     return value
-
-
-def decode_object(text: Text, what: str, **limits: Any) -> Fields:
-    """Return the members of a JSON object; `limits` are the other arguments of `decode`."""
-    return Fields(decode(text, what, **limits), what)
 
 
 def _check_depth(bare: bytes, max_depth: int) -> None:
@@ -157,122 +149,6 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def refuse(what: str, name: str, expected: str, found: object) -> NoReturn:
-    """Raise the error for a member that is not as expected."""
-    raise Corrupt(f"{what}: {name} should be {expected}, found {shown(found)}.", key=what)
-
-
-def read_integers(
-    value: Any, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
-) -> tuple[int, ...]:
-    """Return the items of an array of integers."""
-    if (
-        type(value) is list
-        and (max_items is None or len(value) <= max_items)
-        and {int}.issuperset(map(type, value))
-        and (not value or (at_least <= min(value) and max(value) <= at_most))
-    ):
-        return tuple(value)
-    most = "" if max_items is None else f"at most {max_items} "
-    items = value if type(value) is list else ()
-    bad = next((one for one in items if type(one) is not int or not at_least <= one <= at_most), value)
-    raise ValueError(f"expected an array of {most}integers from {at_least} to {at_most}, found {shown(bad)}")
-
-
-@final
-class Fields:
-    """Members of a JSON object, whose types are checked when they are read."""
-
-    __slots__ = ("members", "what")
-
-    def __init__(self, value: Any, what: str) -> None:
-        if type(value) is not dict:
-            raise Corrupt(f"{what} should be a JSON object, found {shown(value)}.", key=what)
-        self.members: dict[str, Any] = value
-        self.what = what
-
-    def __contains__(self, name: str) -> bool:
-        """Return True for a member that exists and is not null."""
-        return self.members.get(name) is not None
-
-    def value(self, name: str) -> Any:
-        """Return a member of any type."""
-        if name not in self.members:
-            raise Corrupt(f"{self.what} lacks {name!r}.", key=self.what)
-        return self.members[name]
-
-    def integer(self, name: str, *, at_least: int = 0, at_most: int = MAX_COUNT) -> int:
-        """Return an integer."""
-        value = self.value(name)
-        if type(value) is not int or not at_least <= value <= at_most:
-            refuse(self.what, name, f"an integer from {at_least} to {at_most}", value)
-        return value
-
-    def number(self, name: str, *, at_least: float = -math.inf) -> float:
-        """Return a finite number."""
-        value = self.value(name)
-        if type(value) not in (int, float) or not at_least <= value or abs(value) > MAX_NUMBER:
-            least = "" if at_least == -math.inf else f" of at least {at_least:g}"
-            refuse(self.what, name, f"a finite number{least}", value)
-        return float(value)
-
-    def text(
-        self, name: str, *, max_chars: int = MAX_TEXT_CHARS, pattern: re.Pattern[str] | None = None
-    ) -> str:
-        """Return a text."""
-        value = self.value(name)
-        if type(value) is not str or len(value) > max_chars:
-            refuse(self.what, name, f"a text of at most {max_chars} characters", value)
-        if pattern is not None and not pattern.fullmatch(value):
-            refuse(self.what, name, f"a text like {pattern.pattern}", value)
-        return value
-
-    def choice(self, name: str, choices: Collection[str]) -> str:
-        """Return one of several texts."""
-        value = self.value(name)
-        if type(value) is not str or value not in choices:
-            refuse(self.what, name, "one of " + ", ".join(sorted(choices)), value)
-        return value
-
-    def flag(self, name: str) -> bool:
-        """Return true or false."""
-        value = self.value(name)
-        if type(value) is not bool:
-            refuse(self.what, name, "true or false", value)
-        return value
-
-    def array(self, name: str, *, max_items: int | None = None) -> list[Any]:
-        """Return an array of anything."""
-        value = self.value(name)
-        if type(value) is not list or (max_items is not None and len(value) > max_items):
-            most = "" if max_items is None else f" of at most {max_items} items"
-            refuse(self.what, name, f"an array{most}", value)
-        return value
-
-    def integers(
-        self, name: str, *, at_least: int = 0, at_most: int = MAX_COUNT, max_items: int | None = None
-    ) -> tuple[int, ...]:
-        """Return the items of an array of integers."""
-        try:
-            return read_integers(self.value(name), at_least=at_least, at_most=at_most, max_items=max_items)
-        except ValueError as error:
-            raise Corrupt(f"{self.what}: {name}: {error}.", key=self.what) from error
-
-    def texts(
-        self, name: str, *, max_items: int | None = None, max_chars: int = MAX_TEXT_CHARS
-    ) -> tuple[str, ...]:
-        """Return the items of an array of texts."""
-        items = self.array(name, max_items=max_items)
-        for item in items:
-            if type(item) is not str or len(item) > max_chars:
-                refuse(self.what, name, f"an array of texts of at most {max_chars} characters", item)
-        return tuple(items)
-
-    def fields(self, name: str) -> Fields:
-        """Return the members of an object."""
-        return Fields(self.value(name), f"{self.what}: {name}")
-
-
 @overload
 def decode_as(kind: type[_T], text: Text, what: str, **limits: Any) -> _T: ...
 
@@ -286,14 +162,15 @@ def decode_as(kind: Any, text: Text, what: str, **limits: Any) -> Any:
     return read_as(kind, decode(text, what, **limits), what)
 
 
-def read_members(cls: type[_S], body: Fields) -> _S:
-    """Return a struct from the members of its fields; others are ignored, and null is a default."""
-    required = {field.name for field in fields(cls) if field.required}
-    members = {name: value for name, value in body.members.items() if name in required or value is not None}
-    return read_as(cls, members, body.what)
+@overload
+def read_as(kind: type[_T], value: Any, what: str) -> _T: ...
 
 
-def read_as(kind: type[_T], value: Any, what: str) -> _T:
+@overload
+def read_as(kind: Any, value: Any, what: str) -> Any: ...
+
+
+def read_as(kind: Any, value: Any, what: str) -> Any:
     """Return a value of JSON as a type, whose annotations may have limits by `msgspec.Meta`.
 
     Arrays become tuples, lists and sets, texts enums by value, and objects mappings and structs.

@@ -7,11 +7,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import Fields, decode_object
+from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as
 
 PREEMPTION = "HOLDFAST_PREEMPTION"  # sources of preemption notices, see `holdfast.watch.preemption.sources`
 KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
@@ -114,6 +115,9 @@ def _report(**fields: str | int) -> None:
             os.close(fd)
 
 
+_Report = dict[str, Count | Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]]  # a line of the file of progress
+
+
 class ReportedProgress(Struct):
     """Reports of the trainings of a job, from a position of their file on."""
 
@@ -130,20 +134,21 @@ class ReportedProgress(Struct):
         """Greatest step of all homes; None without one."""
         return max(self.steps.values(), default=None)
 
-    def add(self, report: Fields) -> None:
-        """Add a report. Raises Corrupt for one of another kind."""
+    def add(self, report: _Report) -> None:
+        """Add a report. One of another kind changes nothing."""
         self.is_preempted = "preempted" in report
-        if "home" in report:
-            home, step = report.text("home"), report.integer("step")
-            self.steps[home] = max(self.steps.get(home, 0), step)
-        elif "failed_save" in report:
-            self.failed_saves.add((report.integer("attempt"), report.integer("failed_save")))
-        elif "preempted" in report:
-            self.was_preempted |= report.integer("preempted") >= 0
-        elif "place" in report and self.hang is None:
-            self.hang = report.text("place")[:MAX_PLACE]
-        elif "diverged" in report and report.integer("diverged") >= 0 and self.divergence is None:
-            self.divergence = report.text("reason")[:MAX_PLACE]
+        self.was_preempted |= self.is_preempted
+        match report:
+            case {"home": str(home), "step": int(step)}:
+                self.steps[home] = max(self.steps.get(home, 0), step)
+            case {"attempt": int(attempt), "failed_save": int(step)}:
+                self.failed_saves.add((attempt, step))
+            case {"place": str(place)}:
+                self.hang = self.hang or place[:MAX_PLACE]
+            case {"reason": str(reason)}:
+                self.divergence = self.divergence or reason[:MAX_PLACE]
+            case _:
+                pass
 
 
 def read_progress(path: Path, *, after: int = 0) -> ReportedProgress:
@@ -153,5 +158,5 @@ def read_progress(path: Path, *, after: int = 0) -> ReportedProgress:
         file.seek(after)
         for line in file.read().splitlines():
             with contextlib.suppress(Corrupt):  # a line of another kind, or one that a kill has torn
-                found.add(decode_object(line, "a line of progress", any_text=True))
+                found.add(decode_as(_Report, line, "a line of progress", any_text=True))
     return found

@@ -329,15 +329,10 @@ class HoldfastWriter(StorageWriter):
         layout = lay_out([shard for _, shard in items], rank)
         store = open_store(self._target.home)
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
-        draft = part.draft(
-            **to_builtins(claim.writer),
-            step=step,
-            ancestors=claim.ancestors,
-            values=encoded,
-            own=(),
-            starts=layout.starts,
-            catalog=claim.catalog,
+        facts = part.PartFacts(
+            **to_builtins(claim.writer), step=step, ancestors=claim.ancestors, values=encoded, own=()
         )
+        draft = part.draft(facts, layout.starts, claim.catalog)
         store.put_once(names.part(step, attempt, rank), part.finish(draft, file))
         history = History(store, claim.writer)
         history.record("persisted", step=step, num_bytes=file.num_bytes, seconds=time.perf_counter() - began)

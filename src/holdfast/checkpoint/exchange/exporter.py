@@ -43,15 +43,15 @@ _STEP = re.compile(r"(?:.*[-_.])?(?:checkpoint|step)[-_]?(\d+)(?:\.\w+)?", re.IG
 def choose_kind(path: Path, kind: str | None) -> str:
     """Return the kind of an export; by default the one that the suffix of its name stands for."""
     by_suffix = _KIND_BY_SUFFIX.get(path.suffix.lower())
-    if kind is None and by_suffix is None:
+    if kind is not None:
+        _check_kind(kind)
+    elif by_suffix is None:
         raise InvalidInput(
             f"The name {path.name!r} does not choose a format: end it in {' or '.join(_KIND_BY_SUFFIX)}, or "
             f"choose one of {', '.join(KINDS)} (kind=, --to). Nothing was exported.",
             key=str(path),
         )
-    if kind is not None:
-        _check_kind(kind)
-    if kind is not None and by_suffix not in (None, kind):
+    if kind and by_suffix not in (None, kind):
         raise InvalidInput(
             f"The name {path.name!r} stands for the format {by_suffix}, but {kind} was asked for. Nothing "
             "was exported. Choose another name, or the other format (kind=, --to).",

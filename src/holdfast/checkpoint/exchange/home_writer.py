@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any
 
 import xxhash
 
@@ -87,10 +86,8 @@ def write_home(
         parts = _hashing(_file_parts(list(source), layout, on_bytes), chunk_bytes, hashes)
         store.put_parts(names.data(step, attempt, 0), parts, layout.file_bytes, if_absent=True)
         file = DataFile(layout.file_bytes, chunk_bytes, "".join(hashes))
-        checkpoint = CheckpointId(attempt=attempt, step=step)
-        facts = {"tied": source.tied, "values": encoded}
-        texts = make_documents(this_run.id, checkpoint, shards, layout, file, **facts)
-        for name, text in texts.items():
+        facts = part.PartFacts(this_run.id, step, attempt, 0, 1, ancestors=(), values=encoded, own=())
+        for name, text in _documents(facts, shards, layout, file, source.tied):
             _check_not_overtaken(store, attempt)
             store.put(name, text, if_absent=True)
         _check_not_overtaken(store, attempt)
@@ -100,7 +97,7 @@ def write_home(
             delete_files(store, written)  # the manifest first, so that nothing incomplete is ever visible
             store.delete(names.attempt(attempt))
         raise
-    note_saved(store, this_run.id, checkpoint)
+    note_saved(store, this_run.id, CheckpointId(attempt=attempt, step=step))
     with suppress(HoldfastError):  # the checkpoint is complete; the next start of the run writes it too
         store.put(names.RUN, run.document(this_run), if_absent=True)
     with suppress(HoldfastError):  # they do no harm, and `holdfast rm --incomplete` deletes them
@@ -113,35 +110,15 @@ def write_home(
     return file
 
 
-def make_documents(
-    run_id: str,
-    checkpoint: CheckpointId,
-    shards: list[Shard],
-    layout: FileLayout,
-    file: DataFile,
-    *,
-    tied: dict[str, str],
-    values: dict[str, Any],
-) -> dict[str, bytes]:
-    """Return the documents of a checkpoint of one rank, with encoded values, in the order of writing."""
-    attempt, step = checkpoint.attempt, checkpoint.step
+def _documents(
+    facts: part.PartFacts, shards: list[Shard], layout: FileLayout, file: DataFile, tied: dict[str, str]
+) -> list[tuple[str, bytes]]:
+    """Return name and text of each document of a checkpoint of one rank, in the order of writing."""
     tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole(0), (0,)) for shard in shards}
-    draft = part.draft(
-        run=run_id,
-        step=step,
-        attempt=attempt,
-        rank=0,
-        world_size=1,
-        ancestors=(),
-        values=values,
-        own=(),
-        starts=layout.starts,
-        catalog=catalog_text(Catalog(tensors, tied)),
-    )
-    name = names.part(step, attempt, 0)
-    text = part.finish(draft, file)
+    name = names.part(facts.step, facts.attempt, 0)
+    text = part.finish(part.draft(facts, layout.starts, catalog_text(Catalog(tensors, tied))), file)
     merged = make_manifest(parse_parts([(name, text)]))
-    return {name: text, names.manifest(step, attempt): manifest.document(merged)}
+    return [(name, text), (names.manifest(facts.step, facts.attempt), manifest.document(merged))]
 
 
 def refuse_existing_home(store: Store) -> None:

@@ -5,20 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct, field
 
 from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
 from holdfast.checkpoint.format.agreement import covers_once
-from holdfast.checkpoint.format.catalog import check_size, columns
+from holdfast.checkpoint.format.catalog import check_tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, Region, parse_header
-from holdfast.checkpoint.format.limits import MAX_DIMS
+from holdfast.checkpoint.format.limits import Sizes
 from holdfast.errors import Corrupt, InvalidInput, NotFound, Unsupported
-from holdfast.system.documents import Fields, decode_object, shown
+from holdfast.system.documents import Count, decode_as, read_as, shown
 
 SHARDING = "DCP_SHARDING_INFO"
 INDEX_SUFFIX = ".safetensors.index.json"
 _MAX_FILE_NAME_BYTES = 255  # the limit of Linux
+_WeightMap = dict[str, Annotated[str, Meta(max_length=1024)]]
+
+
+class _Entry(Struct):
+    """Entry of a tensor in the header of a safetensors file."""
+
+    dtype: Annotated[str, Meta(max_length=64)]
+    shape: Sizes
+    data_offsets: tuple[Count, Count]
+
+
+class _Metadata(Struct):
+    """Metadata of a safetensors file; `sharding` is JSON with the `_Place` of each tensor."""
+
+    sharding: str = field(default="{}", name=SHARDING)
+
+
+class _Place(Struct):
+    """Position of a file's tensor in the whole one."""
+
+    saved_offsets: Sizes
 
 
 def open_folder(folder: Path) -> Source:
@@ -57,10 +80,10 @@ def read_index(path: Path) -> dict[str, str]:
     try:
         size = path.stat().st_size
         text = bytes(read_range(path, 0, min(size, MAX_HEADER_BYTES + 1)))
-        found = decode_object(text, str(path), max_bytes=MAX_HEADER_BYTES).fields("weight_map")
+        found = decode_as(dict[str, Any], text, str(path), max_bytes=MAX_HEADER_BYTES)
+        weight_map = read_as(_WeightMap, found.get("weight_map"), "weight_map")
     except Corrupt as error:
         raise Corrupt(f"{path} is not an index with a weight_map: {error}", key=str(path)) from error
-    weight_map = {name: found.text(name, max_chars=1024) for name in found.members}
     files = set(weight_map.values())
     sizes = {name: len(name.encode("utf-8", "surrogateescape")) for name in files}
     outside = [name for name in files if "\0" in name or Path(name).name != name]
@@ -116,13 +139,10 @@ def _readers(path: Path) -> list[tuple[str, str, RegionReader]]:
     entries, data_start = parse_header(bytes(read_range(path, 0, 8 + num_bytes)), str(path))
     metadata = entries.pop("__metadata__", {})
     try:
-        fields = Fields(metadata, "its metadata")
-        sharding = None
-        if SHARDING in fields:
-            text = fields.text(SHARDING, max_chars=MAX_HEADER_BYTES)
-            sharding = decode_object(text, SHARDING, max_bytes=MAX_HEADER_BYTES)
+        text = read_as(_Metadata, metadata, "its metadata").sharding
+        sharding = decode_as(dict[str, Any], text, SHARDING, max_bytes=MAX_HEADER_BYTES)
         readers = [
-            _parse_entry(path, name, Fields(entry, shown(name)), sharding, data_start)
+            _parse_entry(path, name, read_as(_Entry, entry, shown(name)), sharding, data_start)
             for name, entry in entries.items()
         ]
         end = _check_overlap(entries) + data_start
@@ -148,16 +168,15 @@ def _check_overlap(entries: dict[str, Any]) -> int:
 
 
 def _parse_entry(
-    path: Path, name: str, entry: Fields, sharding: Fields | None, data_start: int
+    path: Path, name: str, entry: _Entry, sharding: dict[str, Any], data_start: int
 ) -> tuple[str, str, RegionReader]:
-    dtype, sizes = entry.text("dtype", max_chars=64), entry.integers("shape", max_items=MAX_DIMS)
-    start, stop = columns(list(entry.integers("data_offsets")), 2, "the offsets")
+    dtype, sizes, (start, stop) = entry.dtype, entry.shape, entry.data_offsets
     if dtype not in ITEM_BYTES:
         raise Unsupported(f"{name} in {path} has dtype {dtype}, which no checkpoint can hold.", key=name)
     offsets = (0,) * len(sizes)
-    if sharding is not None and sharding.members:
-        offsets = sharding.fields(name).integers("saved_offsets", max_items=MAX_DIMS)
-    check_size(name, dtype, sizes)
+    if sharding:
+        offsets = read_as(_Place, sharding.get(name), f"{SHARDING} of {shown(name)}").saved_offsets
+    check_tensor(name, dtype, sizes)
     if len(offsets) != len(sizes) or stop - start != math.prod(sizes) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name} has {stop - start} bytes for {dtype}{list(sizes)}")
     return name, dtype, file_reader(path, data_start + start, Region(offsets, sizes), ITEM_BYTES[dtype])

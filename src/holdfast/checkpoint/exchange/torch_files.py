@@ -22,13 +22,13 @@ from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTens
 from holdfast.checkpoint.exchange.torch_archive import check_layout, locate_tensor
 from holdfast.checkpoint.exchange.trees import flatten, is_named_tensor, is_state_dict, nest, select
 from holdfast.checkpoint.format.agreement import covers_once
-from holdfast.checkpoint.format.catalog import check_size
+from holdfast.checkpoint.format.catalog import check_tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import Region
-from holdfast.checkpoint.format.limits import MAX_DIMS
+from holdfast.checkpoint.format.limits import Sizes
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import read_integers
+from holdfast.system.documents import read_as
 
 if TYPE_CHECKING:
     import torch
@@ -284,13 +284,13 @@ class _DcpFolder:
         self._max_chunks -= len(entry.fields["chunks"])
         if self._max_chunks < 0:
             raise ValueError("it lists more chunks than it has bytes")
-        read_integers(list(shape), max_items=MAX_DIMS)
+        read_as(Sizes, shape, name)
         chunks = [one.fields for one in entry.fields["chunks"]]
         regions = [Region(tuple(one["offsets"]), tuple(one["sizes"])) for one in chunks]
         for region in regions:
             if not region.is_inside(shape):
                 raise ValueError(f"a chunk of {name} at {region} is not inside {shape}")
-        check_size(name, dtype, shape)
+        check_tensor(name, dtype, shape)
         if not covers_once(name, shape, regions):
             raise Corrupt(
                 f"The chunks of {name} do not cover its shape {list(shape)} exactly once. The source is "

@@ -8,11 +8,13 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from holdfast.checkpoint.format.limits import MAX_DIMS, MAX_DOCUMENT_BYTES
+from msgspec import Meta, convert
+
+from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, Sizes
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.system.documents import MAX_TEXT_CHARS, read_integers, shown
+from holdfast.system.documents import MAX_TEXT_CHARS, shown
 
 
 def read_text(body: Any, max_chars: int = MAX_TEXT_CHARS) -> str:
@@ -49,7 +51,7 @@ def read_bytes(body: Any) -> bytes:
 
 
 _DTYPE = re.compile(r"[<>|=]?[biufcmMSUV][0-9]{0,9}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
-_MAX_SIZE = 2**63 - 1
+_TorchSizes = tuple[Annotated[int, Meta(ge=1 - 2**63, le=2**63 - 1)], ...]
 _MAX_EMPTY_ITEMS = 1 << 16
 _MAX_FIELDS = 4096
 _MAX_FIELD_DEPTH = 16
@@ -175,7 +177,7 @@ def _decode_fields(body: Any, depth: int) -> Any:
     item_bytes = read_integer(members["itemsize"])
     for row in rows:
         name, format_, offset, sizes = read_array(row, 4)
-        shape = read_integers(sizes, max_items=MAX_DIMS)
+        shape = convert(sizes, Sizes)
         if type(format_) is dict:
             element = _decode_fields(format_, depth - 1)
         else:
@@ -192,7 +194,7 @@ def _decode_fields(body: Any, depth: int) -> Any:
 
 def _array_of(dtype: Any, sizes: Any, text: Any) -> Any:
     numpy = importlib.import_module("numpy")
-    shape, data = read_integers(sizes, max_items=MAX_DIMS), read_bytes(text)
+    shape, data = convert(sizes, Sizes), read_bytes(text)
     num_items = math.prod(shape)
     if dtype.itemsize and num_items:
         if dtype.itemsize * num_items != len(data):
@@ -214,7 +216,7 @@ def decode_torch(body: Any) -> Any:
     torch = importlib.import_module("torch")
     kind, value = read_array(body, 2)
     if kind == "size":
-        return torch.Size(read_integers(value, at_least=-_MAX_SIZE, at_most=_MAX_SIZE))
+        return torch.Size(convert(value, _TorchSizes))
     if kind == "device":
         try:
             return torch.device(read_text(value, 64))

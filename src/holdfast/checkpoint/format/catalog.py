@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import (
@@ -18,17 +19,10 @@ from holdfast.checkpoint.format.layout import (
     Region,
     Shard,
 )
-from holdfast.checkpoint.format.limits import (
-    MAX_DIMS,
-    MAX_DOCUMENT_BYTES,
-    MAX_NAME_CHARS,
-    MAX_RANKS,
-    MAX_SPLITS,
-    MAX_TENSOR_BYTES,
-)
+from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, MAX_TENSOR_BYTES, Name, Rank, Sizes
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.errors import Corrupt
-from holdfast.system.documents import Fields, decode_object, read_integers, shown
+from holdfast.system.documents import Count, decode_as, read_as, shown
 
 EACH, SPLIT = "each", "split"
 """Owners that are no rank: every rank has its own / several ranks hold regions."""
@@ -101,7 +95,7 @@ def catalog_text(catalog: Catalog) -> bytes:
         for name, t in catalog.tensors.items()
     }
     bodies = [
-        {"splits": one.splits, "ranks": one.ranks}
+        asdict(one)
         if isinstance(one, EvenPartitioning)
         else {"boxes": [[rank, *region] for rank, region in one.rows]}
         for one in cuts
@@ -127,52 +121,50 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
         raise Corrupt(f"{what} is sealed, but its catalog cannot be parsed: {error}.", key=what) from error
 
 
+class _Boxes(Struct):
+    """A `ListedPartitioning` in a catalog: the writer of each region, its offsets and its sizes."""
+
+    boxes: tuple[tuple[Rank, Sizes, Sizes], ...]
+
+
+class _CatalogMembers(Struct):
+    """Members of a catalog. Tensors share partitionings and holders, and have their numbers."""
+
+    cuts: list[dict[str, Any]]  # the members of an `EvenPartitioning`, or of `_Boxes`
+    groups: list[tuple[Rank, ...]]
+    tensors: dict[Name, tuple[str, Sizes, Count, Count, int | bool]]
+    tied: dict[str, str]
+
+
 @lru_cache(maxsize=4)  # all parts of a checkpoint hold the same few, and so does its manifest
 def _parse(text: bytes) -> Catalog:
-    body = decode_object(text, "the catalog", max_bytes=MAX_DOCUMENT_BYTES)
-    partitionings = [_partitioning(Fields(row, "a partitioning")) for row in body.array("cuts")]
-    groups = [read_integers(group, at_most=MAX_RANKS - 1) for group in body.array("groups")]
-    num_dims = [_num_dims(one) for one in partitionings]
-    rows = body.fields("tensors").members
-    tensors = {name: _tensor(name, row, partitionings, groups, num_dims) for name, row in rows.items()}
-    tied = body.fields("tied").members
-    for alias, name in tied.items():
-        if type(name) is not str:
-            raise ValueError(f"{shown(alias)} is an alias of {shown(name)}, which is not a name")
-    return Catalog(tensors, tied)
+    body = decode_as(_CatalogMembers, text, "the catalog", max_bytes=MAX_DOCUMENT_BYTES)
+    partitionings = list(map(_partitioning, body.cuts))
+    num_dims = list(map(_num_dims, partitionings))
+    tensors: dict[str, Tensor] = {}
+    for name, (dtype, shape, number, group, frozen) in body.tensors.items():
+        check_tensor(name, dtype, shape)
+        if number >= len(partitionings) or group >= len(body.groups):
+            raise ValueError(
+                f"tensor {shown(name)} has partitioning {number} of group {group}: unknown numbers"
+            )
+        least, most = num_dims[number]
+        if not least <= len(shape) <= most:
+            raise ValueError(
+                f"tensor {shown(name)} of {len(shape)} dimensions does not fit partitioning {number}"
+            )
+        tensors[name] = Tensor(dtype, shape, partitionings[number], body.groups[group], bool(frozen))
+    return Catalog(tensors, body.tied)
 
 
 # Anybody can seal anything: the rest of the code relies on these checks.
 
 
-def _partitioning(body: Fields) -> Partitioning:
-    if "boxes" in body:
-        return ListedPartitioning(tuple(map(_region_row, body.array("boxes"))))
-    splits = tuple(map(_split, body.array("splits", max_items=MAX_SPLITS)))
-    ranks = body.integers("ranks", at_most=MAX_RANKS - 1)
-    if not ranks:
-        raise ValueError(f"a partitioning of {len(splits)} splits without a writer")
-    return EvenPartitioning(splits, ranks)
-
-
-def _split(row: Any) -> tuple[int, int]:
-    dim, parts = columns(row, 2, "a split")
-    (dim,) = read_integers([dim], at_most=MAX_DIMS - 1)
-    (parts,) = read_integers([parts], at_least=1, at_most=MAX_RANKS)
-    return dim, parts
-
-
-def _region_row(row: Any) -> tuple[int, Region]:
-    rank, offsets, sizes = columns(row, 3, "a region")
-    (rank,) = read_integers([rank], at_most=MAX_RANKS - 1)
-    return rank, Region(read_integers(offsets, max_items=MAX_DIMS), read_integers(sizes, max_items=MAX_DIMS))
-
-
-def columns(row: Any, count: int, what: str) -> list[Any]:
-    """Return a row of a document."""
-    if type(row) is not list or len(row) != count:
-        raise ValueError(f"{what} should be an array of {count} items, found {shown(row)}")
-    return row
+def _partitioning(cut: dict[str, Any]) -> Partitioning:
+    if "boxes" not in cut:
+        return read_as(EvenPartitioning, cut, "a partitioning")
+    rows = read_as(_Boxes, cut, "a partitioning").boxes
+    return ListedPartitioning(tuple((rank, Region(offsets, sizes)) for rank, offsets, sizes in rows))
 
 
 def _num_dims(partitioning: Partitioning) -> tuple[int, int]:
@@ -183,40 +175,9 @@ def _num_dims(partitioning: Partitioning) -> tuple[int, int]:
     return max(counts, default=0), min(counts, default=sys.maxsize)
 
 
-def _tensor(
-    name: str,
-    row: Any,
-    partitionings: Sequence[Partitioning],
-    groups: Sequence[tuple[int, ...]],
-    num_dims: Sequence[tuple[int, int]],
-) -> Tensor:
-    dtype, sizes, number, group, frozen = columns(row, 5, "a tensor")
-    shape = read_integers(sizes, max_items=MAX_DIMS)
-    check_facts(name, dtype)
-    check_size(name, dtype, shape)
-    if type(number) is not int or type(group) is not int or type(frozen) not in (int, bool):
-        raise ValueError(f"tensor {shown(name)} has partitioning {shown(number)} of group {shown(group)}")
-    if not (0 <= number < len(partitionings) and 0 <= group < len(groups)):
-        raise ValueError(
-            f"tensor {shown(name)} has partitioning {shown(number)} of group {shown(group)}: unknown numbers"
-        )
-    least, most = num_dims[number]
-    if not least <= len(shape) <= most:
-        raise ValueError(
-            f"tensor {shown(name)} of {len(shape)} dimensions does not fit partitioning {number}"
-        )
-    return Tensor(dtype, shape, partitionings[number], groups[group], bool(frozen))
-
-
-def check_facts(name: Any, dtype: Any) -> None:
-    """Check the name and dtype of a tensor in a document."""
-    if type(name) is not str or len(name) > MAX_NAME_CHARS:
-        raise ValueError(f"the name of a tensor should be a text of up to {MAX_NAME_CHARS} characters")
-    if type(dtype) is not str or dtype not in ITEM_BYTES:
+def check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Check the dtype of a tensor in a document, and the shape of an empty one, which no bytes limit."""
+    if dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
-
-
-def check_size(name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    """Check the shape of a tensor without elements, which no bytes limit."""
     if 0 in shape and math.prod(filter(None, shape)) * ITEM_BYTES[dtype] > MAX_TENSOR_BYTES:
         raise ValueError(f"tensor {shown(name)} has the impossible shape {shown(list(shape))}")

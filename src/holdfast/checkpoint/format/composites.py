@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
-from holdfast.checkpoint.format.array_values import read_array, read_integer, read_object, read_text
+from holdfast.checkpoint.format.array_values import read_array, read_object, read_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.limits import MAX_DIMS
+from holdfast.checkpoint.format.limits import Sizes
 from holdfast.errors import Unsupported
 from holdfast.system.documents import shown
 
 MAX_INNER = 64  # limit of the inner tensors of one composite tensor
 MAX_TYPE_CHARS = 1024
-_MAX_SIZE = 2**53 - 1
 DTYPE = "dtype"  # type of a tensor whose dtype safetensors files do not have
 DTENSOR = "dtensor"  # type of a sharded tensor whose local tensor is a composite one
 UNDER = "@composites"  # key in a module's values that has the composite tensors of the module by name
@@ -76,7 +75,7 @@ def check_composite(saved: SavedTensor) -> SavedTensor:
         return saved
     if saved.type in SPARSE:
         _check_inner(saved, SPARSE[saved.type])
-        _check_numbers(facts.get("size"))
+        convert(facts.get("size"), Sizes)
         if saved.type == "sparse_coo" and type(facts.get("coalesced")) is not bool:
             raise ValueError("a sparse tensor without the member coalesced")
     elif saved.type == DTYPE:
@@ -89,7 +88,7 @@ def check_composite(saved: SavedTensor) -> SavedTensor:
     elif saved.type == DTENSOR:
         _check_inner(saved, ("local",))
         for member in ("shape", "offsets", "sizes"):
-            _check_numbers(facts.get(member))
+            convert(facts.get(member), Sizes)
     else:
         raise Unsupported(
             f"Unknown type {shown(saved.type)} of a composite tensor: written by a newer Holdfast? "
@@ -101,12 +100,6 @@ def check_composite(saved: SavedTensor) -> SavedTensor:
 def _check_inner(saved: SavedTensor, names: tuple[str, ...]) -> None:
     if tuple(saved.inner) != names:
         raise ValueError(f"a {saved.type} tensor of {shown(list(saved.inner))} instead of {list(names)}")
-
-
-def _check_numbers(found: Any) -> None:
-    numbers = read_array(found)
-    if len(numbers) > MAX_DIMS or not all(0 <= read_integer(one) <= _MAX_SIZE for one in numbers):
-        raise ValueError(f"expected sizes of up to {MAX_DIMS} dimensions, found {shown(numbers)}")
 
 
 def composite_items(value: SavedTensor) -> dict[str, Any]:

@@ -8,13 +8,14 @@ import math
 import re
 import struct
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
+from holdfast.checkpoint.format.limits import MAX_DIMS, MAX_RANKS, MAX_SPLITS, Rank
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import decode_object, is_text
+from holdfast.system.documents import decode_as, is_text
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,10 @@ class Region(NamedTuple):
         return all(0 <= start <= start + length <= size for start, length, size in sides)
 
 
+_Dim = Annotated[int, Meta(ge=0, lt=MAX_DIMS)]
+_NumParts = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+
+
 class EvenPartitioning(Struct, frozen=True):
     """Partitioning by a rule: each split divides every region so far along `dim` into `parts`.
 
@@ -67,8 +72,10 @@ class EvenPartitioning(Struct, frozen=True):
     Shards that are strided over a mesh (FSDP over tensor parallel) are the same splits in another order.
     """
 
-    splits: tuple[tuple[int, int], ...]  # (dim, parts) in the order in which they are made
-    ranks: tuple[int, ...]  # the writer of each region, the index of the first split varying slowest
+    # Dimension and number of parts of each split, in the order in which they are made.
+    splits: Annotated[tuple[tuple[_Dim, _NumParts], ...], Meta(max_length=MAX_SPLITS)]
+    # The writer of each region, the index of the first split varying slowest.
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1)]
 
     def indices_of(self, rank: int) -> tuple[int, ...]:
         """Return the number of the region that a rank wrote, if it wrote one."""
@@ -283,8 +290,8 @@ def parse_header(head: bytes, what: str) -> tuple[dict[str, Any], int]:
     if not 0 < size <= min(MAX_HEADER_BYTES, len(head) - 8):
         raise Corrupt(f"{what} does not have a safetensors header (length field: {size}).", key=what)
     header = f"{what}: the safetensors header"
-    entries = decode_object(bytes(head[8 : 8 + size]), header, max_bytes=MAX_HEADER_BYTES)
-    return entries.members, 8 + size
+    text = bytes(head[8 : 8 + size])
+    return decode_as(dict[str, Any], text, header, max_bytes=MAX_HEADER_BYTES), 8 + size
 
 
 def range_bytes(shard: Shard) -> int:

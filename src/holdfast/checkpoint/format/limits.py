@@ -1,9 +1,12 @@
-"""Limits of the format, for reading and writing."""
+"""Limits of the format, for reading and writing, and the types of members that have them."""
 
 from __future__ import annotations
 
-import re
+from typing import Annotated
 
+from msgspec import Meta
+
+from holdfast.system.documents import Count
 from holdfast.system.units import MAX_STEP as MAX_STEP
 
 MAX_DOCUMENT_BYTES = 1 << 30  # bytes of a part, a manifest or an index of compiled files
@@ -20,5 +23,14 @@ MAX_TENSOR_BYTES = (1 << 63) - 1  # bytes of a tensor
 MAX_SPLITS = 64  # splits of a partitioning by a rule
 MAX_SPLIT_DIMS = 8  # dimensions along which a tensor may be split into listed regions
 MAX_NAME_CHARS = 1 << 14  # characters of a tensor's name or key
-RUN_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")  # id of a run; safe as part of a file name
-HASH = re.compile(r"[0-9a-f]{32}")  # an xxh3-128 as text
+RUN_ID = r"\A[0-9A-Za-z][0-9A-Za-z._-]{0,127}\Z"  # id of a run; safe as part of a file name
+
+RunId = Annotated[str, Meta(pattern=RUN_ID)]
+AttemptNumber = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
+WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+Rank = Annotated[int, Meta(ge=0, le=MAX_RANKS - 1)]
+UnixSeconds = Annotated[float, Meta(ge=0)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]  # of a tensor or an object
+Sizes = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]  # one for each dimension
+Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]  # an xxh3-128 as text

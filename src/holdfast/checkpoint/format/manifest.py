@@ -3,56 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from typing import Any
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct, to_builtins
 
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.agreement import Agreement, agree
-from holdfast.checkpoint.format.catalog import EACH, SPLIT, Tensor, check_facts, columns
+from holdfast.checkpoint.format.catalog import EACH, SPLIT, Tensor, check_tensor
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import (
-    HASH,
-    MAX_ATTEMPT,
-    MAX_DEPTH,
-    MAX_DIMS,
-    MAX_DOCUMENT_BYTES,
     MAX_RANKS,
-    MAX_STEP,
-    RUN_ID,
+    AttemptNumber,
+    Hash,
+    Name,
+    Rank,
+    RunId,
+    Sizes,
+    Step,
+    UnixSeconds,
+    WorldSize,
 )
 from holdfast.checkpoint.format.names import OfCheckpoint
-from holdfast.checkpoint.format.part import Ancestors, Part, read_ancestors
-from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
-from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, Sections, health_of
+from holdfast.checkpoint.format.part import Ancestors, Part
+from holdfast.checkpoint.format.sealed import Versions, facts_of, seal, unseal_lines
+from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, SectionRows, Sections, health_of
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import Fields, decode_object, read_integers, shown
+from holdfast.system.documents import Count, shown
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "parse"]
 
 
-class PartFile(Struct, frozen=True):
+class PartFile(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The manifest's facts about a rank's files."""
 
-    rank: int
-    part_bytes: int
-    part_xxh3: str
-    data_bytes: int
-    frozen_bytes: int | None  # of the second data file; None without one
-    catalog: int  # index of the rank's catalog
+    rank: Rank
+    part_bytes: Count
+    part_xxh3: Hash
+    data_bytes: Count
+    frozen_bytes: Count | None  # of the second data file; None without one
+    catalog: Count  # index of the rank's catalog
 
 
-class Manifest(OfCheckpoint, Struct, frozen=True):
+class ManifestFacts(Struct, frozen=True):
+    """Facts about a complete checkpoint, but not about its tensors."""
+
+    id: Annotated[str, Meta(max_length=128)]
+    """Random; it distinguishes our own commit from others' if an answer was lost."""
+    run: RunId
+    step: Step
+    attempt: AttemptNumber
+    world_size: WorldSize
+    ancestors: Ancestors
+    created_unix_s: UnixSeconds  # for people; never used to order checkpoints
+    parts: Annotated[tuple[PartFile, ...], Meta(max_length=MAX_RANKS)]
+
+
+class _ManifestMembers(ManifestFacts, frozen=True, omit_defaults=True):
+    """Members of a manifest's first line."""
+
+    each: dict[Name, tuple[str, Sizes]]  # dtype and shape of the per-rank tensors
+    watches: SectionRows = {}
+
+
+class Manifest(OfCheckpoint, ManifestFacts, frozen=True):
     """A complete checkpoint."""
 
-    id: str  # random; distinguishes our own commit from others' if an answer was lost
-    run: str
-    step: int
-    attempt: int
-    world_size: int
-    ancestors: Ancestors
-    created_unix_s: float  # for people; never used to order checkpoints
-    parts: tuple[PartFile, ...]
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     catalogs: tuple[bytes, ...]  # each different one, with the bytes of the parts
@@ -74,6 +89,9 @@ class Manifest(OfCheckpoint, Struct, frozen=True):
         return self.ancestors[-1].step if self.ancestors else None
 
 
+_SHARED = ("run", "step", "attempt", "world_size", "ancestors")  # facts that all parts of a checkpoint share
+
+
 def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
     """Merge all parts of a checkpoint, each with its document's bytes, into a manifest.
 
@@ -88,8 +106,7 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
     try:
         for part, text in parts:
             first = first or part
-            _check_same_checkpoint(part, first)
-            _check_rank(part.rank, len(files))
+            _check_part(part, first, rank=len(files))
             number, _ = catalogs.setdefault(part.catalog_digest, (len(catalogs), part.catalog_text))
             frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
             sizes = len(text), digest(text), part.file.num_bytes, frozen_bytes
@@ -111,23 +128,14 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
             key=error.key,
         ) from error
     return Manifest(
+        **{fact: getattr(first, fact) for fact in _SHARED},
         id=id,
-        run=first.run,
-        step=first.step,
-        attempt=first.attempt,
-        world_size=first.world_size,
-        ancestors=first.ancestors,
         created_unix_s=created_unix_s,
         parts=tuple(files),
         tensors=agreed.tensors | {name: tensor for name, (tensor, _) in each.items()},
         tied=agreed.tied,
         catalogs=texts,
     )
-
-
-def _check_rank(found: int, expected: int) -> None:
-    if found != expected:
-        raise InvalidInput(f"the part of rank {expected} is missing; found that of rank {found}.", rank=found)
 
 
 def _check_complete(files: list[PartFile], world_size: int) -> None:
@@ -152,8 +160,8 @@ def _check_written(agreed: Agreement, num_shards: list[int], each: dict[str, tup
     _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
 
 
-def _check_same_checkpoint(part: Part, first: Part) -> None:
-    for fact in ("run", "step", "attempt", "world_size", "ancestors"):
+def _check_part(part: Part, first: Part, *, rank: int) -> None:
+    for fact in _SHARED:
         ours, theirs = getattr(part, fact), getattr(first, fact)
         if ours != theirs:
             if fact == "ancestors":
@@ -163,6 +171,10 @@ def _check_same_checkpoint(part: Part, first: Part) -> None:
                 "belong to one checkpoint.",
                 rank=part.rank,
             )
+    if part.rank != rank:
+        raise InvalidInput(
+            f"the part of rank {rank} is missing; found that of rank {part.rank}.", rank=part.rank
+        )
 
 
 def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
@@ -173,81 +185,45 @@ def _check_tied(tied: Mapping[str, str], names: Set[str]) -> None:
 
 def document(manifest: Manifest) -> bytes:
     """Return the manifest's sealed document."""
-    each = {name: [t.dtype, t.shape] for name, t in manifest.tensors.items() if t.partitioning is None}
-    head = dumps(
-        {
-            **VERSIONS.header,
-            "id": manifest.id,
-            "run": manifest.run,
-            "step": manifest.step,
-            "attempt": manifest.attempt,
-            "world_size": manifest.world_size,
-            "ancestors": manifest.ancestors,
-            "created_unix_s": manifest.created_unix_s,
-            "parts": [
-                [p.rank, p.part_bytes, p.part_xxh3, p.data_bytes, p.frozen_bytes, p.catalog]
-                for p in manifest.parts
-            ],
-            "each": each,
-            **sections.members(manifest.watches),
-        }
+    each = {name: (t.dtype, t.shape) for name, t in manifest.tensors.items() if t.partitioning is None}
+    members = _ManifestMembers(
+        **facts_of(manifest, ManifestFacts), each=each, watches=sections.write(manifest.watches)
     )
-    return seal(b"\n".join((head, *manifest.catalogs)))
+    return seal(b"\n".join((VERSIONS.line(to_builtins(members)), *manifest.catalogs)))
 
 
 def parse(text: bytes, what: str) -> Manifest:
     """Parse a manifest."""
     head, *catalogs = unseal_lines(text, what)
-    body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
-    parse_body = VERSIONS.parser(body, what)
     try:
-        return parse_body(body, tuple(catalogs))
+        return _parse(VERSIONS.read(head, what), tuple(catalogs))
     except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} is sealed but is not a valid manifest: {error}", key=what) from error
 
 
-def _parse_v1(body: Fields, catalogs: tuple[bytes, ...]) -> Manifest:
-    rows = body.array("parts", max_items=MAX_RANKS)
-    world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
-    parts = tuple(_part_file(row, rank, len(catalogs)) for rank, row in enumerate(rows))
-    if len(parts) != world_size:
-        raise ValueError(f"it has {world_size} ranks but lists the parts of {len(parts)}")
-    agreed = agree(catalogs, tuple(part.catalog for part in parts))
-    each = {name: _each_tensor(name, row) for name, row in body.fields("each").members.items()}
+def _parse(members: _ManifestMembers, catalogs: tuple[bytes, ...]) -> Manifest:
+    for expected, part in enumerate(members.parts):
+        if part.rank != expected or part.catalog >= len(catalogs):
+            raise ValueError(
+                f"expected the part of rank {expected} with one of {len(catalogs)} catalogs, found that of "
+                f"rank {part.rank} with catalog {part.catalog}"
+            )
+    if len(members.parts) != members.world_size:
+        raise ValueError(f"it has {members.world_size} ranks but lists the parts of {len(members.parts)}")
+    agreed = agree(catalogs, tuple(part.catalog for part in members.parts))
+    each = {name: Tensor(dtype, shape, None) for name, (dtype, shape) in members.each.items()}
+    for name, tensor in each.items():
+        check_tensor(name, tensor.dtype, tensor.shape)
     if both := each.keys() & agreed.tensors.keys():
         raise ValueError(f"{shown(min(both))} is listed both as a per-rank tensor and as a shared one")
     _check_tied(agreed.tied, agreed.tensors.keys() | each.keys())
     return Manifest(
-        id=body.text("id", max_chars=128),
-        run=body.text("run", pattern=RUN_ID),
-        step=body.integer("step", at_most=MAX_STEP),
-        attempt=body.integer("attempt", at_most=MAX_ATTEMPT),
-        world_size=world_size,
-        ancestors=read_ancestors(body),
-        created_unix_s=body.number("created_unix_s", at_least=0.0),
-        parts=parts,
+        **facts_of(members, ManifestFacts),
         tensors=agreed.tensors | each,
         tied=agreed.tied,
         catalogs=catalogs,
-        watches=sections.read(body, max_bytes=MAX_MANIFEST_BYTES),
+        watches=sections.read(members.watches, max_bytes=MAX_MANIFEST_BYTES),
     )
 
 
-def _part_file(row: Any, expected_rank: int, num_catalogs: int) -> PartFile:
-    rank, part_bytes, part_xxh3, data_bytes, frozen_bytes, catalog = columns(row, 6, "a part")
-    if rank != expected_rank:
-        raise ValueError(f"expected the part of rank {expected_rank}, found that of {shown(rank)}")
-    read_integers([rank, part_bytes, data_bytes, 0 if frozen_bytes is None else frozen_bytes])
-    read_integers([catalog], at_most=num_catalogs - 1)
-    if type(part_xxh3) is not str or not HASH.fullmatch(part_xxh3):
-        raise ValueError(f"the part of rank {rank} has the hash {shown(part_xxh3)}")
-    return PartFile(rank, part_bytes, part_xxh3, data_bytes, frozen_bytes, catalog)
-
-
-def _each_tensor(name: str, row: Any) -> Tensor:
-    dtype, shape = columns(row, 2, "a tensor of each rank")
-    check_facts(name, dtype)
-    return Tensor(dtype, read_integers(shape, max_items=MAX_DIMS), None)
-
-
-VERSIONS = Versions("holdfast-manifest", written=1, parsers={1: _parse_v1})
+VERSIONS = Versions("holdfast-manifest", written=1, types={1: _ManifestMembers})

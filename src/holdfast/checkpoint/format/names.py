@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, MAX_LOG_BYTES, MAX_SMALL_BYTES
+from holdfast.checkpoint.format.limits import (
+    MAX_DOCUMENT_BYTES,
+    MAX_LOG_BYTES,
+    MAX_SMALL_BYTES,
+    AttemptNumber,
+    Step,
+)
 from holdfast.errors import Corrupt
 
 RUN = "holdfast.json"  # document with the run's id and the format of the home
@@ -53,8 +59,8 @@ class CheckpointId(NamedTuple):
     Give both by name, since the functions below take them in the other order.
     """
 
-    attempt: int
-    step: int
+    attempt: AttemptNumber
+    step: Step
 
 
 class OfCheckpoint:

@@ -6,33 +6,37 @@ import operator
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
-from msgspec.structs import replace
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
 
 from holdfast.checkpoint.format import names, sections
-from holdfast.checkpoint.format.catalog import Catalog, check_facts, check_size, columns, parse_catalog
+from holdfast.checkpoint.format.catalog import Catalog, check_tensor, parse_catalog
 from holdfast.checkpoint.format.hashes import DIGITS, digest
 from holdfast.checkpoint.format.layout import Shard
 from holdfast.checkpoint.format.limits import (
-    HASH,
-    MAX_ATTEMPT,
     MAX_DEPTH,
-    MAX_DIMS,
     MAX_DOCUMENT_BYTES,
-    MAX_RANKS,
-    MAX_STEP,
-    RUN_ID,
+    AttemptNumber,
+    Hash,
+    Name,
+    Rank,
+    RunId,
+    Sizes,
+    Step,
+    WorldSize,
 )
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal_lines
-from holdfast.checkpoint.format.sections import MAX_PART_BYTES, Sections
+from holdfast.checkpoint.format.sealed import Versions, dumps, facts_of, seal, unseal_lines
+from holdfast.checkpoint.format.sections import MAX_PART_BYTES, SectionRows, Sections
 from holdfast.errors import Corrupt
-from holdfast.system.documents import Fields, decode, decode_object, read_integers
+from holdfast.system.documents import MAX_COUNT, Count, decode_as
 
 _get_start = operator.itemgetter(3)
 Ancestors = tuple[CheckpointId, ...]  # checkpoints that led to one by restores, oldest first
+_Starts = tuple[Count, ...]
+_FileSizes = tuple[Count, Annotated[int, Meta(ge=1, le=MAX_COUNT)]]  # bytes of a file, and of its chunks
 
 
 class DataFile(Struct, frozen=True):
@@ -47,21 +51,35 @@ class DataFile(Struct, frozen=True):
         return self.hashes[DIGITS * chunk : DIGITS * (chunk + 1)]
 
 
-class Part(Struct, frozen=True, dict=True):
+class PartFacts(Struct, frozen=True):
+    """Facts about a part when its save is staged."""
+
+    run: RunId
+    step: Step
+    attempt: AttemptNumber
+    rank: Rank
+    world_size: WorldSize
+    ancestors: Ancestors
+    values: dict[str, Any]  # tagged JSON, see values.decode
+    own: tuple[tuple[Name, str, Sizes, Count], ...]  # name, dtype, shape, start
+
+
+class _PartMembers(PartFacts, frozen=True):
+    """Members of a part's first line. The hashes are not in it: most readers need those of no rank."""
+
+    catalog: Hash
+    file: _FileSizes
+    frozen: _FileSizes | None = None
+    watches: SectionRows = {}
+
+
+class Part(PartFacts, frozen=True, dict=True):
     """One rank's contribution to a checkpoint.
 
     Its shards are those that the catalog assigns to this rank, in the order of the catalog, followed by
     `own`: its per-rank tensors.
     """
 
-    run: str
-    step: int
-    attempt: int
-    rank: int
-    world_size: int
-    ancestors: Ancestors
-    values: dict[str, Any]  # tagged JSON, see values.decode
-    own: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start
     file: DataFile
     frozen: DataFile | None  # the second data file, with the frozen tensors
     catalog_digest: str
@@ -84,8 +102,8 @@ class Part(Struct, frozen=True, dict=True):
     def catalog_starts(self) -> tuple[int, ...]:
         """Byte offset of each shard that the catalog assigns to this rank, parsed at the first use."""
         try:
-            return read_integers(decode(self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES))
-        except (ValueError, Corrupt) as error:
+            return decode_as(_Starts, self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES)
+        except Corrupt as error:
             raise self._corrupt(f"is sealed, but its starts cannot be parsed: {error}.") from error
 
     def _corrupt(self, why: str) -> Corrupt:
@@ -119,44 +137,25 @@ class Part(Struct, frozen=True, dict=True):
         return (names.frozen if frozen else names.data)(self.step, self.attempt, self.rank)
 
 
-def draft(
-    *,
-    run: str,
-    step: int,
-    attempt: int,
-    rank: int,
-    world_size: int,
-    ancestors: Ancestors,
-    values: dict[str, Any],
-    own: Sequence[tuple[str, str, tuple[int, ...], int]],
-    starts: Sequence[int],
-    catalog: bytes,
-    catalog_digest: str = "",
-) -> bytes:
+def draft(facts: PartFacts, starts: Sequence[int], catalog: bytes, *, catalog_digest: str = "") -> bytes:
     """Return a part without facts about its files, made when a save is staged; see `Part`.
 
     `starts` are those of the shards that the catalog, a text, assigns to this rank. A caller that has the
     catalog's digest already passes it.
     """
-    facts = dumps(
-        {
-            **VERSIONS.header,
-            "run": run,
-            "step": step,
-            "attempt": attempt,
-            "rank": rank,
-            "world_size": world_size,
-            "ancestors": ancestors,
-            "values": values,
-            "own": own,
-            "catalog": catalog_digest or digest(catalog),
-        }
-    )
-    return b"\n".join((facts, catalog, dumps(starts)))
+    members = {**asdict(facts), "catalog": catalog_digest or digest(catalog)}
+    return b"\n".join((VERSIONS.line(members), catalog, dumps(starts)))
 
 
-Copies = Mapping[str, tuple[tuple[int, int], ...]]
+Copies = Mapping[str, tuple[tuple[Count, Count], ...]]
 """Offset and size in the arena of each copy that a keeper hashes, by the name of the watch that wants it."""
+
+
+class _Findings(Struct):
+    """Last line of a draft: what the watches of the trainer have found, and the copies to hash."""
+
+    watches: SectionRows
+    copies: Copies
 
 
 def add_findings(draft_text: bytes, found: Sections, copies: Copies) -> bytes:
@@ -166,7 +165,7 @@ def add_findings(draft_text: bytes, found: Sections, copies: Copies) -> bytes:
     """
     if not found and not copies:
         return draft_text
-    return draft_text + b"\n" + dumps({**sections.members(found), "copies": copies})
+    return draft_text + b"\n" + dumps({"watches": sections.write(found), "copies": copies})
 
 
 def findings_of(draft_text: bytes, what: str) -> tuple[Sections, Copies]:
@@ -175,13 +174,9 @@ def findings_of(draft_text: bytes, what: str) -> tuple[Sections, Copies]:
     if not lines:
         return {}, {}
     try:
-        body = decode_object(lines[0], what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
-        copies = {
-            name: tuple((at, num_bytes) for at, num_bytes in map(read_integers, rows))
-            for name, rows in body.fields("copies").members.items()
-        }
-        return sections.read(body, max_bytes=MAX_PART_BYTES), copies
-    except (ValueError, TypeError) as error:
+        found = decode_as(_Findings, lines[0], what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
+        return sections.read(found.watches, max_bytes=MAX_PART_BYTES), found.copies
+    except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} has findings of watches that cannot be parsed: {error}", key=what) from error
 
 
@@ -195,7 +190,8 @@ def finish(
     facts, catalog, starts = draft_text.split(b"\n", 3)[:3]
     files = [one for one in (file, frozen) if one is not None]
     sizes = [[one.num_bytes, one.chunk_bytes] for one in files]
-    members = {"file": sizes[0], "frozen": sizes[1] if frozen else None, **sections.members(watches)}
+    members = {"file": sizes[0], "frozen": sizes[1] if frozen else None}
+    members |= {"watches": sections.write(watches)} if watches else {}
     hashes = [dumps(one.hashes) for one in files]
     return seal(b"\n".join((facts[:-1] + b"," + dumps(members)[1:], catalog, starts, *hashes)))
 
@@ -209,46 +205,35 @@ def differ_in_watches_only(own: bytes, other: bytes, what: str) -> bool:
 def parse(document: bytes, what: str) -> Part:
     """Parse a part; its catalog and starts are parsed at the first use."""
     head, *lines = unseal_lines(document, what)
-    body = decode_object(head, what, max_bytes=MAX_DOCUMENT_BYTES, max_depth=MAX_DEPTH)
-    parse_body = VERSIONS.parser(body, what)
     try:
-        return parse_body(body, lines, what)
+        return _parse(VERSIONS.read(head, what), lines, what)
     except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
 
 
-def _parse_v1(body: Fields, lines: list[bytes], what: str) -> Part:
-    # Hashes and starts are not in the body: a commit needs those of no rank, and would spend most of its time
-    # on decoding them.
-    sizes = [body.integers("file", max_items=2)]
-    if "frozen" in body:
-        sizes.append(body.integers("frozen", max_items=2))
-    catalog_digest = body.text("catalog", pattern=HASH)
+def _parse(members: _PartMembers, lines: list[bytes], what: str) -> Part:
+    sizes = [one for one in (members.file, members.frozen) if one is not None]
     if len(lines) != 2 + len(sizes):
         raise ValueError(f"it has {max(0, len(lines) - 2)} lines of hashes for {len(sizes)} files")
     catalog, starts, *hashes = lines
-    if digest(catalog) != catalog_digest:
+    if digest(catalog) != members.catalog:
         raise ValueError("its catalog does not match its digest")
     if not _has_form_of_integers(starts):
         raise ValueError("its starts are not an array of integers")
+    if members.rank >= members.world_size:
+        raise ValueError(f"it is of rank {members.rank} of {members.world_size}")
+    for name, dtype, shape, _ in members.own:
+        check_tensor(name, dtype, shape)
     file, *frozen = map(_file, sizes, hashes)
-    world_size = body.integer("world_size", at_least=1, at_most=MAX_RANKS)
     return Part(
-        run=body.text("run", pattern=RUN_ID),
-        step=body.integer("step", at_most=MAX_STEP),
-        attempt=body.integer("attempt", at_most=MAX_ATTEMPT),
-        rank=body.integer("rank", at_most=world_size - 1),
-        world_size=world_size,
-        ancestors=read_ancestors(body),
-        values=body.fields("values").members,
-        own=tuple(map(_own, body.array("own"))),
+        **facts_of(members, PartFacts),
         file=file,
         frozen=frozen[0] if frozen else None,
-        catalog_digest=catalog_digest,
+        catalog_digest=members.catalog,
         catalog_text=catalog,
         starts_text=starts,
         what=what,
-        watches=sections.read(body, max_bytes=MAX_PART_BYTES),
+        watches=sections.read(members.watches, max_bytes=MAX_PART_BYTES),
     )
 
 
@@ -261,36 +246,12 @@ def _has_form_of_integers(line: bytes) -> bool:
     return not items or b",," not in b",%b," % items
 
 
-def read_ancestors(body: Fields) -> Ancestors:
-    """Return the ancestors in a document."""
-    found: list[CheckpointId] = []
-    for row in body.array("ancestors"):
-        attempt, step = columns(row, 2, "an ancestor")
-        found += map(
-            CheckpointId,
-            read_integers([attempt], at_most=MAX_ATTEMPT),
-            read_integers([step], at_most=MAX_STEP),
-        )
-    return tuple(found)
-
-
-def _own(row: Any) -> tuple[str, str, tuple[int, ...], int]:
-    name, dtype, shape, start = columns(row, 4, "a tensor")
-    check_facts(name, dtype)
-    (start,) = read_integers([start])
-    sizes = read_integers(shape, max_items=MAX_DIMS)
-    check_size(name, dtype, sizes)
-    return name, dtype, sizes, start
-
-
-def _file(sizes: tuple[int, ...], line: bytes) -> DataFile:
-    num_bytes, chunk_bytes = columns(list(sizes), 2, "the sizes of a file")
-    if chunk_bytes <= 0:
-        raise ValueError(f"a file of {num_bytes} bytes in chunks of {chunk_bytes}")
+def _file(sizes: tuple[int, int], line: bytes) -> DataFile:
+    num_bytes, chunk_bytes = sizes
     num_chunks = -(-num_bytes // chunk_bytes)
     if line[:1] + line[-1:] != b'""' or len(line) != DIGITS * num_chunks + 2:
         raise ValueError(f"{len(line) - 2} digits of chunk hashes for {num_chunks} chunks")
     return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
 
 
-VERSIONS = Versions("holdfast-part", written=1, parsers={1: _parse_v1})
+VERSIONS = Versions("holdfast-part", written=1, types={1: _PartMembers})

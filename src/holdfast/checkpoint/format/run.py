@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct, to_builtins
+from msgspec.structs import asdict
 
 from holdfast.checkpoint.format.limits import (
-    MAX_ATTEMPT,
-    MAX_NAME_CHARS,
-    MAX_RANKS,
     MAX_SMALL_BYTES,
-    MAX_STEP,
-    RUN_ID,
+    AttemptNumber,
+    Name,
+    Rank,
+    RunId,
+    Step,
+    UnixSeconds,
+    WorldSize,
 )
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
+from holdfast.checkpoint.format.sealed import Versions, seal
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import MAX_NUMBER, Count, Fields, read_as, read_members
+from holdfast.system.documents import MAX_NUMBER, Count
 
 _T = TypeVar("_T")
 
 
-RunId = Annotated[str, Meta(pattern=rf"\A{RUN_ID.pattern}\Z")]
-AttemptNumber = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
-Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
-WorldSize = Annotated[int, Meta(ge=1, le=MAX_RANKS)]
-UnixSeconds = Annotated[float, Meta(ge=0)]
-Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Reason = Annotated[str, Meta(max_length=MAX_SMALL_BYTES)]
 Mode = Annotated[str, Meta(pattern=r"\A(min|max)\Z")]
 EncodedMetric = float | Literal["nan", "inf", "-inf"]  # JSON has no such numbers
@@ -57,12 +53,16 @@ class AttemptClaim(Struct, frozen=True):
     started_unix_s: UnixSeconds
 
 
-class Saved(Struct, frozen=True):
-    """`attempts/aNNNN-saved.json`: proof of an attempt's first complete checkpoint, that of `step`."""
+class _StepRecord(Struct, frozen=True):
+    """Members of a record about a checkpoint: its run, the attempt that saved it, and its step."""
 
     run: RunId
     attempt: AttemptNumber
     step: Step
+
+
+class Saved(_StepRecord, frozen=True):
+    """`attempts/aNNNN-saved.json`: proof of an attempt's first complete checkpoint, that of `step`."""
 
 
 class Emptied(Struct, frozen=True):
@@ -107,56 +107,43 @@ class Rollback(Struct, frozen=True):
         return checkpoint.attempt <= self.attempt and checkpoint > self.base
 
 
-class Done(Struct, frozen=True):
+class Done(_StepRecord, frozen=True):
     """`done.json`: marker of a finished run, written after everything it saved is durable."""
 
-    run: RunId
-    attempt: AttemptNumber
-    step: Step
     finished_unix_s: UnixSeconds
 
 
-class Refusal(Struct, frozen=True):
+class Refusal(_StepRecord, frozen=True):
     """`step-NNNNNNNN/refused-aNNNN.json`: record of a save that is not committed, with its reason."""
 
-    run: RunId
-    attempt: AttemptNumber
-    step: Step
     reason: Reason
-    rank: Annotated[int, Meta(ge=0, le=MAX_RANKS - 1)] | None = None  # the rank that the reason is about
+    rank: Rank | None = None  # the rank that the reason is about
     key: Name | None = None  # the tensor
 
 
-class SkippedNote(Struct, frozen=True):
+class SkippedNote(_StepRecord, frozen=True):
     """`step-NNNNNNNN/passed-aNNNN.json`: note that a restore has skipped this checkpoint, which is kept."""
 
-    run: RunId
-    attempt: AttemptNumber  # that saved the checkpoint
-    step: Step
     reason: Reason
     noted_unix_s: UnixSeconds
 
 
-class Metrics(Struct, frozen=True):
+class Metrics(_StepRecord, frozen=True):
     """`step-NNNNNNNN/metrics-aNNNN.json`: the metrics of a checkpoint, such as its loss, by name.
 
     `of_steps` has the step of each value that was recorded for another step than that of the checkpoint, and
     `modes` "min" or "max" for the metric by which the run keeps its best checkpoints.
     """
 
-    run: RunId
-    attempt: AttemptNumber
-    step: Step
     values: Mapping[str, float]
     of_steps: Mapping[str, Step] = {}
     modes: Mapping[str, Mode] = {}
 
-    def members(self) -> dict[str, Any]:
-        """Return its members for JSON, which has no NaN and no infinity."""
-        values = {name: encode_metric(value) for name, value in self.values.items()}
-        facts = {"of_steps": dict(self.of_steps), "modes": dict(self.modes)}
-        given = {name: fact for name, fact in facts.items() if fact}
-        return {"run": self.run, "attempt": self.attempt, "step": self.step, "values": values, **given}
+
+class _MetricsMembers(Metrics, frozen=True, omit_defaults=True):
+    """Members of the document of `Metrics`: JSON has no NaN and no infinity."""
+
+    values: Mapping[str, EncodedMetric]  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 def encode_metric(value: float) -> EncodedMetric:
@@ -170,20 +157,21 @@ def document(
     value: Run | AttemptClaim | Saved | Emptied | Rollback | Done | Refusal | SkippedNote | Metrics,
 ) -> bytes:
     """Return the sealed document of a value."""
-    members = value.members() if isinstance(value, Metrics) else to_builtins(value)
-    return seal(dumps({**VERSIONS[type(value)].header, **members}))
+    members: Struct = value
+    if isinstance(value, Metrics):
+        values: dict[str, EncodedMetric] = {key: encode_metric(one) for key, one in value.values.items()}
+        others = dict(value.of_steps), dict(value.modes)
+        members = _MetricsMembers(value.run, value.attempt, value.step, values, *others)
+    return seal(VERSIONS[type(value)].line(to_builtins(members)))
 
 
 def parse(cls: type[_T], text: bytes, what: str) -> _T:
     """Parse a document into a value of type `cls`."""
-    body = unseal(text, what)
-    return VERSIONS[cls].parser(body, what)(body)
-
-
-def _read_metrics(body: Fields) -> Metrics:
-    encoded = read_as(dict[str, EncodedMetric], body.value("values"), f"{body.what}: values")
-    values = {name: float(value) for name, value in encoded.items()}
-    return read_members(Metrics, Fields({**body.members, "values": values}, body.what))
+    members = VERSIONS[cls].unseal(text, what)
+    if isinstance(members, _MetricsMembers):
+        values = {name: float(metric) for name, metric in members.values.items()}
+        return cls(**(asdict(members) | {"values": values}))
+    return members
 
 
 _KINDS: dict[type, str] = {
@@ -197,9 +185,7 @@ _KINDS: dict[type, str] = {
     SkippedNote: "holdfast-passed",
     Metrics: "holdfast-metrics",
 }
-VERSIONS: dict[type, Versions[Callable[[Fields], Any]]] = {
-    cls: Versions(
-        kind, written=1, parsers={1: _read_metrics if cls is Metrics else partial(read_members, cls)}
-    )
+VERSIONS: dict[type, Versions[Any]] = {
+    cls: Versions(kind, written=1, types={1: _MetricsMembers if cls is Metrics else cls})
     for cls, kind in _KINDS.items()
 }

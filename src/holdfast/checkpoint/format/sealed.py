@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
 import xxhash
@@ -12,7 +12,7 @@ from msgspec import Struct
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import MAX_DEPTH, MAX_DOCUMENT_BYTES, MAX_SMALL_BYTES
 from holdfast.errors import Corrupt, Unsupported
-from holdfast.system.documents import Fields, decode_object, shown
+from holdfast.system.documents import decode_as, read_as, shown
 
 _OPEN = b'{"xxh3_128":"'
 _HEAD_BYTES = len(_OPEN) + 32 + 2  # the digest, then `",`
@@ -33,12 +33,6 @@ def seal(body: bytes) -> bytes:
         body: canonical JSON text of a non-empty object, from `dumps`; other lines may follow it.
     """
     return _OPEN + digest(body).encode() + b'",' + body[1:]
-
-
-def unseal(document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> Fields:
-    """Return the members of a sealed document of one line, after checking the seal."""
-    line = b"\n".join(unseal_lines(document, what, max_bytes=max_bytes))
-    return decode_object(line, what, max_bytes=max_bytes, max_depth=MAX_DEPTH)
 
 
 def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
@@ -72,35 +66,44 @@ def _digest_of_rest(document: bytes) -> str:
     return hashing.hexdigest()
 
 
-_Parser = TypeVar("_Parser", bound="Callable[..., Any]")
+_Members = TypeVar("_Members")
 
 
-class Versions(Struct, Generic[_Parser], frozen=True):
-    """Versions of one kind of document that can be read, each with its parser.
+class Versions(Struct, Generic[_Members], frozen=True):
+    """Versions of one kind of document that can be read, each with the type of its members.
 
-    A new version is one more entry of `parsers`; the older ones stay. `written` follows when every reader in
+    A new version is one more entry of `types`; the older ones stay. `written` follows when every reader in
     use can read it.
     """
 
     kind: str
     written: int
-    parsers: Mapping[int, _Parser]
+    types: Mapping[int, type[_Members]]
 
-    @property
-    def header(self) -> dict[str, Any]:
-        """First members of a document that is written."""
-        return {"format": self.kind, "version": self.written}
+    def line(self, members: Mapping[str, Any]) -> bytes:
+        """Return the first line of a document that is written."""
+        return dumps({"format": self.kind, "version": self.written, **members})
 
-    def parser(self, body: Fields, what: str) -> _Parser:
-        """Return the parser of the version that a document states."""
-        kind = body.members.get("format")
+    def read(self, line: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> _Members:
+        """Return the members in the first line of a document, as the version that it states has them."""
+        body = decode_as(dict[str, Any], line, what, max_bytes=max_bytes, max_depth=MAX_DEPTH)
+        kind, version = body.get("format"), body.get("version")
         if kind != self.kind:
             raise Corrupt(f"{what} is a {shown(kind)} document, expected {self.kind!r}.", key=what)
-        version = body.members.get("version")
-        if type(version) is not int or version not in self.parsers:
+        if type(version) is not int or version not in self.types:
             raise Unsupported(
-                f"{what} has format version {shown(version)}; this Holdfast reads up to {max(self.parsers)}. "
+                f"{what} has format version {shown(version)}; this Holdfast reads up to {max(self.types)}. "
                 "Upgrade it.",
                 key=what,
             )
-        return self.parsers[version]
+        return read_as(self.types[version], body, what)
+
+    def unseal(self, document: bytes, what: str, *, max_bytes: int = MAX_SMALL_BYTES) -> _Members:
+        """Return the members of a sealed document of one line, after checking the seal."""
+        line = b"\n".join(unseal_lines(document, what, max_bytes=max_bytes))
+        return self.read(line, what, max_bytes=max_bytes)
+
+
+def facts_of(value: Struct, kind: type[Struct]) -> dict[str, Any]:
+    """Return the members that a value has by one of its base classes."""
+    return {name: getattr(value, name) for name in kind.__struct_fields__}

@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from holdfast.checkpoint.format.catalog import columns
 from holdfast.checkpoint.format.sealed import dumps
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import MAX_COUNT, Fields, decode, read_integers
+from holdfast.system.documents import Count, decode, read_as
 
 WATCH_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")  # form of the name of a watch
 MAX_SECTIONS = 32
@@ -52,6 +51,17 @@ class Section(Struct, frozen=True):
 
 
 Sections = Mapping[str, Section]  # sections by the names of their watches
+SectionRow = tuple[
+    Count,
+    Mark,
+    Annotated[tuple[Annotated[str, Meta(max_length=MAX_REASON_CHARS)], ...], Meta(max_length=MAX_REASONS)],
+    dict[str, Any],
+]
+SectionRows = Annotated[
+    dict[Annotated[str, Meta(pattern=rf"\A{WATCH_NAME.pattern}\Z")], SectionRow],
+    Meta(max_length=MAX_SECTIONS),
+]
+"""Sections in a document: version, mark, reasons and data, by the names of their watches."""
 
 
 class Health(Struct, frozen=True):
@@ -107,44 +117,23 @@ def check(section: Section, *, max_bytes: int) -> Section:
         mark = Mark(section.mark)
         dumps(reasons)
         data = decode(dumps(dict(section.data)), "it", max_bytes=max_bytes, max_depth=_MAX_DEPTH)
-        read_integers([section.version])
+        read_as(Count, section.version, "its version")
     except (TypeError, ValueError, RecursionError, Corrupt) as error:
         raise InvalidInput(f"its section cannot be stored: {error}") from error
     return Section(section.version, data, mark, reasons)
 
 
-def members(sections: Sections) -> dict[str, Any]:
-    """Return sections as JSON, as a member of a document."""
-    if not sections:
-        return {}
-    rows = {
-        name: [one.version, int(one.mark), one.reasons, one.data]
-        for name, one in list(sections.items())[:MAX_SECTIONS]
-    }
-    return {"watches": rows}
+def write(sections: Sections) -> SectionRows:
+    """Return sections as they are in a document."""
+    written = list(sections.items())[:MAX_SECTIONS]
+    return {name: (one.version, one.mark, one.reasons, dict(one.data)) for name, one in written}
 
 
-def read(body: Fields, *, max_bytes: int) -> dict[str, Section]:
+def read(rows: SectionRows, *, max_bytes: int) -> dict[str, Section]:
     """Return the sections in a document."""
-    if "watches" not in body:
-        return {}
-    rows = body.fields("watches").members
-    if len(rows) > MAX_SECTIONS:
-        raise ValueError(f"it has {len(rows)} sections of watches, at most {MAX_SECTIONS} are allowed")
-    return {name: _section(name, row, max_bytes) for name, row in rows.items()}
-
-
-def _section(name: str, row: Any, max_bytes: int) -> Section:
-    version, mark, reasons, data = columns(row, 4, "a section")
-    if not WATCH_NAME.fullmatch(name):
-        raise ValueError(f"{name!r:.100} is no name of a watch")
-    read_integers([version], at_most=MAX_COUNT)
-    read_integers([mark], at_most=max(Mark))
-    what = f"the section of {name!r}"
-    if type(reasons) is not list or len(reasons) > MAX_REASONS:
-        raise ValueError(f"{what} has no list of at most {MAX_REASONS} reasons")
-    if any(type(one) is not str or len(one) > MAX_REASON_CHARS for one in reasons):
-        raise ValueError(f"{what} has a reason that is no text of at most {MAX_REASON_CHARS} characters")
-    if type(data) is not dict or len(dumps(data)) > max_bytes:
-        raise ValueError(f"{what} has no JSON object of at most {max_bytes} bytes")
-    return Section(version, data, Mark(mark), tuple(reasons))
+    for name, (_, _, _, data) in rows.items():
+        if len(dumps(data)) > max_bytes:
+            raise ValueError(f"the section of {name!r} has no JSON object of at most {max_bytes} bytes")
+    return {
+        name: Section(version, data, mark, reasons) for name, (version, mark, reasons, data) in rows.items()
+    }

@@ -94,7 +94,7 @@ class Pipeline:
         assert self._copies is not None
         copies = self._copies.begin(plan, number, keeper.config.attempt)
         config = keeper.config
-        draft = parts.draft(
+        facts = parts.PartFacts(
             run=config.run,
             step=save.step,
             attempt=config.attempt,
@@ -103,10 +103,8 @@ class Pipeline:
             ancestors=ancestors,
             values=captured.values,
             own=plan.own,
-            starts=plan.shared_starts,
-            catalog=plan.catalog,
-            catalog_digest=plan.catalog_digest,
         )
+        draft = parts.draft(facts, plan.shared_starts, plan.catalog, catalog_digest=plan.catalog_digest)
         arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not must)
         if arena is None:
             return None

@@ -45,7 +45,6 @@ def run_program(
     command: Sequence[str],
     *,
     timeout_s: float | None,
-    given: bytes = b"",
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     has_own_session: bool = False,
@@ -60,23 +59,22 @@ def run_program(
 
     Blocks: until it has ended, or for `timeout_s`, and then at most 10 s.
     """
-    with given_input(given) as stdin:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=env,
-                cwd=cwd,
-                start_new_session=has_own_session,
-            )
-        except PermissionError as error:
-            is_found = shutil.which(command[0], path=None if env is None else env.get("PATH"))
-            if os.sep in command[0] or is_found:
-                raise
-            # Python reports a folder of PATH that may not be searched, although the program is nowhere.
-            raise FileNotFoundError(errno.ENOENT, "not found in PATH", command[0]) from error
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            cwd=cwd,
+            start_new_session=has_own_session,
+        )
+    except PermissionError as error:
+        is_found = shutil.which(command[0], path=None if env is None else env.get("PATH"))
+        if os.sep in command[0] or is_found:
+            raise
+        # Python reports a folder of PATH that may not be searched, although the program is nowhere.
+        raise FileNotFoundError(errno.ENOENT, "not found in PATH", command[0]) from error
     try:
         found = {process.stdout: bytearray(), process.stderr: bytearray()}
         for pipe, data in output_of(process, timeout_s=timeout_s, on_look=on_look):

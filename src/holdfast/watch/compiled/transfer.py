@@ -9,17 +9,16 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import Any, NamedTuple, final
+from typing import Annotated, NamedTuple, final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from holdfast.checkpoint.format.catalog import columns
 from holdfast.checkpoint.format.hashes import DIGITS, digest
-from holdfast.checkpoint.format.limits import HASH, MAX_ATTEMPT, MAX_RANKS
-from holdfast.checkpoint.format.sealed import Versions, dumps, seal, unseal
+from holdfast.checkpoint.format.limits import AttemptNumber, Hash, Rank
+from holdfast.checkpoint.format.sealed import Versions, facts_of, seal
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound
-from holdfast.system.documents import Fields, read_integers, shown
+from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_bytes
 from holdfast.watch.compiled import directory as directories
@@ -45,13 +44,29 @@ class PackedFile(Struct, frozen=True):
     packed_bytes: int
 
 
-class CacheIndex(Struct, frozen=True):
+_FileBytes = Annotated[int, Meta(ge=0, le=MAX_FILE_BYTES)]
+_FileRow = tuple[str, _FileBytes, Hash, Count, Count, _FileBytes]  # a `PackedFile`, its pack by number
+
+
+class _IndexFacts(Struct, frozen=True):
+    """Facts about an index, without its files."""
+
+    attempt: AttemptNumber
+    rank: Rank
+    number: Count
+    facts: dict[str, Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]]  # a `BuildEnvironment`
+
+
+class _IndexMembers(_IndexFacts, frozen=True):
+    """Members of the document of an index."""
+
+    packs: tuple[Annotated[str, Meta(max_length=DIGITS)], ...]
+    files: tuple[_FileRow, ...]
+
+
+class CacheIndex(_IndexFacts, frozen=True):
     """Uploads of one rank of an attempt so far. A greater `number` replaces the smaller ones."""
 
-    attempt: int
-    rank: int
-    number: int
-    facts: BuildEnvironment
     files: tuple[PackedFile, ...]
 
 
@@ -103,45 +118,34 @@ def document(index: CacheIndex) -> bytes:
         [file.path, file.num_bytes, file.hash, packs.index(file.pack), file.offset, file.packed_bytes]
         for file in index.files
     ]
-    members = {name: getattr(index, name) for name in ("attempt", "rank", "number", "facts")}
-    return seal(dumps({**VERSIONS.header, **members, "packs": packs, "files": rows}))
+    return seal(VERSIONS.line(facts_of(index, _IndexFacts) | {"packs": packs, "files": rows}))
 
 
 def parse(text: bytes, name: str) -> CacheIndex:
     """Parse the document of an index, and check every path."""
-    body = unseal(text, name, max_bytes=MAX_INDEX_BYTES)
-    return VERSIONS.parser(body, name)(body, name)
-
-
-def _parse_v1(body: Fields, name: str) -> CacheIndex:
-    attempt = body.integer("attempt", at_most=MAX_ATTEMPT)
-    rank = body.integer("rank", at_most=MAX_RANKS - 1)
-    number = body.integer("number")
     try:
-        packs = body.texts("packs", max_chars=DIGITS)
-        facts = {fact: body.fields("facts").text(fact) for fact in body.fields("facts").members}
-        files = tuple(_file(row, packs) for row in body.array("files"))
+        members = VERSIONS.unseal(text, name, max_bytes=MAX_INDEX_BYTES)
+        files = tuple(_file(row, members.packs) for row in members.files)
     except (Corrupt, ValueError) as error:
         raise Corrupt(
             f"{name} is sealed but not a valid index of compiled files: {error}.", key=name
         ) from error
+    found = CacheIndex(**facts_of(members, _IndexFacts), files=files)
     parsed = parse_name(name)
-    if not isinstance(parsed, IndexName) or parsed[:3] != (attempt, rank, number):
-        raise Corrupt(f"{name} is the index of attempt {attempt}, rank {rank}, under a wrong name.", key=name)
-    return CacheIndex(attempt, rank, number, facts, files)
+    if not isinstance(parsed, IndexName) or parsed[:3] != (found.attempt, found.rank, found.number):
+        message = f"{name} is the index of attempt {found.attempt}, rank {found.rank}, under a wrong name."
+        raise Corrupt(message, key=name)
+    return found
 
 
-VERSIONS = Versions("holdfast-compiled", written=1, parsers={1: _parse_v1})
+VERSIONS = Versions("holdfast-compiled", written=1, types={1: _IndexMembers})
 
 
-def _file(row: Any, packs: Sequence[str]) -> PackedFile:
-    path, num_bytes, file_hash, pack, offset, packed_bytes = columns(row, 6, "a file")
-    read_integers([num_bytes, packed_bytes], at_most=MAX_FILE_BYTES)
-    read_integers([pack], at_most=len(packs) - 1)
-    read_integers([offset])
-    if type(file_hash) is not str or not HASH.fullmatch(file_hash):
-        raise ValueError(f"{shown(path)} has the hash {shown(file_hash)}")
-    return PackedFile(check_path(path), num_bytes, file_hash, packs[int(pack)], offset, packed_bytes)
+def _file(row: _FileRow, packs: Sequence[str]) -> PackedFile:
+    path, num_bytes, file_hash, pack, offset, packed_bytes = row
+    if pack >= len(packs):
+        raise ValueError(f"{shown(path)} is in the pack {pack} of {len(packs)}")
+    return PackedFile(check_path(path), num_bytes, file_hash, packs[pack], offset, packed_bytes)
 
 
 def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:

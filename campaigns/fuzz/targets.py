@@ -452,21 +452,23 @@ def _run_pack(data: bytes) -> None:
 @cache
 def _journal_seed() -> bytes:
     from holdfast.jobs.writeback.files import Fingerprint
-    from holdfast.jobs.writeback.journal import FILE, FOLDER, Journal
-    from holdfast.jobs.writeback.upload_queue import JournalWrite, Sent, Upload, UploadProblem, Version
+    from holdfast.jobs.writeback.journal import FILE, FOLDER, JournaledQueue
+    from holdfast.jobs.writeback.upload_queue import Sent, Upload, UploadProblem, Version
 
     folder = Path(tempfile.mkdtemp(prefix="fuzz-journal-"))
     try:
         (folder / FOLDER).mkdir()
-        journal = Journal(folder)
+        journal = JournaledQueue(folder)
         mark = Fingerprint(10, 20, 30)
-        journal.write(
-            [
-                JournalWrite("entry", 1, Upload(1, "a/b", Version("copy", mark, "0" * 32), "watch")),
-                JournalWrite("entry", 2, Upload(2, "c", None, "scan")),
-                JournalWrite("sent", "d", Sent(mark, "0" * 32)),
-                JournalWrite("problem", "e", UploadProblem("torn", "why", mark)),
-            ]
+        journal.do(
+            lambda queue: queue.writes.extend(
+                [
+                    ("entry", 1, Upload(1, "a/b", Version("copy", mark, "0" * 32), "watch")),
+                    ("entry", 2, Upload(2, "c", None, "scan")),
+                    ("sent", "d", Sent(mark, "0" * 32)),
+                    ("problem", "e", UploadProblem("torn", "why", mark)),
+                ]
+            )
         )
         journal._base.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         journal._base.execute("PRAGMA journal_mode=DELETE")
@@ -483,7 +485,7 @@ def _run_journal(data: bytes) -> None:
     try:
         (folder / FOLDER).mkdir()
         (folder / FOLDER / FILE).write_bytes(data)
-        journal = Journal(folder, is_reader=True)
+        journal = Journal(folder)
         try:
             journal.load()
         finally:

@@ -34,6 +34,7 @@ class Restoration:
         self._found: Restored | None = None
         self._components = components
         self._tiers, self._ranks = components.tiers, components.ranks
+        self._patience_s = components.options.reads.patience_s
         self._marks: list[Callable[..., None]] = []  # calls of `Tiers.mark` that wait for the claim
 
     @property
@@ -79,7 +80,7 @@ class Restoration:
                 own_local=self._tiers.local_store if is_node_local else None,
                 may_commit=keeper is not None,
                 show=self._components.show,
-                patience_s=options.reads.patience_s,
+                patience_s=self._patience_s,
                 mark=mark,
             )
             self._found = restore_newest(request)

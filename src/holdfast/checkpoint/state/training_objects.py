@@ -106,7 +106,8 @@ class State:
         """
         rank, world_size = self._world()
         self._agreement = agree(self._inventory(), rank, world_size, gather) if world_size > 1 else None
-        self._table.release()  # facts about the structure have changed
+        if self._table.live:
+            self._table.release()  # facts about the structure have changed
 
     def _inventory(self) -> dict[str, Any]:
         """Return the tensors that this rank announces to the others, also those on meta."""

@@ -6,9 +6,9 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.checkpoint.format.sections import Mark, Section

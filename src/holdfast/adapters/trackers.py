@@ -401,7 +401,7 @@ class StepRecord:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = path.absolute()  # the training may change the current folder
         with self._open() as file:
             found = file.read(_DIGITS + 2)
         if found and not (len(found) == _DIGITS + 1 and found[:-1].isdigit() and found.endswith(b"\n")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from msgspec import Struct
@@ -14,7 +15,8 @@ from holdfast.errors import InvalidInput
 _NO_VALUES: Mapping[CheckpointId, float] = MappingProxyType({})
 
 
-class Keep(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Keep:
     """Retention policy: which checkpoints are kept, and which of them is the best.
 
     The value of a checkpoint is the one that `Checkpointer.record` received for its step. Without one, the

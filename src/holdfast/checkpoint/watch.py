@@ -7,6 +7,7 @@ its half in the keeper is `holdfast.checkpoint.keeper.watch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
@@ -136,7 +137,8 @@ class Act(IntEnum):
     STOP = 3  # save, wait until that is durable, and end with status 75
 
 
-class Vote(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Vote:
     """Request of a watch, made after a step.
 
     Attributes:

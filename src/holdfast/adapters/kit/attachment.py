@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
@@ -16,6 +17,8 @@ def check_versions(extra: str, oldest: Mapping[str, tuple[int, int]]) -> None:
         try:
             found = version(name)
         except PackageNotFoundError:
+            if find_spec(name) is not None:
+                continue  # a source folder on the path has no version
             found = None
         if found is None or tuple(int(part) for part in found.split(".")[:2]) < least:
             state = "it is not installed" if found is None else f"{found} is installed"

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
 
+from msgspec import convert
+
 from holdfast.checkpoint.exchange import safe_unpickler
 from holdfast.checkpoint.exchange.safe_unpickler import check_pickle
 from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
@@ -28,7 +30,6 @@ from holdfast.checkpoint.format.layout import Region
 from holdfast.checkpoint.format.limits import Sizes
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import read_as
 
 if TYPE_CHECKING:
     import torch
@@ -284,7 +285,7 @@ class _DcpFolder:
         self._max_chunks -= len(entry.fields["chunks"])
         if self._max_chunks < 0:
             raise ValueError("it lists more chunks than it has bytes")
-        read_as(Sizes, shape, name)
+        convert(shape, Sizes)  # its error is a ValueError
         chunks = [one.fields for one in entry.fields["chunks"]]
         regions = [Region(tuple(one["offsets"]), tuple(one["sizes"])) for one in chunks]
         for region in regions:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Annotated, Any
 
@@ -34,7 +35,8 @@ class Mark(IntEnum):
     AGAINST = 3  # it is not healthy
 
 
-class Section(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Section:
     """Finding of a watch about one checkpoint, stored in its documents.
 
     Attributes:
@@ -45,7 +47,7 @@ class Section(Struct, frozen=True):
     """
 
     version: int
-    data: Mapping[str, Any] = {}
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     mark: Mark = Mark.NONE
     reasons: tuple[str, ...] = ()
 
@@ -117,10 +119,10 @@ def check(section: Section, *, max_bytes: int) -> Section:
         mark = Mark(section.mark)
         dumps(reasons)
         data = decode(dumps(dict(section.data)), "it", max_bytes=max_bytes, max_depth=_MAX_DEPTH)
-        read_as(Count, section.version, "its version")
+        version = int(read_as(Count, section.version, "its version"))
     except (TypeError, ValueError, RecursionError, Corrupt) as error:
         raise InvalidInput(f"its section cannot be stored: {error}") from error
-    return Section(section.version, data, mark, reasons)
+    return Section(version, data, mark, reasons)
 
 
 def write(sections: Sections) -> SectionRows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
 import threading
 from collections import deque
@@ -179,9 +180,9 @@ class Watching:
         """Return the halves of the watches in the keeper."""
         halves: list[WatchConfig] = []
         for watch in self._watches:
-            options = None if watch.keeper is None else self._call(watch, "options")
+            options = None if watch.keeper is None else self._call(watch, "options", check=_plain_options)
             if watch.keeper is not None and options is not None:
-                halves.append(WatchConfig(watch.name, watch.keeper, _folder_of(watch.keeper), dict(options)))
+                halves.append(WatchConfig(watch.name, watch.keeper, _folder_of(watch.keeper), options))
         return tuple(halves)
 
     @property
@@ -312,3 +313,8 @@ def _check_copies(found: Copies | None) -> Copies | None:
 
 def _check_section(found: Section | None) -> Section | None:
     return None if found is None else sections.check(found, max_bytes=MAX_PART_BYTES)
+
+
+def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a watch as the keeper will receive them."""
+    return json.loads(json.dumps(dict(options)))

@@ -90,7 +90,6 @@ class TensorTable:
 
     def __init__(self) -> None:
         self._checked: set[str] = set()  # names that have passed the check for reserved names; grows
-        self._owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
         self._structure: StateStructure | None = None  # of the last capture
         self._has_ended = False
         self.begin(0, 1)
@@ -106,6 +105,7 @@ class TensorTable:
         self._composites: dict[str, tuple[torch.Tensor, list[str]]] = {}  # parameters, with inner names
         self._has_sharded = False
         self._aliases: list[torch.Tensor] = []
+        self._owners: list[list[torch.Tensor]] = []  # parameters of each optimizer
         self._types: list[type] = []
         self._dtypes: list[torch.dtype] = []
         self._may_be_reread: list[bool] = []
@@ -227,7 +227,9 @@ class TensorTable:
         self.has_new_memory = self._has_new_facts = True
         rows = list(zip(self._names, self.live, self._roles, strict=True))[: self._row]
         composites = [(name, *self._composites[name]) for name in self._confirmed]
+        owners = self._owners
         self.release()
+        self._owners = owners
         for row in rows:
             self._add(*row)
         for composite in composites:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, to_builtins
-from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.checkpoint.format.limits import MAX_RANKS

@@ -26,9 +26,9 @@ GOOD_PATHS = PATHS.filter(lambda path: not {".", ".."} & set(path.split("/")))
 @given(st.dictionaries(GOOD_PATHS, st.binary(max_size=200), max_size=6))
 def test_files_survive_packing(files: dict[str, bytes]):
     whole, places = pack(files)
-    assert {file.path: unpack(whole, file) for file in places} == files
+    assert {file.path: unpack(whole, file, "pack") for file in places} == files
     assert pack(dict(reversed(files.items()))) == (whole, places)
-    index = CacheIndex(3, 1, 2, FACTS, places)
+    index = CacheIndex(3, 1, 2, FACTS, ("1" * 32,), places)
     assert indices.parse(indices.document(index), indices.index_name(KEY, 3, 1, 2)) == index
 
 
@@ -38,7 +38,7 @@ def test_any_flipped_bit_is_found(data: bytes, where: int, bit: int):
     damaged = bytearray(whole)
     damaged[where % len(whole)] ^= 1 << bit
     try:
-        found = unpack(bytes(damaged), file)
+        found = unpack(bytes(damaged), file, "pack")
     except Corrupt:
         return
     assert found == data  # a bit that means nothing to zlib
@@ -48,7 +48,7 @@ def test_a_file_that_decompresses_to_more_than_its_size_is_rejected():
     whole, (file,) = pack({"file": bytes(1 << 20)})
     small = PackedFile("file", 10, file.hash, file.pack, file.offset, file.packed_bytes)
     with pytest.raises(Corrupt, match="expected 10 bytes"):
-        unpack(whole, small)
+        unpack(whole, small, "pack")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_file_that_decompresses_to_more_than_its_size_is_rejected():
 def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     with pytest.raises(InvalidInput):
         check_path(path)
-    index = CacheIndex(1, 0, 1, FACTS, (PackedFile("good", 1, "0" * 32, "1" * 32, 0, 1),))
+    index = CacheIndex(1, 0, 1, FACTS, ("1" * 32,), (PackedFile("good", 1, "0" * 32, 0, 0, 1),))
     body = json.loads(unseal_lines(indices.document(index), "index")[0])
     body["files"][0][0] = path
     try:
@@ -83,17 +83,22 @@ def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
 
 @pytest.mark.parametrize(
     ("member", "value"),
-    [("files", [["a", -1, "", 0, 0, 1]]), ("files", [["a", 1, "", 9, 0, 1]]), ("files", [1]), ("facts", 1)],
+    [
+        ("files", [["a", -1, "", 0, 0, 1]]),
+        ("files", [["a", 1, "0" * 32, 9, 0, 1]]),
+        ("files", [1]),
+        ("facts", 1),
+    ],
 )
 def test_a_sealed_index_with_invalid_members_is_corrupt(member: str, value: object):
-    body = json.loads(unseal_lines(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index")[0])
+    body = json.loads(unseal_lines(indices.document(CacheIndex(1, 0, 1, FACTS, (), ())), "index")[0])
     body |= {member: value}
     with pytest.raises(Corrupt, match="not a valid index of compiled files"):
         indices.parse(seal(dumps(body)), indices.index_name(KEY, 1, 0, 1))
 
 
 def test_an_index_with_a_wrong_name_or_a_newer_version_is_rejected():
-    text = indices.document(CacheIndex(1, 0, 1, FACTS, ()))
+    text = indices.document(CacheIndex(1, 0, 1, FACTS, (), ()))
     with pytest.raises(Corrupt, match="wrong name"):
         indices.parse(text, indices.index_name(KEY, 2, 0, 1))
     newer = seal(dumps(json.loads(unseal_lines(text, "index")[0]) | {"version": 2}))
@@ -148,7 +153,7 @@ def test_a_golden_index_stays_readable():
         b'["fxgraph/k/v",5,"2ff6b5aa5891ca02a081f38473cb84ae",0,12,13]]}'
     )
     index = indices.parse(text, indices.index_name(KEY, 3, 1, 2))
-    assert {file.path: unpack(whole, file) for file in index.files} == {
+    assert {file.path: unpack(whole, file, "pack") for file in index.files} == {
         "ab/kernel.so": b"\x7fELF",
         "fxgraph/k/v": b"graph",
     }

@@ -74,6 +74,9 @@ class IndexName(NamedTuple):
     number: int
     key: str
 
+    def __str__(self) -> str:
+        return f"{FOLDER}{self.key}/a{self.attempt:04d}-rank-{self.rank:05d}-{self.number:04d}.json"
+
 
 class PackName(NamedTuple):
     """Parts of a pack's name."""
@@ -82,20 +85,8 @@ class PackName(NamedTuple):
     attempt: int
     hash: str
 
-
-def folder_of(key: str) -> str:
-    """Return `compiled/KEY/`."""
-    return f"{FOLDER}{key}/"
-
-
-def index_name(key: str, attempt: int, rank: int, number: int) -> str:
-    """Return `compiled/KEY/a0003-rank-00000-0001.json`."""
-    return f"{FOLDER}{key}/a{attempt:04d}-rank-{rank:05d}-{number:04d}.json"
-
-
-def pack_name(key: str, attempt: int, pack_hash: str) -> str:
-    """Return `compiled/KEY/a0003-HASH.pack`."""
-    return f"{FOLDER}{key}/a{attempt:04d}-{pack_hash}.pack"
+    def __str__(self) -> str:
+        return f"{FOLDER}{self.key}/a{self.attempt:04d}-{self.hash}.pack"
 
 
 def parse_name(name: str) -> IndexName | PackName | None:
@@ -199,12 +190,12 @@ def read_indices(store: Store, key: str, facts: BuildEnvironment, problems: list
 
     Of each writer the newest readable index counts.
     """
-    names = (parse_name(entry.name) for entry in store.list(folder_of(key)))
+    names = (parse_name(entry.name) for entry in store.list(f"{FOLDER}{key}/"))
     writers = newest(name for name in names if isinstance(name, IndexName))[:MAX_INDICES]
 
     def first_good(numbers: list[IndexName]) -> CacheIndex | None:
         for parts in numbers:
-            name = index_name(parts.key, parts.attempt, parts.rank, parts.number)
+            name = str(parts)
             try:
                 index = parse(store.get(name), name)
             except NotFound:
@@ -260,7 +251,8 @@ def load(
                 if directories.has(directory, file.path, file.num_bytes):
                     loaded.there.add(file.path)
                 else:
-                    wanted.setdefault(pack_name(key, index.attempt, index.packs[file.pack]), []).append(file)
+                    name = PackName(key, index.attempt, index.packs[file.pack])
+                    wanted.setdefault(str(name), []).append(file)
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
             placed = [file for found in pool.map(fetch, wanted, wanted.values()) for file in found]
         loaded.there |= {file.path for file in placed}
@@ -349,11 +341,12 @@ class CacheUploader(Struct):
             )
             return False
         with contextlib.suppress(Conflict):  # another host of this attempt uploaded the same bytes
-            self.store.put(pack_name(self.key, self.attempt, packs[-1]), whole, if_absent=True)
+            self.store.put(str(PackName(self.key, self.attempt, packs[-1])), whole, if_absent=True)
         failpoint("compiled.packed")
-        self.store.put(index_name(self.key, self.attempt, self.rank, index.number), text)
+        name = IndexName(self.attempt, self.rank, index.number, self.key)
+        self.store.put(str(name), text)
         if self._number:
-            self.store.delete(index_name(self.key, self.attempt, self.rank, self._number))
+            self.store.delete(str(name._replace(number=self._number)))
         self._packs, self._files, self._number = packs, files, index.number
         self.known = {*self.known, *(file.path for file in packed)}
         result.num_files += len(packed)

@@ -96,7 +96,7 @@ class PaceJudge:
         return len(earlier) >= _LEAST_EARLIER and self._is_above(rank, _RISE * statistics.median(earlier))
 
     def _began_at(self, rank: int) -> float:
-        """Return the begin of the first recent window in which a rank was slow."""
+        """Return the begin of a rank's first slow window among the recent ones, else of the first of all."""
         recent = self._factors[rank][-_WINDOWS:]  # the newest is that of the newest window
         numbers = [window.number for window in self._windows][-len(recent) :]
         pairs = zip(numbers, recent, strict=True)

@@ -22,11 +22,11 @@ from holdfast.jobs.slurm.runner import run_node
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.system.environment import (
     PROGRESS,
+    JobReport,
     ReportedProgress,
     read_integer,
     read_progress,
-    report_preempted,
-    report_progress,
+    report_to_job,
 )
 from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.sharding.process_group import ensure_process_group
@@ -97,14 +97,14 @@ def test_reports_of_a_training_are_read_back(monkeypatch: pytest.MonkeyPatch, tm
     path = tmp_path / "progress"
     assert read_progress(path) == ReportedProgress()
     monkeypatch.setenv(PROGRESS, str(path))
-    report_progress("runs/x", 5)
+    report_to_job(JobReport(home="runs/x", step=5))
     assert read_progress(path) == ReportedProgress({"runs/x": 5})
-    report_preempted(6)
+    report_to_job(JobReport(preempted=6))
     size = path.stat().st_size
     found = read_progress(path)
     assert (found.was_preempted, found.is_preempted) == (True, True)
     assert read_progress(path, after=size) == ReportedProgress(), "it was another start"
-    report_progress("runs/x", 5)
+    report_to_job(JobReport(home="runs/x", step=5))
     found = read_progress(path)
     assert (found.was_preempted, found.is_preempted) == (True, False), "the training was started again"
     with path.open("a") as file:

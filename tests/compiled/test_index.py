@@ -26,10 +26,10 @@ GOOD_PATHS = PATHS.filter(lambda path: not {".", ".."} & set(path.split("/")))
 @given(st.dictionaries(GOOD_PATHS, st.binary(max_size=200), max_size=6))
 def test_files_survive_packing(files: dict[str, bytes]):
     whole, places = pack(files)
-    assert {file.path: unpack(whole, file) for file in places} == files
+    assert {file.path: unpack(whole, file, "pack") for file in places} == files
     assert pack(dict(reversed(files.items()))) == (whole, places)
-    index = CacheIndex(3, 1, 2, FACTS, places)
-    assert indices.parse(indices.document(index), indices.index_name(KEY, 3, 1, 2)) == index
+    index = CacheIndex(3, 1, 2, FACTS, ("1" * 32,), places)
+    assert indices.parse(indices.document(index), str(IndexName(3, 1, 2, KEY))) == index
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(min_value=0), st.integers(0, 7))
@@ -38,7 +38,7 @@ def test_any_flipped_bit_is_found(data: bytes, where: int, bit: int):
     damaged = bytearray(whole)
     damaged[where % len(whole)] ^= 1 << bit
     try:
-        found = unpack(bytes(damaged), file)
+        found = unpack(bytes(damaged), file, "pack")
     except Corrupt:
         return
     assert found == data  # a bit that means nothing to zlib
@@ -48,7 +48,7 @@ def test_a_file_that_decompresses_to_more_than_its_size_is_rejected():
     whole, (file,) = pack({"file": bytes(1 << 20)})
     small = PackedFile("file", 10, file.hash, file.pack, file.offset, file.packed_bytes)
     with pytest.raises(Corrupt, match="expected 10 bytes"):
-        unpack(whole, small)
+        unpack(whole, small, "pack")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_file_that_decompresses_to_more_than_its_size_is_rejected():
 def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     with pytest.raises(InvalidInput):
         check_path(path)
-    index = CacheIndex(1, 0, 1, FACTS, (PackedFile("good", 1, "0" * 32, "1" * 32, 0, 1),))
+    index = CacheIndex(1, 0, 1, FACTS, ("1" * 32,), (PackedFile("good", 1, "0" * 32, 0, 0, 1),))
     body = json.loads(unseal_lines(indices.document(index), "index")[0])
     body["files"][0][0] = path
     try:
@@ -78,37 +78,42 @@ def test_a_path_out_of_the_directory_is_rejected_in_a_sealed_index(path: str):
     except UnicodeEncodeError:
         return  # no such document can be written
     with pytest.raises(Corrupt):
-        indices.parse(text, indices.index_name(KEY, 1, 0, 1))
+        indices.parse(text, str(IndexName(1, 0, 1, KEY)))
 
 
 @pytest.mark.parametrize(
     ("member", "value"),
-    [("files", [["a", -1, "", 0, 0, 1]]), ("files", [["a", 1, "", 9, 0, 1]]), ("files", [1]), ("facts", 1)],
+    [
+        ("files", [["a", -1, "", 0, 0, 1]]),
+        ("files", [["a", 1, "0" * 32, 9, 0, 1]]),
+        ("files", [1]),
+        ("facts", 1),
+    ],
 )
 def test_a_sealed_index_with_invalid_members_is_corrupt(member: str, value: object):
-    body = json.loads(unseal_lines(indices.document(CacheIndex(1, 0, 1, FACTS, ())), "index")[0])
+    body = json.loads(unseal_lines(indices.document(CacheIndex(1, 0, 1, FACTS, (), ())), "index")[0])
     body |= {member: value}
     with pytest.raises(Corrupt, match="not a valid index of compiled files"):
-        indices.parse(seal(dumps(body)), indices.index_name(KEY, 1, 0, 1))
+        indices.parse(seal(dumps(body)), str(IndexName(1, 0, 1, KEY)))
 
 
 def test_an_index_with_a_wrong_name_or_a_newer_version_is_rejected():
-    text = indices.document(CacheIndex(1, 0, 1, FACTS, ()))
+    text = indices.document(CacheIndex(1, 0, 1, FACTS, (), ()))
     with pytest.raises(Corrupt, match="wrong name"):
-        indices.parse(text, indices.index_name(KEY, 2, 0, 1))
+        indices.parse(text, str(IndexName(2, 0, 1, KEY)))
     newer = seal(dumps(json.loads(unseal_lines(text, "index")[0]) | {"version": 2}))
     with pytest.raises(Unsupported):
-        indices.parse(newer, indices.index_name(KEY, 1, 0, 1))
+        indices.parse(newer, str(IndexName(1, 0, 1, KEY)))
     with pytest.raises(HoldfastError):
-        indices.parse(text[:-3], indices.index_name(KEY, 1, 0, 1))
+        indices.parse(text[:-3], str(IndexName(1, 0, 1, KEY)))
 
 
 @given(st.integers(0, 10**9 - 1), st.integers(0, 10**6), st.integers(1, 10**6))
 def test_names_are_parsed_into_their_parts(attempt: int, rank: int, number: int):
-    assert indices.parse_name(indices.index_name(KEY, attempt, rank, number)) == IndexName(
-        attempt, rank, number, KEY
-    )
-    assert indices.parse_name(indices.pack_name(KEY, attempt, KEY)) == PackName(KEY, attempt, KEY)
+    for name in (IndexName(attempt, rank, number, KEY), PackName(KEY, attempt, KEY)):
+        assert indices.parse_name(str(name)) == name
+    assert str(IndexName(3, 0, 1, KEY)) == f"compiled/{KEY}/a0003-rank-00000-0001.json"
+    assert str(PackName(KEY, 3, KEY)) == f"compiled/{KEY}/a0003-{KEY}.pack"
 
 
 @pytest.mark.parametrize(
@@ -147,8 +152,8 @@ def test_a_golden_index_stays_readable():
         b'"files":[["ab/kernel.so",4,"68719d4cd897164741572c37a2c862bb",0,0,12],'
         b'["fxgraph/k/v",5,"2ff6b5aa5891ca02a081f38473cb84ae",0,12,13]]}'
     )
-    index = indices.parse(text, indices.index_name(KEY, 3, 1, 2))
-    assert {file.path: unpack(whole, file) for file in index.files} == {
+    index = indices.parse(text, str(IndexName(3, 1, 2, KEY)))
+    assert {file.path: unpack(whole, file, "pack") for file in index.files} == {
         "ab/kernel.so": b"\x7fELF",
         "fxgraph/k/v": b"graph",
     }

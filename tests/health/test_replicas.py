@@ -18,6 +18,7 @@ from holdfast.checkpoint.state.capture import shared_tensors
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, held_by
 from holdfast.watch.replicas.keeper import (
     Comparison,
+    RankReplicas,
     Replica,
     ReplicaDifference,
     ReplicaHashes,
@@ -37,8 +38,8 @@ def hashes(
     collected = ReplicaHashes()
     for rank, one in enumerate(found):
         number = 0 if region is None else region[rank]
-        replicas = () if one is None else (Replica(tensor, number, tensor == 0, one),)
-        collected.add(rank, f"node{rank}", replicas, NAMES)
+        rows = () if one is None else (Replica(tensor, number, 1 if tensor == 0 else 0),)
+        collected.add(rank, RankReplicas(f"node{rank}", rows, one or ""), NAMES)
     return collected
 
 
@@ -154,7 +155,7 @@ def test_an_older_checkpoint_with_a_difference_that_is_gone_is_not_healthy() -> 
 
 def test_a_part_with_an_audit_of_an_unknown_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 7, but the catalog has 2"):
-        ReplicaHashes().add(0, "n", (Replica(7, 0, True, A),), NAMES)
+        ReplicaHashes().add(0, RankReplicas("n", (Replica(7, 0, 1),), A), NAMES)
 
 
 def test_the_text_names_tensors_ranks_hosts_and_the_step_before() -> None:

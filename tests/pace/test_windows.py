@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
-from holdfast.watch.pace.judgement import SlowRankAnnouncer
+from holdfast.watch.pace.judgement import PaceJudge
 from holdfast.watch.pace.sampler import NAME, Activity, ActivitySampler, activity_of
 from holdfast.watch.pace.windows import (
     CAUSES,
@@ -125,11 +125,11 @@ def test_the_cause_is_the_largest_difference_to_the_others(slow: RankWindow, cau
 
 
 def test_a_slow_rank_is_announced_once_and_its_end_once() -> None:
-    announcer, slow = SlowRankAnnouncer(3, 1.15), RankWindow(0.4, 0.5, 0.0)
+    judge, slow = PaceJudge(3, 15.0), RankWindow(0.4, 0.5, 0.0)
     changed: list[SlowPeriod] = []
     for number in range(100, 160):
         found = window(number, slow if 120 <= number < 140 else None)
-        changed += announcer.add(found, window_s=15.0, hosts=HOSTS)
+        changed += judge.add(found, HOSTS)
     begun, ended = changed
     assert begun.until_unix_s is None
     assert (begun.rank, begun.host, begun.since_unix_s) == (2, "dulse", 120 * 15.0)

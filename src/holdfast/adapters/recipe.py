@@ -23,7 +23,7 @@ from holdfast.checkpoint.store.contract import check_name
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
 from holdfast.system.documents import Count, decode_as
-from holdfast.system.environment import report_progress
+from holdfast.system.environment import JobReport, report_to_job
 from holdfast.system.linux.files import NOT_A_FILE, open_regular
 from holdfast.system.log import get_logger
 
@@ -198,7 +198,7 @@ class _Series:
 
     def report(self, step: int) -> None:
         """Report a step to the job, if any. A job with progress is restarted."""
-        report_progress(str(self._folder.absolute() / self._prefix), step)
+        report_to_job(JobReport(home=str(self._folder.absolute() / self._prefix), step=step))
 
     def prune(self, max_checkpoints: int, newest: int) -> None:
         """Delete the oldest steps beyond the limit, but never `newest`, which was just saved."""

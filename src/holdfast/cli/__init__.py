@@ -13,7 +13,8 @@ from holdfast.cli.commands import COMMANDS, add_command, short_summary
 from holdfast.errors import Corrupt, HoldfastError
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
-"""Exit statuses other than 0: damage or a difference was found; an error; Ctrl-C; the output was closed."""
+"""Exit statuses other than 0: damage, a difference or something left undone was found; an error; Ctrl-C; the
+output was closed."""
 _RAW = ("demo", "launch", "logs")
 """Commands whose output is not escaped: the output of a job, and a moving screen."""
 _WITH_COMMAND_LINE = ("launch",)

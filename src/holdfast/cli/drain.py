@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from holdfast.cli import print_note
+from holdfast.cli import FOUND, print_note
 from holdfast.cli.commands import argument, command, either
 from holdfast.cli.tables import Column, print_result, print_table
 from holdfast.errors import RetryLater
@@ -14,8 +14,6 @@ from holdfast.system.units import format_bytes, parse_duration
 if TYPE_CHECKING:
     from holdfast.jobs.writeback import DirectoryStatus
 
-NOT_DRAINED = 1
-"""Exit status if a file is not in the bucket."""
 _MAX_ROWS = 20
 
 
@@ -46,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 raise
             status = status_of(args.directory)  # the time is over: list the rest
     print_result(args, status.as_json(), lambda: _print(status))
-    return 0 if status.is_drained else NOT_DRAINED
+    return 0 if status.is_drained else FOUND
 
 
 def _print(status: DirectoryStatus) -> None:

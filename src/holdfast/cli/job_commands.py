@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from msgspec import to_builtins
 
-from holdfast.cli import print_note
+from holdfast.cli import FOUND, print_note
 from holdfast.cli.commands import argument, command, either, step_number
 from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors, print_jobs
 from holdfast.cli.tables import (
@@ -186,9 +186,6 @@ def preempt(args: argparse.Namespace) -> int:
     return 0
 
 
-_KEPT = 1  # exit status if a job was not removed
-
-
 @command(
     "forget",
     """
@@ -225,7 +222,7 @@ def forget(args: argparse.Namespace) -> int:
     elif jobs:
         print(f"removed {plural(len(forgotten), 'job')}")
     status = print_errors([*kept.values(), *errors])
-    return _KEPT if kept else status
+    return FOUND if kept else status
 
 
 _FORGOTTEN_COLUMNS = (
@@ -304,7 +301,6 @@ _NODE_COLUMNS = (
 )
 
 _ACTIONS = ("install", "uninstall", "status", "start")
-_NOT_INSTALLED = 1  # exit status of `status` without a service
 
 
 @command(
@@ -346,7 +342,7 @@ def service(args: argparse.Namespace) -> int:
     print_result(args, to_builtins(found), (lambda: _print_service(found)) if is_status else text)
     for problem in found.problems if not args.json else ():
         print_note(problem)
-    return 0 if found.unit or not is_status else _NOT_INSTALLED
+    return 0 if found.unit or not is_status else FOUND
 
 
 def _print_service(found: job_service.Service) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from holdfast.cli import print_note
+from holdfast.cli import FOUND, print_note
 from holdfast.cli.commands import argument, command, count
 from holdfast.cli.jobs import engine_option, job_row
 from holdfast.cli.logs import print_output
@@ -122,9 +122,6 @@ def _rows(task: Task, engine: RecordedEngine) -> Iterable[tuple[str, str]]:
     free = f" and exit status {codes}" if codes else ""
     errors = f"{plural(task.recovery.max_restarts, 'restart')} after other errors"
     yield "recovery", f"unlimited restarts after preemptions, lost nodes{free}; {errors}"
-
-
-_FAILED = 1
 
 
 def _priority(text: str) -> int:
@@ -251,7 +248,7 @@ def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
     else:
         reason = f": {ended.reason}" if ended.reason else ""
         print_note(f"job {job.id} is {ended.status.value}{reason}")
-    return 0 if ended.status is JobStatus.SUCCEEDED else _FAILED
+    return 0 if ended.status is JobStatus.SUCCEEDED else FOUND
 
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:

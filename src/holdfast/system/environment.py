@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, to_builtins
 
 from holdfast.errors import Corrupt, InvalidInput
 from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as
@@ -74,48 +74,38 @@ def sandbox_environment(folder: Path) -> dict[str, str]:
     return env | {PREEMPTION: "none", KEEP_IN_MEMORY: "0", SANDBOX: str(folder), "PYTHONUNBUFFERED": "1"}
 
 
-def report_progress(home: str, step: int) -> None:
-    """Report a checkpoint of `step` to the job, if any. Failures are ignored, as of all reports."""
-    _report(home=home, step=step)
+_Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+_Place = Annotated[str, Meta(max_length=MAX_PLACE)]
 
 
-def report_failed_save(attempt: int, step: int) -> None:
-    """Report a save that failed to the job, if any."""
-    _report(attempt=attempt, failed_save=step)
+class JobReport(Struct, frozen=True, omit_defaults=True):
+    """Line of the file of progress. Each report has the members of one line of this class."""
+
+    home: _Text | None = None
+    step: Count | None = None  # of a checkpoint in `home` that is durable, or was restored
+    attempt: Count | None = None
+    failed_save: Count | None = None  # step of a save of `attempt` that failed
+    # Step at which this process exits after a preemption notice. A launcher between the job and the training
+    # may replace the exit status: torchrun exits with 1.
+    preempted: Count | None = None
+    hung: Count | None = None  # step at which a training hangs and is ended
+    place: _Place | None = None  # of that hang
+    diverged: Count | None = None  # step at which a training ends after too many rollbacks
+    reason: _Place | None = None  # of that end
 
 
-def report_preempted(step: int) -> None:
-    """Report to the job, if any, that this process exits after a preemption notice.
-
-    A launcher between the job and the training may replace the exit status: torchrun exits with 1.
-    """
-    _report(preempted=step)
-
-
-def report_hang(step: int, place: str) -> None:
-    """Report to the job, if any, that a training which hangs is ended."""
-    _report(hung=step, place=place[:MAX_PLACE])
-
-
-def report_divergence(step: int, reason: str) -> None:
-    """Report to the job, if any, that a training ends after too many rollbacks."""
-    _report(diverged=step, reason=reason[:MAX_PLACE])
-
-
-def _report(**fields: str | int) -> None:
+def report_to_job(report: JobReport) -> None:
+    """Report to the job that this process is part of, if any. Failures are ignored."""
     path = os.environ.get(PROGRESS)
     if not path:
         return
-    line = json.dumps(fields) + "\n"
+    line = json.dumps(to_builtins(report)) + "\n"
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, line.encode())
         finally:
             os.close(fd)
-
-
-_Report = dict[str, Count | Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]]  # a line of the file of progress
 
 
 class ReportedProgress(Struct):
@@ -134,21 +124,16 @@ class ReportedProgress(Struct):
         """Greatest step of all homes; None without one."""
         return max(self.steps.values(), default=None)
 
-    def add(self, report: _Report) -> None:
+    def add(self, report: JobReport) -> None:
         """Add a report. One of another kind changes nothing."""
-        self.is_preempted = "preempted" in report
+        self.is_preempted = report.preempted is not None
         self.was_preempted |= self.is_preempted
-        match report:
-            case {"home": str(home), "step": int(step)}:
-                self.steps[home] = max(self.steps.get(home, 0), step)
-            case {"attempt": int(attempt), "failed_save": int(step)}:
-                self.failed_saves.add((attempt, step))
-            case {"place": str(place)}:
-                self.hang = self.hang or place[:MAX_PLACE]
-            case {"reason": str(reason)}:
-                self.divergence = self.divergence or reason[:MAX_PLACE]
-            case _:
-                pass
+        if report.home is not None and report.step is not None:
+            self.steps[report.home] = max(self.steps.get(report.home, 0), report.step)
+        if report.attempt is not None and report.failed_save is not None:
+            self.failed_saves.add((report.attempt, report.failed_save))
+        self.hang = self.hang or report.place
+        self.divergence = self.divergence or report.reason
 
 
 def read_progress(path: Path, *, after: int = 0) -> ReportedProgress:
@@ -158,5 +143,5 @@ def read_progress(path: Path, *, after: int = 0) -> ReportedProgress:
         file.seek(after)
         for line in file.read().splitlines():
             with contextlib.suppress(Corrupt):  # a line of another kind, or one that a kill has torn
-                found.add(decode_as(_Report, line, "a line of progress", any_text=True))
+                found.add(decode_as(JobReport, line, "a line of progress", any_text=True))
     return found

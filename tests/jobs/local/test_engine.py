@@ -22,7 +22,7 @@ from holdfast.jobs.output.log_reader import FolderWatch
 from holdfast.jobs.records import JobSpec, Submission
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.timers import Timers
-from holdfast.system.environment import read_progress, report_progress
+from holdfast.system.environment import JobReport, read_progress, report_to_job
 from holdfast.system.linux import locks
 from holdfast.system.linux.wakeup_pipe import WakeupPipe, wake
 
@@ -159,15 +159,15 @@ def test_only_the_topmost_processes_with_a_handler_are_signalled() -> None:
 
 def test_progress_is_the_greatest_step_of_each_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_progress(tmp_path / "progress").steps == {}
-    report_progress("a", 1)  # nobody asks
+    report_to_job(JobReport(home="a", step=1))  # nobody asks
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "progress"))
     for home, step in (("a", 5), ("a", 10), ("b", 1), ("a", 7)):
-        report_progress(home, step)
+        report_to_job(JobReport(home=home, step=step))
     with (tmp_path / "progress").open("a") as file:
         file.write('torn {"home"\n[]\n{"home": "a"}\n')
     assert read_progress(tmp_path / "progress").steps == {"a": 10, "b": 1}
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "no" / "such" / "folder"))
-    report_progress("a", 11)
+    report_to_job(JobReport(home="a", step=11))
 
 
 def test_a_watch_wakes_when_something_is_written(tmp_path: Path) -> None:

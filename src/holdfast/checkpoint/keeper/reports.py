@@ -14,7 +14,7 @@ from holdfast.checkpoint.home.retain import Deleted
 from holdfast.checkpoint.keeper import messages
 from holdfast.checkpoint.keeper.inbox import TrainerInbox
 from holdfast.errors import Conflict, Denied, HoldfastError, Internal, RetryLater
-from holdfast.system.environment import report_progress
+from holdfast.system.environment import JobReport, report_to_job
 
 TRANSIENT_ERRORS = (Denied, RetryLater)
 """Errors of a store that another call may not raise. Nothing is given up after a single one."""
@@ -52,7 +52,7 @@ class Reports:
     def _report_to_job(self, step: int) -> None:
         """Report a checkpoint to the job, if any. The trainer may be dead by now."""
         if self.history.writer.rank == 0:
-            report_progress(self._home, step)
+            report_to_job(JobReport(home=self._home, step=step))
 
     def failed(self, step: int, error: HoldfastError, *, in_home: bool = False) -> None:
         """Report that a save has failed, or will not be sent home, or that a newer attempt has fenced it."""

@@ -22,7 +22,7 @@ from holdfast.checkpoint.run.step_sync import StepSync
 from holdfast.checkpoint.run.tiers import claim_together
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.system.callsite import warn
-from holdfast.system.environment import report_failed_save, report_progress
+from holdfast.system.environment import JobReport, report_to_job
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_duration, plural
 
@@ -304,12 +304,12 @@ class Attempt:
 
     def _report_failed(self, save: Save) -> None:
         if self.keeper is not None:
-            report_failed_save(self.keeper.config.attempt, save.step)
+            report_to_job(JobReport(attempt=self.keeper.config.attempt, failed_save=save.step))
 
     def report_progress(self, step: int) -> None:
         """Report the newest checkpoint to the job that this training is part of, if any."""
         if self._ranks.rank == 0:
-            report_progress(self._tiers.home, step)
+            report_to_job(JobReport(home=self._tiers.home, step=step))
 
     # -- problems and waits ----------------------------------------------------------------------------------
 

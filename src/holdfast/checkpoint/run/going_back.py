@@ -22,7 +22,7 @@ from holdfast.checkpoint.run.watching import NamedVote
 from holdfast.checkpoint.state import Skippable
 from holdfast.checkpoint.watch import Act, Vote
 from holdfast.errors import Diverged, HoldfastError, InvalidInput
-from holdfast.system.environment import report_divergence
+from holdfast.system.environment import MAX_PLACE, JobReport, report_to_job
 from holdfast.system.log import get_logger
 from holdfast.system.units import plural
 
@@ -154,7 +154,7 @@ class GoingBack:
         newest = plan.choices[0]
         reason = f"{plan.vote.reason}, again after {plural(plan.vote.most, 'rollback')} in a row"
         if self._components.ranks.rank == 0:
-            report_divergence(plan.last_step, reason)
+            report_to_job(JobReport(diverged=plan.last_step, reason=reason[:MAX_PLACE]))
         raise Diverged(
             f"{reason}. Nothing was restored: the newest healthy checkpoint before it is step "
             f"{newest.step} of attempt {newest.attempt} in {self._components.tiers.home}. Look at the "

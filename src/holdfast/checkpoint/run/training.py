@@ -53,7 +53,7 @@ from holdfast.errors import (
     SaveWarning,
 )
 from holdfast.system.callsite import is_loading, warn
-from holdfast.system.environment import report_preempted
+from holdfast.system.environment import JobReport, report_to_job
 from holdfast.system.failpoint import failpoint
 from holdfast.system.process_exit import hard_exit, hard_exit_at_exit
 
@@ -253,7 +253,7 @@ class Training:
     def _end_run(self, step: int | None, reason: str) -> None:
         """Record and show that a preempted run ends, with its newest durable step."""
         self.attempt.note_end(f"preempted ({reason})")
-        report_preempted(step or 0)
+        report_to_job(JobReport(preempted=step or 0))
         durable = "nothing was saved" if step is None else f"step {step} is durable"
         self._components.show(f"preempted ({reason}); {durable}")
         if self._ranks.world_size > 1:  # gloo's threads may abort this rank, which would look like a crash

@@ -6,18 +6,18 @@ import contextlib
 import re
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Annotated, NamedTuple, final
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, to_builtins
 
 from holdfast.checkpoint.format.hashes import DIGITS, digest
 from holdfast.checkpoint.format.limits import AttemptNumber, Hash, Rank
-from holdfast.checkpoint.format.sealed import Versions, facts_of, seal
+from holdfast.checkpoint.format.sealed import Versions, seal
 from holdfast.checkpoint.store import Store
-from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound
 from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_bytes
@@ -33,41 +33,37 @@ _INDEX = re.compile(rf"{_KEY}{_A}-rank-([0-9]{{5}}|[1-9][0-9]{{5,6}})-([0-9]{{4}
 _PACK = re.compile(rf"{_KEY}{_A}-([0-9a-f]{{32}})\.pack")
 
 
-class PackedFile(Struct, frozen=True):
-    """One file: its path, size and hash, and its position in a pack."""
+_FileBytes = Annotated[int, Meta(ge=0, le=MAX_FILE_BYTES)]
+
+
+class PackedFile(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One file of an index: its path, size and hash, and its position in a pack."""
 
     path: str
-    num_bytes: int
-    hash: str
-    pack: str  # hash of the pack, which has the compressed file from `offset` on
-    offset: int
-    packed_bytes: int
+    num_bytes: _FileBytes
+    hash: Hash
+    pack: Count  # number of the pack in the index; it has the compressed file from `offset` on
+    offset: Count
+    packed_bytes: _FileBytes
+
+    def __post_init__(self) -> None:
+        check_path(self.path)
 
 
-_FileBytes = Annotated[int, Meta(ge=0, le=MAX_FILE_BYTES)]
-_FileRow = tuple[str, _FileBytes, Hash, Count, Count, _FileBytes]  # a `PackedFile`, its pack by number
-
-
-class _IndexFacts(Struct, frozen=True):
-    """Facts about an index, without its files."""
+class CacheIndex(Struct, frozen=True):
+    """Uploads of one rank of an attempt so far. A greater `number` replaces the smaller ones."""
 
     attempt: AttemptNumber
     rank: Rank
     number: Count
     facts: dict[str, Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]]  # a `BuildEnvironment`
-
-
-class _IndexMembers(_IndexFacts, frozen=True):
-    """Members of the document of an index."""
-
-    packs: tuple[Annotated[str, Meta(max_length=DIGITS)], ...]
-    files: tuple[_FileRow, ...]
-
-
-class CacheIndex(_IndexFacts, frozen=True):
-    """Uploads of one rank of an attempt so far. A greater `number` replaces the smaller ones."""
-
+    packs: tuple[Annotated[str, Meta(max_length=DIGITS)], ...]  # their hashes
     files: tuple[PackedFile, ...]
+
+    def __post_init__(self) -> None:
+        for file in self.files:
+            if file.pack >= len(self.packs):
+                raise InvalidInput(f"{shown(file.path)} is in the pack {file.pack} of {len(self.packs)}")
 
 
 class IndexName(NamedTuple):
@@ -78,6 +74,9 @@ class IndexName(NamedTuple):
     number: int
     key: str
 
+    def __str__(self) -> str:
+        return f"{FOLDER}{self.key}/a{self.attempt:04d}-rank-{self.rank:05d}-{self.number:04d}.json"
+
 
 class PackName(NamedTuple):
     """Parts of a pack's name."""
@@ -86,20 +85,8 @@ class PackName(NamedTuple):
     attempt: int
     hash: str
 
-
-def folder_of(key: str) -> str:
-    """Return `compiled/KEY/`."""
-    return f"{FOLDER}{key}/"
-
-
-def index_name(key: str, attempt: int, rank: int, number: int) -> str:
-    """Return `compiled/KEY/a0003-rank-00000-0001.json`."""
-    return f"{FOLDER}{key}/a{attempt:04d}-rank-{rank:05d}-{number:04d}.json"
-
-
-def pack_name(key: str, attempt: int, pack_hash: str) -> str:
-    """Return `compiled/KEY/a0003-HASH.pack`."""
-    return f"{FOLDER}{key}/a{attempt:04d}-{pack_hash}.pack"
+    def __str__(self) -> str:
+        return f"{FOLDER}{self.key}/a{self.attempt:04d}-{self.hash}.pack"
 
 
 def parse_name(name: str) -> IndexName | PackName | None:
@@ -111,41 +98,27 @@ def parse_name(name: str) -> IndexName | PackName | None:
     return None
 
 
+VERSIONS = Versions("holdfast-compiled", written=1, types={1: CacheIndex})
+
+
 def document(index: CacheIndex) -> bytes:
     """Return the sealed document of an index."""
-    packs = sorted({file.pack for file in index.files})
-    rows = [
-        [file.path, file.num_bytes, file.hash, packs.index(file.pack), file.offset, file.packed_bytes]
-        for file in index.files
-    ]
-    return seal(VERSIONS.line(facts_of(index, _IndexFacts) | {"packs": packs, "files": rows}))
+    return seal(VERSIONS.line(to_builtins(index)))
 
 
 def parse(text: bytes, name: str) -> CacheIndex:
     """Parse the document of an index, and check every path."""
     try:
-        members = VERSIONS.unseal(text, name, max_bytes=MAX_INDEX_BYTES)
-        files = tuple(_file(row, members.packs) for row in members.files)
-    except (Corrupt, ValueError) as error:
+        found = VERSIONS.unseal(text, name, max_bytes=MAX_INDEX_BYTES)
+    except Corrupt as error:
         raise Corrupt(
             f"{name} is sealed but not a valid index of compiled files: {error}.", key=name
         ) from error
-    found = CacheIndex(**facts_of(members, _IndexFacts), files=files)
     parsed = parse_name(name)
     if not isinstance(parsed, IndexName) or parsed[:3] != (found.attempt, found.rank, found.number):
         message = f"{name} is the index of attempt {found.attempt}, rank {found.rank}, under a wrong name."
         raise Corrupt(message, key=name)
     return found
-
-
-VERSIONS = Versions("holdfast-compiled", written=1, types={1: _IndexMembers})
-
-
-def _file(row: _FileRow, packs: Sequence[str]) -> PackedFile:
-    path, num_bytes, file_hash, pack, offset, packed_bytes = row
-    if pack >= len(packs):
-        raise ValueError(f"{shown(path)} is in the pack {pack} of {len(packs)}")
-    return PackedFile(check_path(path), num_bytes, file_hash, packs[pack], offset, packed_bytes)
 
 
 def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
@@ -158,31 +131,27 @@ _LEVEL, _LARGE_LEVEL = 6, 1
 _LARGE_BYTES = 8 << 20  # precompiled headers; better compression costs more than it saves
 
 
-def pack(files: Mapping[str, bytes]) -> tuple[bytes, tuple[PackedFile, ...]]:
-    """Pack files into one object, and return their positions in it."""
-    whole, positions = bytearray(), []
+def pack(files: Mapping[str, bytes], number: int = 0) -> tuple[bytes, tuple[PackedFile, ...]]:
+    """Pack files into one object, and return their positions in it; `number` is that of the pack."""
+    whole, packed_files = bytearray(), []
     for path, data in sorted(files.items()):
         packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)
-        positions.append((path, len(data), digest(data), len(whole), len(packed)))
+        packed_files.append(PackedFile(path, len(data), digest(data), number, len(whole), len(packed)))
         whole += packed
-    named = digest(whole)
-    return bytes(whole), tuple(
-        PackedFile(path, num_bytes, file_hash, named, offset, packed_bytes)
-        for path, num_bytes, file_hash, offset, packed_bytes in positions
-    )
+    return bytes(whole), tuple(packed_files)
 
 
-def unpack(whole: bytes, file: PackedFile) -> bytes:
-    """Return the contents of a file, verified against its hash."""
+def unpack(whole: bytes, file: PackedFile, name: str) -> bytes:
+    """Return the contents of a file in the pack of a name, verified against its hash."""
     stretch = memoryview(whole)[file.offset : file.offset + file.packed_bytes]
     try:
         # One byte more than allowed: longer data are detected without decompressing all of them.
         data = zlib.decompressobj().decompress(stretch, file.num_bytes + 1)
     except zlib.error as error:
-        raise Corrupt(f"{file.path} in the pack {file.pack} is damaged: {error}.", key=file.path) from error
+        raise Corrupt(f"{file.path} in {name} is damaged: {error}.", key=file.path) from error
     if len(data) != file.num_bytes or digest(data) != file.hash:
         raise Corrupt(
-            f"{file.path} in the pack {file.pack} is damaged (expected {file.num_bytes} bytes of "
+            f"{file.path} in {name} is damaged (expected {file.num_bytes} bytes of "
             f"xxh3:{file.hash}, found {len(data)} of xxh3:{digest(data)}).",
             key=file.path,
         )
@@ -221,12 +190,12 @@ def read_indices(store: Store, key: str, facts: BuildEnvironment, problems: list
 
     Of each writer the newest readable index counts.
     """
-    names = (parse_name(entry.name) for entry in store.list(folder_of(key)))
+    names = (parse_name(entry.name) for entry in store.list(f"{FOLDER}{key}/"))
     writers = newest(name for name in names if isinstance(name, IndexName))[:MAX_INDICES]
 
     def first_good(numbers: list[IndexName]) -> CacheIndex | None:
         for parts in numbers:
-            name = index_name(parts.key, parts.attempt, parts.rank, parts.number)
+            name = str(parts)
             try:
                 index = parse(store.get(name), name)
             except NotFound:
@@ -269,7 +238,7 @@ def load(
             return []
         for file in files:
             try:
-                directories.place(directory, file.path, unpack(whole, file))
+                directories.place(directory, file.path, unpack(whole, file, name))
                 placed.append(file)
             except (HoldfastError, OSError) as error:
                 loaded.problems.append(str(error))
@@ -282,7 +251,8 @@ def load(
                 if directories.has(directory, file.path, file.num_bytes):
                     loaded.there.add(file.path)
                 else:
-                    wanted.setdefault(pack_name(key, index.attempt, file.pack), []).append(file)
+                    name = PackName(key, index.attempt, index.packs[file.pack])
+                    wanted.setdefault(str(name), []).append(file)
         with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
             placed = [file for found in pool.map(fetch, wanted, wanted.values()) for file in found]
         loaded.there |= {file.path for file in placed}
@@ -320,7 +290,8 @@ class CacheUploader(Struct):
     turn: int = 0  # 0 may delete old files; others mostly have the same files, and start later
     known: Collection[str] = ()  # paths that home already has
     lacking: Collection[str] = ()  # paths in an index that could not be downloaded
-    _files: tuple[PackedFile, ...] = ()  # of its own index
+    _packs: tuple[str, ...] = ()  # of its own index
+    _files: tuple[PackedFile, ...] = ()
     _number: int = 0
     _has_tidied: bool = False
     _has_waited: bool = False
@@ -356,10 +327,11 @@ class CacheUploader(Struct):
 
     def _upload_pack(self, directory: Directory, paths: list[str], result: UploadResult) -> bool:
         read = ((path, directories.read_whole(directory, path)) for path in paths)
-        whole, files = pack({path: data for path, data in read if data is not None})
-        if not files:
+        whole, packed = pack({path: data for path, data in read if data is not None}, len(self._packs))
+        if not packed:
             return True
-        index = CacheIndex(self.attempt, self.rank, self._number + 1, self.facts, (*self._files, *files))
+        packs, files = (*self._packs, digest(whole)), (*self._files, *packed)
+        index = CacheIndex(self.attempt, self.rank, self._number + 1, self.facts, packs, files)
         text = document(index)
         if not self._make_room(len(whole) + len(text)):
             result.problem = (
@@ -369,14 +341,15 @@ class CacheUploader(Struct):
             )
             return False
         with contextlib.suppress(Conflict):  # another host of this attempt uploaded the same bytes
-            self.store.put(pack_name(self.key, self.attempt, files[0].pack), whole, if_absent=True)
+            self.store.put(str(PackName(self.key, self.attempt, packs[-1])), whole, if_absent=True)
         failpoint("compiled.packed")
-        self.store.put(index_name(self.key, self.attempt, self.rank, index.number), text)
+        name = IndexName(self.attempt, self.rank, index.number, self.key)
+        self.store.put(str(name), text)
         if self._number:
-            self.store.delete(index_name(self.key, self.attempt, self.rank, self._number))
-        self._files, self._number = index.files, index.number
-        self.known = {*self.known, *(file.path for file in files)}
-        result.num_files += len(files)
+            self.store.delete(str(name._replace(number=self._number)))
+        self._packs, self._files, self._number = packs, files, index.number
+        self.known = {*self.known, *(file.path for file in packed)}
+        result.num_files += len(packed)
         result.num_bytes += len(whole)
         return True
 

@@ -14,7 +14,7 @@ from holdfast.checkpoint.keeper.lockfile import is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
-from holdfast.system.environment import report_hang
+from holdfast.system.environment import MAX_PLACE, JobReport, report_to_job
 from holdfast.watch.hang.incidents import (
     EVENT,
     OVER,
@@ -167,7 +167,7 @@ class HangKeeper(KeeperWatch):
             time.sleep(_PERIOD_S / _LOOKS)
         if self._has_recovered(read_progress(self._trainer)):
             return
-        report_hang(step, place)
+        report_to_job(JobReport(hung=step, place=place[:MAX_PLACE]))
         recording = self._run.in_background(
             lambda: self._history.record("ended", step=step, detail=f"hung ({place})")
         )

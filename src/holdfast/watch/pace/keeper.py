@@ -15,7 +15,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.errors import Corrupt, HoldfastError
-from holdfast.watch.pace.judgement import SlowRankAnnouncer
+from holdfast.watch.pace.judgement import PaceJudge
 from holdfast.watch.pace.sampler import NAME
 from holdfast.watch.pace.windows import (
     BEGUN,
@@ -52,7 +52,7 @@ class PaceKeeper(KeeperWatch):
         self._lines: list[PaceWindow] = []  # not in the history yet
         self._num_windows = 0
         self._table = WindowTable(run.config.world_size)
-        self._announcer = SlowRankAnnouncer(run.config.world_size, float(self.options["factor"]))
+        self._judge = PaceJudge(run.config.world_size, self._window_s, float(self.options["factor"]))
         self._hosts: dict[int, str] = {}
         self._read: dict[str, int] = {}  # bytes of each log that were read
         run.in_background(self._watch)
@@ -95,7 +95,7 @@ class PaceKeeper(KeeperWatch):
             if len(self._ranks) < self._config.world_size:
                 self._read_others()
             for window in self._table.take():
-                self._announce(self._announcer.add(window, window_s=self._window_s, hosts=self._hosts))
+                self._announce(self._judge.add(window, self._hosts))
 
     def _flush(self) -> None:
         """Write the windows since the last line into the history."""

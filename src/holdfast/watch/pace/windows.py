@@ -166,7 +166,7 @@ _LEAST_EXCESS = 0.01
 QUEUE_CAUSE = "waiting for a processor that something else uses"
 
 
-def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
+def find_cause(windows: Iterable[PaceWindow], rank: int) -> str:
     """Return the largest part of a rank's excess as text, else ""."""
     excess = {activity: _excess(windows, rank, activity.name.lower()) for activity in CAUSES}
     largest = max(excess, key=excess.__getitem__)
@@ -176,7 +176,7 @@ def find_cause(windows: Sequence[PaceWindow], rank: int) -> str:
     return QUEUE_CAUSE if largest == Activity.RUNS and 2 * queues >= excess[largest] else CAUSES[largest]
 
 
-def _excess(windows: Sequence[PaceWindow], rank: int, name: str) -> float:
+def _excess(windows: Iterable[PaceWindow], rank: int, name: str) -> float:
     """Return a rank's share of one kind beyond the mean of the others."""
     own, others = [], []
     for window in windows:

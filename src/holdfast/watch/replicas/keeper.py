@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -13,20 +13,34 @@ from holdfast.checkpoint.format.limits import MAX_RANKS
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch, PersistedSave
+from holdfast.errors import InvalidInput
 from holdfast.system.documents import Count, read_as
 from holdfast.system.units import plural
 
+REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
+_MAX_HOST_CHARS = 256
 MAX_TENSORS = 8  # tensors that are named in a difference; the others are only counted
 _Key = tuple[str, int]  # a tensor's name and the number of its region
 
 
-class Replica(Struct, frozen=True):
+class Replica(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One rank's copy of a region of a tensor."""
 
-    tensor: int  # number of the tensor in the catalog of the rank
-    region: int  # number of the region, in the order of the tensor's partitioning
-    is_trained: bool  # only an optimizer's step changes it, so all copies must have the same bytes
-    hash: str  # xxh3-64 in 16 hex digits
+    tensor: Count  # number of the tensor in the catalog of the rank
+    region: Annotated[int, Meta(ge=0, lt=MAX_RANKS)]  # its number, in the order of the partitioning
+    is_trained: Literal[0, 1]  # 1: only an optimizer's step changes it, so all copies must be equal
+
+
+class RankReplicas(Struct, frozen=True):
+    """Section of a part: the replicas of a rank, and their hashes in one text, xxh3-64 in hex digits."""
+
+    host: Annotated[str, Meta(max_length=_MAX_HOST_CHARS)]
+    rows: tuple[Replica, ...]
+    hashes: str
+
+    def __post_init__(self) -> None:
+        if len(self.hashes) != REPLICA_DIGITS * len(self.rows):
+            raise InvalidInput(f"{len(self.hashes)} digits of hashes for {len(self.rows)} replicas")
 
 
 class ReplicaDifference(Struct, frozen=True):
@@ -70,14 +84,16 @@ class ReplicaHashes(Struct):
     trained: set[_Key] = set()
     hashes: dict[_Key, dict[int, str]] = {}
 
-    def add(self, rank: int, host: str, replicas: Iterable[Replica], names: Sequence[str]) -> None:
+    def add(self, rank: int, found: RankReplicas, names: Sequence[str]) -> None:
         """Add the replicas of one rank. Raises ValueError if they do not fit the names in its catalog."""
-        self.hosts[rank] = host
-        for replica in replicas:
+        self.hosts[rank] = found.host
+        for i, replica in enumerate(found.rows):
             if replica.tensor >= len(names):
                 raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
             key = names[replica.tensor], replica.region
-            self.hashes.setdefault(key, {})[rank] = replica.hash
+            self.hashes.setdefault(key, {})[rank] = found.hashes[
+                i * REPLICA_DIGITS : (i + 1) * REPLICA_DIGITS
+            ]
             if replica.is_trained:
                 self.trained.add(key)
 
@@ -211,8 +227,6 @@ def _ranks_text(ranks: Collection[int], hosts: Sequence[str] = ()) -> str:
     return f"rank {listed}" if len(words) == 1 else f"ranks {listed}"
 
 
-REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
-_MAX_HOST_CHARS = 256
 _DIFFERENCE = (
     "THE RANKS' COPIES DIFFER in the checkpoint of step {}, which is marked as unhealthy:\n{}\n"
     "The checkpoint has one rank's copy of each tensor, and a restore gives it to all. Training continues. "
@@ -220,14 +234,6 @@ _DIFFERENCE = (
     "ranks differ on purpose, mark the object with per_rank(), or switch the comparison off with "
     'watches=[Replicas("off")]. See `holdfast history {}`.'
 )
-
-
-class _RankReplicas(Struct, frozen=True):
-    """Section of a part: the replicas of a rank, and their hashes in one text."""
-
-    host: Annotated[str, Meta(max_length=_MAX_HOST_CHARS)]
-    rows: tuple[tuple[Count, Annotated[int, Meta(ge=0, lt=MAX_RANKS)], Literal[0, 1]], ...]
-    hashes: str
 
 
 class ReplicasKeeper(KeeperWatch):
@@ -252,7 +258,8 @@ class ReplicasKeeper(KeeperWatch):
     def committing(self, save: CompleteSave) -> Section | None:
         found = ReplicaHashes()
         for rank, section in save.sections.items():
-            found.add(rank, *_read(section), save.tensor_names(rank))
+            replicas = read_as(RankReplicas, dict(section.data), "the section of replicas")
+            found.add(rank, replicas, save.tensor_names(rank))
         compared = self._watch.compare(save.step, found)
         texts = [f"at step {one.step} {one.text}" for one in compared.differences]
         mark = Mark.AGAINST if texts else Mark.NONE
@@ -271,16 +278,3 @@ class ReplicasKeeper(KeeperWatch):
         if found:
             texts = "\n".join(f"  {one.text}" for one in found)
             self._run.warn(_DIFFERENCE.format(step, texts, self._run.config.home))
-
-
-def _read(section: Section) -> tuple[str, list[Replica]]:
-    """Return the host and the replicas of a rank."""
-    found = read_as(_RankReplicas, dict(section.data), "the section of replicas")
-    if len(found.hashes) != REPLICA_DIGITS * len(found.rows):
-        raise ValueError(f"{len(found.hashes)} digits of hashes for {len(found.rows)} replicas")
-    starts = range(0, len(found.hashes), REPLICA_DIGITS)
-    hashes = (found.hashes[start : start + REPLICA_DIGITS] for start in starts)
-    rows = zip(found.rows, hashes, strict=True)
-    return found.host, [
-        Replica(tensor, region, bool(trained), one) for (tensor, region, trained), one in rows
-    ]

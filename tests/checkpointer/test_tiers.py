@@ -11,7 +11,9 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format.run import AttemptClaim
 from holdfast.checkpoint.home.history import read_lines
+from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run.options import Home, Local
 from holdfast.checkpoint.run.tiers import Base, Tiers
 from holdfast.checkpoint.store import open_store
@@ -26,6 +28,11 @@ def make_tiers(folder: Path, **options: Any) -> Tiers:
     return Tiers(Home(folder / "home", **options), None if local is None else Local(local))
 
 
+def claimed(tiers: Tiers, base: Base | None) -> AttemptClaim:
+    """The claim of a single rank."""
+    return tiers.claim(Ranks(timeout_s=60.0), (0,), base, take_over=False)
+
+
 def test_a_policy_for_home_needs_a_nearer_place(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"Home\(every=\) needs local="):
         make_tiers(tmp_path, local=None, every=10)
@@ -38,11 +45,11 @@ def test_memory_of_this_process_is_refused_as_a_tier(tmp_path: Path) -> None:
 
 def test_a_claim_is_written_to_both_places(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
-    claim = tiers.claim(base=Base(None), world_size=1)
+    claim = claimed(tiers, Base(None))
     near, home = (open_store(tmp_path / name) for name in ("local", "home"))
     assert claim.number == 1
     assert near.get(names.attempt(1)) == home.get(names.attempt(1))
-    after = tiers.claim(base=None, world_size=1)
+    after = claimed(tiers, None)
     assert (after.run, after.number) == (claim.run, 2)
 
 
@@ -50,7 +57,7 @@ def test_a_local_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     make_home(open_store(tmp_path / "local"), run_id="another")
     tiers = make_tiers(tmp_path)
     with pytest.raises(InvalidInput, match="another run"):
-        tiers.claim(base=Base(None), world_size=1)
+        claimed(tiers, Base(None))
     state = {"w": torch.ones(3)}
     with (
         holdfast.Checkpointer(tmp_path / "home", state, local=tmp_path / "local", quiet=True) as ckpt,
@@ -65,7 +72,7 @@ def test_beginning_afresh_over_checkpoints_is_refused_wherever_they_are(tmp_path
     make_home(store)
     make_checkpoint(store, 7, 1, [{"w": torch.ones(3)}])
     with pytest.raises(InvalidInput, match="the newest of step 7"):
-        make_tiers(tmp_path).refuse_unrestored()
+        claimed(make_tiers(tmp_path), Base(None, is_fresh=True))
 
 
 def test_the_source_of_the_bytes_is_reported(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import queue
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from holdfast.checkpoint.home.metrics import SaveValues, read_metrics, write_met
 from holdfast.checkpoint.keeper.committer import Committed, PendingSave
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.drain import Drain
+from holdfast.checkpoint.keeper.messages import Stage
 from holdfast.checkpoint.keeper.persist import BLOCK_BYTES, verified_blocks
-from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.keeper.reports import Problem, Reports
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store import Store
@@ -54,16 +56,18 @@ class RecordingReports(Reports):
         self._told = told
 
     @override
-    def arrived_home(self, checkpoint: CheckpointId, *, num_bytes: int, seconds: float) -> None:
-        self._told.put(Told(checkpoint.step, num_bytes=num_bytes))
+    def reached(self, step: int, stage: Stage, *, num_bytes: int = 0, **facts: Any) -> None:
+        assert stage == "in home"
+        self._told.put(Told(step, num_bytes=num_bytes))
 
     @override
     def failed(self, step: int, error: HoldfastError, *, in_home: bool = False) -> None:
         self._told.put(Told(step, error))
 
     @override
-    def drain_delayed(self, step: int, error: HoldfastError) -> None:
-        self._told.put(Told(step, error, is_over=False))
+    def warn(self, problem: Problem, step: int, error: HoldfastError, *, tier: str = "home") -> None:
+        if problem == "drain-delayed":
+            self._told.put(Told(step, error, is_over=False))
 
 
 def make_drain(near: Store, home: Store, config: KeeperConfig, told: queue.Queue[Told]) -> Drain:

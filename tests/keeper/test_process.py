@@ -22,7 +22,7 @@ import torch
 
 import holdfast
 from holdfast.checkpoint.keeper import child_process, client, packets
-from holdfast.checkpoint.keeper.messages import Ping, Pong, RecordEvent, SavePersisted
+from holdfast.checkpoint.keeper.messages import Ping, Pong, RecordEvent, SaveReached
 from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
 from stage.training import check_saved, make_checkpointer, wait_until
@@ -376,7 +376,7 @@ def test_a_slow_keeper_responds_during_its_work(tmp_path: Path, monkeypatch: pyt
         ckpt.save(1).wait_durable(600)
         received.clear()  # in its first seconds, it only started
         ckpt.save(2).wait_durable(600)
-        assert Pong() in received[: received.index(SavePersisted(2))]
+        assert Pong() in received[: received.index(SaveReached(2, "persisted"))]
 
 
 def test_messages_without_room_are_sent_later_in_order_and_with_their_descriptors() -> None:

@@ -28,9 +28,8 @@ from holdfast.checkpoint.keeper.messages import (
     DropSave,
     RecordEvent,
     SaveDelayed,
-    SaveDurable,
     SaveFailed,
-    SavePersisted,
+    SaveReached,
     SubmitSave,
     UpdateMetrics,
 )
@@ -108,7 +107,7 @@ def test_late_metrics_are_written_before_the_next_save_counts_as_persisted(make_
     store.put(names.manifest(9, 1), b"newer")
     made._handle(UpdateMetrics(5, {"loss": 1.0}))
     made._handle(staged(6, is_resent=True))
-    assert inbox.replies[0] == SavePersisted(6)
+    assert inbox.replies[0] == SaveReached(6, "persisted")
     assert read_metrics(store, CheckpointId(1, 5)) == {"loss": 1.0}
 
 
@@ -121,7 +120,7 @@ def test_a_commit_is_retried_after_a_passing_error(
     put_part(store, 0, world_size=1)
     store.fail(method.split()[0], error, times=1, matching="step-", after="lost" in method)
     check_commit(made, PendingSave(5, received_s=time.monotonic()), times=3)
-    assert inbox.replies == [SaveDurable(5)]
+    assert inbox.replies == [SaveReached(5, "durable")]
     store.clear()
     assert store.size(names.manifest(5, 1)) is not None
 
@@ -149,7 +148,7 @@ def test_a_bug_fails_one_save_and_not_the_keeper(
         check_commit(made, PendingSave(5))
     assert only_failure(inbox).error == "Internal"
     check_commit(made, PendingSave(5, received_s=time.monotonic()))
-    assert inbox.replies[1:] == [SaveDurable(5)]
+    assert inbox.replies[1:] == [SaveReached(5, "durable")]
 
 
 def test_a_save_that_was_deleted_behind_a_newer_one_is_not_a_failure(make_worker: MakeWorker) -> None:
@@ -157,9 +156,9 @@ def test_a_save_that_was_deleted_behind_a_newer_one_is_not_a_failure(make_worker
     made, store, inbox = make_worker()
     store.put(names.manifest(9, 1), b"newer")
     made._persist(staged(5, is_resent=True))
-    assert inbox.replies == [SavePersisted(5), ArenaReleased(1)]
+    assert inbox.replies == [SaveReached(5, "persisted"), ArenaReleased(1)]
     check_commit(made, made._pending[0])
-    assert inbox.replies[2:] == [SaveDurable(5)]
+    assert inbox.replies[2:] == [SaveReached(5, "durable")]
 
 
 def test_a_refused_save_that_was_deleted_behind_a_newer_one_fails(make_worker: MakeWorker) -> None:

@@ -473,15 +473,15 @@ class Keeper:
             return
         with self._lock:  # nothing is logged under it, as standard error may block, and save() needs it
             match message:
-                case messages.SavePersisted(step) if step in self._submitted:
+                case messages.SaveReached(step, "persisted") if step in self._submitted:
                     submitted = self._submitted[step]
                     submitted.is_persisted, submitted.since_s, submitted.before = True, time.monotonic(), ()
-                case messages.SaveDurable(step):
+                case messages.SaveReached(step, "durable"):
                     self._num_deaths = 0
                     self._finish(step, None)
                 case messages.SaveFailed(step):
                     self._fail(message)
-                case messages.ArrivedHome(step):
+                case messages.SaveReached(step, "in home"):
                     self._finish_drains(step)
                 case messages.WarnOf(text, is_of_watch):
                     self.problems.append((text, WatchWarning if is_of_watch else SaveWarning))

@@ -228,7 +228,7 @@ class Drain:
                 self._due.add(checkpoint)
             self._current = None
         if outage_s == 0 and not of_metrics:
-            self._reports.drain_delayed(checkpoint.step, error)
+            self._reports.warn("drain-delayed", checkpoint.step, error)
         # A share of the outage, not of the number of tries, since each new save is one more.
         pause_s = backoff.proportional(outage_s, _PAUSE_SHARE, _FIRST_PAUSE_S, _LAST_PAUSE_S)
         with self._changed:
@@ -248,7 +248,7 @@ class Drain:
             if with_others:
                 self._new_metrics.clear()
             self._drop_metrics(checkpoint, metrics)
-        self._reports.metrics_lost(checkpoint.step, error)
+        self._reports.warn("metrics-lost", checkpoint.step, error)
 
     def _drop_metrics(self, checkpoint: CheckpointId, metrics: SaveValues) -> None:
         """Forget metrics of a checkpoint, unless they have changed again. The caller holds the lock."""
@@ -321,7 +321,11 @@ class Drain:
             self._ready_best.discard(checkpoint)
             self._in_home.add(checkpoint)
         self._on_arrived(checkpoint)  # first: after the report the trainer may end this process
-        self._reports.arrived_home(checkpoint, num_bytes=num_bytes, seconds=time.monotonic() - began)
+        detail = "" if attempt == self._config.attempt else f"attempt {attempt}"
+        seconds = time.monotonic() - began
+        self._reports.reached(
+            step, "in home", num_bytes=num_bytes, seconds=seconds, detail=detail, tier="home"
+        )
         self._deletion.add(checkpoint, ancestors)  # one of the best may be older
         self._deletion.run(step)
         self._copy_history()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct, to_builtins
 
@@ -149,22 +149,16 @@ class ArenaReleased(_Message, frozen=True):
     arena: Count
 
 
-class SavePersisted(_Message, frozen=True):
-    """Save whose files of this rank are durable."""
+Stage: TypeAlias = Literal["persisted", "durable", "in home"]
+"""Stage of a save: this rank's files are durable; it is committed, or as durable as a node-local one becomes;
+it is complete in home."""
+
+
+class SaveReached(_Message, frozen=True):
+    """Save that has reached a stage."""
 
     step: Count
-
-
-class SaveDurable(_Message, frozen=True):
-    """Save that is committed, or as durable as a node-local one becomes."""
-
-    step: Count
-
-
-class ArrivedHome(_Message, frozen=True):
-    """Checkpoint that is complete in home."""
-
-    step: Count
+    stage: Stage
 
 
 class SaveFailed(_Message, frozen=True):
@@ -234,17 +228,7 @@ PlainMessage: TypeAlias = (
 )
 """Message that the worker of a keeper handles as it is."""
 TrainerMessage: TypeAlias = Configure | SubmitSave | PlainMessage | Ping | TextShown | Close
-KeeperMessage: TypeAlias = (
-    Pong
-    | ArenaReleased
-    | SavePersisted
-    | SaveDurable
-    | ArrivedHome
-    | SaveFailed
-    | SaveDelayed
-    | WarnOf
-    | ShowText
-)
+KeeperMessage: TypeAlias = Pong | ArenaReleased | SaveReached | SaveFailed | SaveDelayed | WarnOf | ShowText
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
 

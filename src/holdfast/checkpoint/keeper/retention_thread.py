@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.home.retain import Retention
-from holdfast.checkpoint.keeper.reports import Reports
+from holdfast.checkpoint.keeper.reports import Reports, bugs_as_errors
+from holdfast.errors import HoldfastError
 
 _PAUSE_S = 0.25
 """Pause between two runs: each lists the home, which is too slow to do for every save of a fast series."""
@@ -69,11 +70,15 @@ class TierRetention:
             return
         assert self._newest is not None
         newest, ancestors = self._newest
-        with self._reports.retention_errors(newest.step if step is None else step, self._tier):
-            for deleted in self._retention.apply(newest, ancestors, self._needed()):
-                self._reports.deleted(deleted, self._tier)
-            for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
-                self._retention.store.sweep(folder)
+        step = newest.step if step is None else step
+        try:
+            with bugs_as_errors(f"Step {step}"):
+                for deleted in self._retention.apply(newest, ancestors, self._needed()):
+                    self._reports.deleted(deleted, self._tier)
+                for folder in ("step-", "attempts/"):  # the first of them also sweeps the root
+                    self._retention.store.sweep(folder)
+        except HoldfastError as error:  # the next run deletes what is left
+            self._reports.warn("not-deleted", step, error, tier=self._tier)
 
     def request(self) -> None:
         """Start a run in the background, or another one after the current run. Threads may call this."""

@@ -78,9 +78,9 @@ class KeeperTiers:
         if committed.ancestors is not None:
             self._newest = max(checkpoint, self._newest or checkpoint)
         if self._committer is None:
-            self._reports.durable(save.step)
+            self._reports.reached(save.step, "durable")
         else:
-            self._reports.committed(save.step, num_bytes=save.num_bytes, seconds=seconds)
+            self._reports.reached(save.step, "durable", num_bytes=save.num_bytes, seconds=seconds)
         if self._drain is not None:
             self._drain.add_committed(checkpoint, is_due=save.to_home)
         if self._committer is not None:  # else `mark_complete` follows

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterator
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Ancestors
@@ -200,7 +201,7 @@ class Worker:
             case messages.MarkComplete():
                 self._tiers.mark_complete(item.checkpoint_id)
             case messages.RecordEvent():
-                self._reports.record(item)
+                self._reports.history.record(**asdict(item))
 
     # -- persist ---------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Worker:
             # Before the arena is released: a successor of this keeper must not need an arena that is reused.
             seconds, num_bytes = time.monotonic() - began, request.layout.data_bytes
             self._replace_metrics()  # first: at the report, the trainer forgets what it has sent before
-            self._reports.persisted(request.step, num_bytes=num_bytes, seconds=seconds)
+            self._reports.reached(request.step, "persisted", num_bytes=num_bytes, seconds=seconds)
             self._arenas.set_images(request.arena, self._files.images(request.step, request.layout))
             self._pending.append(PendingSave(request.step, num_bytes, request.to_home, save.received_s))
         finally:

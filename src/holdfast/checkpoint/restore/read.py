@@ -128,15 +128,35 @@ def read(
         suited = max(suited, nearest.parallel_reads)
     num_threads = num_threads or suited
     longest = max((one.stop - one.start for one in reads), default=0)
-    crew = _Crew(store, deque(reads), longest, on_bytes, on_error)
-    crew.work(min(num_threads, len(reads)))
+    lock, num_delivered = threading.Lock(), 0
+    sources: Counter[str] = Counter()
+    recovered_from: list[str] = []
+
+    def do(read: Read, buffer: memoryview) -> None:
+        nonlocal num_delivered
+        fetched = fetch(store, read, buffer)
+        if fetched.view is None and on_error is None:
+            raise decisive_error(fetched.errors)
+        num_bytes = 0 if fetched.view is None else deliver(read, fetched.view)
+        with lock:
+            if fetched.view is None and on_error is not None:
+                for error in fetched.errors:
+                    on_error(error)
+            else:
+                recovered_from.extend(map(str, fetched.errors))
+            num_delivered += num_bytes
+            sources.update(fetched.sources)
+            if on_bytes is not None:
+                on_bytes(len(buffer))
+
+    _work(deque(reads), min(num_threads, len(reads)), longest, do)
     wanted_bytes = sum(want.num_bytes for job in jobs for want in job.wanted)
-    if on_error is None and crew.num_delivered != wanted_bytes:
+    if on_error is None and num_delivered != wanted_bytes:
         raise Internal(
-            f"{wanted_bytes} bytes were requested from {store.url}, and {crew.num_delivered} were delivered."
+            f"{wanted_bytes} bytes were requested from {store.url}, and {num_delivered} were delivered."
         )
     num_bytes, seconds = sum(one.stop - one.start for one in reads), time.perf_counter() - began
-    return ReadStats(num_bytes, len(reads), seconds, crew.sources, tuple(crew.recovered_from))
+    return ReadStats(num_bytes, len(reads), seconds, sources, tuple(recovered_from))
 
 
 def _nearest(store: Store, job: FileRead) -> Store:
@@ -185,75 +205,37 @@ def distribute(wanted: list[Want], reads: list[Read]) -> None:
             index += 1
 
 
-class _Crew:
-    """Threads of one `read`. The first error stops all of them."""
+def _work(
+    todo: deque[Read], num_threads: int, buffer_bytes: int, do: Callable[[Read, memoryview], None]
+) -> None:
+    """Do all reads with this number of threads, the calling one included; the first error stops them."""
+    errors: list[BaseException] = []
 
-    def __init__(
-        self,
-        store: Store,
-        todo: deque[Read],
-        buffer_bytes: int,
-        on_bytes: Callable[[int], None] | None,
-        on_error: Callable[[HoldfastError], None] | None,
-    ) -> None:
-        self.num_delivered = 0
-        self.sources: Counter[str] = Counter()
-        self.recovered_from: list[str] = []
-        self._store = store
-        self._todo = todo
-        self._on_bytes = on_bytes
-        self._on_error = on_error
-        self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._buffer_bytes = buffer_bytes
-
-    def work(self, num_threads: int) -> None:
-        """Do all reads with this number of threads, the calling one included."""
-        others = range(1, num_threads)
-        threads = [threading.Thread(target=self._loop, name=f"holdfast-read-{i}") for i in others]
+    def loop() -> None:
         try:
-            for thread in threads:
-                thread.start()
-            self._loop()
-        finally:
-            if self._errors:
-                self._todo.clear()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-        if self._errors:
-            raise self._errors[0]
-
-    def _loop(self) -> None:
-        try:
-            if not self._todo:
+            if not todo:
                 return
-            view = memoryview(mmap.mmap(-1, self._buffer_bytes))  # page-aligned, as direct reads need
-            while not self._errors:
+            view = memoryview(mmap.mmap(-1, buffer_bytes))  # page-aligned, as direct reads need
+            while not errors:
                 try:
-                    read = self._todo.popleft()
+                    read = todo.popleft()
                 except IndexError:  # another thread took the last one
                     return
-                self._do(read, view[: read.stop - read.start])
+                do(read, view[: read.stop - read.start])
         except BaseException as error:  # noqa: BLE001 - must reach the caller from whatever thread
-            self._errors.append(error)
-            self._todo.clear()
+            errors.append(error)
 
-    def _do(self, read: Read, buffer: memoryview) -> None:
-        fetched = fetch(self._store, read, buffer)
-        if fetched.view is None and self._on_error is None:
-            raise decisive_error(fetched.errors)
-        num_bytes = 0 if fetched.view is None else deliver(read, fetched.view)
-        with self._lock:
-            if fetched.view is None and self._on_error is not None:
-                for error in fetched.errors:
-                    self._on_error(error)
-            else:
-                self.recovered_from += map(str, fetched.errors)
-            self.num_delivered += num_bytes
-            self.sources.update(fetched.sources)
-            if self._on_bytes is not None:
-                self._on_bytes(len(buffer))
+    threads = [threading.Thread(target=loop, name=f"holdfast-read-{i}") for i in range(1, num_threads)]
+    try:
+        for thread in threads:
+            thread.start()
+        loop()
+    finally:
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        raise errors[0]
 
 
 class Fetched(NamedTuple):

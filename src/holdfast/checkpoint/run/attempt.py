@@ -19,7 +19,6 @@ from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.restoration import Restoration
 from holdfast.checkpoint.run.saves import Saves, remaining_s
 from holdfast.checkpoint.run.step_sync import StepSync
-from holdfast.checkpoint.run.tiers import claim_together
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, TimedOut
 from holdfast.system.callsite import warn
 from holdfast.system.environment import JobReport, report_to_job
@@ -102,14 +101,9 @@ class Attempt:
         if self.keeper is not None:
             return self.keeper
         all_here, local_ranks = self._meet()
-        claim = claim_together(
-            self._tiers,
-            self._ranks,
-            local_ranks,
-            base=None if restores_later else self.restoration.base,
-            is_fresh=not (restores_later or self.restoration.has_run),
-            take_over=self._components.options.take_over,
-        )
+        base = None if restores_later else self.restoration.base
+        take_over = self._components.options.take_over
+        claim = self._tiers.claim(self._ranks, local_ranks, base, take_over=take_over)
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
         self.keeper = keeper = Keeper(

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-import torch
 from msgspec import Struct
 
 from holdfast.checkpoint.copies import Copies, SharedTensor
 from holdfast.checkpoint.format import part as parts
-from holdfast.checkpoint.format.catalog import Catalog
 from holdfast.checkpoint.format.part import Ancestors
 from holdfast.checkpoint.keeper import ArenaLayout, Keeper, Save
 from holdfast.checkpoint.ranks import RankGroup
@@ -41,6 +39,16 @@ class PendingCopy(Struct, frozen=True):
         error = self.save.failed
         by_keeper = self.staging.is_frozen_unchanged and isinstance(error, InvalidInput)
         return error is not None and (self.staging.torn or by_keeper)
+
+
+class PlacedCopy(Struct, frozen=True):
+    """Copy of a tensor in the arena, for a watch to hash."""
+
+    watch: str  # its name
+    tensor: SharedTensor
+    index: int  # in the plan
+    at: int  # offset in bytes
+    num_bytes: int
 
 
 class Pipeline:
@@ -73,7 +81,11 @@ class Pipeline:
         self.plan: SavePlan | None = None  # None before the first save, and after the state was replaced
         self._structure: object = None  # of the state that the plan was made for
         self._watching = watching
-        self._copies: PlannedCopies | None = None  # of the plan
+        # Of the plan: tensors to hash by the name of the watch, those that other ranks hold too by name, and
+        # the names of those of them that other ranks write.
+        self._wanted: Mapping[str, Copies] = {}
+        self._shared: Mapping[str, SharedTensor] = {}
+        self._witnesses: tuple[str, ...] = ()
         self._num_saves = 0  # also of those that failed: all ranks count the same
 
     # -- one save --------------------------------------------------------------------------------------------
@@ -91,9 +103,8 @@ class Pipeline:
         number, self._num_saves = self._num_saves, self._num_saves + 1
         captured = self.objects.capture()
         plan = self._plan_for(captured)
-        assert self._copies is not None
-        copies = self._copies.begin(plan, number, keeper.config.attempt)
         config = keeper.config
+        copies = self._copies_of(plan, number, config.attempt)
         facts = parts.PartFacts(
             run=config.run,
             step=save.step,
@@ -111,7 +122,8 @@ class Pipeline:
         self.watch_optimizers()
         self._metrics.begin_save(save.step)
         save.num_bytes = plan.num_bytes
-        submit = partial(self._submit, save, plan, draft, copies, keeper, to_home=to_home)
+        has_room = plan.witnesses == self._witnesses
+        submit = partial(self._submit, save, plan, draft, copies, keeper, to_home=to_home, has_room=has_room)
         try:
             staging = self.stager.stage(
                 plan,
@@ -120,7 +132,7 @@ class Pipeline:
                 then=submit,
                 at_once=must,
                 is_lent=self.objects.are_lent,
-                witnesses=copies.witnesses,
+                witnesses={one.index: one.at for one in copies if one.index >= len(plan.names)},
             )
         except BaseException:
             self.release(arena.number)
@@ -132,12 +144,37 @@ class Pipeline:
             self._structure = captured.structure
             catalog, rank = catalog_of(captured), self._ranks.rank
             shared = shared_tensors(captured, catalog, rank) if self._watching.plans_copies else []
-            planned = self._watching.planned(shared)
-            self._copies = PlannedCopies.make(planned, shared, captured.tensors, catalog, rank)
-            copies = self._copies
-            plan = SavePlan(captured, catalog, rank, copies.witnesses, copies.witness_bytes)
+            self._shared, self._wanted = {one.name: one for one in shared}, self._watching.planned(shared)
+            written = {name for name, _, _ in catalog.written_by(rank)}
+            groups = [turns for copies in self._wanted.values() for turns in copies.groups]
+            named = {name for turns in groups for turn in turns for name in turn}
+            self._witnesses = tuple(name for name in self._shared if name in named and name not in written)
+            sizes = {name: _aligned(captured.tensors[name].nbytes) for name in self._witnesses}
+            most = sum(max(sum(sizes.get(name, 0) for name in turn) for turn in turns) for turns in groups)
+            plan = SavePlan(captured, catalog, rank, self._witnesses, most)
             self.plan = plan if self._has_room(plan) else SavePlan(captured, catalog, rank)
         return self.plan
+
+    def _copies_of(self, plan: SavePlan, save: int, attempt: int) -> list[PlacedCopy]:
+        """Return the copies to hash at one save; short of memory, `plan` has no witnesses."""
+        indices = {name: index for index, name in enumerate(plan.live_names)} if self._wanted else {}
+        placed: list[PlacedCopy] = []
+        starts: dict[int, int] = {}  # offsets of the witnesses by index: two watches may want one of them
+        end = plan.witness_at
+        for watch, copies in self._wanted.items():
+            for name in copies.names_at(save, attempt):
+                index = indices.get(name)
+                if index is None or name not in self._shared:
+                    continue
+                if index < len(plan.names):
+                    at, num_bytes = plan.position(index)
+                else:
+                    num_bytes = plan.witness_sizes[index - len(plan.names)]
+                    at = starts.setdefault(index, end)
+                    end += _aligned(num_bytes) if at == end else 0
+                if num_bytes:
+                    placed.append(PlacedCopy(watch, self._shared[name], index, at, num_bytes))
+        return placed
 
     def _has_room(self, plan: SavePlan) -> bool:
         """Return True if the witnesses leave room for as many saves, up to two."""
@@ -175,11 +212,12 @@ class Pipeline:
         save: Save,
         plan: SavePlan,
         draft: bytes,
-        copies: SaveCopies,
+        copies: Sequence[PlacedCopy],
         keeper: Keeper,
         staging: Staging,
         *,
         to_home: bool,
+        has_room: bool,
     ) -> None:
         """Submit a complete copy to the keeper. Runs in the staging thread."""
         arena = staging.arena
@@ -194,9 +232,14 @@ class Pipeline:
         # Invariant: nothing is sent before the copy is whole, so a keeper never has half of a step (013).
         self._metrics.flush(keeper, upto=save.step)  # first, so that they precede the commit
         self._watching.record(self._metrics.take_new)
-        tensors, rows = copies.without(staging.torn_witnesses) if copies.by_watch else ({}, {})
-        sections = self._watching.saving(save.step, tensors, has_room=copies.has_room)
-        draft = parts.add_findings(draft, sections, rows)
+        tensors: dict[str, list[SharedTensor]] = {}
+        rows: dict[str, list[tuple[int, int]]] = {}
+        for one in copies:
+            if one.index not in staging.torn_witnesses:  # such a copy may mix two moments
+                tensors.setdefault(one.watch, []).append(one.tensor)
+                rows.setdefault(one.watch, []).append((one.at, one.num_bytes))
+        sections = self._watching.saving(save.step, tensors, has_room=has_room)
+        draft = parts.add_findings(draft, sections, {name: tuple(places) for name, places in rows.items()})
         try:
             with self._metrics.of_save(save.step) as metrics:
                 keeper.submit(
@@ -280,101 +323,6 @@ def _arena_layout(plan: SavePlan, staging: Staging) -> ArenaLayout:
         return ArenaLayout(plan.file.file_bytes)
     return ArenaLayout(
         plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
-    )
-
-
-class PlacedCopy(Struct, frozen=True):
-    """Copy of a tensor in the arena: index in the plan, offset and size in bytes."""
-
-    tensor: SharedTensor
-    index: int
-    at: int
-    num_bytes: int
-
-
-class SaveCopies(Struct, frozen=True):
-    """Copies of one save."""
-
-    witnesses: Mapping[int, int]  # offset in the arena of tensors copied for this alone, by index in the plan
-    by_watch: Mapping[str, tuple[PlacedCopy, ...]]  # copies to hash, by the name of the watch
-    has_room: bool = True  # for what other ranks write
-
-    def without(
-        self, torn: Collection[int]
-    ) -> tuple[dict[str, tuple[SharedTensor, ...]], dict[str, tuple[tuple[int, int], ...]]]:
-        """Return tensors and places of the copies but those at some indices, which may mix two moments."""
-        tensors: dict[str, tuple[SharedTensor, ...]] = {}
-        places: dict[str, tuple[tuple[int, int], ...]] = {}
-        for name, copies in self.by_watch.items():
-            whole = [one for one in copies if one.index not in torn]
-            tensors[name] = tuple(one.tensor for one in whole)
-            places[name] = tuple((one.at, one.num_bytes) for one in whole)
-        return tensors, places
-
-
-class PlannedCopies(Struct, frozen=True):
-    """Copies of one state, valid while its structure stays the same."""
-
-    by_watch: Mapping[str, Copies]  # the tensors of each turn, by the name of the watch
-    tensors: Mapping[str, SharedTensor]  # that other ranks hold too, by name
-    witnesses: tuple[str, ...]  # names of the tensors that other ranks write
-    witness_bytes: int  # at most, of one save
-
-    @classmethod
-    def make(
-        cls,
-        by_watch: Mapping[str, Copies],
-        shared: Iterable[SharedTensor],
-        live: Mapping[str, torch.Tensor],
-        catalog: Catalog,
-        rank: int,
-    ) -> PlannedCopies:
-        """Return the copies of a state on one rank."""
-        tensors = {one.name: one for one in shared}
-        written = {name for name, _, _ in catalog.written_by(rank)}
-        named = {
-            name
-            for copies in by_watch.values()
-            for turns in copies.groups
-            for turn in turns
-            for name in turn
-            if name in tensors
-        }
-        witnesses = tuple(name for name in tensors if name in named and name not in written)
-        most = sum(_most_bytes(copies, live, frozenset(witnesses)) for copies in by_watch.values())
-        return cls(by_watch, tensors, witnesses, most)
-
-    def begin(self, plan: SavePlan, save: int, attempt: int) -> SaveCopies:
-        """Return the copies of one save. If there is too little memory, `plan` is without the witnesses."""
-        if not self.by_watch:
-            return SaveCopies({}, {})
-        indices = {name: index for index, name in enumerate(plan.live_names)}
-        witnesses: dict[int, int] = {}
-        end = plan.witness_at
-        by_watch: dict[str, tuple[PlacedCopy, ...]] = {}
-        for watch, copies in self.by_watch.items():
-            placed: list[PlacedCopy] = []
-            for name in copies.names_at(save, attempt):
-                index = indices.get(name)
-                if index is None or name not in self.tensors:
-                    continue
-                if index < len(plan.names):
-                    at, num_bytes = plan.position(index)
-                else:
-                    num_bytes = plan.witness_sizes[index - len(plan.names)]
-                    at = witnesses.setdefault(index, end)
-                    end += _aligned(num_bytes) if at == end else 0
-                if num_bytes:
-                    placed.append(PlacedCopy(self.tensors[name], index, at, num_bytes))
-            by_watch[watch] = tuple(placed)
-        return SaveCopies(witnesses, by_watch, has_room=plan.witnesses == self.witnesses)
-
-
-def _most_bytes(copies: Copies, live: Mapping[str, torch.Tensor], names: Collection[str]) -> int:
-    """Return the most bytes of these tensors at one save."""
-    return sum(
-        max(sum(_aligned(live[name].nbytes) for name in turn if name in names) for turn in turns)
-        for turns in copies.groups
     )
 
 

@@ -41,7 +41,9 @@ class Restoration:
     def base(self) -> Base:
         """Basis of the attempt's claim."""
         found = self._found
-        return Base(None) if found is None else Base(found.checkpoint_id, frozenset(found.seen))
+        if found is None:
+            return Base(None, is_fresh=not self.has_run)
+        return Base(found.checkpoint_id, frozenset(found.seen))
 
     def run(
         self, selection: Selection, keeper: Keeper | None, *, run: str | None, local_ranks: tuple[int, ...]

@@ -45,6 +45,7 @@ class Base(Struct, frozen=True):
 
     restored: CheckpointId | None
     seen: frozenset[CheckpointId] = frozenset()  # everything that could have been restored
+    is_fresh: bool = False  # nothing was restored and nothing will be, so the home must be empty
 
 
 class Tiers:
@@ -87,33 +88,50 @@ class Tiers:
     # -- claim and restore -----------------------------------------------------------------------------
 
     def claim(
-        self,
-        *,
-        world_size: int,
-        base: Base | None,
-        above: int = 0,
-        writers: Sequence[tuple[str, LiveTrainer]] = (),
+        self, ranks: RankGroup, local_ranks: tuple[int, ...], base: Base | None, *, take_over: bool
     ) -> AttemptClaim:
-        """Claim the next attempt of the run, which is created if it is new. Rank 0 only.
+        """Claim the next attempt of the run for all ranks. The run is created if it is new.
 
         Args:
-            base: checkpoint that the trainer has restored; None if it restores after the claim.
-            above: highest attempt number that local folders have used.
-            writers: living trainers of this home, each with its host.
-        """
-        self.home_store.check()
-        check_no_writer(self.home_store, writers)
-        if base is not None:
-            self._check_base(base)
-        run = claim_run(self.home_store)
-        if self.local_store is not None:
-            check_run(self.local_store, run)
-        claim = claim_attempt(self.home_store, run, world_size=world_size, above=above)
-        if self.local_store is not None:
-            copy_claim(self.local_store, claim)
-        return claim
+            local_ranks: ranks that share this one's local folder.
+            base: basis of the claim; None if the trainer restores after it.
 
-    def check_fresh(self, base: Base) -> None:
+        Ranks: collective.
+        """
+        writers = [] if take_over else find_trainers(self.home)
+        host = socket.gethostname()
+        rows = ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
+        near = self.local_store
+        above = max(ranks.gather(0 if near is None else newest_number(near)))
+
+        def claim() -> bytes:
+            if base is not None and base.is_fresh:
+                self._refuse_unrestored()
+            self.home_store.check()
+            living = [(host, LiveTrainer(*row)) for of_rank in rows for host, *row in of_rank]
+            check_no_writer(self.home_store, living)
+            if base is not None:
+                self._check_base(base)
+                if base.restored is None:
+                    check_no_losses(find_losses(self.durable_stores()), self.home)
+            run = claim_run(self.home_store)
+            if near is not None:
+                check_run(near, run)
+            made = claim_attempt(self.home_store, run, world_size=ranks.world_size, above=above)
+            if near is not None:
+                copy_claim(near, made)
+            return runs.document(made)
+
+        claimed = runs.parse(AttemptClaim, ranks.of_rank_0(claim), "the claim")
+        if base is not None:  # once more: after the claim no older attempt commits
+            ranks.of_rank_0(lambda: self._check_base(base))
+        if near is not None:
+            firsts = {ranks_of_host[0] for ranks_of_host in ranks.gather(local_ranks)}
+            to_join = firsts if len(firsts) > 1 else ()  # on one host, rank 0 has joined with its claim
+            ranks.first_of(to_join, lambda: self._join(near, claimed, base))
+        return claimed
+
+    def _check_base(self, base: Base) -> None:
         """Check that the restored checkpoint is still the newest; done before and after the claim."""
         found = self.complete_checkpoints()
         newer = [one for one in found - base.seen if base.restored is None or one > base.restored]
@@ -129,13 +147,8 @@ class Tiers:
             step=newest.step,
         )
 
-    def _check_base(self, base: Base) -> None:
-        self.check_fresh(base)
-        if base.restored is None:
-            check_no_losses(find_losses(self.durable_stores()), self.home)
-
-    def refuse_unrestored(self) -> None:
-        """Refuse to save beside checkpoints that the trainer has not restored. Rank 0 only."""
+    def _refuse_unrestored(self) -> None:
+        """Refuse to save beside checkpoints that the trainer has not restored."""
         found = self.complete_checkpoints()
         if found:
             raise InvalidInput(
@@ -158,16 +171,15 @@ class Tiers:
             ]
         return finished
 
-    def join(self, claim: AttemptClaim, *, fresh: bool) -> None:
+    def _join(self, near: Store, claim: AttemptClaim, base: Base | None) -> None:
         """Add the local folder of another host to the run and the attempt."""
-        assert self.local_store is not None
-        if fresh and list_home(self.local_store).saved:
+        if base is not None and base.is_fresh and list_home(near).saved:
             raise InvalidInput(
                 f"{self.local} holds files of checkpoints, and restore() was not called. Nothing was saved. "
                 "Call restore() first, or start from scratch in another home and another folder."
             )
-        check_run(self.local_store, claim.run)
-        copy_claim(self.local_store, claim)
+        check_run(near, claim.run)
+        copy_claim(near, claim)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Store]:
@@ -210,47 +222,3 @@ class Tiers:
         if len(sources) < 2:
             return next(iter(sources), self.home)
         return " and ".join(f"{url} ({format_bytes(count)})" for url, count in sources.items())
-
-
-def claim_together(
-    tiers: Tiers,
-    ranks: RankGroup,
-    local_ranks: tuple[int, ...],
-    *,
-    base: Base | None,
-    is_fresh: bool,
-    take_over: bool,
-) -> runs.AttemptClaim:
-    """Claim the next attempt for all ranks.
-
-    Args:
-        local_ranks: ranks that share this one's local folder.
-        base: checkpoint that training continues; None if it is restored after the claim.
-        is_fresh: nothing was restored and nothing will be, so the home must be empty.
-
-    Ranks: collective.
-    """
-    writers = [] if take_over else find_trainers(tiers.home)
-    host = socket.gethostname()
-    rows = ranks.gather([(host, one.attempt, one.rank, one.pid) for one in writers])
-    above = max(ranks.gather(0 if tiers.local_store is None else newest_number(tiers.local_store)))
-
-    def claim() -> bytes:
-        if is_fresh:
-            tiers.refuse_unrestored()
-        claimed = tiers.claim(
-            world_size=ranks.world_size,
-            base=base,
-            above=above,
-            writers=[(host, LiveTrainer(*row)) for rows_of_rank in rows for host, *row in rows_of_rank],
-        )
-        return runs.document(claimed)
-
-    claimed = runs.parse(runs.AttemptClaim, ranks.of_rank_0(claim), "the claim")
-    if base is not None:  # once more: after the claim no older attempt commits
-        ranks.of_rank_0(lambda: tiers.check_fresh(base))
-    if tiers.local is not None:
-        firsts = {ranks_of_host[0] for ranks_of_host in ranks.gather(local_ranks)}
-        to_join = firsts if len(firsts) > 1 else ()  # on one host, rank 0 has joined with its claim
-        ranks.first_of(to_join, lambda: tiers.join(claimed, fresh=is_fresh))
-    return claimed

@@ -226,13 +226,11 @@ class Watching:
         found = {watch.name: self._call(watch, "planned", tensors, check=_check_copies) for watch in wanting}
         return {name: copies for name, copies in found.items() if copies is not None}
 
-    def saving(
-        self, step: int, copies: Mapping[str, tuple[SharedTensor, ...]], *, has_room: bool
-    ) -> Sections:
+    def saving(self, step: int, copies: Mapping[str, Sequence[SharedTensor]], *, has_room: bool) -> Sections:
         """Return the sections of this rank's part of a save whose copy is whole; see `CopiedSave`."""
         found: dict[str, Section] = {}
         for watch in self._of_event["saving"]:
-            save = CopiedSave(step, copies.get(watch.name, ()), has_room)
+            save = CopiedSave(step, tuple(copies.get(watch.name, ())), has_room)
             section = self._call(watch, "saving", save, check=_check_section)
             if section is not None:
                 found[watch.name] = section

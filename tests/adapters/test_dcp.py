@@ -429,10 +429,10 @@ def test_plans_that_do_not_fit_together_are_refused_before_anything_is_written(
 
 
 def test_the_error_for_a_missing_step_lists_the_others(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointException, match="has no complete checkpoint"):
+    with pytest.raises(CheckpointException, match="does not contain a complete checkpoint"):
         number(tmp_path)
     save({"x": torch.ones(2)}, tmp_path, 4)
-    with pytest.raises(CheckpointException, match=r"no complete checkpoint of step 9.*newest first: 4"):
+    with pytest.raises(CheckpointException, match=r"not contain a complete step 9.*newest first: 4"):
         load({"x": torch.zeros(2)}, tmp_path, step=9)
 
 

@@ -17,7 +17,7 @@ import holdfast
 from holdfast.adapters import nebula, recipe
 from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.nebula import interface, tag_index
-from holdfast.checkpoint.home import documents
+from holdfast.checkpoint.home import documents, newest
 from holdfast.checkpoint.restore import parts, verify
 from holdfast.checkpoint.store import direct_io, local
 from holdfast.cli import main, replay
@@ -343,7 +343,7 @@ def test_nebula_lists_again_if_its_newest_is_deleted_meanwhile(
     shutil.copytree(homes["nebula"], home)
     away = tmp_path / "newest"
     (home / f"step-{NEWEST:08d}").rename(away)
-    real = tag_index.read_manifest
+    real = newest.read_manifest
 
     def read_manifest(store: Any, *rest: Any) -> Any:
         if away.exists():  # a run completes a checkpoint and deletes the one before
@@ -351,7 +351,7 @@ def test_nebula_lists_again_if_its_newest_is_deleted_meanwhile(
             shutil.rmtree(home / f"step-{OLDER:08d}")
         return real(store, *rest)
 
-    monkeypatch.setattr(tag_index, "read_manifest", read_manifest)
+    monkeypatch.setattr(newest, "read_manifest", read_manifest)
     assert newest_of_nebula(home) == NEWEST
     interface.end()
 

@@ -28,20 +28,18 @@ from holdfast.checkpoint.format import values as value_format
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.layout import Region, Shard
 from holdfast.checkpoint.format.manifest import Manifest
-from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import Part
 from holdfast.checkpoint.format.value_index import ValueIndex
-from holdfast.checkpoint.home.claim import read_run
-from holdfast.checkpoint.home.documents import check_files, read_manifest
-from holdfast.checkpoint.home.listing import candidates
-from holdfast.checkpoint.home.newest import LIMIT_S, Patience, Skipped, from_listing, list_patiently, usable
+from holdfast.checkpoint.home.documents import check_files
+from holdfast.checkpoint.home.newest import LIMIT_S, Patience, from_listing
+from holdfast.checkpoint.restore.checkpoint import choose, list_matching
 from holdfast.checkpoint.restore.fill import collecting_sink, tensor_sink
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.read import FileRead, Sink, Want, read
 from holdfast.checkpoint.state.tensors import torch_dtype
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.contract import Store
-from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, ResumeWarning, RetryLater
+from holdfast.errors import Corrupt, InvalidInput, ResumeWarning, RetryLater
 from holdfast.system.callsite import warn
 
 
@@ -195,44 +193,21 @@ def _open(target: Target) -> tuple[Parts, ValueIndex]:
 
 
 def _choose(store: Store, target: Target, patience: Patience) -> tuple[Parts, ValueIndex]:
-    home = list_patiently(store, patience)
-    every = candidates(home)
-    matching = [one for one in every if target.step in (None, one.step)]
-    if not matching:
-        wanted = "checkpoint" if target.step is None else f"checkpoint of step {target.step}"
-        steps = ", ".join(str(one.step) for one in every[:20]) or "none"
-        raise NotFound(
-            f"{store.url} has no complete {wanted}. Complete steps, newest first: {steps}.", step=target.step
-        )
-    run = patience.spend(store.url, lambda: _run_id(store))
-    skipped: list[tuple[Skipped, HoldfastError]] = []
+    home, matching = list_matching(store, patience, target.step)
 
-    def open_one(checkpoint: CheckpointId) -> tuple[Parts, ValueIndex]:
-        manifest = read_manifest(store, checkpoint, run)
+    def load(manifest: Manifest) -> tuple[Parts, ValueIndex]:
         check_files([home], manifest)
         parts = Parts(store, manifest)
         return parts, parts.value_index() or _NO_VALUES
 
-    opened_ones = usable(
-        matching, open_one, url=store.url, patience=patience, on_skipped=lambda *row: skipped.append(row)
-    )
-    for opened in opened_ones:
-        for skip, _ in skipped:
-            warn(
-                f"Step {opened[0].manifest.step} is loaded, because step {skip.step} of attempt "
-                f"{skip.attempt} is damaged: {skip.reason}",
-                ResumeWarning,
-            )
-        return opened
-    raise skipped[0][1]
-
-
-def _run_id(store: Store) -> str | None:
-    try:
-        found = read_run(store)
-    except Corrupt:
-        return None  # manifests have seals of their own, so a damaged run document does not matter
-    return found.id if found else None
+    opened, skipped = choose(store, matching, load, patience)
+    for skip in skipped:
+        warn(
+            f"Step {opened[0].manifest.step} is loaded, because step {skip.step} of attempt {skip.attempt} "
+            f"is damaged: {skip.reason}",
+            ResumeWarning,
+        )
+    return opened
 
 
 def _tensors(parts: Parts) -> Iterator[tuple[str, TensorStorageMetadata]]:

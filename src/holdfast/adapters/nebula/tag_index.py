@@ -6,9 +6,10 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from msgspec import Struct, to_builtins
@@ -21,9 +22,9 @@ from holdfast.checkpoint.exchange.packed_value import (
     rebuild,
     unpack,
 )
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.claim import read_run
-from holdfast.checkpoint.home.documents import check_files, read_manifest
+from holdfast.checkpoint.home.documents import check_files
 from holdfast.checkpoint.home.listing import Listing, candidates, list_home
 from holdfast.checkpoint.home.newest import (
     LIMIT_S,
@@ -116,9 +117,6 @@ def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> tor
     return found.set_(plain, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-_T = TypeVar("_T")
-
-
 class TagMeta(Struct, frozen=True):
     """Values of a part of a checkpoint that name its tag and its partitions."""
 
@@ -205,7 +203,7 @@ class TagIndex:
         found, listings = self._candidates()
         found.sort(key=lambda checkpoint: checkpoint.step != likely_step)
         # `newest` warns about damage.
-        return self._usable(found, lambda checkpoint: self._open(checkpoint, listings))
+        return usable(self._store, found, partial(self._open, listings), _make_patience())
 
     def find(self, tag: str) -> TaggedCheckpoint | None:
         """Return the newest readable checkpoint of a tag, or None."""
@@ -222,15 +220,15 @@ class TagIndex:
 
     def _newest_listed(self, verified: set[CheckpointId], *, only_home: bool) -> TaggedCheckpoint | None:
         every, listings = self._candidates(only_home=only_home)
-        skipped: list[Skipped] = []
+        skipped: dict[Skipped, HoldfastError] = {}
         line: frozenset[CheckpointId] | None = None
 
-        def open_one(found: CheckpointId) -> TaggedCheckpoint | None:
+        def open_one(manifest: Manifest) -> TaggedCheckpoint | None:
             nonlocal line
-            tagged = self._open(found, listings) if line is None or found in line else None
+            found = manifest.checkpoint_id
+            tagged = self._open(listings, manifest) if line is None or found in line else None
             if tagged is None:
                 return None
-            manifest = tagged.checkpoint.manifest
             if line is None:
                 line = frozenset(line_of(every, found, manifest.ancestors).current)
             if found not in verified:
@@ -239,7 +237,7 @@ class TagIndex:
                 verified.add(found)
             return tagged
 
-        tagged = next(self._usable(every, open_one, lambda skip, _: skipped.append(skip)), None)
+        tagged = next(usable(self._store, every, open_one, _make_patience(), skipped), None)
         damaged = [
             f"step {skip.step} of attempt {skip.attempt}: {skip.reason}"
             for skip in skipped
@@ -259,24 +257,15 @@ class TagIndex:
             raise NotFound(f"All checkpoints in {self._store.url} were deleted while they were read.")
         return tagged
 
-    def _usable(
-        self,
-        found: Sequence[CheckpointId],
-        open_one: Callable[[CheckpointId], _T | None],
-        on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
-    ) -> Iterator[_T]:
-        return usable(found, open_one, url=self._store.url, patience=_make_patience(), on_skipped=on_skipped)
-
     def _candidates(self, *, only_home: bool = False) -> tuple[list[CheckpointId], dict[str, Listing]]:
         """Return all complete checkpoints, newest first, and the tiers' listings."""
         listings = {name: list_patiently(store, _make_patience()) for name, store in self._tiers.items()}
         found = {one for name in (["home"] if only_home else listings) for one in candidates(listings[name])}
         return sorted(found, reverse=True), listings
 
-    def _open(self, found: CheckpointId, listings: dict[str, Listing]) -> TaggedCheckpoint | None:
+    def _open(self, listings: dict[str, Listing], manifest: Manifest) -> TaggedCheckpoint | None:
         """Return a checkpoint, or None if it was not saved under a tag."""
-        run = read_run(self._store)
-        checkpoint = Checkpoint(self._store, read_manifest(self._store, found, run.id if run else None))
+        checkpoint, found = Checkpoint(self._store, manifest), manifest.checkpoint_id
         if not isinstance(checkpoint.values(0).get(META), dict):
             return None
         tiers = tuple(name for name, listing in listings.items() if _is_complete(listing, found, name))
@@ -291,8 +280,7 @@ class TagIndex:
     def last_step(self) -> int | None:
         """Return the step of the newest checkpoint with a readable manifest, or None."""
         found, _ = self._candidates()
-        steps = self._usable(found, lambda checkpoint: read_manifest(self._store, checkpoint, None).step)
-        return next(steps, None)
+        return next(usable(self._store, found, lambda manifest: manifest.step, _make_patience()), None)
 
 
 def _make_patience() -> Patience:

@@ -40,8 +40,8 @@ RAW_DTYPES = {
 class SavedTensor(Struct, frozen=True):
     """A composite tensor.
 
-    In a tree that is fitted to live values, `live` is a tensor of the same type with the same facts, which is
-    only looked at.
+    In a tree that is fitted to live values, `live` is a tensor of the same type with the same facts, taken
+    apart; its own `live` is that tensor.
     """
 
     type: str  # "module:qualified name" of its class, or a name without colon for torch's own kinds

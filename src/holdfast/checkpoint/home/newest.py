@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct
 
 from holdfast.checkpoint.format import names, run
+from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.home.claim import read_run
+from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import Listing, list_home
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, HoldfastError, NotFound, RetryLater, Unsupported
@@ -26,12 +27,11 @@ _T = TypeVar("_T")
 
 
 def usable(
+    store: Store,
     found: Sequence[CheckpointId],
-    load: Callable[[CheckpointId], _T | None],
-    *,
-    url: str,
+    load: Callable[[Manifest], _T | None],
     patience: Patience,
-    on_skipped: Callable[[Skipped, HoldfastError], None] = lambda skipped, error: None,
+    skipped: dict[Skipped, HoldfastError] | None = None,
 ) -> Iterator[_T]:
     """Yield the result of `load` for each checkpoint, in the given order; skip those that do not verify.
 
@@ -40,18 +40,24 @@ def usable(
 
     Args:
         found: checkpoints, newest first.
-        load: called with each; None leaves it out.
+        load: called with each manifest; None leaves the checkpoint out.
+        skipped: receives the error of each checkpoint that does not verify.
     """
+    this_run = None
+    with contextlib.suppress(Corrupt):  # each manifest has a seal of its own, so this damage does not matter
+        this_run = patience.spend(store.url, lambda: read_run(store))
+    run_id = this_run.id if this_run else None
     for index, checkpoint in enumerate(found):
         patience.reset()
         try:
             name = f"step {checkpoint.step} of attempt {checkpoint.attempt}"
-            loaded = patience.retry(name, partial(load, checkpoint))
+            loaded = patience.retry(name, lambda one=checkpoint: load(read_manifest(store, one, run_id)))
         except _PASSABLE as error:
-            on_skipped(Skipped(step=checkpoint.step, attempt=checkpoint.attempt, reason=str(error)), error)
+            if skipped is not None:
+                skipped[Skipped(checkpoint.step, checkpoint.attempt, str(error))] = error
             continue
         except (RetryLater, Denied) as error:
-            raise _unread(url, found[index:], error, patience.spent_s) from error
+            raise _unread(store.url, found[index:], error, patience.spent_s) from error
         if loaded is not None:
             yield loaded
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from msgspec import Struct
 
@@ -18,11 +18,8 @@ from holdfast.checkpoint.format.dtypes import ITEM_BYTES
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.nesting import composites
-from holdfast.checkpoint.format.run import Run
 from holdfast.checkpoint.format.value_index import ValueIndex
-from holdfast.checkpoint.home.claim import read_run
-from holdfast.checkpoint.home.documents import read_manifest
-from holdfast.checkpoint.home.listing import candidates
+from holdfast.checkpoint.home.listing import Listing, candidates
 from holdfast.checkpoint.home.metrics import read_metrics, read_values
 from holdfast.checkpoint.home.newest import (
     Patience,
@@ -51,6 +48,7 @@ if TYPE_CHECKING:
 
     from holdfast.checkpoint.restore.fill import Loaded
 
+_T = TypeVar("_T")
 HomeLike = Union[str, "os.PathLike[str]", Store]
 
 
@@ -461,30 +459,39 @@ def open(
 def _open_listed(
     store: Store, step: int | None, attempt: int | None, best: str | None, mode: str | None, waits: Patience
 ) -> Checkpoint:
-    every = candidates(list_patiently(store, waits))
+    home, matching = list_matching(store, waits, step, attempt)
+    manifest, skipped = choose(store, matching, lambda manifest: manifest, waits)
+    if best is not None:
+        line = line_of(candidates(home), manifest.checkpoint_id, manifest.ancestors).current
+        found = waits.spend(store.url, lambda: read_values(store, best, line))
+        matching = best_first(line, found.values, found.choose_mode(mode, best))
+        if not matching:
+            raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
+        manifest, worse = choose(store, matching, lambda manifest: manifest, waits)
+        skipped = tuple(dict.fromkeys((*skipped, *worse)))
+    return Checkpoint(store, manifest, skipped)
+
+
+def list_matching(
+    store: Store, waits: Patience, step: int | None, attempt: int | None = None
+) -> tuple[Listing, list[CheckpointId]]:
+    """Return the listing of a home, and its complete checkpoints of a step and attempt, newest first."""
+    home = list_patiently(store, waits)
+    every = candidates(home)
     matching = [one for one in every if step in (None, one.step) and attempt in (None, one.attempt)]
     if not matching:
         raise no_such_checkpoint(store.url, every, step, attempt)
-    run_id = waits.spend(store.url, lambda: _run_id(store))
-    skipped: list[tuple[Skipped, HoldfastError]] = []
+    return home, matching
 
-    def note(*skip: Any) -> None:
-        skipped.append(skip)
 
-    def load(checkpoint: CheckpointId) -> Manifest:
-        return read_manifest(store, checkpoint, run_id)
-
-    if best is not None:
-        newest = next(usable(matching, load, url=store.url, patience=waits, on_skipped=note), None)
-        if newest is not None:
-            line = line_of(every, newest.checkpoint_id, newest.ancestors).current
-            found = waits.spend(store.url, lambda: read_values(store, best, line))
-            matching = best_first(line, found.values, found.choose_mode(mode, best))
-        if not matching:
-            raise NotFound(f"{store.url} holds no checkpoint with a finite value of {best!r}.")
-    for manifest in usable(matching, load, url=store.url, patience=waits, on_skipped=note):
-        return Checkpoint(store, manifest, tuple(skip for skip, _ in skipped))
-    raise skipped[0][1]
+def choose(
+    store: Store, found: Sequence[CheckpointId], load: Callable[[Manifest], _T], waits: Patience
+) -> tuple[_T, tuple[Skipped, ...]]:
+    """Return the result of `load` for the first checkpoint that verifies, and those skipped before it."""
+    skipped: dict[Skipped, HoldfastError] = {}
+    for loaded in usable(store, found, load, waits, skipped):
+        return loaded, tuple(skipped)
+    raise next(iter(skipped.values()))
 
 
 def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
@@ -494,11 +501,3 @@ def _limit_s(store: Store, patience: str | float | datetime.timedelta) -> float:
     return (
         command_limit.limit_s if isinstance(store, LocalStore) else 0.0
     )  # a bucket has spent it on its requests
-
-
-def _run_id(store: Store) -> str | None:
-    try:
-        run: Run | None = read_run(store)
-    except Corrupt:
-        return None  # each manifest has a seal of its own, so a damaged run document does not matter
-    return run.id if run else None

@@ -35,11 +35,15 @@ def take_apart(tensor: torch.Tensor) -> SavedTensor:
 
 
 def put_together(saved: SavedTensor) -> Any:
-    """Return a new composite tensor over the memory of inner tensors, in place of references in `saved`.
+    """Return a composite tensor over the memory of inner tensors, in place of references in `saved`.
 
+    It is the live one if the inner tensors are its own, and a new one otherwise.
     If the type needs a live tensor with the same facts, and there is none, `saved` itself is returned.
     """
-    live = saved.live
+    apart = saved.live
+    live = None if apart is None else apart.live
+    if apart is not None and all(item is apart.inner[name] for name, item in saved.inner.items()):
+        return live  # which has been filled
     if saved.type in SPARSE:
         return _sparse(saved)
     if saved.type == DTYPE:

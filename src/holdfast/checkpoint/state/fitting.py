@@ -27,6 +27,7 @@ from holdfast.checkpoint.format.values import (
     SavedDataclass,
     SavedEnum,
     SavedNamedTuple,
+    TensorRef,
     encode,
 )
 from holdfast.checkpoint.state.composites import take_apart
@@ -40,7 +41,7 @@ if TYPE_CHECKING:  # it fits values, so it imports this file
     from holdfast.checkpoint.state.load import Load
 
 _ABSENT = object()  # no live value is in this place
-_GONE = object()  # an object that the live state does not hold
+GONE = object()  # an object that the live state does not hold
 
 
 class Misfit(InvalidInput):
@@ -48,11 +49,18 @@ class Misfit(InvalidInput):
 
 
 class Fitting(Struct):
-    """One walk over a saved tree and a live one together, and its result."""
+    """One walk over a saved tree and the live value in its place, and its result. It changes nothing live.
+
+    A saved type is only looked up in the live value: the place itself, or, for an item that the live
+    container does not have yet, an item beside it or the container's `default_factory`. Objects that are
+    entries stay where they are in the live containers.
+    """
 
     tree: Any = None  # with values of the live types, still with a `TensorRef` for each tensor
     missing: list[str] = []  # key paths of fields that only the live state has
     unexpected: list[str] = []  # of those that only the checkpoint has
+    places: list[tuple[str, torch.Tensor, str]] = []  # saved name, the live plain tensor there, and key path
+    sparse: list[tuple[SavedTensor, torch.Tensor]] = []  # with the live ones, which are replaced as a whole
 
     def fit(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
         """Return a saved value in the types of a live one; `is_here` unless that only shows the types."""
@@ -60,9 +68,9 @@ class Fitting(Struct):
             return live
         kind = type(saved)
         if kind is EntryRef:
-            return _GONE
-        if kind is SavedTensor:
-            return _fit_tensor(saved, live, path)
+            return GONE
+        if kind is SavedTensor or (kind is TensorRef and isinstance(live, torch.Tensor)):
+            return self._fit_tensor(saved, live, path, is_here=is_here)
         if kind is SavedEnum:
             return _fit_member(saved, live, path)
         if kind is SavedNamedTuple or kind is SavedDataclass:
@@ -79,6 +87,36 @@ class Fitting(Struct):
             live = _ABSENT
         return saved if container is None else self._fit_items(container, saved, live, path, is_here=is_here)
 
+    def _fit_tensor(self, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
+        """Return a reference, or a composite tensor with the live one, if its type needs one."""
+        if needs_live(saved) and (why := misfit(saved, live)) is not None:
+            raise Misfit(
+                f"{path} does not fit: {why}. A checkpoint only names classes, and never imports them. "
+                "Nothing was changed. Put a tensor of this class with the same description there before the "
+                "restore, or use strict=False to leave the live value.",
+                key=path,
+            )
+        return self.pair(saved, live, path, is_here=is_here)
+
+    def pair(self, saved: Any, live: Any, path: str, *, is_here: bool = True) -> Any:
+        """Return a saved tensor with the live one of its class, at every depth; record the live tensors."""
+        if isinstance(saved, TensorRef):
+            if is_here and not is_composite(live):
+                self.places.append((saved.name, live, path))
+            return saved
+        if misfit(saved, live) is not None:
+            return saved
+        if is_sparse(live):
+            if is_here:
+                self.sparse.append((saved, live))
+            is_here = False  # the number of its elements may differ, so its inner tensors are not filled
+        apart = take_apart(live)
+        inner = {
+            name: self.pair(item, apart.inner[name], f"{path}.{name}", is_here=is_here)
+            for name, item in saved.inner.items()
+        }
+        return replace(saved, inner=inner, live=replace(apart, live=live))
+
     def _fit_items(self, container: ContainerKind, saved: Any, live: Any, path: str, *, is_here: bool) -> Any:
         """Return a container of the saved items, and of those live ones that it keeps."""
         old: dict[Any, Any] = {} if live is _ABSENT else dict(container.items(live))
@@ -90,7 +128,7 @@ class Fitting(Struct):
             is_known = step in old
             place = old[step] if is_known else _example(item, old.values(), factory)
             fitted = self.fit(item, place, f"{path}.{step}", is_here=is_here and is_known)
-            if fitted is not _GONE:
+            if fitted is not GONE:
                 new[step] = fitted
             elif is_known and is_here:
                 new[step] = place
@@ -124,7 +162,7 @@ class Fitting(Struct):
         self.missing += [f"{path}.{name}" for name in names if name not in items]
         for name in [name for name in names if name in items]:
             fitted = self.fit(items[name], new.get(name, _ABSENT), f"{path}.{name}", is_here=is_here)
-            if fitted is not _GONE:
+            if fitted is not GONE:
                 new[name] = fitted
             elif not is_here:
                 raise _misfit(f"{path}.{name}", "object with a state of its own", _ABSENT)
@@ -135,31 +173,6 @@ class Fitting(Struct):
         if isinstance(saved, NAMED_TYPES) or type(saved) in (tuple, frozenset):
             return self.fit(saved, _example(saved, live, None), f"{path}.<key>", is_here=False)
         return saved
-
-
-def fit(saved: Any, live: Any, path: str) -> Fitting:
-    """Fit a saved tree to the live value in its place. Changes nothing live.
-
-    A saved type is only looked up in the live value: the place itself, or, for an item that the live
-    container does not have yet, an item beside it or the container's `default_factory`. Objects that are
-    entries stay where they are in the live containers.
-    """
-    found = Fitting()
-    fitted = found.fit(saved, live, path, is_here=True)
-    found.tree = live if fitted is _GONE else fitted
-    return found
-
-
-def _fit_tensor(saved: SavedTensor, live: Any, path: str) -> Any:
-    """Return a composite tensor with the live one, if its type needs one."""
-    if needs_live(saved) and (why := misfit(saved, live)) is not None:
-        raise Misfit(
-            f"{path} does not fit: {why}. A checkpoint only names classes, and never imports them. Nothing "
-            "was changed. Put a tensor of this class with the same description there before the restore, or "
-            "use strict=False to leave the live value.",
-            key=path,
-        )
-    return fit_composite(saved, live)
 
 
 def _fit_member(saved: SavedEnum, live: Any, path: str) -> enum.Enum:
@@ -197,15 +210,6 @@ def _misfit(path: str, name: str, live: Any) -> Misfit:
         "restore, or use strict=False to leave the live value.",
         key=path,
     )
-
-
-def fit_composite(saved: Any, live: Any) -> Any:
-    """Return a saved tensor, or a reference inside one, with the live one of its class, at every depth."""
-    if not isinstance(saved, SavedTensor) or misfit(saved, live) is not None:
-        return saved
-    found = take_apart(live).inner
-    inner = {name: fit_composite(item, found[name]) for name, item in saved.inner.items()}
-    return replace(saved, inner=inner, live=live)
 
 
 def needs_live(saved: Any) -> bool:

@@ -17,7 +17,7 @@ from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.values import decode
 from holdfast.checkpoint.state.composites import set_content, take_apart
-from holdfast.checkpoint.state.fitting import Fitting, Misfit, Updates, fit, misfit, needs_live
+from holdfast.checkpoint.state.fitting import GONE, Fitting, Misfit, Updates, misfit, needs_live
 from holdfast.checkpoint.state.sharding import (
     is_divided,
     local_of,
@@ -41,7 +41,6 @@ from holdfast.checkpoint.state.tensors import (
     is_plain_memory,
     is_same_view,
     is_sharded_tensor,
-    is_sparse,
     range_of,
     torch_dtype,
     unfillable,
@@ -162,12 +161,14 @@ class Load:
 
     def fit(self, saved: Any, live: Any, path: str) -> Fitting | None:
         """Fit a saved tree to the live value at a key path, or return None, and record all differences."""
+        found = Fitting()
         try:
-            found = fit(saved, live, path)
+            fitted = found.fit(saved, live, path, is_here=True)
         except Misfit as error:
             self.misfits.append(error)
             self.used.update(references(saved))
             return None
+        found.tree = live if fitted is GONE else fitted
         self.missing += found.missing
         self.unexpected += found.unexpected
         return found
@@ -502,22 +503,17 @@ def fill_composite(plan: Load, saved: SavedTensor, live: torch.Tensor, label: st
     if live.is_meta:
         why = "it is on the meta device. Call to_empty(device=...) on the module first."
         raise unfillable(live, label, why)
-    _fill(plan, saved, live, label)
-
-
-def _fill(plan: Load, saved: SavedTensor, live: torch.Tensor, label: str) -> None:
-    if is_sparse(live):  # the number of its elements may differ
-        make = plan.read_tree(saved, live.device)
+    found = Fitting()
+    found.pair(saved, live, label)
+    for name, part, path in found.places:
+        plan.fill(name, part, path)
+    for tree, part in found.sparse:
+        make = plan.read_tree(tree, part.device)
         # A copy: names that were tied when they were saved share one object.
-        plan.add_step(LoadPhase.COPY, lambda: set_content(live, make().to(device=live.device, copy=True)))
-        return
-    for name, item in take_apart(live).inner.items():
-        part = saved.inner[name]
-        if isinstance(part, SavedTensor):
-            _fill(plan, part, item, f"{label}.{name}")
-        else:
-            assert not is_composite(item), label
-            plan.fill(part.name, item, f"{label}.{name}")
+        plan.add_step(
+            LoadPhase.COPY,
+            lambda part=part, make=make: set_content(part, make().to(device=part.device, copy=True)),
+        )
 
 
 def plan_state(

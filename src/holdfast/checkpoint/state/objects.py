@@ -27,7 +27,7 @@ from holdfast.checkpoint.state.rng import MISFITS, set_state, state_of
 from holdfast.checkpoint.state.sharding import is_divided, shape_of
 from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import is_composite, may_be_sharded
-from holdfast.checkpoint.state.tree import Extraction, has_saved_form, match_tensors, references
+from holdfast.checkpoint.state.tree import Extraction, has_saved_form, references
 from holdfast.errors import HoldfastError, InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 
@@ -78,22 +78,16 @@ class StatefulEntry(StateEntry):
         if plan.lacks(self.key):
             return
         tree = plan.values(self.key)
-        if has_saved_form(tree):
+        made: dict[str, Maker] = {}
+        if has_saved_form(tree) or may_be_sharded():
             fitting = plan.fit(tree, self.value.state_dict(), self.key)
             if fitting is None:
                 return
             tree = fitting.tree
+            for name, live, _ in fitting.places:
+                if is_divided(live) and shape_of(live) == plan.shape(name):  # the live one stays unchanged
+                    made[name] = plan.read_like(name, live, f"{self.key}: {name}")
         self._load(lambda: _rehearse(self.value, tree), "Nothing was changed.")
-        made: dict[str, Maker] = {}
-
-        def claim(name: str, live: torch.Tensor) -> bool:
-            """Plan a tensor like a sharded one of the object. The object's own stays unchanged."""
-            if is_divided(live) and shape_of(live) == plan.shape(name) and name not in made:
-                made[name] = plan.read_like(name, live, f"{self.key}: {name}")
-            return False
-
-        if may_be_sharded():
-            match_tensors(tree, self.value.state_dict(), claim)
         make = plan.read_tree(tree, made=made)
         plan.add_step(LoadPhase.OBJECT, lambda: self._finish(make()))
 
@@ -221,20 +215,16 @@ class ValueEntry(StateEntry):
         fitting = plan.fit(plan.values(self.key), self.value, self.key)
         if fitting is None:
             return
-
-        chosen: dict[str, Maker] = {}
-
-        def claim(name: str, live: torch.Tensor) -> bool:
+        made: dict[str, Maker] = {}
+        for name, live, _ in fitting.places:
             is_equal = tuple(live.shape) == plan.shape(name) and live.dtype is plan.dtype(name)
             if not is_divided(live) and (live.is_meta or not is_equal):
-                return False  # replaced; but a plain tensor cannot replace a sharded one
-            if (choose := plan.read_apart(name, live)) is not None:
-                chosen[name] = choose
-                return False
-            plan.fill(name, live, f"{self.key}: {name}")
-            return True
-
-        make = plan.read_tree(match_tensors(fitting.tree, self.value, claim), made=chosen)
+                continue  # replaced; but a plain tensor cannot replace a sharded one
+            choose = plan.read_apart(name, live)
+            if choose is None:
+                plan.fill(name, live, f"{self.key}: {name}")
+            made[name] = choose or (lambda live=live: live)
+        make = plan.read_tree(fitting.tree, made=made)
         plan.add_step(LoadPhase.VALUE, lambda: _replace(plan, self, plan.updates.update(self.value, make())))
 
 

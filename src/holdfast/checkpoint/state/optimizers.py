@@ -19,6 +19,7 @@ from typing_extensions import override
 from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.state.entry import Replication, StateEntry
+from holdfast.checkpoint.state.fitting import Fitting
 from holdfast.checkpoint.state.load import PARAMETER_MARK, Load, LoadPhase, Maker, plan_state
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role, TensorTable
@@ -26,9 +27,7 @@ from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, l
 from holdfast.checkpoint.state.tree import (
     PLAIN_TYPES,
     has_saved_form,
-    insert_tensors,
     is_plain_value,
-    match_tensors,
     references,
 )
 from holdfast.errors import Corrupt, InvalidInput
@@ -402,24 +401,26 @@ class OptimizerEntry(StateEntry):
 
     def _plan_options(self, plan: Load, chosen: list[dict[str, Any] | None]) -> Callable[[], None]:
         """Plan to read the options of all groups; return a function that sets them."""
-        rows: list[Any] = []
+        rows: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = []
         for i, options in enumerate(chosen):
-            live, label, found = self.value.param_groups[i], f"{self.key}.param_groups.{i}", dict[str, Any]()
+            live, label = self.value.param_groups[i], f"{self.key}.param_groups.{i}"
+            found: dict[str, Any] = {}
+            made: dict[str, Maker] = {}
             for name, value in options_of(options or {}).items():
                 if is_plain_value(value) and is_plain_value(live.get(name)):
                     found[name] = value  # as most options, which need no walk
                 elif (fitted := plan.fit(value, live.get(name), f"{label}.{name}")) is not None:
-                    found[name] = match_tensors(fitted.tree, live.get(name), _claim(plan, label))
-            rows.append((options, found, plan.read_tree(found), live))
+                    found[name] = fitted.tree
+                    made |= _fill(plan, fitted, label)
+            make = plan.read_tree(found, made=made)
+            if any(options is one for one in chosen[:i]):  # two live groups must not share a tensor
+                copies = {name: lambda name=name: plan.tensor(name).clone() for name in references(found)}
+                make = plan.read_tree(found, made=copies | made)
+            rows.append((live, make))
 
         def set_options() -> None:
-            seen: set[int] = set()
-            for options, found, make, live in rows:
-                new = make()
-                if id(options) in seen:  # two live groups must not share a tensor
-                    new = insert_tensors(found, lambda name: plan.tensor(name).clone())
-                seen.add(id(options))
-                for name, value in new.items():
+            for live, make in rows:
+                for name, value in make().items():
                     is_plain = is_plain_value(value)
                     live[name] = value if is_plain else plan.updates.update(live.get(name), value)
 
@@ -481,11 +482,9 @@ def _fits(live: Any, plan: Load, saved_name: str, device: torch.device | None) -
     )
 
 
-def _claim(plan: Load, label: str) -> Callable[[str, torch.Tensor], bool]:
-    def claim(name: str, live: torch.Tensor) -> bool:
-        if not _fits(live, plan, name, None):
-            return False
-        plan.fill(name, live, label)
-        return True
-
-    return claim
+def _fill(plan: Load, fitting: Fitting, label: str) -> dict[str, Maker]:
+    """Plan to fill the live tensors of a fitted tree that can be; return functions that return them."""
+    live = {name: tensor for name, tensor, _ in fitting.places if _fits(tensor, plan, name, None)}
+    for name, tensor in live.items():
+        plan.fill(name, tensor, label)
+    return {name: lambda tensor=tensor: tensor for name, tensor in live.items()}

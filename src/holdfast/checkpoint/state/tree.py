@@ -1,4 +1,4 @@
-"""Trees of values that contain tensors: tensors are extracted, matched with live ones, and inserted again.
+"""Trees of values that contain tensors: tensors are extracted, and inserted again.
 
 Values of classes of the program have saved forms, which only name the class. The kinds of containers
 are those of `format.containers`. `fitting` walks a saved tree and a live value together.
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from msgspec import Struct
-from msgspec.structs import replace
 
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor
 from holdfast.checkpoint.format.containers import (
@@ -34,7 +33,7 @@ from holdfast.checkpoint.format.values import (
 )
 from holdfast.checkpoint.state.composites import put_together, take_apart
 from holdfast.checkpoint.state.entry import is_entry
-from holdfast.checkpoint.state.tensors import is_composite, is_sparse, unsavable
+from holdfast.checkpoint.state.tensors import is_composite, unsavable
 from holdfast.errors import InvalidInput, Unsupported
 
 PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
@@ -283,27 +282,3 @@ def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live:
             "before the restore."
         )
     return made
-
-
-def match_tensors(tree: Any, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
-    """Return an extracted tree with the live tensors in its places that `claim(name, tensor)` accepts."""
-    if type(tree) is TensorRef:
-        is_plain = isinstance(live, torch.Tensor) and not is_composite(live)
-        return live if is_plain and claim(tree.name, live) else tree
-    if type(tree) is SavedTensor and tree.live is not None:
-        return _match_composite(tree, live, claim)
-    kind = kind_of(tree)
-    if kind is None or type(tree) is not type(live):
-        return tree
-    places = dict(kind.items(live))
-    pairs = [(step, match_tensors(item, places.get(step), claim)) for step, item in kind.items(tree)]
-    return kind.rebuild(tree, pairs)
-
-
-def _match_composite(tree: SavedTensor, live: Any, claim: Callable[[str, torch.Tensor], bool]) -> Any:
-    """Return the live tensor, or the tree unless all inner tensors are claimed."""
-    if live is not tree.live or is_sparse(live):
-        return tree
-    found = take_apart(live).inner
-    inner = {name: match_tensors(item, found[name], claim) for name, item in tree.inner.items()}
-    return live if all(inner[name] is found[name] for name in found) else replace(tree, inner=inner)

@@ -19,7 +19,6 @@ from holdfast.jobs.environment import (
     activates_conda,
     add_notice_file,
     conda_start,
-    setup_variables,
     sky_variables,
     tag,
 )
@@ -102,7 +101,6 @@ def make_node_spec(
         wakeup=str(wakeup),
         notice=notice,
         environment=run,
-        setup_environment={**run, **setup_variables(run)},
         grace_s=job.policy.grace_s,
         gpus=gpus,
         port=port,

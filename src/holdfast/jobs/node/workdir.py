@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported, redact
@@ -128,11 +127,8 @@ def _run(*words: str, timeout_s: float = _LIMIT_S, **variables: str) -> Ended:
     # No user is present to enter a password.
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", **variables}
     environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
-    try:
-        command = ["git", "-c", "protocol.ext.allow=never", *words]
-        return run_program(command, timeout_s=timeout_s, env=environment)
-    except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"git did not finish within {timeout_s:.0f} s: git {' '.join(words)}.") from error
+    command = ["git", "-c", "protocol.ext.allow=never", *words]
+    return run_program(command, timeout_s=timeout_s, env=environment)
 
 
 def ignored_paths(folder: Path) -> frozenset[str]:

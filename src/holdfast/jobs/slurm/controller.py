@@ -397,11 +397,7 @@ class SlurmController(Controller):
 
     @override
     def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        if self._step is not None:
-            poll.register(self._step.fd, select.POLLIN)
-        poll.poll(_POLL_S * 1000)
+        select.select([self._woken, *([] if self._step is None else [self._step.fd])], [], [], _POLL_S)
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
 

@@ -144,7 +144,7 @@ def _texts(task: Task, folder: JobFolder, rank: int) -> Iterator[tuple[str, str]
         replaced = replace_sky_workdir(text, workdir)
         if replaced != text and not is_plain(workdir):
             raise InvalidInput(
-                f"{task.path}:{task.lines.get(name, 1)}: {name}: ~/sky_workdir means {workdir} in this job, "
+                f"{task.where(name)}: ~/sky_workdir means {workdir} in this job, "
                 "which a shell does not read without quotes. Set HOLDFAST_STATE to a folder whose path has "
                 "only letters, digits and any of / . _ - + @ % =. Nothing was started."
             )

@@ -32,7 +32,7 @@ _NO_PROGRAMS = (
 
 def check_workdir(task: Task) -> None:
     """Check that the workdir can be created."""
-    where = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
+    where = task.where("workdir")
     if task.repository is not None and shutil.which("git") is None:
         raise Unsupported(
             f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
@@ -46,8 +46,8 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
     source = Path(task.workdir) if task.workdir is not None else None
     ignore = left_out_of_workdir(source, folder) if source is not None else None
     if source is not None and ignore is not None:
-        what = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
         way_out = "Leave files out with a line in .skyignore or .gitignore, or mount them with file_mounts."
+        what = task.where("workdir")
         check_copy(source, ignore, task.envs, num_copies=task.num_nodes, what=what, way_out=way_out)
     for rank in range(task.num_nodes):
         to = folder.workdir(rank)

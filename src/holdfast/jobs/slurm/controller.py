@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.controller import Controller, event_of
+from holdfast.jobs.controller import Controller
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.mount_records import create_links
@@ -110,8 +110,7 @@ class SlurmController(Controller):
                     self.state.attempt, self._has_advanced(), self._mounts.missing(with_settled=False)
                 )
             )
-        for request in self._requests():
-            self._apply(event_of(request), request)
+        self.answer_requests()
         if not self.has_ended and self._is_on_excluded():
             self._requeue()
         elif not self.has_ended:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from holdfast.errors import TimedOut
 from holdfast.jobs import notifications, service
 from holdfast.system.linux import program_runs
 from holdfast.system.linux.processes import read_stat
@@ -44,7 +44,7 @@ def test_a_program_that_ignores_its_end_is_killed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(program_runs, "_END_S", 0.1)
     pids: list[bytes] = []
     code = "trap '' TERM; echo $$; while :; do sleep 0.05; done"
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(TimedOut, match="did not end within"):
         run_program(["sh", "-c", code], timeout_s=0.3, on_output=pids.append)
     assert read_stat(int(pids[0])) is None
 

@@ -103,6 +103,13 @@ class Controller(ABC):
             why = error if isinstance(error, HoldfastError) else repr(error)
             self._apply(ControllerFailed(f"{why} (see {self._own_log})"))
 
+    def answer_requests(self) -> None:
+        """Apply the open requests of commands."""
+        for request in self._requests():
+            lead_s = LEAD_S if request.lead_s is None else request.lead_s
+            event = CancelRequested() if request.kind == "cancel" else NoticeReceived(lead_s)
+            self._apply(event, request)
+
     @abstractmethod
     def _begin(self) -> None:
         """Take over the job from its stored state."""
@@ -252,8 +259,7 @@ class Controller(ABC):
         """Apply all that has happened. Return True if that changed the state or timers."""
         before = (self.state, self._timers)
         self._receive_signals()
-        for request in self._requests():
-            self._apply(event_of(request), request)
+        self.answer_requests()
         if self.state.is_active:
             for event in self._node_events():
                 self._apply(event)
@@ -282,10 +288,3 @@ class Controller(ABC):
         """Return True if the attempt made a newer checkpoint; None if the job never reported one."""
         step, before = self._newest_step(), self._step_before
         return None if step is None else before is None or step > before
-
-
-def event_of(request: JobRequest) -> JobEvent:
-    """Return the event of a request."""
-    if request.kind == "cancel":
-        return CancelRequested()
-    return NoticeReceived(LEAD_S if request.lead_s is None else request.lead_s)

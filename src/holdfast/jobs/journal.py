@@ -35,7 +35,9 @@ def write_document(path: Path, value: Any) -> None:
 
 def load_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T:
     """Return a struct from its document, which exists."""
-    return decode_as(kind, path.read_bytes(), str(path), max_bytes=max_bytes, any_text=True)
+    with open_regular(path) as file:
+        text = file.read(max_bytes + 1)  # the decoder refuses more
+    return decode_as(kind, text, str(path), max_bytes=max_bytes, any_text=True)
 
 
 def read_document(path: Path, kind: type[_T], *, max_bytes: int = MAX_BYTES) -> _T | None:

@@ -13,9 +13,8 @@ from msgspec import Struct, to_builtins
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.journal import load_document
+from holdfast.jobs.journal import load_document, read_document
 from holdfast.jobs.outcome import Outcome
-from holdfast.system.documents import decode_as
 from holdfast.system.linux.files import write_atomic
 
 MAX_OWN_BYTES = 64 << 20  # limit for a document that contains an environment
@@ -35,12 +34,10 @@ class NodeSpec(Struct, frozen=True):
     log: str
     wakeup: str
     notice: str
-    environment: Mapping[str, str]  # of `run`
-    setup_environment: Mapping[str, str]
+    environment: Mapping[str, str]  # of `run`; `setup` has a few more
     grace_s: float
     gpus: tuple[tuple[str, ...], ...] = ()  # given to each node of the job
     port: int | None = None  # chosen for the job
-    scratch: str = ""  # not used any more: in specifications that an older version has written
     venv: str | None = None  # folder of the node's virtual environment. None: it has none of its own
 
     @classmethod
@@ -84,11 +81,7 @@ def _reserved(path: Path) -> Path:
 def read_outcome(path: Path) -> Outcome | None:
     """Return the outcome of a node, or None if it does not exist."""
     try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return None
-    try:
-        return decode_as(Outcome, text, str(path))
+        return read_document(path, Outcome)
     except Corrupt as error:
         raise Internal(f"{path} is not a valid outcome of a node: {error}") from error
 

@@ -155,6 +155,7 @@ class RecordedEngine(ABC):
         records, folder = self._records(), job_folder(self._state, number)
         for left in records.folders_set_aside():
             _remove_folder(left)
+        self.job(number)  # records the final state, if only the engine knows it
         record = records.get(number)
         # A job that has only just ended releases its lock in a moment.
         give_up_s = time.monotonic() + (_LOCK_LIMIT_S if record.state.job_state.status.is_final else 0.0)

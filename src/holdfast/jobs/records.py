@@ -114,9 +114,9 @@ class StoredState(Struct, frozen=True):
 class JobRequest(Struct, frozen=True):
     """Request of a command to a job."""
 
-    id: str
     kind: str  # cancel or preempt
-    lead_s: float | None
+    lead_s: float | None = None
+    id: str = ""
 
 
 class JobRecord(Struct, frozen=True):
@@ -259,7 +259,7 @@ class Records:
     def ask(self, number: int, kind: str, lead_s: float | None = None) -> None:
         """Add a request to a job's controller."""
         with self._translate_errors():
-            append_value(self._folder(number).requests, JobRequest(uuid.uuid4().hex, kind, lead_s))
+            append_value(self._folder(number).requests, JobRequest(kind, lead_s, uuid.uuid4().hex))
 
     def requests(self, record: JobRecord) -> list[JobRequest]:
         """Return the open requests to a job."""

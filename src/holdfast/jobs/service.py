@@ -13,13 +13,12 @@ import pwd
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from msgspec import Struct
 
-from holdfast.errors import InvalidInput, NotFound, RetryLater, Unsupported
+from holdfast.errors import InvalidInput, NotFound, RetryLater, TimedOut, Unsupported
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import STATE, state_dir, state_path
 from holdfast.jobs.local.engine import LocalEngine
@@ -260,7 +259,7 @@ def run_program(*words: str) -> program_runs.Ended:
         environment[_RUNTIME] = str(runtime)
     try:
         return program_runs.run_program(words, timeout_s=_LIMIT_S, env=environment)
-    except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"`{line}` did not end within {_LIMIT_S:.0f} s, and was killed.") from error
+    except TimedOut:
+        raise
     except OSError as error:
         raise RetryLater(f"`{line}` could not be started: {error}.") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.jobs.environment import create_task_id, tag
+from holdfast.jobs.environment import create_task_id, setup_variables, tag
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.local.nodes import addresses
@@ -91,8 +91,7 @@ def test_the_task_overrides_the_user_s_environment_and_holdfast_the_task_s(tmp_p
     assert found["HOLDFAST_NODE"] == tag("id", 2, 1) == "id/2/1"
     assert found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
     assert found["CUDA_VISIBLE_DEVICES"] == "4,5"
-    further = spec.setup_environment.items() - found.items()
-    assert dict(further) == {
+    assert setup_variables(found) == {
         "SKYPILOT_SETUP_NODE_RANK": "1",
         "SKYPILOT_SETUP_NODE_IPS": "127.0.0.1\n127.0.0.2",
         "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "2",

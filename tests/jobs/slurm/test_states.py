@@ -111,5 +111,5 @@ def test_the_files_of_a_job_are_read_back_as_written(tmp_path: Path) -> None:
     assert files.read_requests() == []
     files.request("preempt", 1.5)
     files.request("cancel", 0.0)
-    assert files.read_requests() == [JobRequest("0", "preempt", 1.5), JobRequest("1", "cancel", 0.0)]
+    assert files.read_requests() == [JobRequest("preempt", 1.5), JobRequest("cancel", 0.0)]
     assert {path.stat().st_mode & 0o077 for path in tmp_path.glob("*.json")} == {0}, "they contain secrets"

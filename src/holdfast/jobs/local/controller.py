@@ -12,7 +12,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
-from holdfast.jobs.controller import LEAD_S, Controller, event_of
+from holdfast.jobs.controller import LEAD_S, Controller
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.local.claims import choose_port, lead_on, locked, read_claims
 from holdfast.jobs.local.nodes import Nodes, make_specs
@@ -149,11 +149,6 @@ class LocalController(Controller):
         """Release descriptors. Running nodes continue."""
         self._nodes.close()
         self._wakeup.close()
-
-    def answer_requests(self) -> None:
-        """Apply the open requests of commands, without taking over the job."""
-        for request in self._requests():
-            self._apply(event_of(request), request)
 
     @override
     def _begin(self) -> None:

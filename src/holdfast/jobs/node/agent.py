@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Unsupported
+from holdfast.jobs.environment import setup_variables
 from holdfast.jobs.folder import JobFolder, NodeFolder
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.checks.gate import start_checks
@@ -234,7 +235,7 @@ class Agent:
             os.dup2(self._log, 2)
             script, environment = plan.run, plan.environment
             if phase is Phase.SETUP:
-                script, environment = str(plan.setup), plan.setup_environment
+                script, environment = str(plan.setup), {**environment, **setup_variables(environment)}
             if self._container is not None:
                 self._container.join()
                 environment = {**self._container.environment, **environment}
@@ -251,7 +252,7 @@ class Agent:
         """Return the wait status of the shell. Reaps adopted children."""
         fd = os.pidfd_open(pid)
         try:
-            while not self._is_readable(fd):
+            while fd not in select.select([fd, *self._fds()], [], [], _LOOK_S)[0]:
                 ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
                 while (child := os.waitid(os.P_ALL, 0, ended)) and child.si_pid != pid:
                     os.waitpid(child.si_pid, 0)
@@ -260,13 +261,6 @@ class Agent:
         finally:
             os.close(fd)
         return os.waitpid(pid, 0)[1]
-
-    def _is_readable(self, fd: int) -> bool:
-        """Wait for at most a second, and return True once a descriptor is readable."""
-        poll = select.poll()
-        for watched in (fd, *self._fds()):
-            poll.register(watched, select.POLLIN)
-        return fd in (ready for ready, _ in poll.poll(_LOOK_S * 1000))
 
 
 def _exec_bash(script: str, environment: Mapping[str, str]) -> None:

@@ -89,8 +89,8 @@ def _remove_environment(path: Path) -> None:
     """Remove the environments from the specification of a node. The rest describes the attempt."""
     try:
         plan = NodeSpec.read(path)
-        if plan.environment or plan.setup_environment:
-            write_document(path, replace(plan, environment={}, setup_environment={}))
+        if plan.environment:
+            write_document(path, replace(plan, environment={}))
     except FileNotFoundError:
         return
     except (Corrupt, OSError):  # damaged, or the disk is full

@@ -19,7 +19,6 @@ from holdfast.jobs.environment import (
     activates_conda,
     add_notice_file,
     conda_start,
-    setup_variables,
     sky_variables,
     tag,
 )
@@ -102,7 +101,6 @@ def make_node_spec(
         wakeup=str(wakeup),
         notice=notice,
         environment=run,
-        setup_environment={**run, **setup_variables(run)},
         grace_s=job.policy.grace_s,
         gpus=gpus,
         port=port,
@@ -146,7 +144,7 @@ def _texts(task: Task, folder: JobFolder, rank: int) -> Iterator[tuple[str, str]
         replaced = replace_sky_workdir(text, workdir)
         if replaced != text and not is_plain(workdir):
             raise InvalidInput(
-                f"{task.path}:{task.lines.get(name, 1)}: {name}: ~/sky_workdir means {workdir} in this job, "
+                f"{task.where(name)}: ~/sky_workdir means {workdir} in this job, "
                 "which a shell does not read without quotes. Set HOLDFAST_STATE to a folder whose path has "
                 "only letters, digits and any of / . _ - + @ % =. Nothing was started."
             )

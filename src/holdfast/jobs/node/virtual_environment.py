@@ -15,7 +15,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
@@ -164,7 +163,7 @@ def _ask(
     command = [found, "-I", "-c", _QUESTION]
     try:
         done = run_program(command, timeout_s=_LIMIT_S, env=environment, cwd=workdir, on_look=on_look)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise Unsupported(f"{found} does not run: {error}") from error
     if done.status:
         words = done.error.split("\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 from holdfast.errors import NotFound, RetryLater, Unsupported, redact
@@ -33,7 +32,7 @@ _NO_PROGRAMS = (
 
 def check_workdir(task: Task) -> None:
     """Check that the workdir can be created."""
-    where = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
+    where = task.where("workdir")
     if task.repository is not None and shutil.which("git") is None:
         raise Unsupported(
             f"{where}: git is not installed on this machine (`apt-get install git`). Nothing was started."
@@ -47,8 +46,8 @@ def create_workdir(task: Task, folder: JobFolder) -> None:
     source = Path(task.workdir) if task.workdir is not None else None
     ignore = left_out_of_workdir(source, folder) if source is not None else None
     if source is not None and ignore is not None:
-        what = f"{task.path}:{task.lines.get('workdir', 1)}: workdir"
         way_out = "Leave files out with a line in .skyignore or .gitignore, or mount them with file_mounts."
+        what = task.where("workdir")
         check_copy(source, ignore, task.envs, num_copies=task.num_nodes, what=what, way_out=way_out)
     for rank in range(task.num_nodes):
         to = folder.workdir(rank)
@@ -128,11 +127,8 @@ def _run(*words: str, timeout_s: float = _LIMIT_S, **variables: str) -> Ended:
     # No user is present to enter a password.
     environment = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", **variables}
     environment.setdefault("GIT_SSH_COMMAND", "ssh -o BatchMode=yes")
-    try:
-        command = ["git", "-c", "protocol.ext.allow=never", *words]
-        return run_program(command, timeout_s=timeout_s, env=environment)
-    except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"git did not finish within {timeout_s:.0f} s: git {' '.join(words)}.") from error
+    command = ["git", "-c", "protocol.ext.allow=never", *words]
+    return run_program(command, timeout_s=timeout_s, env=environment)
 
 
 def ignored_paths(folder: Path) -> frozenset[str]:

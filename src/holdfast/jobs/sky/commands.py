@@ -95,14 +95,10 @@ def _plain(line: bytes) -> str:
 
 def _run(words: list[str], secrets: Mapping[str, str] | None = None, timeout_s: float = _SHORT_S) -> str:
     command = [program(), *words]
-    command_line = f"sky {' '.join(words)}"
-    try:
-        done = run_program(command, timeout_s=timeout_s, env=_environment(secrets))
-    except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"`{command_line}` did not finish within {timeout_s:.0f} s.") from error
+    done = run_program(command, timeout_s=timeout_s, env=_environment(secrets))
     if done.status:
         output = _COLOURS.sub("", done.error or done.text)[-1500:]
-        raise RetryLater(f"`{command_line}` exited with {done.status}:\n{output}")
+        raise RetryLater(f"`sky {' '.join(words)}` exited with {done.status}:\n{output}")
     return _COLOURS.sub("", done.text)
 
 

@@ -155,11 +155,6 @@ class SkyEngine(RecordedEngine):
         return engine_job_id
 
     @override
-    def forget(self, number: int, *, force: bool = False) -> None:
-        self.job(number)  # records the final state
-        super().forget(number, force=force)
-
-    @override
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
         # SkyPilot itself puts the nodes' names before their lines
         if what.node or (what.follow and what.tail is not None):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -212,8 +211,6 @@ def _run(words: list[str], environment: Mapping[str, str] | None = None, *, num_
         done = run_program(words, timeout_s=_TIMEOUT_S, env=environment)
     except FileNotFoundError as error:
         raise Unsupported(f"{words[0]} is not on the PATH of this machine.") from error
-    except subprocess.TimeoutExpired as error:
-        raise RetryLater(f"`{' '.join(words)}` did not answer within {_TIMEOUT_S:.0f} s.") from error
     if done.status < 0 and num_tries > 1:
         return _run(words, environment, num_tries=num_tries - 1)
     if done.status:

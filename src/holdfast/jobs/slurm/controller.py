@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from typing_extensions import override
 
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
-from holdfast.jobs.controller import Controller, event_of
+from holdfast.jobs.controller import Controller
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.job_secrets import check_has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.mount_records import create_links
@@ -110,8 +110,7 @@ class SlurmController(Controller):
                     self.state.attempt, self._has_advanced(), self._mounts.missing(with_settled=False)
                 )
             )
-        for request in self._requests():
-            self._apply(event_of(request), request)
+        self.answer_requests()
         if not self.has_ended and self._is_on_excluded():
             self._requeue()
         elif not self.has_ended:
@@ -397,11 +396,7 @@ class SlurmController(Controller):
 
     @override
     def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        if self._step is not None:
-            poll.register(self._step.fd, select.POLLIN)
-        poll.poll(_POLL_S * 1000)
+        select.select([self._woken, *([] if self._step is None else [self._step.fd])], [], [], _POLL_S)
         with contextlib.suppress(BlockingIOError):
             os.read(self._woken, 4096)
 

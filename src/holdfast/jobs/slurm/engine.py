@@ -257,11 +257,6 @@ class SlurmEngine(NodeEngine):
         self._files(number).request("preempt", lead_s)
         return job
 
-    @override
-    def forget(self, number: int, *, force: bool = False) -> None:
-        self.job(number)  # records the final state
-        super().forget(number, force=force)
-
     def _files(self, number: int) -> JobFiles:
         return JobFiles(job_folder(self._state, number).path)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, field
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.journal import load_document, write_document
+from holdfast.jobs.journal import append_value, load_document, read_values, write_document
 from holdfast.jobs.records import JobRequest, Submission, read_submission
 from holdfast.jobs.state_machine import JobState
-from holdfast.system.documents import decode_as, read_as
-
-_REQUEST = "a request to a job"
 
 
 class NodeUploads(Struct, frozen=True):
@@ -82,18 +76,11 @@ class JobFiles(JobFolder):
 
     def request(self, kind: str, lead_s: float) -> None:
         """Send a request to the controller, which checks once a second."""
-        fd = os.open(self._asked, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.write(fd, json.dumps({"kind": kind, "lead_s": lead_s}).encode() + b"\n")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        append_value(self._asked, JobRequest(kind, lead_s))
 
     def read_requests(self) -> list[JobRequest]:
         """Return all requests so far, oldest first."""
-        lines = self._asked.read_bytes().split(b"\n")[:-1]
-        found = enumerate(decode_as(dict[str, Any], line, _REQUEST) for line in lines)
-        return [read_as(JobRequest, {"id": str(number), **one}, _REQUEST) for number, one in found]
+        return read_values(self._asked, JobRequest)
 
     @property
     def is_cancelled(self) -> bool:

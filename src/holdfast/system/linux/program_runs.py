@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
 from msgspec import Struct
+
+from holdfast.errors import TimedOut
 
 _LOOK_S = 0.2  # interval between two calls of `on_look`
 _END_S = 5.0  # time for a process to end after SIGTERM, and again after SIGKILL
@@ -56,6 +58,10 @@ def run_program(
     Args:
         on_output: called with each piece of its output and its errors.
         on_look: called while the program runs, every 0.2 s. If it raises, the program is ended.
+
+    Raises:
+        TimedOut: it did not end within `timeout_s`.
+        OSError: it could not be started.
 
     Blocks: until it has ended, or for `timeout_s`, and then at most 10 s.
     """
@@ -123,7 +129,10 @@ def output_of(
                     return
                 on_look()
                 if timeout_s is not None and deadline_s is not None and time.monotonic() > deadline_s:
-                    raise subprocess.TimeoutExpired(process.args, timeout_s)
+                    words: Any = process.args
+                    raise TimedOut(
+                        f"`{' '.join(words)}` did not end within {timeout_s:.0f} s, and was killed."
+                    )
     finally:
         os.close(end)
 

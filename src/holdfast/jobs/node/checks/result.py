@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode_as
-from holdfast.system.linux.files import open_regular
+from holdfast.jobs.journal import load_document
 
 MODE = "HOLDFAST_NODE_CHECKS"  # variable of a job: `stop` (default), `report` or `off`
 STOP, REPORT, OFF = "stop", "report", "off"
@@ -78,9 +78,6 @@ def describe_failures(checks: Iterable[Check]) -> str:
 
 def read_checks(path: Path) -> NodeChecks | None:
     """Return the results of a node, or None if missing or damaged."""
-    try:
-        with open_regular(path) as file:
-            text = file.read(MAX_RESULT_BYTES + 1)
-        return decode_as(NodeChecks, text, str(path), max_bytes=MAX_RESULT_BYTES, any_text=True)
-    except (OSError, Corrupt):
-        return None
+    with suppress(OSError, Corrupt):
+        return load_document(path, NodeChecks, max_bytes=MAX_RESULT_BYTES)
+    return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
@@ -56,7 +55,7 @@ def _answer(program: str | None, question: str) -> str | None:
     """Return the answer of a runtime about itself, or None if it does not answer."""
     try:
         done = run_program((program, "info", "--format", question), timeout_s=_LIMIT_S) if program else None
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:
         return None
     return done.text if done and done.status == 0 else None
 

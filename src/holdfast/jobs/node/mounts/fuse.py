@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
-from holdfast.errors import Conflict
+from holdfast.errors import Conflict, TimedOut
 from holdfast.system.linux.mounts import mount_points
 from holdfast.system.linux.program_runs import run_program
 
@@ -58,7 +57,7 @@ def _unmount(path: Path) -> None:
             continue
         try:
             error = run_program([*words, str(path)], timeout_s=_LIMIT_S).error
-        except subprocess.TimeoutExpired as late:
+        except TimedOut as late:
             error = str(late)
         if path not in mounted_below(path):
             return

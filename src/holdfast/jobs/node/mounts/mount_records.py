@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from holdfast.errors import Conflict, InvalidInput
+from holdfast.errors import Conflict, InvalidInput, TimedOut
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.records import Records
@@ -192,7 +191,7 @@ def why_unavailable() -> str | None:
     """Return why this user cannot have private links here, or None if they can, as a process tries it."""
     try:
         trial = run_program(command("holdfast.system.linux.mount_namespace"), timeout_s=_TRIAL_S)
-    except subprocess.TimeoutExpired as error:
+    except TimedOut as error:
         return str(error)
     return None if trial.status == 0 else (trial.error.splitlines() or [trial.message])[-1]
 

@@ -255,7 +255,7 @@ def _run_fitting(data: bytes) -> None:
 
     from holdfast.checkpoint.format import values
     from holdfast.checkpoint.format.limits import MAX_DEPTH
-    from holdfast.checkpoint.state.fitting import Updates, fit
+    from holdfast.checkpoint.state.fitting import GONE, Fitting, Updates
     from holdfast.checkpoint.state.tree import insert_tensors
     from holdfast.system.documents import decode
 
@@ -276,8 +276,9 @@ def _run_fitting(data: bytes) -> None:
     ]
     for one in live:
         with contextlib.suppress(InvalidInput):
-            fitted = fit(values.decode(decode(data, "values", max_depth=MAX_DEPTH)), one, "a")
-            Updates().update(one, insert_tensors(fitted.tree, lambda _: torch.zeros(1)))
+            saved = values.decode(decode(data, "values", max_depth=MAX_DEPTH))
+            tree = Fitting().fit(saved, one, "a", is_here=True)
+            Updates().update(one, insert_tensors(one if tree is GONE else tree, lambda _: torch.zeros(1)))
 
 
 def _run_documents() -> list[bytes]:
@@ -424,14 +425,14 @@ _COMMANDS: dict[str, Callable[[Path, Any], None]] = {
 def _index_seeds() -> list[bytes]:
     from holdfast.watch.compiled.transfer import CacheIndex, PackedFile, document
 
-    files = tuple(PackedFile(f"ab/kernel{i}.so", 4, "0" * 32, "1" * 32, 12 * i, 12) for i in range(3))
-    return [document(CacheIndex(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, files))]
+    files = tuple(PackedFile(f"ab/kernel{i}.so", 4, "0" * 32, 0, 12 * i, 12) for i in range(3))
+    return [document(CacheIndex(3, 1, 2, {"cpu": "avx2", "torch": "2.13"}, ("1" * 32,), files))]
 
 
 def _run_index(data: bytes) -> None:
     from holdfast.watch.compiled import transfer
 
-    transfer.parse(data, transfer.index_name("0" * 32, 3, 1, 2))
+    transfer.parse(data, str(transfer.IndexName(3, 1, 2, "0" * 32)))
 
 
 def _pack_seeds() -> list[bytes]:
@@ -446,7 +447,7 @@ def _run_pack(data: bytes) -> None:
 
     for offset in (0, 30):
         with contextlib.suppress(Corrupt):
-            unpack(data, PackedFile("a", 400, "0" * 32, "1" * 32, offset, len(data)))
+            unpack(data, PackedFile("a", 400, "0" * 32, 0, offset, len(data)), "pack")
 
 
 @cache
@@ -607,7 +608,7 @@ def _records() -> dict[str, Callable[[], Any]]:
     def node_plan() -> Any:
         from holdfast.jobs.node_spec import NodeSpec
 
-        return NodeSpec("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, {}, 30.0)
+        return NodeSpec("h", None, "/run", "/set", "/w", "/l", "/b", "/n", {"A": "b"}, 30.0)
 
     def tag_plan() -> Any:
         from holdfast.adapters.nebula.tag_writer import TagPlan

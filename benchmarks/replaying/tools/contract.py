@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from holdfast.system.environment import report_progress
+from holdfast.system.environment import JobReport, report_to_job
 
 HANG_S = 5.0
 """Limit of a step. A rank that hangs ends its attempt after that time, with every tool."""
@@ -140,7 +140,7 @@ class HandWritten(Loop):
         os.close(folder)
         for old in sorted(home.glob("step-*"), key=_step)[:-KEPT]:
             remove(old)
-        report_progress("by hand", step)
+        report_to_job(JobReport(home="by hand", step=step))
 
 
 def remove(path: Path) -> None:

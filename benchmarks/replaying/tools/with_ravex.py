@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from holdfast.system.environment import report_progress
+from holdfast.system.environment import JobReport, report_to_job
 
 from .contract import KEPT, Tool, limit_ops
 
@@ -31,6 +31,6 @@ class WithRavex(Tool):
                 body(step)
                 limit_ops()
                 if training.rank == 0 and (step + 1) % training.every == 0:
-                    report_progress("ravex", step + 1)
+                    report_to_job(JobReport(home="ravex", step=step + 1))
 
         loop()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 import holdfast
 from holdfast import Checkpoint, Checkpointer
@@ -19,7 +19,7 @@ from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import Count, decode_as
+from holdfast.system.documents import Count, decode_as, to_plain
 from holdfast.system.linux.partial_files import temporary_folder
 
 _NAME = "holdfast-checkpoint.json"
@@ -70,7 +70,7 @@ def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: An
         ray.train.report(dict(metrics), **options)
         return
     with temporary_folder("ray") as folder:
-        text = json.dumps(to_builtins(_Reference(home, newest.step)))
+        text = json.dumps(to_plain(_Reference(home, newest.step)))
         Path(folder, _NAME).write_text(text + "\n")
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(folder), **options)
     _reported[home] = newest.step

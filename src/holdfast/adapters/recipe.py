@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import xxhash
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.home.newest import LIMIT_S, Patience
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, RetryLater
-from holdfast.system.documents import Count, decode_as
+from holdfast.system.documents import Count, decode_as, to_plain
 from holdfast.system.environment import JobReport, report_to_job
 from holdfast.system.linux.files import NOT_A_FILE, open_regular
 from holdfast.system.log import get_logger
@@ -191,7 +191,7 @@ class _Series:
         files |= {name: earlier[name] for name in kept}
         now = datetime.now(timezone.utc).isoformat()
         metadata = _Metadata(step=step, timestamp=now, model_type=model_type, files=files)
-        self._store.put(self._metadata_name(step), json.dumps(to_builtins(metadata), indent=1).encode())
+        self._store.put(self._metadata_name(step), json.dumps(to_plain(metadata), indent=1).encode())
         self._remove_before(earlier)
         logger.info("Saved checkpoint at step %d", step)
         return result

@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Iterator
 from operator import attrgetter, itemgetter
 
-from msgspec import to_builtins
-
 from holdfast.cli.commands import command
 from holdfast.cli.jobs import JOB, format_span, job_row
 from holdfast.cli.tables import (
@@ -23,6 +21,7 @@ from holdfast.cli.tables import (
 from holdfast.jobs.description import JobDescription, describe_checks
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
+from holdfast.system.documents import to_plain
 from holdfast.system.units import plural
 
 _WIDTH = 110  # width of the lines where there is no terminal
@@ -58,7 +57,7 @@ def print_checks(found: JobDescription) -> None:
 def run(args: argparse.Namespace) -> int:
     """Show the job."""
     found = describe(args.job)
-    print_result(args, {**to_builtins(found), "job": job_row(found.job)}, lambda: _print(found))
+    print_result(args, {**to_plain(found), "job": job_row(found.job)}, lambda: _print(found))
     return 0
 
 

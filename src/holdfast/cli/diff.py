@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.checkpoint.format.manifest import EACH
 from holdfast.checkpoint.home.documents import read_part
@@ -24,6 +24,7 @@ from holdfast.cli.commands import FILTER, PATIENCE, argument, command
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, print_result, print_table
 from holdfast.errors import Corrupt
+from holdfast.system.documents import to_plain
 from holdfast.system.units import plural
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def _facts(side: Side) -> dict[str, Any]:
 
 
 def _as_json(a: Side, b: Side, difference: Difference) -> dict[str, Any]:
-    facts = {"a": _facts(a), "b": _facts(b), **to_builtins(difference)}
+    facts = {"a": _facts(a), "b": _facts(b), **to_plain(difference)}
     for change in facts["changed"]:
         for name in ("max_abs", "mean_abs"):
             if change[name] is not None and not math.isfinite(change[name]):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from msgspec import to_builtins
-
 from holdfast.checkpoint.exchange.exporter import KINDS, check_step, choose_kind
 from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
@@ -16,6 +14,7 @@ from holdfast.cli.commands import HOME, PREFIXES, argument, command, step_number
 from holdfast.cli.homes import nearest_hint, open_home
 from holdfast.cli.tables import byte_bar, format_rate, print_result
 from holdfast.errors import NotFound
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, parse_bytes, plural
 
 _SOURCE_KINDS = ("auto", "torch", "dcp", "safetensors", "hf")
@@ -73,7 +72,7 @@ def import_(args: argparse.Namespace) -> int:
     tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     took = format_rate(done.num_bytes, done.seconds)
     text = f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind}), {took}"
-    print_result(args, to_builtins(done), text)
+    print_result(args, to_plain(done), text)
     return 0
 
 
@@ -136,5 +135,5 @@ def export(args: argparse.Namespace) -> int:
     tensors = f"{plural(done.num_tensors, 'tensor')}, {format_bytes(done.num_bytes)}"
     took = format_rate(done.num_bytes, done.seconds)
     text = f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}"
-    print_result(args, {"home": store.url, **to_builtins(done)}, text)
+    print_result(args, {"home": store.url, **to_plain(done)}, text)
     return 0

@@ -6,8 +6,6 @@ import argparse
 import time
 from operator import attrgetter
 
-from msgspec import to_builtins
-
 from holdfast.cli import FOUND, print_note
 from holdfast.cli.commands import argument, command, either, step_number
 from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors, print_jobs
@@ -32,6 +30,7 @@ from holdfast.jobs.machines import NodeStanding
 from holdfast.jobs.records import Records
 from holdfast.jobs.registry import all_jobs, get_engine
 from holdfast.jobs.status import JobStatus
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_duration, parse_duration, plural
 
 _SHOWN = 20
@@ -272,7 +271,7 @@ def nodes(args: argparse.Namespace) -> int:
     results = list(each(clear_node, args.clear))
     found = node_standings()
     if args.json:
-        print_json([to_builtins(one) for one in found])
+        print_json([to_plain(one) for one in found])
     elif args.clear:
         cleared = [name for name, error in zip(args.clear, results, strict=True) if error is None]
         print(f"cleared: {', '.join(cleared) or 'no node'}")
@@ -339,7 +338,7 @@ def service(args: argparse.Namespace) -> int:
         f"installed: systemd continues the jobs in {found.state} when this machine starts\n"
         f"to see it: holdfast service status ({found.unit})"
     )
-    print_result(args, to_builtins(found), (lambda: _print_service(found)) if is_status else text)
+    print_result(args, to_plain(found), (lambda: _print_service(found)) if is_status else text)
     for problem in found.problems if not args.json else ():
         print_note(problem)
     return 0 if found.unit or not is_status else FOUND

@@ -6,8 +6,6 @@ import argparse
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from msgspec import to_builtins
-
 from holdfast.cli import TROUBLE, print_note
 from holdfast.cli.commands import Argument, argument
 from holdfast.cli.tables import print_result
@@ -15,6 +13,7 @@ from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
 from holdfast.jobs.registry import ENGINES
+from holdfast.system.documents import to_plain
 
 JOB = argument("job JOB", "number of the job, or the name of the newest")
 
@@ -27,7 +26,7 @@ def engine_option(*, default: str | None, shown: str) -> Argument:
 
 def job_row(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object, with its durations."""
-    return {**to_builtins(job), "status": job.status.value, **to_builtins(durations_of(job))}
+    return {**to_plain(job), "status": job.status.value, **to_plain(durations_of(job))}
 
 
 def print_jobs(args: argparse.Namespace, jobs: list[Job], text: Callable[[Job], str], nothing: str) -> None:

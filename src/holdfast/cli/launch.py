@@ -12,8 +12,6 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
-
 from holdfast.cli import FOUND, print_note
 from holdfast.cli.commands import argument, command, count
 from holdfast.cli.jobs import engine_option, job_row
@@ -28,7 +26,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.edits import is_variable_name
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
-from holdfast.system.documents import decode_text
+from holdfast.system.documents import decode_text, to_plain
 from holdfast.system.units import plural
 
 
@@ -56,7 +54,7 @@ def _plan(task: Task, engine: RecordedEngine) -> dict[str, Any]:
         "engine": engine.name,
         "num_nodes": task.num_nodes,
         "notes": list(task.notes),
-        "unsupported_keys": [to_builtins(one) for one in engine.unsupported_keys(task)],
+        "unsupported_keys": [to_plain(one) for one in engine.unsupported_keys(task)],
         "rendered": engine.render(task),
         "task": to_yaml(task),
     }

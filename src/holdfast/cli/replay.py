@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.exchange.home_writer import copy_checkpoint
@@ -25,6 +25,7 @@ from holdfast.cli.commands import HOME, argument, command, script_arguments, ste
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import print_result
 from holdfast.errors import Corrupt, InvalidInput, NotFound
+from holdfast.system.documents import to_plain
 from holdfast.system.environment import place_in_sandbox
 from holdfast.system.units import parse_duration, plural
 
@@ -217,7 +218,7 @@ def _replay(
         "verdict": verdict.name,
         "matches_once": verdict.matches_once,
         "num_compared": num_compared,
-        "differences": [to_builtins(row) for row in verdict.differences],
+        "differences": [to_plain(row) for row in verdict.differences],
         "metric": None if verdict.name == SOUND else metric,
     }
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from msgspec import to_builtins
-
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.cli.commands import HOME, argument, command
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import format_time, print_result
 from holdfast.errors import NotFound
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_duration, plural
 from holdfast.watch.hang.incidents import (
     RankEvidence,
@@ -62,5 +61,5 @@ def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -
     lines = [f"{title}:", *(f"  {line}" for line in describe_groups(groups))]
     for rank in ranks if args.full else ():
         lines += ["", *format_stacks(rank)]
-    rows = [{**to_builtins(group), "kind": group.kind.value} for group in groups]
-    print_result(args, {"groups": rows, "ranks": [to_builtins(rank) for rank in ranks]}, "\n".join(lines))
+    rows = [{**to_plain(group), "kind": group.kind.value} for group in groups]
+    print_result(args, {"groups": rows, "ranks": [to_plain(rank) for rank in ranks]}, "\n".join(lines))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from msgspec import to_builtins
-
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import read_manifest
@@ -19,6 +17,7 @@ from holdfast.cli.commands import HOME, argument, command, count, step_options
 from holdfast.cli.homes import open_home, read_run_id
 from holdfast.cli.tables import byte_bar, format_rate, print_json, print_text
 from holdfast.errors import Corrupt, HoldfastError, NotFound, Unsupported
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, plural
 
 _Found = dict[CheckpointId, "Manifest | HoldfastError"]
@@ -120,7 +119,7 @@ def _as_json(report: VerifyReport) -> dict[str, Any]:
         "step": report.step,
         "attempt": report.attempt,
         "good": report.is_good,
-        "problems": [to_builtins(problem) for problem in report.problems],
+        "problems": [to_plain(problem) for problem in report.problems],
         "extra": list(report.extra),
         "bytes": report.num_bytes,
         "seconds": report.seconds,

@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import to_builtins
-
 from holdfast.errors import Corrupt
-from holdfast.system.documents import MAX_BYTES, decode_as
+from holdfast.system.documents import MAX_BYTES, decode_as, to_plain
 from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
 
 _T = TypeVar("_T")
@@ -25,7 +23,7 @@ _RESERVED_BYTES = 16 << 10
 
 def encode(value: Any) -> str:
     """Return a struct, or several, as one line of JSON."""
-    return json.dumps(to_builtins(value), default=sorted)  # a set becomes a list
+    return json.dumps(to_plain(value), default=sorted)  # a set becomes a list
 
 
 def write_document(path: Path, value: Any) -> None:

@@ -8,13 +8,14 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.environment import JobPipeline
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import load_document, read_document
 from holdfast.jobs.outcome import Outcome
+from holdfast.system.documents import to_plain
 from holdfast.system.linux.files import write_atomic
 
 MAX_OWN_BYTES = 64 << 20  # limit for a document that contains an environment
@@ -68,7 +69,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
     """Write the outcome of a node, into the space that was reserved for it."""
     reserved = _reserved(path)
     with reserved.open("r+b") as file:
-        file.write(json.dumps(to_builtins(outcome)).ljust(_OUTCOME_BYTES).encode())
+        file.write(json.dumps(to_plain(outcome)).ljust(_OUTCOME_BYTES).encode())
         file.flush()
         os.fsync(file.fileno())
     reserved.replace(path)

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Annotated, Any, NoReturn, TypeVar, overload
 
-from msgspec import Meta, ValidationError, convert
+from msgspec import Meta, ValidationError, convert, to_builtins
 
 from holdfast.errors import Corrupt, InvalidInput
 
@@ -178,7 +178,40 @@ def read_as(kind: Any, value: Any, what: str) -> Any:
     try:
         return convert(value, kind, str_keys=True)
     except ValidationError as error:  # also from a class with checks of its own
-        raise Corrupt(f"{what}: {error}.", key=what) from error
+        why = _with_key(kind, value, str(error)).rstrip(".")
+        raise Corrupt(f"{what}: {why}.", key=what) from error
+
+
+def _with_key(kind: Any, value: Any, text: str) -> str:
+    """Return the text of an error with the key in place of `[...]`, by which msgspec stands for any key."""
+    path, found, _ = text.partition("[...]")
+    names = list(filter(None, path.partition("`$")[2].split("."))) if found else []
+    members: Any = value if found else None
+    for name in names:
+        members = members.get(name) if isinstance(members, dict) else None
+    for key in members if isinstance(members, dict) else ():
+        try:
+            convert(_replaced(value, names, {key: members[key]}), kind, str_keys=True)
+        except ValidationError as error:
+            if str(error) == text:
+                return text.replace("[...]", f"[{shown(key)}]", 1)
+    return text
+
+
+def _replaced(value: Any, names: list[str], member: Any) -> Any:
+    return {**value, names[0]: _replaced(value[names[0]], names[1:], member)} if names else member
+
+
+def to_plain(value: Any) -> Any:
+    """Return a struct as a value of JSON, with plain values in place of subclasses, as of NumPy."""
+    return to_builtins(value, enc_hook=_plain)
+
+
+def _plain(value: Any) -> Any:
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"A {type(value).__name__} is no value of JSON.")
 
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # A count, size, offset or number of something

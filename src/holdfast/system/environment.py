@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as
+from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as, to_plain
 
 PREEMPTION = "HOLDFAST_PREEMPTION"  # sources of preemption notices, see `holdfast.watch.preemption.sources`
 KEEP_IN_MEMORY = "HOLDFAST_KEEP_IN_MEMORY"
@@ -99,7 +99,7 @@ def report_to_job(report: JobReport) -> None:
     path = os.environ.get(PROGRESS)
     if not path:
         return
-    line = json.dumps(to_builtins(report)) + "\n"
+    line = json.dumps(to_plain(report)) + "\n"
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from holdfast.adapters.kit.run import HOME
 from holdfast.adapters.kit.saved_files import folder_fault, read_json
+from holdfast.system.documents import to_plain
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_folder, remove_partial_files
 from holdfast.system.log import get_logger
@@ -111,7 +112,7 @@ class Folders:
         earlier = before.steps if before is not None and self.is_ours(before) else ()
         steps = (*(one for one in earlier if one in complete and one != step), step)
         home = self._home if "://" in self._home else os.path.relpath(self._home, folder)
-        _write(folder, json.dumps(to_builtins(FolderMarker(home, steps, is_new))) + "\n")
+        _write(folder, json.dumps(to_plain(FolderMarker(home, steps, is_new))) + "\n")
 
     def is_ours(self, marker: FolderMarker) -> bool:
         """Return True if a marker names the home of this run."""

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from msgspec import to_builtins
 from msgspec.structs import replace
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -47,6 +46,7 @@ from holdfast.checkpoint.state.tensors import NAMES, PLAIN, torch_dtype
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
+from holdfast.system.documents import to_plain
 
 _MAX_TRIES = 1000
 """Sequences of splits that are tried for a rule. Meshes of a training need a few."""
@@ -330,7 +330,7 @@ class HoldfastWriter(StorageWriter):
         store = open_store(self._target.home)
         file = persist(store, names.data(step, attempt, rank), stage(planner, items, layout))
         facts = part.PartFacts(
-            **to_builtins(claim.writer), step=step, ancestors=claim.ancestors, values=encoded, own=()
+            **to_plain(claim.writer), step=step, ancestors=claim.ancestors, values=encoded, own=()
         )
         draft = part.draft(facts, layout.starts, claim.catalog)
         store.put_once(names.part(step, attempt, rank), part.finish(draft, file))

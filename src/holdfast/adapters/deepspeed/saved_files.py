@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from torch.optim import Optimizer
 
 import holdfast
@@ -27,7 +27,7 @@ from holdfast.checkpoint.restore.atomic_output import atomic_file
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.run.options import Home
 from holdfast.errors import Corrupt, Denied, HoldfastError, InvalidInput, NotFound, Unsupported
-from holdfast.system.documents import read_as
+from holdfast.system.documents import read_as, to_plain
 from holdfast.system.linux.files import open_regular
 from holdfast.system.log import get_logger
 
@@ -61,7 +61,7 @@ def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:
     """Return the state that the Checkpointer saves for this rank."""
     keyed = {name: (partition_key(name, _RESERVED), packed) for name, packed in files.items()}
     state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
-    state[META] = {"version": _VERSION, **to_builtins(facts), "partitions": describe_partitions(keyed)}
+    state[META] = {"version": _VERSION, **to_plain(facts), "partitions": describe_partitions(keyed)}
     return state
 
 

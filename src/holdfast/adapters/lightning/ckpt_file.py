@@ -18,7 +18,7 @@ import torch
 import xxhash
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from holdfast.adapters.kit.run import open_loaded
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
@@ -31,7 +31,7 @@ from holdfast.checkpoint.state.tensors import is_savable
 from holdfast.checkpoint.store.address import SCHEMES
 from holdfast.errors import Corrupt, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.system.documents import Count, decode_as, read_as
+from holdfast.system.documents import Count, decode_as, read_as, to_plain
 from holdfast.system.linux.files import open_regular
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.rawbytes import view_bytes
@@ -156,7 +156,7 @@ def make_state(pickled: Pickled, facts: Facts) -> dict[str, Any]:
             "format": _FORMAT,
             "names": list(pickled.storages),
             _PICKLED: torch.frombuffer(bytearray(pickled.data), dtype=torch.uint8),
-            **to_builtins(facts),
+            **to_plain(facts),
         },
     }
 
@@ -233,7 +233,7 @@ def _records(content: HomeContent, pickled: bytes) -> Iterator[Record]:
         hashes[name] = hashed.hexdigest()
     attempt = content.checkpoint_id.attempt
     file_id = FileId(content.run, attempt, content.step, content.facts.is_full, hashes)
-    yield Record.of_bytes(_HASHES, json.dumps(to_builtins(file_id)).encode())
+    yield Record.of_bytes(_HASHES, json.dumps(to_plain(file_id)).encode())
 
 
 def _hash_pieces(read: Callable[[], Iterator[memoryview]], hashed: xxhash.xxh3_128) -> Iterator[memoryview]:

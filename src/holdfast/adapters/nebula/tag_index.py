@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.checkpoint.exchange.packed_value import (
     Packed,
@@ -43,7 +43,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning
 from holdfast.system.callsite import warn
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as, read_as, to_plain
 
 META = "nebula"
 """Top-level key of a checkpoint's tag and partitions."""
@@ -107,7 +107,7 @@ def place(tensor: torch.Tensor, location: str, map_location: MapLocation) -> tor
     choose: Any = torch.serialization._get_restore_location(map_location)
     try:
         storage = choose(tensor.untyped_storage(), location)
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError, TypeError) as error:
         raise InvalidInput(
             f"A tensor that was saved from {location} cannot be placed with map_location={map_location!r} "
             f"here ({error}). Nothing was loaded. Pass map_location='cpu' or another device."
@@ -270,7 +270,9 @@ class TagIndex:
             return None
         tiers = tuple(name for name, listing in listings.items() if _is_complete(listing, found, name))
         tagged = TaggedCheckpoint(self.home, tiers, checkpoint)
-        return tagged if tagged.names() else None  # ranks may have completed a tag without any file
+        # Ranks may have completed a tag without any file. The first part with one is enough.
+        has_files = any(tagged.meta(index).partitions for index in range(checkpoint.world_size))
+        return tagged if has_files else None
 
     def tiers_of(self, found: CheckpointId) -> list[str]:
         """Return the tiers that have a checkpoint now. Home is listed last, so a copy on its way is seen."""
@@ -301,7 +303,7 @@ class PartitionMarker(Struct, frozen=True):
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the marker to a path, replacing any file."""
         with atomic_file(Path(path), overwrite=True) as partial:
-            partial.write_text(_FIRST_LINE + json.dumps(to_builtins(self)) + "\n")
+            partial.write_text(_FIRST_LINE + json.dumps(to_plain(self)) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> PartitionMarker | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
@@ -30,7 +30,7 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
-from holdfast.system.documents import Count, decode_as
+from holdfast.system.documents import Count, decode_as, to_plain
 from holdfast.system.environment import read_integer
 from holdfast.system.privacy import is_unshared
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration
@@ -226,7 +226,7 @@ class TagCoordinator:
 
     def propose(self, tag: str, plan: TagPlan) -> TagPlan:
         """Propose a plan for a tag; return the plan that a rank proposed first."""
-        self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(to_builtins(plan)))
+        self.store.compare_set(f"{self.name}/{tag}/plan", "", json.dumps(to_plain(plan)))
         return self.plan(tag) or plan
 
     def plan(self, tag: str) -> TagPlan | None:

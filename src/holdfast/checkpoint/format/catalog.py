@@ -118,7 +118,9 @@ def parse_catalog(text: bytes, what: str) -> Catalog:
     try:
         return _parse(text)
     except (ValueError, Corrupt) as error:
-        raise Corrupt(f"{what} is sealed, but its catalog cannot be parsed: {error}.", key=what) from error
+        raise Corrupt(
+            f"{what} is sealed, but its catalog cannot be parsed: {str(error).rstrip('.')}.", key=what
+        ) from error
 
 
 class _Boxes(Struct):

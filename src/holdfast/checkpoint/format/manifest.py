@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from typing import Annotated
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.agreement import Agreement, agree
@@ -28,7 +28,7 @@ from holdfast.checkpoint.format.part import Ancestors, Part
 from holdfast.checkpoint.format.sealed import Versions, facts_of, seal, unseal_lines
 from holdfast.checkpoint.format.sections import MAX_MANIFEST_BYTES, Health, SectionRows, Sections, health_of
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import Count, shown
+from holdfast.system.documents import Count, shown, to_plain
 
 __all__ = ["EACH", "SPLIT", "Manifest", "PartFile", "Tensor", "document", "merge", "parse"]
 
@@ -189,7 +189,7 @@ def document(manifest: Manifest) -> bytes:
     members = _ManifestMembers(
         **facts_of(manifest, ManifestFacts), each=each, watches=sections.write(manifest.watches)
     )
-    return seal(b"\n".join((VERSIONS.line(to_builtins(members)), *manifest.catalogs)))
+    return seal(b"\n".join((VERSIONS.line(to_plain(members)), *manifest.catalogs)))
 
 
 def parse(text: bytes, what: str) -> Manifest:

@@ -104,7 +104,9 @@ class Part(PartFacts, frozen=True, dict=True):
         try:
             return decode_as(_Starts, self.starts_text, "the starts", max_bytes=MAX_DOCUMENT_BYTES)
         except Corrupt as error:
-            raise self._corrupt(f"is sealed, but its starts cannot be parsed: {error}.") from error
+            raise self._corrupt(
+                f"is sealed, but its starts cannot be parsed: {str(error).rstrip('.')}."
+            ) from error
 
     def _corrupt(self, why: str) -> Corrupt:
         return Corrupt(f"{self.what} {why}", step=self.step, rank=self.rank, key=self.what)

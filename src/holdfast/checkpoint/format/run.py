@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from holdfast.checkpoint.format.limits import (
@@ -23,7 +23,7 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sealed import Versions, seal
 from holdfast.checkpoint.format.sections import MAX_REASON_CHARS
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import MAX_NUMBER, Count
+from holdfast.system.documents import MAX_NUMBER, Count, to_plain
 
 _T = TypeVar("_T")
 
@@ -162,7 +162,7 @@ def document(
         values: dict[str, EncodedMetric] = {key: encode_metric(one) for key, one in value.values.items()}
         others = dict(value.of_steps), dict(value.modes)
         members = _MetricsMembers(value.run, value.attempt, value.step, values, *others)
-    return seal(VERSIONS[type(value)].line(to_builtins(members)))
+    return seal(VERSIONS[type(value)].line(to_plain(members)))
 
 
 def parse(cls: type[_T], text: bytes, what: str) -> _T:

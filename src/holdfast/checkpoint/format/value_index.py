@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES, Rank
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as, read_as, to_plain
 
 INDEX = "@dcp"  # key of the index of all ranks' values, in the values of rank 0
 
@@ -22,7 +22,7 @@ class ValueIndex(Struct, frozen=True, rename={"ranks": "values"}):
 
     def text(self) -> str:
         """Return the index as a JSON string, which is one line wherever values are shown."""
-        return json.dumps(to_builtins(self), ensure_ascii=False)
+        return json.dumps(to_plain(self), ensure_ascii=False)
 
     @classmethod
     def parse(cls, text: object, world_size: int) -> ValueIndex:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
@@ -22,6 +22,7 @@ from holdfast.checkpoint.retention import CheckpointLine, line_of
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.factory import open_store
 from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, plural
 
 COMPLETE, SUPERSEDED, INCOMPLETE = "complete", "superseded", "incomplete"
@@ -52,7 +53,7 @@ class Row(OfCheckpoint, Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return its members for JSON; `tiers` only if several places were listed."""
-        members = to_builtins(self)
+        members = to_plain(self)
         members["metrics"] = {name: encode_metric(value) for name, value in self.metrics.items()}
         del members["health"]
         members |= {"healthy": self.health.healthy, "health_reasons": list(self.health.reasons)}

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.home.listing import LiveTrainer
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater, Unsupported
-from holdfast.system.documents import decode_as
+from holdfast.system.documents import decode_as, to_plain
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.linux.processes import start_time
 from holdfast.system.log import get_logger
@@ -112,7 +112,7 @@ class Lockfile:
             self._write()
 
     def _write(self) -> None:
-        text = json.dumps(to_builtins(self.info)).encode()
+        text = json.dumps(to_plain(self.info)).encode()
         os.pwrite(self.fd, text.ljust(_SIZE), 0)  # one write of a fixed size: readers never see a part of it
 
 

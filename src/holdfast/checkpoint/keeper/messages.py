@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.format.run import EncodedMetric, encode_metric
 from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.keeper.config import KeeperConfig
-from holdfast.system.documents import Count, decode_as
+from holdfast.system.documents import Count, decode_as, to_plain
 
 MAX_MESSAGE_BYTES = 64 << 10
 """Limit on an encoded message. Messages are small: tensors and drafts are sent as descriptors."""
@@ -235,7 +235,7 @@ Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
 
 def encode(message: Message) -> bytes:
     """Return a message as JSON."""
-    return json.dumps(to_builtins(message), separators=(",", ":")).encode()
+    return json.dumps(to_plain(message), separators=(",", ":")).encode()
 
 
 def parse(text: bytes) -> Message:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format import manifest as manifests
@@ -36,7 +36,7 @@ from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.store.tiered import first_good
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as, read_as, to_plain
 
 
 class Loading(Protocol):
@@ -127,7 +127,7 @@ def find_candidates(request: Request, patience: Patience) -> Candidates:
     if group.world_size == 1:
         listed = find()  # there is no other rank to send it to
     else:
-        outcome = group.on_first(lambda: json.dumps(to_builtins(find())))
+        outcome = group.on_first(lambda: json.dumps(to_plain(find())))
         raise_first([outcome], group.rank, f"could not list {store.url}")
         listed = decode_as(Candidates, outcome.value or "", "the list of rank 0", max_bytes=MAX_BYTES)
     if request.own_local is not None:
@@ -197,7 +197,7 @@ def _with_node_local(
     """Add the checkpoints that all folders and home hold together, and the missing ranks of others."""
     find = partial(find_holdings, own_local, listed.run, besides=listed.found)
     rows = values_of(
-        group.agree(lambda: to_builtins(patience.spend(own_local.url, find))),
+        group.agree(lambda: to_plain(patience.spend(own_local.url, find))),
         group.rank,
         "could not list its local folder",
     )

@@ -9,8 +9,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from msgspec import to_builtins
-
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command
@@ -18,6 +16,7 @@ from holdfast.cli.demo.claims import check_claims, compute_figures
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, format_duration, parse_bytes
 
 MIN_STEPS, MIN_BYTES = 48, 25_000_000
@@ -71,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     if args.json:
         facts = {"proven": proven, "seconds": round(took_s, 1), "kept_in": place if args.keep else None}
-        print_json(
-            {**facts, "claims": [to_builtins(claim) for claim in checked], "figures": to_builtins(figures)}
-        )
+        print_json({**facts, "claims": [to_plain(claim) for claim in checked], "figures": to_plain(figures)})
     else:
         screen.show_results(checked, figures)
         verdict = "all claims are proven" if proven else "NOT all claims are proven"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, NotFound, RetryLater
@@ -22,6 +22,7 @@ from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import Change, JobAttempt, read_changes
 from holdfast.jobs.interface import queue
 from holdfast.jobs.records import Records
+from holdfast.system.documents import to_plain
 from holdfast.watch.report.kept_readings import KeptReadings
 
 _T = TypeVar("_T")
@@ -119,7 +120,7 @@ def homes_of(job: Job) -> list[str]:
 
 def _row(job: Job) -> dict[str, Any]:
     changes = read_changes(job_folder(state_dir(), job.id))
-    facts = {**to_builtins(job), "status": job.status.value, "is_final": job.status.is_final}
+    facts = {**to_plain(job), "status": job.status.value, "is_final": job.status.is_final}
     return facts | _durations(job, changes)
 
 

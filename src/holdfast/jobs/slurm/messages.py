@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import Corrupt
@@ -22,7 +22,7 @@ from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.job_files import NodeUploads
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as, read_as, to_plain
 from holdfast.system.entry import command
 
 
@@ -64,7 +64,7 @@ _T = TypeVar("_T", NodeReport, Orders)
 
 def write(state: NodeReport | Orders) -> bytes:
     """Return a report or orders as a line."""
-    return json.dumps({"holdfast": to_builtins(state)}).encode() + b"\n"
+    return json.dumps({"holdfast": to_plain(state)}).encode() + b"\n"
 
 
 class Inbox(Generic[_T]):

@@ -10,11 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import to_builtins
-
 from holdfast.errors import Corrupt, NotFound, RetryLater
 from holdfast.jobs.writeback.upload_queue import Sent, Upload, UploadProblem, UploadQueue
-from holdfast.system.documents import decode_as, read_as, shown
+from holdfast.system.documents import decode_as, read_as, shown, to_plain
 from holdfast.system.log import get_logger
 
 FOLDER = ".holdfast-writeback"
@@ -165,7 +163,7 @@ class JournaledQueue(Journal):
         if value is None:
             self._base.execute(f"DELETE FROM {table} WHERE {name} = ?", (key,))
             return
-        row = {name: key, **_side_by_side(to_builtins(value))}
+        row = {name: key, **_side_by_side(to_plain(value))}
         # Unlike REPLACE, this keeps the place of a row, as a dictionary does.
         changes = ", ".join(f"{column} = excluded.{column}" for column in row if column != name)
         into, values = f"{table} ({', '.join(row)})", ", ".join("?" * len(row))

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from msgspec import to_builtins
-
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import (
     ERRORS,
@@ -31,7 +29,7 @@ from holdfast.jobs.writeback.journal import FOLDER, Journal
 from holdfast.jobs.writeback.reconciliation import ASIDE
 from holdfast.jobs.writeback.status import ALIVE, DirectoryStatus, has_uploader, status_of, wait_until_settled
 from holdfast.jobs.writeback.uploader import HOLDERS_FIFO, LIFECYCLE_LOCK
-from holdfast.system.documents import decode_as
+from holdfast.system.documents import decode_as, to_plain
 from holdfast.system.entry import command
 from holdfast.system.linux.locks import try_flock
 
@@ -228,7 +226,7 @@ def _start(folder: Path, config: UploaderConfig, on_look: Callable[[], object]) 
     with os.fdopen(reading, "rb", buffering=0) as replies:
         try:
             with (folder / LOG).open("ab") as log:
-                words = ("--config", json.dumps(to_builtins(config)), "--ready", str(writing))
+                words = ("--config", json.dumps(to_plain(config)), "--ready", str(writing))
                 # Returns when the uploader has forked, so that it is not a child of this process.
                 subprocess.run(
                     command("holdfast.jobs.writeback", *words),
@@ -241,7 +239,9 @@ def _start(folder: Path, config: UploaderConfig, on_look: Callable[[], object]) 
                 )
         finally:
             os.close(writing)
-        while not select.select([replies], [], [], _LOOK_S)[0]:
+        answered = select.poll()  # unlike select(), it takes descriptors of 1024 and more
+        answered.register(replies, select.POLLIN)
+        while not answered.poll(_LOOK_S * 1000):
             on_look()
         reply = replies.read()  # empty if the uploader has exited without one
     try:

@@ -13,14 +13,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.writeback.config import EXCLUDED, is_excluded
 from holdfast.jobs.writeback.files import ScannedFile, is_open_now, scan
 from holdfast.jobs.writeback.journal import FOLDER, Journal
 from holdfast.jobs.writeback.upload_queue import UploadQueue
-from holdfast.system.documents import decode, read_as
+from holdfast.system.documents import decode, read_as, to_plain
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.units import format_bytes, format_duration, plural
 
@@ -79,7 +79,7 @@ class DirectoryStatus(Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return the status as JSON values."""
-        facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **to_builtins(self)}
+        facts = {"is_drained": self.is_drained, "is_settled": self.is_settled, **to_plain(self)}
         return json.loads(json.dumps(facts))  # with lists
 
     def summary(self) -> str:

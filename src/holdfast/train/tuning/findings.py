@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
+from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.train.batch.learning_rates import format_rates, scale_rates
 from holdfast.train.lengths.batches import Padding, compare_paddings
@@ -355,7 +356,7 @@ class TuningReport(Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
-        values = to_builtins(self)
+        values = to_plain(self)
         shown = ("device", "optimizer", "learning_rate", "loader", "call")
         values["steps"] = {key: values["steps"][key] for key in shown}
         for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import decode_as
+from holdfast.system.documents import decode_as, to_plain
 from holdfast.system.entry import command
 from holdfast.system.environment import sandbox_environment
 from holdfast.system.linux.files import write_atomic
@@ -173,7 +173,7 @@ class ProfileRuns(Struct):
         own = self.folder / f"{self.num_runs}-{spec.name}"
         self.num_runs += 1
         own.mkdir()
-        (own / "spec.json").write_text(json.dumps(to_builtins(spec)))
+        (own / "spec.json").write_text(json.dumps(to_plain(spec)))
         log = own / "log.txt"
         words = command("holdfast.train.tuning", str(own))
         if self.ranks is not None:
@@ -223,7 +223,7 @@ def read_spec(own: Path) -> RunSpec:
 
 def write_result(own: Path, result: Measurements | RunFailure) -> None:
     """Write the result atomically."""
-    write_atomic(own / _RESULT, json.dumps(to_builtins(result)), is_durable=False)
+    write_atomic(own / _RESULT, json.dumps(to_plain(result)), is_durable=False)
 
 
 def read_result(own: Path) -> Measurements | RunFailure | None:

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Annotated, NamedTuple, final
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 
 from holdfast.checkpoint.format.hashes import DIGITS, digest
 from holdfast.checkpoint.format.limits import AttemptNumber, Hash, Rank
 from holdfast.checkpoint.format.sealed import Versions, seal
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound
-from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown
+from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown, to_plain
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_bytes
 from holdfast.watch.compiled import directory as directories
@@ -103,7 +103,7 @@ VERSIONS = Versions("holdfast-compiled", written=1, types={1: CacheIndex})
 
 def document(index: CacheIndex) -> bytes:
     """Return the sealed document of an index."""
-    return seal(VERSIONS.line(to_builtins(index)))
+    return seal(VERSIONS.line(to_plain(index)))
 
 
 def parse(text: bytes, name: str) -> CacheIndex:
@@ -112,7 +112,7 @@ def parse(text: bytes, name: str) -> CacheIndex:
         found = VERSIONS.unseal(text, name, max_bytes=MAX_INDEX_BYTES)
     except Corrupt as error:
         raise Corrupt(
-            f"{name} is sealed but not a valid index of compiled files: {error}.", key=name
+            f"{name} is sealed but not a valid index of compiled files: {str(error).rstrip('.')}.", key=name
         ) from error
     parsed = parse_name(name)
     if not isinstance(parsed, IndexName) or parsed[:3] != (found.attempt, found.rank, found.number):

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.errors import Corrupt, printable
-from holdfast.system.documents import decode_as
+from holdfast.system.documents import decode_as, to_plain
 from holdfast.system.units import format_duration
 from holdfast.watch.hang.stacks import NAME, Kind, Place, ProcessStacks, capture, find_place, main_thread
 
@@ -46,7 +46,7 @@ class RankEvidence(Struct, frozen=True):
 
 def encode_evidence(evidence: RankEvidence) -> dict[str, Any]:
     """Return evidence as a JSON object. Of very large stacks the innermost frames are kept."""
-    found = to_builtins(evidence)
+    found = to_plain(evidence)
     if len(json.dumps(found)) > _MAX_LINE_BYTES:
         for process in (found["process"], *found["workers"]):
             process["threads"] = [

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
-from msgspec import to_builtins
 from typing_extensions import override
 
 from holdfast.checkpoint.watch import ActionWatch, WatchedRun
+from holdfast.system.documents import to_plain
 from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.hang.limit import HangLimits
 from holdfast.watch.hang.stacks import NAME, install_handlers
@@ -57,7 +57,7 @@ class Hang(ActionWatch):
 
     @override
     def options(self) -> Mapping[str, Any]:
-        return {"restarts": self.action == "restart", "limits": to_builtins(self._limits)}
+        return {"restarts": self.action == "restart", "limits": to_plain(self._limits)}
 
     @override
     def begin(self, run: WatchedRun) -> None:

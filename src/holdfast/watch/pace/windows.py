@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
 from holdfast.errors import Corrupt, InvalidInput, printable
-from holdfast.system.documents import Count, read_as
+from holdfast.system.documents import Count, read_as, to_plain
 from holdfast.system.units import format_duration
 from holdfast.watch.pace.sampler import OWN, Activity
 
@@ -119,7 +119,7 @@ def encode_windows(windows: Sequence[PaceWindow], *, host: str, window_s: float)
         rank: tuple(_rounded(one.ranks.get(rank)) for one in windows)
         for rank in sorted({rank for one in windows for rank in one.ranks})
     }
-    return to_builtins(_Document(host, window_s, numbers, steps_s, ranks), str_keys=True)
+    return to_plain(_Document(host, window_s, numbers, steps_s, ranks))
 
 
 def _rounded(window: RankWindow | None) -> RankWindow | None:
@@ -207,7 +207,7 @@ class SlowPeriod(Struct, frozen=True):
 
     def members(self) -> dict[str, Any]:
         """Return the members of its line in the history."""
-        return {"slow": to_builtins(self)}
+        return {"slow": to_plain(self)}
 
     def describe(self) -> str:
         """Return it as one line of text."""

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as, read_as, to_plain
 from holdfast.system.linux.files import write_atomic
 
 
@@ -46,7 +46,7 @@ _MAX_FILE_BYTES = 1 << 16
 
 def write_notice(path: Path, notice: Notice) -> None:
     """Write a notice to a file that training processes watch."""
-    write_atomic(path, json.dumps(to_builtins(notice)), is_durable=False)
+    write_atomic(path, json.dumps(to_plain(notice)), is_durable=False)
 
 
 def read_notice(path: Path) -> Notice | None:

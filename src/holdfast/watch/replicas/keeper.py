@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.format.limits import MAX_RANKS
@@ -14,7 +14,7 @@ from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch, PersistedSave
 from holdfast.errors import InvalidInput
-from holdfast.system.documents import Count, read_as
+from holdfast.system.documents import Count, read_as, to_plain
 from holdfast.system.units import plural
 
 REPLICA_DIGITS = 16  # length of the hash of a replica: xxh3-64
@@ -271,7 +271,7 @@ class ReplicasKeeper(KeeperWatch):
     def committed(self, step: int, section: Section | None) -> None:
         found = self._watch.take_new()
         for difference in found:
-            members = to_builtins(difference)
+            members = to_plain(difference)
             del members["step"]
             detail, found_here = difference.text, {"difference": members}
             self._run.history.record("replicas-differ", step=step, detail=detail, members=found_here)

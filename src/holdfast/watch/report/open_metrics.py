@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
+from holdfast.system.documents import to_plain
 from holdfast.watch.report.summary import RunSummary
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -95,7 +96,7 @@ def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
     cost = max((one.cost_share for one in slow), default=0.0)
     yield "slow_rank_cost_ratio", "Share of the time that all lose by slow ranks now.", cost
 
-    times = {name.removesuffix("_s"): seconds for name, seconds in to_builtins(summary.times).items()}
+    times = {name.removesuffix("_s"): seconds for name, seconds in to_plain(summary.times).items()}
     parts = [({"part": part}, seconds) for part, seconds in times.items() if part != "total"]
     yield "time_seconds", "Time since the first start, by what it was.", parts
     share = "Training that counts, as a share of the time that was meant for training."

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format import names, run
@@ -17,6 +17,7 @@ from holdfast.checkpoint.home.rollbacks import read_rollbacks
 from holdfast.checkpoint.policy import BestInterval, best_interval, lost_share, mtbf_bounds_s
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
+from holdfast.system.documents import to_plain
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, list_paces, list_slow_periods
 from holdfast.watch.report.curves import Curve, collect_curves
@@ -167,9 +168,9 @@ class RunSummary(Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as JSON members. Infinite and unknown values are null."""
-        document = to_builtins(self)
+        document = to_plain(self)
         document["interruptions"] = [
-            {**to_builtins(one), "cost_s": one.cost_s, "is_failure": one.is_failure}
+            {**to_plain(one), "cost_s": one.cost_s, "is_failure": one.is_failure}
             for one in self.interruptions
         ]
         del document["losses"]["gaps"]
@@ -178,7 +179,7 @@ class RunSummary(Struct, frozen=True):
             row["place"] = describe_odd(hang.ranks)
         del document["paces"], document["lines"]  # the history has them
         document["slow_periods"] = [
-            {"attempt": one.attempt, **to_builtins(one.period), "cost_s": one.period.cost_s}
+            {"attempt": one.attempt, **to_plain(one.period), "cost_s": one.period.cost_s}
             for one in self.slow_periods
         ]
         document["times"]["lost_s"] = self.times.lost_s

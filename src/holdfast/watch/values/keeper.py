@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from msgspec import Meta, Struct, to_builtins
+from msgspec import Meta, Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.keeper.watch import KeeperWatch, PersistedSave
 from holdfast.errors import Corrupt
-from holdfast.system.documents import read_as
+from holdfast.system.documents import read_as, to_plain
 from holdfast.watch.values.contents import (
     MAX_BEFORE,
     NOT_CHECKED,
@@ -57,7 +57,7 @@ class ValuesKeeper(KeeperWatch):
         if self._check is None:
             return Section(_VERSION, {}, Mark.UNSURE, (NOT_CHECKED,))
         found, self._check = self._check.result(), None  # which holds the memory of the save
-        data = {**to_builtins(found), "bad": [name[:_MAX_NAME_CHARS] for name in found.bad]}
+        data = {**to_plain(found), "bad": [name[:_MAX_NAME_CHARS] for name in found.bad]}
         mark = Mark.AGAINST if found.num_bad else Mark.NONE
         return Section(_VERSION, data, mark, tuple(not_finite([found])))
 
@@ -75,5 +75,5 @@ class ValuesKeeper(KeeperWatch):
             own = () if save.is_base_healthy is False else (base.squares,)
             before = (*base.before, *own)[-MAX_BEFORE:]
         found = judge(tensors, before)
-        data = {"squares": to_builtins(found.squares), "before": list(map(to_builtins, before))}
+        data = {"squares": to_plain(found.squares), "before": list(map(to_plain, before))}
         return Section(_VERSION, data, found.mark, found.reasons)

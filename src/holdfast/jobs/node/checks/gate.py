@@ -173,7 +173,8 @@ def _run(check: Callable[[], Iterator[Check]], results: int) -> None:
 
 
 def _print(result: Check) -> None:
-    os.write(_STDOUT, f"{encode(result)}\n".encode())
+    # The line before may be the unfinished one of a library.
+    os.write(_STDOUT, f"\n{encode(result)}\n".encode())
 
 
 def become(command: list[str], environment: Mapping[str, str]) -> Iterator[Check]:

@@ -7,12 +7,14 @@ import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Struct
 
 from holdfast.errors import Corrupt
-from holdfast.system.documents import decode, is_text, shown
+from holdfast.system.documents import decode, is_text, read_as, shown, to_plain
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
@@ -83,3 +85,33 @@ def test_any_value_is_shown_in_a_few_words() -> None:
 def test_lone_surrogates_are_refused() -> None:
     assert is_text("é\N{GRINNING FACE}")
     assert not is_text("a\udcff")
+
+
+class _Weights(Struct):
+    numbers: dict[str, int]
+
+
+class _Document(Struct):
+    weights: _Weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "fault"),
+    [
+        (dict[str, int], {"a": 1, "b": None}, "Expected `int`, got `null` - at `$['b']`."),
+        (_Document, {"weights": {"numbers": {"a": 1, "b": "x"}}}, "at `$.weights.numbers['b']`."),
+        (_Document, {"weights": {"numbers": []}}, "Expected `object`, got `array` - at `$.weights.numbers`."),
+        (list[dict[str, int]], [{"a": 1}, {"b": "x"}], "at `$[...][...]`."),
+    ],
+)
+def test_an_error_names_the_member_with_its_key(kind: Any, value: Any, fault: str) -> None:
+    with pytest.raises(Corrupt, match=re.escape(fault) + "$"):
+        read_as(kind, value, "doc")
+
+
+def test_values_of_subclasses_are_written_as_plain_ones() -> None:
+    found = to_plain({"a": np.float64(1.5), "b": [np.str_("x")], "c": type("Number", (int,), {})(3)})
+    assert found == {"a": 1.5, "b": ["x"], "c": 3}
+    assert {type(found["a"]), type(found["b"][0]), type(found["c"])} == {float, str, int}
+    with pytest.raises(TypeError, match="A object is no value of JSON"):
+        to_plain({"a": object()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +72,11 @@ def test_a_missing_or_old_package_is_named_with_the_fix() -> None:
         check_versions("lightning", {"torch": (2, 6), "no-such-package": (1, 2)})
     with pytest.raises(Unsupported, match=r"needs torch 1000\.0 or later, and 2\..* is installed"):
         check_versions("lightning", {"torch": (1000, 0)})
+
+
+def test_a_package_in_a_source_folder_needs_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package_without_metadata.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    check_versions("lightning", {"package_without_metadata": (1, 2)})

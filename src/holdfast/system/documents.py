@@ -183,7 +183,7 @@ def read_as(kind: Any, value: Any, what: str) -> Any:
 
 
 def _with_key(kind: Any, value: Any, text: str) -> str:
-    """Return the text of an error with the key in place of `[...]`, by which msgspec stands for any key."""
+    """Return the text of an error of msgspec, which writes `[...]` for each key, with the first key in it."""
     path, found, _ = text.partition("[...]")
     names = list(filter(None, path.partition("`$")[2].split("."))) if found else []
     members: Any = value if found else None

@@ -94,3 +94,14 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         StepRecord(tmp_path / "step")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_step_is_recorded_after_the_folder_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record = StepRecord(Path("step"))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    record.raise_to(5)
+    assert StepRecord(tmp_path / "step").step == 5

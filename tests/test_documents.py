@@ -101,7 +101,7 @@ class _Document(Struct):
         (dict[str, int], {"a": 1, "b": None}, "Expected `int`, got `null` - at `$['b']`."),
         (_Document, {"weights": {"numbers": {"a": 1, "b": "x"}}}, "at `$.weights.numbers['b']`."),
         (_Document, {"weights": {"numbers": []}}, "Expected `object`, got `array` - at `$.weights.numbers`."),
-        (list[dict[str, int]], [{"a": 1}, {"b": "x"}], "at `$[...][...]`."),
+        (list[dict[str, int]], [{"a": 1}, {"b": "x"}], "at `$[1][...]`."),
     ],
 )
 def test_an_error_names_the_member_with_its_key(kind: Any, value: Any, fault: str) -> None:

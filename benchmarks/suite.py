@@ -143,9 +143,11 @@ class Compared:
 
 def _compare(committed: Measurements, parts: list[Part], folder: Path) -> list[Compared]:
     for part in parts:
-        kind = "saving" if part.name == "run" else part.name
-        outcome = _run(part, (*(part.check or ()), "--out", str(folder / f"{kind}_check.json")))
+        out = folder / f"{'saving' if part.name == 'run' else part.name}_check.json"
+        outcome = _run(part, (*(part.check or ()), "--out", str(out)))
         print(f"{part.name}: {outcome.text}", flush=True)
+        if not out.exists():
+            sys.exit(f"{part.name}.py wrote no results, so nothing can be compared.")
     verdicts = zip(judge(committed), judge(Measurements(by_kind(read_results(folder)))), strict=True)
     return [
         Compared(now.goal, before.found.spread.median, now.found.spread.median)

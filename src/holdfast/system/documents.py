@@ -183,19 +183,22 @@ def read_as(kind: Any, value: Any, what: str) -> Any:
 
 
 def _with_key(kind: Any, value: Any, text: str) -> str:
-    """Return the text of an error of msgspec, which writes `[...]` for each key, with the first key in it."""
+    """Return the text of an error with the key of the mapping; msgspec writes `[...]` in its place."""
     path, found, _ = text.partition("[...]")
     names = list(filter(None, path.partition("`$")[2].split("."))) if found else []
     members: Any = value if found else None
     for name in names:
         members = members.get(name) if isinstance(members, dict) else None
-    for key in members if isinstance(members, dict) else ():
+    keys = list(members) if isinstance(members, dict) else []
+    while len(keys) > 1:  # halves, as a hostile document may have a million keys
+        half = keys[: len(keys) // 2]
         try:
-            convert(_replaced(value, names, {key: members[key]}), kind, str_keys=True)
+            convert(_replaced(value, names, {key: members[key] for key in half}), kind, str_keys=True)
+            has_error = False
         except ValidationError as error:
-            if str(error) == text:
-                return text.replace("[...]", f"[{shown(key)}]", 1)
-    return text
+            has_error = str(error) == text
+        keys = half if has_error else keys[len(half) :]
+    return text.replace("[...]", f"[{shown(keys[0])}]", 1) if keys else text
 
 
 def _replaced(value: Any, names: list[str], member: Any) -> Any:
@@ -203,7 +206,7 @@ def _replaced(value: Any, names: list[str], member: Any) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a struct as a value of JSON, with plain values in place of subclasses, as of NumPy."""
+    """Return a struct as a value of JSON. Subclasses of plain types, such as NumPy's, become plain."""
     return to_builtins(value, enc_hook=_plain)
 
 

@@ -110,4 +110,4 @@ def test_a_rank_that_dies_in_a_shared_read_leaves_an_error_and_no_hang(
         world.finish(ranks=[1])
     told = world.finish(ranks=[0, 2])
     assert all(text.startswith("RetryLater: ") for text in told), told
-    assert all("died or hangs" in text or "was lost" in text for text in told), told
+    assert all("has died, hangs" in text or "was lost" in text for text in told), told

@@ -46,6 +46,8 @@ class Goal:
         what: the measured quantity.
         command: measures it.
         find: takes the value from the measurements; None if it is not in them.
+        peer: takes the best value of others from the same measurements, with its name; "" if there is none.
+        before: value before the work on starts and fast disks, measured from outside on another machine.
     """
 
     what: str
@@ -54,6 +56,8 @@ class Goal:
     command: str
     find: Callable[[Measurements], Found | None] = lambda _: None
     at_least: bool = False
+    peer: Callable[[Measurements], str] = lambda _: ""
+    before: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,14 +201,72 @@ def _sharding(document: Document) -> list[float]:
     return [max(ratios)]
 
 
+def _best_peer(
+    state: str, unit: str, number: Callable[[Results, str], float | None], *, most: bool = False
+) -> Callable[[Measurements], str]:
+    """The least number of the others that saved a state, or the greatest one, with its name."""
+
+    def find(measurements: Measurements) -> str:
+        results = measurements.saving
+        titles = {run["contestant"]: run["title"] for run in results.of(state)}
+        found = [
+            (value, titles[peer])
+            for peer in results.contestants(state)
+            if peer != "holdfast" and (value := number(results, peer)) is not None
+        ]
+        if not found:
+            return ""
+        value, title = max(found) if most else min(found)
+        return f"{value:.3g} {unit}, {title}"
+
+    return find
+
+
+def _share_of_limit(key: str, limit: str, state: str) -> Callable[[Results, str], float | None]:
+    """A peer's share of the raw speed that was measured in its round."""
+
+    def find(results: Results, peer: str) -> float | None:
+        spread = results.paired(state, "limits", peer, lambda limits, own: limits[limit] / own[key])
+        return spread and spread.median
+
+    return find
+
+
+def _milliseconds_blocked(results: Results, state: str, peer: str) -> float | None:
+    spread = results.spread(state, peer, "blocked_s")
+    return spread and 1e3 * spread.median
+
+
+def _copies_lost(results: Results, peer: str) -> float | None:
+    found = results.training_lost_copies(MEDIUM, peer)
+    return found and found.estimate
+
+
 _SAVING = "benchmarks/run.py"
 _STARTS = "benchmarks/starts.py"
 
 
-def _start(what: str, bound: float, unit: str, ratio: Callable[[Values], float], **more: bool) -> Goal:
-    """A number of a fresh process with 1.5 GB of plain tensors, beside the limits of its round."""
-    found = _of_runs("starts", lambda document: map(ratio, document["runs"]))
-    return Goal(what, bound, unit, _STARTS, found, **more)
+def _start(
+    what: str,
+    bound: float,
+    unit: str,
+    ratio: Callable[[Values], float],
+    peer: Callable[[Values], float] | None = None,
+    **more: Any,
+) -> Goal:
+    """A number of a fresh process with 1.5 GB of plain tensors, beside the limits of its round.
+
+    `peer` is the same number of safetensors, which verifies nothing.
+    """
+
+    def numbers(of: Callable[[Values], float]) -> Callable[[Measurements], Found | None]:
+        return _of_runs("starts", lambda document: map(of, document["runs"]))
+
+    def of_peer(measurements: Measurements) -> str:
+        found = numbers(peer)(measurements) if peer else None
+        return f"{found.spread.median:.3g} {unit}, safetensors" if found else ""
+
+    return Goal(what, bound, unit, _STARTS, numbers(ratio), peer=of_peer, **more)
 
 
 def _of_size(state: str) -> tuple[Goal, ...]:
@@ -217,6 +279,8 @@ def _of_size(state: str) -> tuple[Goal, ...]:
             "ms",
             _SAVING,
             _ours(state, lambda own: own["blocked_s"] * 1e3),
+            peer=_best_peer(state, "ms", lambda results, peer: _milliseconds_blocked(results, state, peer)),
+            before="3.5 to 7 ms" if state == MEDIUM else "8 to 13 ms",
         ),
         Goal(
             f"save() blocks, {size} of averages, written after each step",
@@ -231,6 +295,7 @@ def _of_size(state: str) -> tuple[Goal, ...]:
             "copies",
             _SAVING,
             _ours(state, lambda own: own["unowned_blocked_s"] / own["unowned_copy_s"]),
+            before="1.1 to 2 copies" if state == MEDIUM else "",
         ),
         Goal(
             f"durable, {size}, share of raw write",
@@ -239,6 +304,8 @@ def _of_size(state: str) -> tuple[Goal, ...]:
             _SAVING,
             _ours(state, lambda own: own["near_write_s"] / (own["durable_s"] - own["staged_s"])),
             at_least=True,
+            peer=_best_peer(state, "x", _share_of_limit("durable_s", "write_s", state), most=True),
+            before="0.61 to 0.67 x (at 3.8 GB/s)" if state == MEDIUM else "",
         ),
         Goal(
             f"cold verified restore, {size}, share of raw read",
@@ -247,6 +314,7 @@ def _of_size(state: str) -> tuple[Goal, ...]:
             _SAVING,
             _ours(state, lambda own: own["near_read_s"] / own["load_cold_s"]),
             at_least=True,
+            peer=_best_peer(state, "x", _share_of_limit("load_cold_s", "read_s", state), most=True),
         ),
         Goal(
             f"first save of a process blocks, {size}, beside later ones",
@@ -288,31 +356,39 @@ GOALS = (
         FIRST_BYTE_S,
         "s",
         lambda run: run["construct_s"],
+        before="1.4 to 1.8 s",
     ),
     _start(
         "the same, after an optimizer was made",
         FIRST_BYTE_S,
         "s",
         lambda run: run["construct-optimizer_s"],
+        before="0.47 to 0.6 s",
     ),
     _start(
         "`import torch` to restored, warm, share of torch.load's time",
         1.0,
         "x",
         lambda run: run["holdfast_warm_s"] / run["torch.load_warm_s"],
+        lambda run: run["safetensors_warm_s"] / run["torch.load_warm_s"],
+        before="2.3 to 5 x",
     ),
     _start(
         "`import torch` to restored, cold, in raw reads",
         1.1,
         "x",
         lambda run: run["holdfast_cold_s"] / run["raw_read_s"],
+        lambda run: run["safetensors_cold_s"] / run["raw_read_s"],
+        before="1.9 to 2.4 x",
     ),
     _start(
         "first restore of a process, cold, share of raw read",
         0.95,
         "x",
         lambda run: run["raw_read_s"] / run["restore_cold_s"],
+        lambda run: run["raw_read_s"] / run["safetensors_cold_s"],
         at_least=True,
+        before="0.57 x",
     ),
     _start(
         "first restore of a process, warm, share of memcpy",
@@ -320,6 +396,7 @@ GOALS = (
         "x",
         lambda run: run["memcpy_s"] / run["restore_warm_s"],
         at_least=True,
+        before="0.2 to 0.35 x",
     ),
     _start(
         "first finished step of a resumed training, beyond a plain one",
@@ -329,7 +406,15 @@ GOALS = (
     ),
     _start("start of a keeper", KEEPER_START_S, "s", lambda run: run["keeper_s"]),
     _start("memory of a keeper, without arenas", KEEPER_MIB, "MiB", lambda run: run["keeper_mib"]),
-    Goal("training lost per save, 1.5 GB", 1.0, "copies", _SAVING, _training_lost),
+    Goal(
+        "training lost per save, 1.5 GB",
+        1.0,
+        "copies",
+        _SAVING,
+        _training_lost,
+        peer=_best_peer(MEDIUM, "copies", _copies_lost),
+        before="3.4 to 8 copies",
+    ),
     *_of_size(MEDIUM),
     *_of_size(LARGE),
     Goal(
@@ -338,6 +423,7 @@ GOALS = (
         "x",
         _SAVING,
         _ours(SMALL, lambda own: own["durable_s"] / (2 * own["near_write_s"] + SMALL_EXTRA_S)),
+        before="0.8 x",
     ),
     Goal(
         "restore from the keeper's memory, share of memcpy",
@@ -354,6 +440,7 @@ GOALS = (
         "benchmarks/remote.py",
         _of_runs("remote", _bucket_reads),
         at_least=True,
+        before="0.91 x",
     ),
     Goal(
         "from `import holdfast` to the first byte, nothing cached, beyond `import torch`",

@@ -68,6 +68,7 @@ PARTS = (
     Part("compiled", None, (), 3600),
     Part("resharding", None, (), 3600),
     Part("draining", None, (), 3600),
+    Part("crowded", None, (), 1800),
 )
 WORSE = 1.15  # a ratio to the committed value from which a check fails
 

@@ -16,7 +16,7 @@ import engines
 import replayed
 import sharded
 import trainers
-from goals import BUCKET_READS, COMPILED_SHARE, KEEPER_MEMORY, Measurements, judge
+from goals import BUCKET_READS, COMPILED_SHARE, GOALS, KEEPER_MEMORY, Measurements, Verdict, judge
 from resharded import HEADINGS
 from resharded import rows as resharded_rows
 from results import combine
@@ -223,18 +223,20 @@ def by_kind(documents: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def render_goals(documents: list[dict[str, Any]]) -> str:
-    """The Markdown of all goals: a table for each machine that has some, whole for the one measured last."""
+    """The Markdown of all goals in one table: the machine measured last, and others for what it lacks."""
     machines: dict[str, list[dict[str, Any]]] = {}
     for document in documents:  # the newest first
         machines.setdefault(json.dumps(hardware_of(document)), []).append(document)
-    parts: list[str] = []
-    for found in machines.values():
-        verdicts = judge(Measurements(by_kind(found)))
-        if any(one.found is not None for one in verdicts):
-            rows = [list(columns.verdict(one)) for one in verdicts if not parts or one.found is not None]
-            parts.append(f"_{columns.hardware(found[0]['machine'])}_")
-            parts.append(_table(["goal", "bound", "found", "measured", ""], rows))
-    return "\n\n".join(parts)
+    measured = [(found[0]["machine"], Measurements(by_kind(found))) for found in machines.values()]
+    measured = [one for one in measured if any(verdict.found for verdict in judge(one[1]))]
+    rows = []
+    for goal in GOALS:
+        facts, values = next((one for one in measured if goal.find(one[1])), measured[0])
+        what, bound, found, date, outcome = columns.verdict(Verdict(goal, goal.find(values)))
+        where = "" if facts is measured[0][0] or found == columns.NONE else f", {facts['cpu']}"
+        rows.append([what, bound, goal.peer(values) or "-", goal.before or "-", found, date + where, outcome])
+    headings = ["goal", "bound", "best of others", "before", "found", "measured", ""]
+    return f"_{columns.hardware(measured[0][0])}_\n\n" + _table(headings, rows)
 
 
 def render_in_short(documents: list[dict[str, Any]]) -> str:
@@ -280,6 +282,24 @@ def render_starts(documents: list[dict[str, Any]]) -> str:
     return f"{facts}\n\n" + _table(["", "limit", "torch.load", "safetensors", "before", "now"], rows)
 
 
+def render_crowded(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of `crowded.py`: a line for each number of ranks."""
+    rows = [
+        [
+            f"{row['ranks']:.0f}",
+            f"{row['num_bytes'] / 1e9:.2f} GB",
+            f"{1e3 * row['blocked_s']:.1f} ms",
+            f"{row['staged_s']:.2f} s",
+            f"{row['durable_s']:.2f} s",
+            *(f"{row[key]:.0%}" for key in ("core", "disk", "memory")),
+        ]
+        for row in documents[0]["rows"]
+    ]
+    headings = ["ranks", "a save", "the call blocks", "copied", "durable", "keepers' core", "disk", "memory"]
+    facts = columns.facts(documents[0]["machine"], rounds=None)
+    return f"_{facts}_\n\n" + _table(headings, rows)
+
+
 def render_scale(documents: list[dict[str, Any]]) -> str:
     """The Markdown of `scale.py`: a line for each layout and number of ranks, the newest."""
     rows: dict[tuple[str, int], list[str]] = {}
@@ -309,6 +329,7 @@ RENDERERS = {
     "sharding": render_sharding,
     "scale": render_scale,
     "starts": render_starts,
+    "crowded": render_crowded,
     "trainers": render_trainers,
     "goodput": render_goodput,
     "tiers": render_numbers(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,16 @@ def test_a_view_shares_the_bytes_of_any_dtype(dtype: torch.dtype) -> None:
     assert bytes(view) == bytes(tensor.view(torch.uint8).flatten().tolist())
     view[:] = bytes(len(view))
     assert not tensor.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("num_bytes", [1, (256 << 10) - 1, 256 << 10, (1 << 20) + 4095])
+@pytest.mark.parametrize("at", [0, 8, 4095])
+def test_a_copy_into_fresh_memory_changes_its_own_bytes_only(num_bytes: int, at: int) -> None:
+    room = mmap.mmap(-1, at + num_bytes + 1)  # without pages until they are touched
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    data = os.urandom(num_bytes)
+    copy_to(address + at, memoryview(data))
+    assert room[:] == bytes(at) + data + b"\0"
 
 
 def test_a_view_keeps_its_tensor_alive() -> None:

@@ -138,12 +138,21 @@ def test_a_goal_without_an_interval_is_judged_by_its_median(at_least: bool, pass
     assert Verdict(goal, Found(Spread(0.95, 0.5, 2.0))).passed is passed
 
 
-def test_each_machine_has_a_table_and_only_the_newest_lists_what_was_not_measured() -> None:
+def test_a_goal_that_the_newest_machine_lacks_is_taken_from_another_which_is_named() -> None:
     tiers = {"kind": "tiers", "machine": machine("OLD", "2026-11-01"), "tiers": [{"memory_of_memcpy": 0.3}]}
-    newest, older = table.render_goals([saving(0.2), tiers]).split("_OLD, ")
-    assert "not measured: `benchmarks/tiers.py`" in newest
-    assert "not measured" not in older
-    assert "0.3 x | 2026-11-01 | missed" in older
+    text = table.render_goals([saving(0.2), tiers])
+    assert "not measured: `benchmarks/remote.py`" in text
+    assert "0.3 x | 2026-11-01, OLD | missed" in text
+    assert text.count("| goal |") == 1
+
+
+def test_the_best_of_the_others_stands_beside_a_goal() -> None:
+    document = saving(0.2)
+    ours = document["runs"][0]
+    for name, seconds in (("dcp", 0.5), ("torch-save", 0.03)):
+        values = ours.get("values", {}) | {"blocked_s": seconds}
+        document["runs"].append(ours | {"contestant": name, "title": name.upper(), "values": values})
+    assert "at most 2 ms | 30 ms, TORCH-SAVE | 3.5 to 7 ms |" in table.render_goals([document])
 
 
 def test_the_short_form_measures_the_goals_first_and_each_peer_once_before_the_second_round() -> None:

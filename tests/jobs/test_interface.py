@@ -8,7 +8,9 @@ import pytest
 
 from holdfast import jobs
 from holdfast.cli import main
-from holdfast.errors import Conflict, InvalidInput, NotFound, TimedOut
+from holdfast.errors import Conflict, InvalidInput, NotFound, RetryLater, TimedOut
+from holdfast.jobs import interface
+from holdfast.jobs.registry import get_engine
 from jobs.harness import JobHarness
 
 WAITS = """
@@ -92,6 +94,48 @@ def test_what_cannot_be_cancelled_keeps_nothing_else_running(
     with pytest.raises(NotFound, match="Job 9 does not exist"):
         jobs.forget(9, "old")
     assert [job.id for job in jobs.queue()] == [3, 2]
+
+
+class BusyEngine:
+    """The local engine, which fails to read the state of one job a number of times, and then cancels it."""
+
+    poll_s = 0.01
+
+    def __init__(self, number: int, num_failures: int) -> None:
+        self.number, self.left = number, num_failures
+
+    def job(self, number: int) -> jobs.Job:
+        engine = get_engine("local")
+        if number == self.number and self.left:
+            self.left -= 1
+            if not self.left:
+                engine.cancel(number)
+            raise RetryLater("The scheduler does not answer.")
+        return engine.job(number)
+
+
+def test_waiting_goes_on_while_the_state_of_a_job_cannot_be_read(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = harness.submit("exec sleep 1000")
+    busy = BusyEngine(job.id, 3)
+    monkeypatch.setattr(interface, "get_engine", lambda _: busy)
+    (ended,) = jobs.wait(job.id)
+    assert ended.status is jobs.JobStatus.CANCELLED
+
+
+def test_a_job_whose_state_cannot_be_read_for_long_does_not_keep_others_from_being_waited_for(
+    harness: JobHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, other = (harness.submit("exec sleep 1000") for _ in range(2))
+    busy = BusyEngine(lost.id, 10**9)
+    monkeypatch.setattr(interface, "get_engine", lambda _: busy)
+    monkeypatch.setattr(interface, "_PATIENCE_S", 0.05)
+    get_engine("local").cancel(other.id)
+    found = list(interface.wait_each(lost.id, other.id))
+    assert [one.id for one in found if isinstance(one, jobs.Job)] == [other.id]
+    assert [type(one) for one in found if not isinstance(one, jobs.Job)] == [RetryLater]
+    get_engine("local").cancel(lost.id)
 
 
 def test_all_names_are_public() -> None:

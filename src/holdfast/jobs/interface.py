@@ -17,6 +17,9 @@ from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural
 
+_PATIENCE_S = 300.0
+"""Time for which `wait` asks again for the state of a job that cannot be read."""
+
 
 def launch(
     task: str | Path,
@@ -170,6 +173,7 @@ def wait(*which: int | str, timeout: Duration | None = None) -> list[Job]:
 
     Raises:
         NotFound: a job does not exist. All others have ended.
+        RetryLater: the state of a job could not be read for five minutes. All others have ended.
         TimedOut: the time is over.
 
     Blocks: until the jobs have ended.
@@ -198,6 +202,7 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
     """Yield jobs as they end, and an error for those that do not in time."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     left = {one.id: one for one in jobs}
+    failing_s: dict[int, float] = {}  # until when a job whose state cannot be read is asked for again
     with closing(FolderWatch(*(job_folder(state_dir(), number).path for number in left))) as watch:
         while True:
             for ended in [job for job in left.values() if job.status.is_final]:
@@ -207,10 +212,19 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
                 break
             poll_s = min(get_engine(one.engine).poll_s for one in left.values())
             watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
-            known = left.values()
-            current, errors = sorted_out(each(lambda job: get_engine(job.engine).job(job.id), known))
-            left = {one.id: one for one in current}
-            yield from errors
+            known = list(left)
+            results = each(lambda job: get_engine(job.engine).job(job.id), list(left.values()))
+            for number, result in zip(known, results, strict=True):
+                if not isinstance(result, HoldfastError):
+                    left[number] = result
+                    failing_s.pop(number, None)
+                elif isinstance(result, RetryLater) and (
+                    time.monotonic() < failing_s.setdefault(number, time.monotonic() + _PATIENCE_S)
+                ):
+                    continue  # a scheduler that is busy or starts again says nothing about the job
+                else:
+                    del left[number]
+                    yield result
     if left:
         listed = ", ".join(f"job {one.id} is {one.status.value}" for one in left.values())
         yield TimedOut(f"{plural(len(left), 'job')} did not end in time: {listed}.")

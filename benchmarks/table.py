@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import chart
 import columns
 import engines
 import replayed
@@ -324,6 +325,7 @@ RENDERERS = {
     "training lost": render_training_lost,
     "saving": render_saving,
     "saving in short": render_in_short,
+    "saving chart": chart.render,
     "engines": render_engines,
     "resharding": render_resharding,
     "sharding": render_sharding,

@@ -36,8 +36,14 @@ def blocks(*languages: str, run: bool | None = None) -> list[object]:
                 line = text[: block.start("code")].count("\n") + 1
                 marks = [_needs_torch(block["torch"])] if run and block["torch"] else []
                 name = f"{document.relative_to(ROOT)}:{line}"
-                found.append(pytest.param(block["code"], id=name, marks=marks))
+                code = after(block["code"]) if block["language"] == "diff" else block["code"]
+                found.append(pytest.param(code, id=name, marks=marks))
     return found
+
+
+def after(diff: str) -> str:
+    """Return the code that a diff results in."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] != "-")
 
 
 def _needs_torch(version: str) -> pytest.MarkDecorator:
@@ -57,14 +63,14 @@ def commands() -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("code", blocks("python", "py"))
+@pytest.mark.parametrize("code", blocks("python", "py", "diff"))
 def test_python_compiles_and_uses_existing_names(code: str) -> None:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "holdfast":
             assert hasattr(holdfast, node.attr), f"line {node.lineno}: there is no holdfast.{node.attr}"
 
 
-@pytest.mark.parametrize("code", blocks("python", "py", run=True))
+@pytest.mark.parametrize("code", blocks("python", "py", "diff", run=True))
 def test_marked_python_runs(code: str, tmp_path: Path) -> None:
     done = shared().run(["-c", code], cwd=tmp_path)
     assert done.returncode == 0, done.stderr

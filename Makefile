@@ -10,7 +10,7 @@ BENCH := $(VENV)/.bench-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles soak fuzz docs clean torn in-turn endurance
+.PHONY: help demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles soak fuzz docs docs-site clean torn in-turn endurance
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -114,6 +114,9 @@ torn: $(DEV) ## write to states while they are copied, in 90 ways
 
 docs: $(DEV) ## check every link, code block and command of the documents
 	$(BIN)/python -m pytest tests/docs
+
+docs-site: $(DEV) ## the documentation as a site in build/site; warnings are errors
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
 
 clean: ## remove caches and outputs; .venv stays
 	rm -rf .bench build dist .pytest_cache .ruff_cache .hypothesis

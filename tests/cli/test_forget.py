@@ -69,8 +69,7 @@ def test_buckets_are_kept_and_a_job_with_files_that_were_not_uploaded_too(
 ) -> None:
     head = "file_mounts: {plain: {name: plain, mode: MOUNT}, out: {name: cached, mode: MOUNT_CACHED}}"
     job = jobs.submit("echo 1 > plain/a; echo 2 > out/b; ln -s b out/left-out", head=head)
-    ended = jobs.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED
+    ended = jobs.wait(job, JobStatus.SUCCEEDED)
     assert "left out" in ended.reason
     holdfast("forget", job.id, "--yes").refused("With --force these files are lost", status=1)
     assert jobs.files(job).path.exists()

@@ -256,8 +256,7 @@ def test_preempting_and_cancelling_from_the_command_line(
     task.write_text("run: |\n  trap 'exit 75' TERM\n  echo ready\n  while true; do sleep 0.02; done\n")
     holdfast("launch", task)
     job = jobs.engine.job(1)
-    jobs.wait_for_output(job, "ready")
-    jobs.wait(job, JobStatus.RUNNING)
+    jobs.wait_running(job, "ready")
     assert "its processes are killed in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
     jobs.wait_for_output(job, "ready", times=2)
     jobs.wait(job, JobStatus.RUNNING)
@@ -294,5 +293,4 @@ def test_a_job_survives_its_terminal(jobs: JobHarness, task: Path) -> None:
     launcher.communicate()
     job = jobs.engine.job(1)
     (jobs.files(job).workdir(0) / "go").touch()
-    ended = jobs.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)
+    assert jobs.succeed(job).attempt == 1

@@ -98,15 +98,11 @@ def test_variables_are_those_of_the_image_and_of_the_task(
 ) -> None:
     monkeypatch.setenv("OF_THE_SHELL", "not for images")
     hostile = "two\nlines, 'quotes', \"more\", a=b, $HOME `id` \\ \t end "
-    job = harness.submit(
-        """
-        echo "setting: $SETTING, shell: [$OF_THE_SHELL], path: $PATH, task: $SKYPILOT_TASK_ID"
-        printf %s "$HOSTILE" > value
-        """,
-        head=HEAD,
-        HOSTILE=hostile,
-        PLAIN="x",
-    )
+    run = """
+    echo "setting: $SETTING, shell: [$OF_THE_SHELL], path: $PATH, task: $SKYPILOT_TASK_ID"
+    printf %s "$HOSTILE" > value
+    """
+    job = harness.submit(run, head=HEAD, HOSTILE=hostile, PLAIN="x")
     log = ended(harness, job)
     assert f"setting: of-the-image, shell: [], path: {IMAGE_PATH}, task: {job.task_id}" in log
     assert (harness.files(job).workdir(0) / "value").read_text() == hostile
@@ -135,14 +131,12 @@ def test_the_end_of_the_commands_is_the_end_of_the_job(harness: JobHarness, comm
 
 @pytest.mark.essential
 def test_a_preemption_notice_reaches_the_trainer(harness: JobHarness) -> None:
-    job = harness.submit(
-        f"""
-        trap 'echo saving; touch saved; exit 75' TERM
-        echo attempt $HOLDFAST_ATTEMPT is up
-        [ -e saved ] || {UNTIL_GO}
-        """,
-        head=HEAD,
-    )
+    run = f"""
+    trap 'echo saving; touch saved; exit 75' TERM
+    echo attempt $HOLDFAST_ATTEMPT is up
+    [ -e saved ] || {UNTIL_GO}
+    """
+    job = harness.submit(run, head=HEAD)
     harness.wait_for_output(job, "attempt 1 is up")
     harness.engine.preempt(job.id, lead_s=60)
     log = ended(harness, job)

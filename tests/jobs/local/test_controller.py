@@ -77,13 +77,11 @@ def test_nodes_can_connect_to_each_other_s_addresses(harness: JobHarness) -> Non
         f"    try: print(socket.create_connection(('127.0.0.2', {port})).recv(9).decode()); break\n"
         "    except OSError: time.sleep(0.01)\n"
     )
-    job = harness.run(
-        f"""
-        if [ $SKYPILOT_NODE_RANK = 1 ]; then what=serve.py; else what=ask.py; fi
-        {sys.executable} {harness.folder}/$what
-        """,
-        head="num_nodes: 2",
-    )
+    run = f"""
+    if [ $SKYPILOT_NODE_RANK = 1 ]; then what=serve.py; else what=ask.py; fi
+    {sys.executable} {harness.folder}/$what
+    """
+    job = harness.run(run, head="num_nodes: 2")
     assert "found" in harness.log(job)
 
 
@@ -344,13 +342,12 @@ def write_trainer(harness: JobHarness, then: str, start: str = "") -> Path:
 def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarness) -> None:
     """The signal would kill the shell and `tee`, and the broken pipe the trainer."""
     trainer = write_trainer(harness, "print('saved', flush=True)")
-    job = harness.submit(
-        f"""
-        set -o pipefail
-        [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
-        (cd /; {sys.executable} {trainer} 2>&1 | tee /dev/null | cat)
-        """
-    )
+    run = f"""
+    set -o pipefail
+    [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
+    (cd /; {sys.executable} {trainer} 2>&1 | tee /dev/null | cat)
+    """
+    job = harness.submit(run)
     harness.wait_running(job, "ready")
     harness.engine.preempt(job.id, lead_s=600)
     harness.succeed(job)
@@ -363,13 +360,12 @@ def test_a_child_of_the_trainer_that_keeps_a_pipe_open_does_not_delay_the_restar
     """`tee` waits for the child, and the shell for `tee`."""
     report = "with open(os.environ['HOLDFAST_PROGRESS'], 'a') as log: print('{\"preempted\": 5}', file=log)"
     trainer = write_trainer(harness, report, start="subprocess.Popen(['sleep', '1000'])")
-    job = harness.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
-        {sys.executable} {trainer} | tee trained.txt
-        echo the shell ended by itself
-        """
-    )
+    run = f"""
+    [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
+    {sys.executable} {trainer} | tee trained.txt
+    echo the shell ended by itself
+    """
+    job = harness.submit(run)
     harness.wait_running(job, "ready")
     harness.engine.preempt(job.id, lead_s=100_000)
     harness.succeed(job)

@@ -70,13 +70,11 @@ def test_setup_and_every_node_and_attempt_see_it(harness: JobHarness) -> None:
 
 def test_files_of_a_killed_node_reach_the_next_attempt_and_the_place(harness: JobHarness) -> None:
     place = harness.folder / "place"
-    job = harness.submit(
-        f"""
-        echo $HOLDFAST_ATTEMPT >> {TARGET}/attempts
-        if [ $HOLDFAST_ATTEMPT = 1 ]; then echo written; while true; do sleep 0.1; done; fi
-        """,
-        head=f'file_mounts: {{{TARGET}: {{source: "{place}", mode: MOUNT_CACHED}}}}',
-    )
+    run = f"""
+    echo $HOLDFAST_ATTEMPT >> {TARGET}/attempts
+    if [ $HOLDFAST_ATTEMPT = 1 ]; then echo written; while true; do sleep 0.1; done; fi
+    """
+    job = harness.submit(run, head=f'file_mounts: {{{TARGET}: {{source: "{place}", mode: MOUNT_CACHED}}}}')
     harness.wait_for_output(job, "written")
     harness.kill_node(job, 0)
     harness.succeed(job)

@@ -91,15 +91,12 @@ def test_a_package_of_setup_is_in_all_attempts_of_this_job_only(
     active: JobHarness, parent: Path, installation: str
 ) -> None:
     before = contents(parent.parent)
-    job, log = succeed(
-        active,
-        """
-        python -c 'import own, shared; print(own.VERSION, shared.VERSION)'
-        own-show
-        [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
-        """,
-        setup=installation,
-    )
+    run = """
+    python -c 'import own, shared; print(own.VERSION, shared.VERSION)'
+    own-show
+    [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
+    """
+    job, log = succeed(active, run, setup=installation)
     assert active.engine.job(job.id).attempt == 2
     assert log.count("1.0 1.0\n") == 2
     assert log.count(f"own 1.0 by {venv(active, job)}/bin/python") == 2
@@ -192,17 +189,14 @@ def test_scripts_of_both_environments_run_the_python_of_the_job(
     shell.setenv("PATH", f"{parent}:/usr/bin:/bin")
     with started_harness(tmp_path, tmp_path / state) as harness:
         shell.setenv("PATH", f"{parent}:/usr/bin:/bin")
-        job, log = succeed(
-            harness,
-            """
-            own-show
-            shared-show
-            python "$(command -v shared-show)"
-            hello
-            for name in python python3; do $name -c 'import own, sys; print("called", sys.executable)'; done
-            """,
-            setup="pip install own",
-        )
+        run = """
+        own-show
+        shared-show
+        python "$(command -v shared-show)"
+        hello
+        for name in python python3; do $name -c 'import own, sys; print("called", sys.executable)'; done
+        """
+        job, log = succeed(harness, run, setup="pip install own")
         programs = venv(harness, job) / "bin"
         assert log.count(f"own 1.0 by {programs}/python") == 1
         assert log.count(f"shared 1.0 by {programs}/python") == 2

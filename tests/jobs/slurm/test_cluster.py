@@ -42,16 +42,12 @@ def wait_for_steps(slurm: SlurmHarness, job: object, number: int) -> None:
 
 def test_two_nodes_communicate_and_return_as_the_same_job(slurm: SlurmHarness) -> None:
     """Status 75 requeues the job. Setup is not repeated on a node where it has succeeded."""
-    job = slurm.submit(
-        """
-        echo rank=$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES task=$SKYPILOT_TASK_ID attempt=$HOLDFAST_ATTEMPT
-        echo peers=$(echo "$SKYPILOT_NODE_IPS" | wc -l) restarts=${SLURM_RESTART_COUNT:-0} who=$WHO
-        [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
-        """,
-        head=TWO,
-        setup="echo setting up $SKYPILOT_SETUP_NODE_RANK",
-        WHO="me",
-    )
+    run = """
+    echo rank=$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES task=$SKYPILOT_TASK_ID attempt=$HOLDFAST_ATTEMPT
+    echo peers=$(echo "$SKYPILOT_NODE_IPS" | wc -l) restarts=${SLURM_RESTART_COUNT:-0} who=$WHO
+    [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
+    """
+    job = slurm.submit(run, head=TWO, setup="echo setting up $SKYPILOT_SETUP_NODE_RANK", WHO="me")
     ended = slurm.succeed(job)
     assert (ended.attempt, ended.recoveries) == (2, 1)
     for rank in range(2):
@@ -256,15 +252,13 @@ def test_a_cancellation_in_slurm_is_reported_as_such(slurm: SlurmHarness) -> Non
 
 def test_processes_without_a_handler_for_sigusr1_survive_it(slurm: SlurmHarness) -> None:
     """Slurm may signal every process of a job. Those without a handler live on until the job ends."""
-    job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        {sys.executable} -c 'import time; print("deaf", flush=True); time.sleep(1000)' &
-        trap 'kill -0 $! && echo still there; exit 75' TERM
-        {READY}
-        """,
-        head=ONE,
-    )
+    run = f"""
+    [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
+    {sys.executable} -c 'import time; print("deaf", flush=True); time.sleep(1000)' &
+    trap 'kill -0 $! && echo still there; exit 75' TERM
+    {READY}
+    """
+    job = slurm.submit(run, head=ONE)
     slurm.wait_for_output(job, "deaf")
     slurm.wait_for_output(job, "ready")
     os.kill(slurm.runner(job, 0).pid, signal.SIGUSR1)

@@ -155,17 +155,15 @@ def test_files_on_a_lost_machine_are_named_and_replace_nothing_later(
 ) -> None:
     """Attempt 1 on n1 is lost during an upload, attempt 2 runs on n3, and attempt 3 on n1 again."""
     gate = proxy.hold(method="PUT", target=r"state.*partNumber=2")
-    job = slurm.submit(
-        """
-        echo "found: $(head -c 9 out/state)"
-        head -c 9000000 /dev/zero | sed "s/^/attempt $HOLDFAST_ATTEMPT/" > out/state.tmp
-        mv out/state.tmp out/state
-        [ $HOLDFAST_ATTEMPT = 1 ] && sleep 1000
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 75
-        true
-        """,
-        head=bucket.cached,
-    )
+    run = """
+    echo "found: $(head -c 9 out/state)"
+    head -c 9000000 /dev/zero | sed "s/^/attempt $HOLDFAST_ATTEMPT/" > out/state.tmp
+    mv out/state.tmp out/state
+    [ $HOLDFAST_ATTEMPT = 1 ] && sleep 1000
+    [ $HOLDFAST_ATTEMPT = 2 ] && exit 75
+    true
+    """
+    job = slurm.submit(run, head=bucket.cached)
     assert gate.reached.wait(600), slurm.describe(job)
     stand_in.use_nodes("n3")
     kill_all(slurm, job)
@@ -208,19 +206,17 @@ def test_no_node_begins_before_the_leftovers_of_all_nodes_are_uploaded(
 ) -> None:
     """Otherwise an old file of one node could replace a new one of another."""
     gate = proxy.hold(method="PUT", target=r"both.*partNumber=2")
-    job = slurm.submit(
-        """
-        echo "found: $(head -c 9 out/both)"
-        node=$HOLDFAST_ATTEMPT-$SKYPILOT_NODE_RANK
-        if [ $node = 1-1 ] || [ $node = 2-0 ]; then
-          head -c 9000000 /dev/zero | sed "s/^/attempt $HOLDFAST_ATTEMPT/" > out/both.tmp
-          mv out/both.tmp out/both
-        fi
-        [ $HOLDFAST_ATTEMPT = 1 ] && sleep 1000
-        true
-        """,
-        head=f"num_nodes: 2\n{bucket.cached}",
-    )
+    run = """
+    echo "found: $(head -c 9 out/both)"
+    node=$HOLDFAST_ATTEMPT-$SKYPILOT_NODE_RANK
+    if [ $node = 1-1 ] || [ $node = 2-0 ]; then
+      head -c 9000000 /dev/zero | sed "s/^/attempt $HOLDFAST_ATTEMPT/" > out/both.tmp
+      mv out/both.tmp out/both
+    fi
+    [ $HOLDFAST_ATTEMPT = 1 ] && sleep 1000
+    true
+    """
+    job = slurm.submit(run, head=f"num_nodes: 2\n{bucket.cached}")
     assert gate.reached.wait(600), slurm.describe(job)
     slurm.wait_for_output(job, "found:")
     again = proxy.hold(method="PUT", target=r"both.*partNumber=2")

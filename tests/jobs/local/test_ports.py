@@ -87,7 +87,10 @@ def test_a_job_that_names_a_port_waits_until_no_other_job_has_it(harness: JobHar
     ("commands", "ports"),
     [
         ("torchrun --master_port 29500 a.py", (29500,)),
-        ("torchrun --master-port=29500 a.py; accelerate launch --main_process_port '8008'", (8008, 29500)),
+        (
+            "torchrun --master-port=29500 a.py; accelerate launch --main_process_port '8008' b.py",
+            (8008, 29500),
+        ),
         ("torchrun --rdzv_endpoint=$(echo $IPS | head -n 1):1234 a.py", (1234,)),
         ("export MASTER_PORT=12355", (12355,)),
         ("torchrun --master_port $PORT a.py; torchrun --master_port ${PORT} b.py", (7000,)),

@@ -20,13 +20,10 @@ from holdfast.checkpoint.exchange.exporter import export_checkpoint
 def by_name(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Any]:
     """Return the state of an optimizer by the names of parameters, with whole tensors."""
     names: dict[Any, str] = {one: f"model.{name}" for name, one in model.named_parameters()}
-    groups = [
-        {**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups
-    ]
-    state = {
-        names[one]: {key: whole(value) for key, value in of_one.items()}
-        for one, of_one in optimizer.state.items()
-    }
+    rows = optimizer.param_groups
+    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in rows]
+    slots = optimizer.state.items()
+    state = {names[one]: {key: whole(value) for key, value in kept.items()} for one, kept in slots}
     return {"state": state, "param_groups": groups}
 
 

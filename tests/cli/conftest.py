@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import main
-from jobs.harness import JobHarness, started_harness
+from jobs.conftest import harness as jobs
 from making import CREATED_UNIX_S, make_checkpoint, make_home
 
 
@@ -53,13 +53,7 @@ class Result:
 
 
 Command = Callable[..., Result]
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[JobHarness]:
-    """Jobs in a state folder of their own, which the command line uses too."""
-    with started_harness(tmp_path) as found:
-        yield found
+__all__ = ["jobs"]
 
 
 @pytest.fixture

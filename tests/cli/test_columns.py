@@ -14,7 +14,7 @@ from holdfast.checkpoint.store import open_store
 from holdfast.cli.tables import Column, cut, lay_out, printable
 from making import make_checkpoint
 
-LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters.default.weight"
+LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters" + ".default" * 50
 WHY = "The write failed: No space left on device. Earlier checkpoints are whole, and training continues."
 
 

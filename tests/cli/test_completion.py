@@ -131,19 +131,12 @@ def test_bash_completes_on_tab(
     """An interactive bash on a terminal, with the script of its start file."""
     pty = pytest.importorskip("pty")
     start = folder / "bashrc"
-    start.write_text(
-        "source <(holdfast completion bash)\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n"
-    )
+    source = "source <(holdfast completion bash)"
+    start.write_text(f"{source}\nbind 'set enable-bracketed-paste off'\nPS1='ready> '\n")
     person, terminal = pty.openpty()
-    process = subprocess.Popen(
-        ["bash", "--noprofile", "--rcfile", str(start), "-i"],
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        env=terminal_env,
-        cwd=folder,
-        start_new_session=True,
-    )
+    words = ["bash", "--noprofile", "--rcfile", str(start), "-i"]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+    process = subprocess.Popen(words, **streams, env=terminal_env, cwd=folder, start_new_session=True)
     os.close(terminal)
     try:
         receive_until(person, "ready> ")

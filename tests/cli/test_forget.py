@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,8 @@ from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 
 
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    found = JobHarness(tmp_path)
-    yield found
-    found.leave()
-
-
 def test_an_ended_job_is_removed_with_its_files(jobs: JobHarness, holdfast: Command) -> None:
-    first, second = (jobs.submit("echo here > file") for _ in range(2))
-    assert {jobs.wait(job).status for job in (first, second)} == {JobStatus.SUCCEEDED}
+    first, second = (jobs.run("echo here > file") for _ in range(2))
     result = holdfast("forget", first.id, "--yes")
     assert (result.status, result.out.splitlines()[-1]) == (0, "removed 1 job")
     assert [job.id for job in jobs.engine.jobs()] == [second.id]
@@ -34,28 +26,21 @@ def test_an_ended_job_is_removed_with_its_files(jobs: JobHarness, holdfast: Comm
     assert (result.status, result.out.splitlines()[-1]) == (2, "removed 1 job"), "what exists is removed"
     assert f"Job {first.id} does not exist" in result.err
     assert "no job named 'no-such'" in result.err
-    third = jobs.submit("true")
-    assert third.id == 3, "no number is given twice"
-    jobs.wait(third)
+    assert jobs.run("true").id == 3, "no number is given twice"
 
 
 def test_a_running_job_is_never_removed(jobs: JobHarness, holdfast: Command) -> None:
     job = jobs.submit("until [ -e go ]; do sleep 0.02; done")
     jobs.wait(job, JobStatus.RUNNING)
     holdfast("forget", job.id, "--force", "--yes").refused("is RUNNING, so it was not removed", status=1)
-    assert holdfast("forget", "--all-ended", "--json", "--yes").json == {
-        "chosen": [],
-        "forgotten": [],
-        "kept": [],
-    }
-    assert jobs.files(job).workdir(0).exists()
-    (jobs.files(job).workdir(0) / "go").touch()
-    assert jobs.wait(job).status is JobStatus.SUCCEEDED
+    found = holdfast("forget", "--all-ended", "--json", "--yes").json
+    assert found == {"chosen": [], "forgotten": [], "kept": []}
+    jobs.let_go(job)
+    jobs.succeed(job)
 
 
 def test_old_ones_are_chosen_by_their_end(jobs: JobHarness, holdfast: Command) -> None:
-    job = jobs.submit("true")
-    jobs.wait(job)
+    job = jobs.run("true")
     assert holdfast("forget", "--ended-before", "1h", "--dry-run").out == "no jobs\n"
     assert holdfast("forget", "--all-ended", "--dry-run", "--json").json["chosen"] == [job.id]
     assert len(jobs.engine.jobs()) == 1
@@ -68,10 +53,8 @@ def test_buckets_are_kept_and_a_job_with_files_that_were_not_uploaded_too(
     jobs: JobHarness, holdfast: Command
 ) -> None:
     head = "file_mounts: {plain: {name: plain, mode: MOUNT}, out: {name: cached, mode: MOUNT_CACHED}}"
-    job = jobs.submit("echo 1 > plain/a; echo 2 > out/b; ln -s b out/left-out", head=head)
-    ended = jobs.wait(job)
-    assert ended.status is JobStatus.SUCCEEDED
-    assert "left out" in ended.reason
+    job = jobs.run("echo 1 > plain/a; echo 2 > out/b; ln -s b out/left-out", head=head)
+    assert "left out" in job.reason
     holdfast("forget", job.id, "--yes").refused("With --force these files are lost", status=1)
     assert jobs.files(job).path.exists()
     assert holdfast("forget", job.id, "--force", "--yes").status == 0
@@ -81,9 +64,7 @@ def test_buckets_are_kept_and_a_job_with_files_that_were_not_uploaded_too(
 
 
 def test_a_killed_removal_is_finished_by_the_next_one(jobs: JobHarness, holdfast: Command) -> None:
-    first, second = (jobs.submit("true") for _ in range(2))
-    jobs.wait(first)
-    jobs.wait(second)
+    first, second = (jobs.run("true") for _ in range(2))
     Records(jobs.state).set_aside(first.id)
     assert [job.id for job in jobs.engine.jobs()] == [second.id]
     assert holdfast("forget", second.id, "--yes").status == 0
@@ -94,10 +75,7 @@ def test_a_killed_removal_is_finished_by_the_next_one(jobs: JobHarness, holdfast
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root, to mount")
 def test_nothing_below_a_mount_is_removed(jobs: JobHarness, holdfast: Command, tmp_path: Path) -> None:
     """A mount in the folder of a job is unmounted first, or nothing is removed."""
-    import subprocess
-
-    job = jobs.submit("true")
-    jobs.wait(job)
+    job = jobs.run("true")
     data = tmp_path / "data"
     data.mkdir()
     (data / "precious").write_text("x")

@@ -25,8 +25,7 @@ WAITS = "until [ -e go ]; do sleep 0.02; done"
 
 
 def test_the_last_lines_are_printed_and_bars_as_one_line(jobs: JobHarness, holdfast: Command) -> None:
-    job = jobs.submit(f"seq 5\n{BAR}\necho end")
-    jobs.wait(job)
+    job = jobs.run(f"seq 5\n{BAR}\necho end")
     assert holdfast("logs", job.id, "--tail", 3).out == "5\n3/3\nend\n"
     assert holdfast("logs", "task", "--tail", 1).out == "end\n"
     assert holdfast("logs", job.id, "--tail", 0).out == ""
@@ -34,8 +33,7 @@ def test_the_last_lines_are_printed_and_bars_as_one_line(jobs: JobHarness, holdf
 
 
 def test_each_line_has_its_time_on_request(jobs: JobHarness, holdfast: Command) -> None:
-    job = jobs.submit("echo first; echo second")
-    jobs.wait(job)
+    job = jobs.run("echo first; echo second")
     lines = holdfast("logs", job.id, "--tail", 2, "-t").out.splitlines()
     assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", line) for line in lines] == ["first", "second"]
     assert lines[0] != "first"
@@ -45,14 +43,12 @@ def test_each_line_has_its_time_on_request(jobs: JobHarness, holdfast: Command) 
 
 
 def test_nodes_are_labelled_and_a_missing_one_is_reported(jobs: JobHarness, holdfast: Command) -> None:
-    job = jobs.submit("echo from $SKYPILOT_NODE_RANK", head="num_nodes: 2")
-    jobs.wait(job)
+    job = jobs.run("echo from $SKYPILOT_NODE_RANK", head="num_nodes: 2")
     out = holdfast("logs", job.id, "--tail", 1).out
     assert sorted(out.splitlines()) == ["(node 0) from 0", "(node 1) from 1"]
     assert holdfast("logs", job.id, "--tail", 1, "--node", 1).out == "from 1\n"
-    holdfast("logs", job.id, "--node", 2).refused(
-        f"Job {job.id} has no node 2: it has 2 nodes, counted from 0"
-    )
+    said = f"Job {job.id} has no node 2: it has 2 nodes, counted from 0"
+    holdfast("logs", job.id, "--node", 2).refused(said)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +77,7 @@ def test_a_bar_moves_on_a_terminal(jobs: JobHarness) -> None:
     seen = b""
     while b"1/2" not in seen:
         seen += os.read(terminal, 4096)
-    (jobs.files(job).workdir(0) / "go").touch()
+    jobs.let_go(job)
     try:
         while chunk := os.read(terminal, 4096):
             seen += chunk
@@ -95,16 +91,12 @@ def test_a_bar_moves_on_a_terminal(jobs: JobHarness) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [b"x" * 99 + b"\n", b"x" * 100], ids=["lines", "one line"])
 def test_a_gigabyte_is_printed_whole(jobs: JobHarness, tmp_path: Path, line: bytes) -> None:
-    job = jobs.submit("true")
-    jobs.wait(job)
+    job = jobs.run("true")
     with jobs.files(job).log(0).open("wb") as file:
         for _ in range(100):
             file.write(line * 100_000)
-    code = (
-        "import sys; from holdfast.cli import main; "
-        f"main(['logs', '{job.id}']); sys.stdout.flush(); "
-        "sys.stderr.write(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
-    )
+    code = f"import sys; from holdfast.cli import main; main(['logs', '{job.id}']); sys.stdout.flush(); "
+    code += "sys.stderr.write(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])"
     with (tmp_path / "out").open("wb") as out:
         done = subprocess.run([sys.executable, "-c", code], stdout=out, stderr=subprocess.PIPE, check=True)
     assert (tmp_path / "out").stat().st_size in (10**9, 10**9 + 1)
@@ -130,8 +122,7 @@ def test_active_jobs_come_first_and_always(jobs: JobHarness, holdfast: Command) 
     assert len(holdfast("queue", "--json", "--status", "failed").json) == 3
     assert [row["id"] for row in holdfast("queue", "--json", "--status", "RUNNING").json] == [running.id]
     holdfast("queue", "--status", "sleeping").refused("Unknown status 'sleeping'")
-    (jobs.files(running).workdir(0) / "go").touch()
-    jobs.wait(running)
+    jobs.finish(running)
 
 
 def test_the_table_fits_80_columns(
@@ -155,8 +146,7 @@ def test_durations_are_apart(jobs: JobHarness, holdfast: Command) -> None:
     jobs.kill_node(job, 0)
     jobs.wait_for(job, lambda: jobs.engine.job(job.id).attempt == 2, "the second attempt")
     jobs.wait(job, JobStatus.RUNNING)
-    (jobs.files(job).workdir(0) / "go").touch()
-    jobs.wait(job)
+    jobs.finish(job)
     (row,) = holdfast("queue", "--json").json
     assert min(row["running_s"], row["down_s"]) > 0
     assert row["running_s"] + row["down_s"] <= row["total_s"]

@@ -37,8 +37,7 @@ def task(tmp_path: Path) -> Path:
 
 
 def test_a_job_is_launched_listed_and_read(jobs: JobHarness, task: Path, holdfast: Command) -> None:
-    result = holdfast("launch", task, "--env", "WHO=you", "--name", "mine")
-    assert result.status == 0
+    result = holdfast("launch", task, "--env", "WHO=you", "--name", "mine").printed()
     assert result.out.startswith("job 1 (mine) was submitted")
     assert "read as the set {A100:1, H100:1}" in result.err
     job = jobs.engine.job(1)
@@ -55,14 +54,11 @@ def test_a_job_is_launched_listed_and_read(jobs: JobHarness, task: Path, holdfas
 def test_attaching_shows_the_output_and_ends_with_the_status_of_the_job(
     jobs: JobHarness, task: Path, holdfast: Command
 ) -> None:
-    result = holdfast("launch", task, "--env", "WHO=you", "--attach")
-    assert result.status == 0
-    assert "hello you" in result.out
+    result = holdfast("launch", task, "--env", "WHO=you", "--attach").printed("hello you")
     assert "job 1 is SUCCEEDED" in result.err
     task.write_text("run: echo oh no; exit 3\n")
-    holdfast("launch", task, "--attach").refused(
-        "job 2 is FAILED: node 0 failed in run with status 3", status=1
-    )
+    said = "job 2 is FAILED: node 0 failed in run with status 3"
+    holdfast("launch", task, "--attach").refused(said, status=1)
 
 
 def test_following_ends_with_the_job(jobs: JobHarness, task: Path, holdfast: Command) -> None:
@@ -73,10 +69,9 @@ def test_following_ends_with_the_job(jobs: JobHarness, task: Path, holdfast: Com
 
 
 def test_a_dry_run_shows_the_plan_and_starts_nothing(jobs: JobHarness, task: Path, holdfast: Command) -> None:
-    holdfast("launch", task, "--env", "WHO=you", "--dry-run").printed(
-        "resources.use_spot", "nothing was started"
-    )
-    plan = holdfast("launch", task, "--env", "WHO=you", "--dry-run", "--json").json
+    words = ["launch", task, "--env", "WHO=you", "--dry-run"]
+    holdfast(*words).printed("resources.use_spot", "nothing was started")
+    plan = holdfast(*words, "--json").json
     unsupported = [row["key"] for row in plan["unsupported_keys"]]
     assert unsupported == ["resources.accelerators", "resources.use_spot"]
     assert "A100: 1" in plan["task"]
@@ -124,14 +119,10 @@ def test_secrets_are_passed_to_the_job_and_never_shown(
     assert holdfast("launch", task, "--secret", "TOKEN=abc123", "--attach").status == 0
 
 
+@pytest.mark.usefixtures("jobs")
 @pytest.mark.parametrize(("engine", "program"), [("slurm", "sbatch"), ("sky", "sky")])
 def test_a_missing_engine_is_reported(
-    jobs: JobHarness,
-    task: Path,
-    holdfast: Command,
-    engine: str,
-    program: str,
-    monkeypatch: pytest.MonkeyPatch,
+    task: Path, holdfast: Command, engine: str, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(task.parent))
     holdfast("launch", task, "--env", "WHO=you", "--on", engine).refused(f"{program} ")
@@ -191,9 +182,8 @@ def test_a_command_is_launched_in_a_copy_of_the_current_folder(
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "train.py").write_text("import sys; print(sys.argv[1:])")
     monkeypatch.chdir(tmp_path / "here")
-    holdfast("launch", "--attach", "--", sys.executable, "train.py", "--lr", "a b", "$HOME").printed(
-        "['--lr', 'a b', '$HOME']"
-    )
+    words = [sys.executable, "train.py", "--lr", "a b", "$HOME"]
+    holdfast("launch", "--attach", "--", *words).printed("['--lr', 'a b', '$HOME']")
     result = holdfast("launch", "--attach", "-n", "two", "--", "echo $A && pwd", "--", "x")
     assert (jobs.engine.job(2).name, result.status) == ("two", 1), "several words are a program and arguments"
     assert "a-b" in holdfast("launch", "--attach", "--env", "A=a-b", "--", "echo $A && pwd").out
@@ -256,13 +246,12 @@ def test_preempting_and_cancelling_from_the_command_line(
     task.write_text("run: |\n  trap 'exit 75' TERM\n  echo ready\n  while true; do sleep 0.02; done\n")
     holdfast("launch", task)
     job = jobs.engine.job(1)
-    jobs.wait_for_output(job, "ready")
-    jobs.wait(job, JobStatus.RUNNING)
+    jobs.wait_running(job, "ready")
     assert "its processes are killed in 1 min 0 s" in holdfast("preempt", 1, "--lead", "60").out
     jobs.wait_for_output(job, "ready", times=2)
     jobs.wait(job, JobStatus.RUNNING)
     assert holdfast("cancel", 1).out == "job 1 (task) is being cancelled\n"
-    assert jobs.wait(job).status is JobStatus.CANCELLED
+    jobs.wait(job, JobStatus.CANCELLED)
     assert [holdfast(command, 1).status for command in ("cancel", "preempt")] == [2, 2]
     assert holdfast("queue").out.count("CANCELLED") == 1
 
@@ -293,6 +282,5 @@ def test_a_job_survives_its_terminal(jobs: JobHarness, task: Path) -> None:
     os.killpg(launcher.pid, signal.SIGKILL)
     launcher.communicate()
     job = jobs.engine.job(1)
-    (jobs.files(job).workdir(0) / "go").touch()
-    ended = jobs.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.SUCCEEDED, 1)
+    jobs.let_go(job)
+    assert jobs.succeed(job).attempt == 1

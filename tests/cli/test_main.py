@@ -215,14 +215,9 @@ def test_refusals_and_lists_come_before_the_import_of_torch(home: Path, tmp_path
         "assert main(['trust', '--list']) == 0\n"
         "print([name for name in ('torch', 'altair', 'vl_convert') if name in sys.modules])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "XDG_CONFIG_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
+    env = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.endswith("\n[]\n"), done.stdout + done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from cli.conftest import Command
 from holdfast.jobs.machines import MachineEvent, add_events
@@ -18,15 +19,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("COLUMNS", "80")
     why = "product cores: a product of matrices of integers is wrong: core 3 (float64), core 4 (float64)"
     now_s = time.time()
-    add_events(
-        tmp_path,
-        [
-            MachineEvent(
-                now_s, "gpu-17", "job", 1, is_lost=True, is_wrong=True, failed=("product",), why=why
-            ),
-            MachineEvent(now_s, "a-node-with-a-long-name-as-clouds-give-them-to-their-machines", "job", 1),
-        ],
-    )
+    other = MachineEvent(now_s, "a-node-with-a-long-name-as-clouds-give-them-to-their-machines", "job", 1)
+    wrong = {"is_lost": True, "is_wrong": True, "failed": ("product",), "why": why}
+    add_events(tmp_path, [replace(other, machine="gpu-17", **wrong), other])
     return tmp_path
 
 

@@ -133,8 +133,7 @@ def test_jobs_continue_when_cron_runs_the_line_after_a_restart(
     jobs.wait(ended)
     running = [jobs.submit(WAITS), jobs.submit(WAITS, head="num_nodes: 2")]
     for job in running:
-        jobs.wait_for_output(job, "attempt 1 is up")
-        jobs.wait(job, JobStatus.RUNNING)
+        jobs.wait_running(job, "attempt 1 is up")
     with monkeypatch.context() as patch:
         FakePrograms(tmp_path / "bin", patch)
         found = holdfast("service", "status", "--json").json

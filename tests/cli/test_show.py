@@ -10,14 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cli.conftest import Command, flip
 from holdfast.checkpoint.format import names, values
 from holdfast.checkpoint.format.values import SavedDataclass, SavedEnum, SavedNamedTuple
-from holdfast.checkpoint.store import open_store
 from holdfast.cli.values import format_value, leaves
-from making import make_checkpoint, make_home
 
 
 def test_newest_with_all_tensors_and_values(holdfast: Command, home: Path) -> None:
@@ -50,14 +47,6 @@ def test_names_are_printed_unchanged(holdfast: Command, home: Path) -> None:
     assert rows["rng.torch"][-2:] == ["each", "rank"]
     assert rows["model.head"][-1] == "model.weight"
     assert rows["optimizer.groups[0].betas"] == ["optimizer.groups[0].betas", "(0.9,", "0.95)"]
-
-
-def test_long_names_are_not_shortened_in_a_pipe(holdfast: Command, tmp_path: Path) -> None:
-    name = ".".join(f"layer{i}" for i in range(60))
-    store = open_store(tmp_path / "run")
-    make_home(store)
-    make_checkpoint(store, 1, tensors=[{name: torch.zeros(1)}])
-    assert name in holdfast("show", tmp_path / "run").out
 
 
 def test_filter_narrows_tensors_and_values(holdfast: Command, home: Path) -> None:

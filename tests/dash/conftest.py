@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dash.client import Client
 from holdfast.jobs.dash import job_board, run_view
-from jobs.harness import JobHarness, started_harness
+from jobs.conftest import harness as jobs
 
+__all__ = ["jobs"]
 WAITS = "until [ -e go ]; do sleep 0.02; done"
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[JobHarness]:
-    """Jobs in a state folder of their own, which the application reads."""
-    with started_harness(tmp_path) as found:
-        yield found
 
 
 @pytest.fixture

@@ -48,6 +48,13 @@ def holders(folder: Path, *words: str) -> list[str]:
     ]
 
 
+def write_program(path: Path, script: str) -> None:
+    """Write a shell script that can be executed, and the folder of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
 def with_word(found: list[Process], word: str) -> list[Process]:
     """Return the processes with a text in their command line."""
     return [one for one in found if word.encode() in b"\0".join(command_line(one.pid))]
@@ -75,15 +82,13 @@ class Harness:
         self.wait_for(job, (self.folder / "killed").exists, "the kill")
         return job
 
-    def run(self, run: str, *, head: str = "", setup: str = "", **envs: str) -> Job:
-        """Submit a job that must succeed, and return it at its end."""
-        return self.succeed(self.submit(run, head=head, setup=setup, **envs))
+    def run(self, run: str, *, ends: JobStatus = JobStatus.SUCCEEDED, **options: str) -> Job:
+        """Submit a job that must end with success or another status, and return it at its end."""
+        return self.wait(self.submit(run, **options), ends)
 
     def succeed(self, job: Job) -> Job:
         """Wait until a job has ended with success."""
-        ended = self.wait(job)
-        assert ended.status is JobStatus.SUCCEEDED, self.describe(job)
-        return ended
+        return self.wait(job, JobStatus.SUCCEEDED)
 
     def files(self, job: Job) -> JobFolder:
         """Return the folder of a job."""
@@ -122,6 +127,16 @@ class Harness:
 
         self.wait_for(job, stands, f"{[status.value for status in statuses] or 'the end'}")
         return found[0]
+
+    def wait_running(self, job: Job, words: str) -> None:
+        """Wait until the first node's log has some text, and the job is shown as running."""
+        self.wait_for_output(job, words)
+        self.wait(job, JobStatus.RUNNING)
+
+    def cancel(self, job: Job) -> Job:
+        """Cancel a job, and return it at its end."""
+        self.engine.cancel(job.id)
+        return self.wait(job, JobStatus.CANCELLED)
 
     def finish(self, job: Job) -> Job:
         """Let a job on one node go, and return it at its end."""
@@ -168,6 +183,12 @@ class JobHarness(Harness):
     def record(self, job: Job) -> JobRecord:
         """Return the record of the job."""
         return Records(self.state).get(job.id)
+
+    def end_without_command(self, job: Job) -> tuple[JobStatus, int]:
+        """Return the status and attempt of a job at its end, to which no command has contributed."""
+        self.wait_for(job, lambda: self.record(job).state.job_state.status.is_final, "the end")
+        found = self.record(job).state.job_state
+        return found.status, found.attempt
 
     def has_controller(self, job: Job) -> bool:
         """Return True if the job has exactly one controller, with its guardian."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import http.client
-import json
 import sys
 import threading
 import types
@@ -59,9 +58,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_aws_interruption_is_a_notice_with_a_deadline(aws: AwsService) -> None:
     source = Aws(aws.url)
     assert source.poll() is None
-    aws.documents["spot/instance-action"] = json.dumps(
-        {"action": "terminate", "time": "2026-06-23T02:30:00Z"}
-    )
+    aws.documents["spot/instance-action"] = '{"action": "terminate", "time": "2026-06-23T02:30:00Z"}'
     assert source.poll() == Notice("aws", "spot terminate", WHEN)
     assert aws.asked.count(("PUT", "/latest/api/token")) == 1, "one token serves many requests"
 
@@ -104,9 +101,7 @@ def test_a_gcp_preemption_is_returned_as_soon_as_the_value_changes(gcp: GcpServi
         assert gcp.changed.wait_for(lambda: gcp.num_waiting == 1, 600), "the service holds the request"
     gcp.change("preempted", "TRUE")
     polling.join(600)
-    assert received
-    assert received[0] is not None
-    assert received[0].detail == "preempted"
+    assert [one and one.detail for one in received] == ["preempted"]
 
 
 def test_a_gcp_preemption_before_the_first_request_is_returned(gcp: GcpService) -> None:
@@ -152,11 +147,7 @@ def test_an_azure_event_of_this_machine_is_a_notice_with_a_deadline(azure: Azure
 
 
 def test_polling_a_service_that_does_not_exist_raises_unreachable() -> None:
-    for source in (
-        Aws("http://127.0.0.1:9"),
-        Gcp("gcp", "http://127.0.0.1:9"),
-        Azure("http://127.0.0.1:9"),
-    ):
+    for source in (Aws("http://127.0.0.1:9"), Gcp("gcp", "http://127.0.0.1:9"), Azure("http://127.0.0.1:9")):
         with pytest.raises(Unreachable):
             source.poll()
 
@@ -187,9 +178,8 @@ def test_sources_default_to_the_environment_variable(monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_source_is_rejected_with_the_valid_names() -> None:
-    with pytest.raises(
-        InvalidInput, match=r"source of preemption notices: 'awz'.* Expected: auto, none, aws"
-    ):
+    said = r"source of preemption notices: 'awz'.* Expected: auto, none, aws"
+    with pytest.raises(InvalidInput, match=said):
         parse_sources("awz")
 
 

@@ -65,16 +65,12 @@ def run(folder: Path, body: str, *, is_imported: bool = False) -> subprocess.Com
     Args:
         is_imported: its child processes import it.
     """
-    script = (
-        f"{TRAIN}\ndef main():\n{textwrap.indent(body, '    ')}\n\nif __name__ == '__main__':\n    main()\n"
-    )
-    (folder / "script.py").write_text(script)
+    own = f"def main():\n{textwrap.indent(body, '    ')}\n\nif __name__ == '__main__':\n    main()\n"
+    (folder / "script.py").write_text(f"{TRAIN}\n{own}")
     if not is_imported:
         return shared().run(["script.py"], cwd=folder)
-    words = [sys.executable, "script.py"]
-    return subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, start_new_session=True, check=False
-    )
+    options = {"cwd": folder, "capture_output": True, "start_new_session": True}
+    return subprocess.run([sys.executable, "script.py"], **options, text=True, check=False)
 
 
 def saved_step(folder: Path, done: subprocess.CompletedProcess[str]) -> int:
@@ -135,18 +131,11 @@ def test_workers_survive_a_notice_until_the_save(
 
 @pytest.mark.parametrize(
     "form",
-    [
-        "with",
-        pytest.param("close", marks=pytest.mark.slow),
-        pytest.param("no end", marks=pytest.mark.slow),
-        pytest.param("own loop", marks=pytest.mark.slow),
-    ],
+    ["with", *(pytest.param(one, marks=pytest.mark.slow) for one in ("close", "no end", "own loop"))],
 )
 def test_the_last_complete_step_is_saved_if_workers_die_of_the_notice(tmp_path: Path, form: str) -> None:
     """Nothing protects them from SIGKILL."""
-    done = run(
-        tmp_path,
-        f"""
+    script = f"""
 t = Training()
 batches = iter(t.loader)
 ckpt = t.make()
@@ -175,8 +164,8 @@ elif {form!r} == "close":
         ckpt.close()
 else:
     steps()
-""",
-    )
+"""
+    done = run(tmp_path, script)
     assert saved_step(tmp_path, done) >= AT
     assert "preempted (SIGTERM" in done.stderr
 
@@ -213,9 +202,7 @@ def test_an_error_in_the_middle_of_a_step_saves_nothing_under_the_number_of_the_
     tmp_path: Path,
 ) -> None:
     """The first half of the batches has changed the averages of a normalization."""
-    done = run(
-        tmp_path,
-        f"""
+    script = f"""
 t = Training()
 batches = iter(t.loader)
 with t.make() as ckpt:
@@ -228,17 +215,15 @@ with t.make() as ckpt:
             signal_all(signal.SIGTERM, "killed").wait()
             while True:
                 next(batches)
-""",
-    )
+"""
+    done = run(tmp_path, script)
     assert saved_step(tmp_path, done) == 2
     assert "step 2 is durable" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_of_the_notice_does_not_interrupt_an_optimizer(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        f"""
+    script = f"""
 t = Training()
 batches = iter(t.loader)
 class Interrupted(torch.optim.SGD):
@@ -253,8 +238,8 @@ t.optimizer = t.state["optimizer"] = Interrupted(t.model.parameters(), lr=0.01)
 with t.make() as ckpt:
     for at in ckpt.steps(900):
         t.train(next(batches))
-""",
-    )
+"""
+    done = run(tmp_path, script)
     assert saved_step(tmp_path, done) > AT
 
 
@@ -329,9 +314,7 @@ def test_a_worker_does_what_the_user_wants(tmp_path: Path, script: str, printed:
 def test_a_loop_that_never_asks_for_notices_keeps_the_usual_effect_of_signals(
     tmp_path: Path, number: int
 ) -> None:
-    done = run(
-        tmp_path,
-        f"""
+    script = f"""
 t = Training()
 ckpt = t.make(quiet=True)
 for step in range(1, 5):
@@ -340,12 +323,11 @@ for step in range(1, 5):
     if step == 2:
         os.kill(os.getpid(), {int(number)})
 print("trained on")
-""",
-    )
+"""
+    done = run(tmp_path, script)
     assert done.stdout == ""
-    assert (
-        "KeyboardInterrupt" in done.stderr if number == signal.SIGINT else done.returncode == -signal.SIGTERM
-    )
+    is_interrupted = "KeyboardInterrupt" in done.stderr
+    assert is_interrupted if number == signal.SIGINT else done.returncode == -signal.SIGTERM
 
 
 CHILD = """
@@ -372,11 +354,7 @@ if __name__ == "__main__":
 def test_other_children_of_the_fork_server_keep_the_usual_handlers(tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    found = [
-        subprocess.run(
-            [sys.executable, str(script), *words], capture_output=True, text=True, check=True
-        ).stdout
-        for words in ([], ["with"])
-    ]
+    program = [sys.executable, str(script)]
+    found = [subprocess.check_output([*program, *words], text=True) for words in ([], ["with"])]
     assert found[0] == found[1], found
     assert "default_int_handler" in found[0]

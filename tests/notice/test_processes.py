@@ -149,54 +149,48 @@ def test_a_script_has_the_status_and_output(tmp_path: Path, status: int, output:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_signals_kill_a_forked_child_as_if_nothing_were_installed(tmp_path: Path, number: int) -> None:
-    done = run(
-        tmp_path,
-        f"""
-        ckpt = holdfast.Checkpointer("home", {{"y": torch.zeros(1)}}, quiet=True)
-        ckpt.should_save(1)
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                os.write(write, b".")
-                while True:  # until the signal: pause() would miss one that came right before it
-                    pass
-            except KeyboardInterrupt:
-                os._exit(130)
-        os.read(read, 1)
-        send({int(number)}, child)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        ckpt.close()
-        """,
-    )
+    script = f"""
+    ckpt = holdfast.Checkpointer("home", {{"y": torch.zeros(1)}}, quiet=True)
+    ckpt.should_save(1)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(write, b".")
+            while True:  # until the signal: pause() would miss one that came right before it
+                pass
+        except KeyboardInterrupt:
+            os._exit(130)
+    os.read(read, 1)
+    send({int(number)}, child)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ckpt.close()
+    """
+    done = run(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == (130 if number == signal.SIGINT else -number)
 
 
 def test_a_forked_child_can_train_and_be_preempted_itself(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        ckpt = holdfast.Checkpointer("parent", {"y": torch.zeros(1)}, quiet=True)
-        child = os.fork()
-        if child == 0:
-            train("child", number=signal.SIGINT)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        ckpt.close()
-        """,
-    )
+    script = """
+    ckpt = holdfast.Checkpointer("parent", {"y": torch.zeros(1)}, quiet=True)
+    child = os.fork()
+    if child == 0:
+        train("child", number=signal.SIGINT)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ckpt.close()
+    """
+    done = run(tmp_path, script)
     assert "75" in done.stdout.splitlines(), done.stderr
 
 
 def test_a_handler_of_c_code_is_left_alone_with_a_warning(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
-        import faulthandler as handlers
-        handlers.register(signal.SIGUSR1)
-        train("home", total=20, number=signal.SIGUSR1)
-        """,
-    )
+    script = """
+    import faulthandler as handlers
+    handlers.register(signal.SIGUSR1)
+    train("home", total=20, number=signal.SIGUSR1)
+    """
+    done = run(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert "SIGUSR1 is not treated as a preemption notice" in done.stderr
     assert "most recent call first" in done.stderr, "its own handler has run"
@@ -209,28 +203,26 @@ def test_a_call_from_a_handler_that_interrupts_a_save_is_rejected_and_the_save_c
     tmp_path: Path, call: str
 ) -> None:
     """The handler runs in the middle of the copy, so waiting for the copy would deadlock."""
-    done = run(
-        tmp_path,
-        f"""
-        from holdfast.checkpoint.stage import stager
-        ckpt = holdfast.Checkpointer("home", {{"x": torch.arange(5.0)}}, quiet=True)
-        def handler(*_):
-            try:
-                ckpt.{call}
-            except holdfast.InvalidInput as error:
-                print(error, flush=True)
-        signal.signal(signal.SIGUSR2, handler)
-        copy = stager._copy_in_threads
-        def copy_interrupted(*args):
-            stager._copy_in_threads = copy
-            send(signal.SIGUSR2)
-            copy(*args)
-        stager._copy_in_threads = copy_interrupted
-        ckpt.save(5).wait_durable()
-        ckpt.save(6).wait_durable()
-        ckpt.close()
-        """,
-    )
+    script = f"""
+    from holdfast.checkpoint.stage import stager
+    ckpt = holdfast.Checkpointer("home", {{"x": torch.arange(5.0)}}, quiet=True)
+    def handler(*_):
+        try:
+            ckpt.{call}
+        except holdfast.InvalidInput as error:
+            print(error, flush=True)
+    signal.signal(signal.SIGUSR2, handler)
+    copy = stager._copy_in_threads
+    def copy_interrupted(*args):
+        stager._copy_in_threads = copy
+        send(signal.SIGUSR2)
+        copy(*args)
+    stager._copy_in_threads = copy_interrupted
+    ckpt.save(5).wait_durable()
+    ckpt.save(6).wait_durable()
+    ckpt.close()
+    """
+    done = run(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert "while save() was running in the same thread" in done.stdout
     assert sorted(int(path.name[5:]) for path in (tmp_path / "home").glob("step-*")) == [5, 6]
@@ -239,36 +231,34 @@ def test_a_call_from_a_handler_that_interrupts_a_save_is_rejected_and_the_save_c
 def test_handlers_that_save_at_random_moments_neither_block_the_training_nor_tear_a_copy(
     tmp_path: Path,
 ) -> None:
-    done = run(
-        tmp_path,
-        """
-        model = torch.nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters())
-        ckpt = holdfast.Checkpointer("home", {"model": model, "optimizer": optimizer}, every=5, quiet=True)
-        seen = {"done": 0, "refused": 0, "step": 0}
-        def handler(*_):
-            try:
-                ckpt.save(seen["step"])
-                seen["done"] += 1
-            except holdfast.InvalidInput:
-                seen["refused"] += 1
-            again()
-        def again():  # in processor time after the last call: on a busy machine, training advances too
-            signal.setitimer(signal.ITIMER_PROF, 0.003)
-        signal.signal(signal.SIGPROF, handler)
+    script = """
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = holdfast.Checkpointer("home", {"model": model, "optimizer": optimizer}, every=5, quiet=True)
+    seen = {"done": 0, "refused": 0, "step": 0}
+    def handler(*_):
+        try:
+            ckpt.save(seen["step"])
+            seen["done"] += 1
+        except holdfast.InvalidInput:
+            seen["refused"] += 1
         again()
-        for step in range(1, 400):
-            model(torch.randn(8, 64)).sum().backward()
-            optimizer.step()
-            seen["step"] = step
-            ckpt.record(step, loss=1.0)
-            if ckpt.should_save(step):
-                ckpt.save(step)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        ckpt.close()
-        print(seen["done"] + seen["refused"])
-        """,
-    )
+    def again():  # in processor time after the last call: on a busy machine, training advances too
+        signal.setitimer(signal.ITIMER_PROF, 0.003)
+    signal.signal(signal.SIGPROF, handler)
+    again()
+    for step in range(1, 400):
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        seen["step"] = step
+        ckpt.record(step, loss=1.0)
+        if ckpt.should_save(step):
+            ckpt.save(step)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    ckpt.close()
+    print(seen["done"] + seen["refused"])
+    """
+    done = run(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0
     assert "dropped" not in done.stderr
@@ -276,31 +266,29 @@ def test_handlers_that_save_at_random_moments_neither_block_the_training_nor_tea
 
 def test_a_save_from_a_handler_that_interrupts_an_optimizer_is_rejected(tmp_path: Path) -> None:
     """Some of its parameters may already be updated and others not."""
-    done = run(
-        tmp_path,
-        """
-        model = torch.nn.Linear(64, 64)
-        class Interrupted(torch.optim.SGD):
-            def _init_group(self, *args):
-                send(signal.SIGUSR2)
-                return super()._init_group(*args)
-        optimizer = Interrupted(model.parameters(), lr=0.1)
-        ckpt = holdfast.Checkpointer("home", {"model": model, "optimizer": optimizer}, quiet=True)
-        def handler(*_):
-            try:
-                ckpt.save(1)
-            except holdfast.InvalidInput as error:
-                print(error, flush=True)
-        signal.signal(signal.SIGUSR2, handler)
-        model(torch.randn(8, 64)).sum().backward()
-        optimizer.step()
-        ckpt.save(2)
-        optimizer.register_step_post_hook(lambda *_: ckpt.save(3))
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        optimizer.step()
-        ckpt.close()
-        """,
-    )
+    script = """
+    model = torch.nn.Linear(64, 64)
+    class Interrupted(torch.optim.SGD):
+        def _init_group(self, *args):
+            send(signal.SIGUSR2)
+            return super()._init_group(*args)
+    optimizer = Interrupted(model.parameters(), lr=0.1)
+    ckpt = holdfast.Checkpointer("home", {"model": model, "optimizer": optimizer}, quiet=True)
+    def handler(*_):
+        try:
+            ckpt.save(1)
+        except holdfast.InvalidInput as error:
+            print(error, flush=True)
+    signal.signal(signal.SIGUSR2, handler)
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    ckpt.save(2)
+    optimizer.register_step_post_hook(lambda *_: ckpt.save(3))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    optimizer.step()
+    ckpt.close()
+    """
+    done = run(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert "in the middle of Interrupted.step()" in done.stdout
     assert sorted(int(path.name[5:]) for path in (tmp_path / "home").glob("step-*")) == [2, 3]

@@ -73,9 +73,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
         options = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, **config}
         accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(**options, total_limit=limit))
         made.append(accelerator)
-        return Parts(
-            accelerator if is_stock else attach(accelerator, home, watches=[holdfast.Preemption("none")])
-        )
+        if not is_stock:
+            accelerator = attach(accelerator, home, watches=[holdfast.Preemption("none")])
+        return Parts(accelerator)
 
     yield build
     for one in made:
@@ -329,9 +329,8 @@ def test_a_save_amid_accumulated_gradients_warns(make: Make) -> None:
 
 def test_a_registered_object_that_is_missing_is_refused(make: Make) -> None:
     first = make()
-    first.accelerator.register_for_checkpointing(
-        torch.optim.lr_scheduler.StepLR(first.optimizer.optimizer, 1)
-    )
+    scheduler = torch.optim.lr_scheduler.StepLR(first.optimizer.optimizer, 1)
+    first.accelerator.register_for_checkpointing(scheduler)
     first.accelerator.save_state()
     again = make()
     with pytest.raises(InvalidInput, match="custom_0"):

@@ -38,10 +38,8 @@ def play(name: str, folder: Path, *args: int | str) -> dict[str, Any]:
 
 def test_each_tag_is_found_again_and_the_newest_latest_is_the_default(tmp_path: Path) -> None:
     found = play("tags", tmp_path)
-    assert found["None"] == ["first", "first", True]
-    assert found["best"] == ["best", "best", True]
-    assert found["side"] == ["side", "side", True]
-    assert found["same"] == ["same", "same", True]
+    for tag, expected in {"None": "first", "best": "best", "side": "side", "same": "same"}.items():
+        assert found[tag] == [expected, expected, True]
     assert "['same', 'side', 'first', 'best']" in found["missing"]
     assert holdfast.open(tmp_path / "holdfast").step == 5
 
@@ -53,14 +51,12 @@ def test_each_tag_is_found_again_and_the_newest_latest_is_the_default(tmp_path: 
         ("every", "save_checkpoint()"),
         ("local", "Leave local= out"),
         ("client_state", "client_state=lambda"),
-        ("state", "holdfast.adapters.deepspeed"),
-        ("optimizer", "holdfast.adapters.deepspeed"),
-        ("nested", "holdfast.adapters.deepspeed"),
-        ("module", "under ZeRO 3"),
-        ("live state", "holdfast.adapters.deepspeed"),
-        ("live optimizer", "holdfast.adapters.deepspeed"),
-        ("live nested", "holdfast.adapters.deepspeed"),
-        ("live module", "under ZeRO 3"),
+        *(
+            (f"{live}{case}", "holdfast.adapters.deepspeed")
+            for live in ("", "live ")
+            for case in ("state", "optimizer", "nested")
+        ),
+        *(("module", "under ZeRO 3"), ("live module", "under ZeRO 3")),
         ("writer", "Remove"),
         ("twice", "already attached"),
         ("value", "mp_rank_00_model_states.pt"),
@@ -105,14 +101,8 @@ def test_a_run_that_was_not_loaded_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_the_newest_of_stock_and_own_checkpoints_is_loaded(tmp_path: Path) -> None:
-    assert play("stock", tmp_path) == {
-        "path": "global_step3",
-        "is_equal": True,
-        "again": "global_step5",
-        "is_equal_again": True,
-        "old": "global_step3",
-        "newest": "global_step9",
-    }
+    steps = {"path": "global_step3", "again": "global_step5", "old": "global_step3", "newest": "global_step9"}
+    assert play("stock", tmp_path) == {**steps, "is_equal": True, "is_equal_again": True}
 
 
 def test_an_older_checkpoint_is_loaded_if_the_newest_is_damaged(tmp_path: Path) -> None:
@@ -152,9 +142,8 @@ def test_stock_deepspeed_and_its_scripts_read_an_export(tmp_path: Path, stage: i
 def run(module: str, *args: Any) -> None:
     """Run a script of DeepSpeed."""
     command = [sys.executable, "-W", "ignore", "-m", module, *map(str, args)]
-    done = subprocess.run(
-        command, env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=300
-    )
+    env = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -177,14 +166,8 @@ def test_a_strange_file_latest_is_refused(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("stage", "dtype", "count"),
     [
-        (0, "fp32", 1),
-        (1, "fp32", 1),
-        (3, "bf16", 1),
-        (1, "bf16", 2),
-        (2, "fp32", 2),
-        (2, "bf16", 2),
-        (3, "fp32", 2),
-        (3, "bf16", 2),
+        *((0, "fp32", 1), (1, "fp32", 1), (3, "bf16", 1)),
+        *((1, "bf16", 2), (2, "fp32", 2), (2, "bf16", 2), (3, "fp32", 2), (3, "bf16", 2)),
     ],
 )
 def test_an_optimizer_is_copied_while_batches_pass_and_its_step_waits(

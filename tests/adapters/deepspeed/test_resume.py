@@ -130,9 +130,10 @@ def test_stock_ranks_load_an_export_of_as_many_ranks(
     exported = tmp_path / "exported"
     export_checkpoint(holdfast.open(tmp_path / "out" / "holdfast"), exported, kind="deepspeed")
     tag = Path("global_step3")
-    assert {path.name for path in (exported / tag).iterdir()} == {
-        path.name for path in (tmp_path / "stock" / tag).iterdir()
-    }
+    found, expected = (
+        {path.name for path in (folder / tag).iterdir()} for folder in (exported, tmp_path / "stock")
+    )
+    assert found == expected
     loaded = train(exported, count, stock=True, resume=True, **plan)
     assert [one["start"] for one in loaded] == [3] * count
     assert [one["digest"] for one in loaded] == [one["digest"] for one in saved]
@@ -140,14 +141,8 @@ def test_stock_ranks_load_an_export_of_as_many_ranks(
 
 
 PLACES = (
-    "trainer.staging",
-    "trainer.staged",
-    "trainer.handed",
-    "keeper.received",
-    "store.written",
-    "keeper.data",
-    "keeper.part",
-    "keeper.manifest",
+    *("trainer.staging", "trainer.staged", "trainer.handed", "keeper.received"),
+    *("store.written", "keeper.data", "keeper.part", "keeper.manifest"),
 )
 KILLS = 6
 """Random kills of a run."""

@@ -11,7 +11,7 @@ import pytest
 from jobs.containers.images import IMAGE, require
 from jobs.containers.runtimes import RealRuntime, RuntimeUnderTest
 from jobs.containers.stand_in import StandIn
-from jobs.harness import JobHarness, needs_namespaces
+from jobs.harness import JobHarness, needs_namespaces, write_program
 
 _REAL = [pytest.param(name, marks=pytest.mark.slow) for name in ("podman", "docker")]
 
@@ -37,8 +37,7 @@ def runtime(request: pytest.FixtureRequest, harness: JobHarness) -> Iterator[Run
                 harness.wait_for(job, lambda job=job: not harness.roles(job, "warden"), "the warden's end")
                 left += found.containers(job)
             else:
-                harness.engine.cancel(job.id)
-                harness.wait(job)
+                harness.cancel(job)
         assert not left, f"containers of jobs that have ended: {left}"
 
 
@@ -46,9 +45,7 @@ def _only(folder: Path, program: str, path: str) -> str:
     """Return a PATH on which podman exists only if it is the one under test."""
     if program == "podman":
         return path
-    folder.mkdir()
-    (folder / "podman").write_text("#!/bin/sh\nexit 1\n")
-    (folder / "podman").chmod(0o755)
+    write_program(folder / "podman", "exit 1")
     return f"{folder}:{path}"
 
 

@@ -23,13 +23,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 def ended(harness: JobHarness, job: Job, status: JobStatus = JobStatus.SUCCEEDED) -> str:
     """Return the log of a job that is expected to end with a status."""
-    assert harness.wait(job).status is status, harness.describe(job)
-    return harness.log(job)
-
-
-def go(harness: JobHarness, job: Job, node: int = 0) -> None:
-    """Let a job end that waits with `UNTIL_GO`."""
-    (harness.files(job).workdir(node) / "go").touch()
+    return harness.log(harness.wait(job, status))
 
 
 def start_installed(harness: JobHarness, rest: str) -> Job:
@@ -104,15 +98,11 @@ def test_variables_are_those_of_the_image_and_of_the_task(
 ) -> None:
     monkeypatch.setenv("OF_THE_SHELL", "not for images")
     hostile = "two\nlines, 'quotes', \"more\", a=b, $HOME `id` \\ \t end "
-    job = harness.submit(
-        """
-        echo "setting: $SETTING, shell: [$OF_THE_SHELL], path: $PATH, task: $SKYPILOT_TASK_ID"
-        printf %s "$HOSTILE" > value
-        """,
-        head=HEAD,
-        HOSTILE=hostile,
-        PLAIN="x",
-    )
+    run = """
+    echo "setting: $SETTING, shell: [$OF_THE_SHELL], path: $PATH, task: $SKYPILOT_TASK_ID"
+    printf %s "$HOSTILE" > value
+    """
+    job = harness.submit(run, head=HEAD, HOSTILE=hostile, PLAIN="x")
     log = ended(harness, job)
     assert f"setting: of-the-image, shell: [], path: {IMAGE_PATH}, task: {job.task_id}" in log
     assert (harness.files(job).workdir(0) / "value").read_text() == hostile
@@ -123,7 +113,7 @@ def test_secrets_are_on_no_command_line(harness: JobHarness) -> None:
     harness.wait_for_output(job, "up")
     assert with_word(list(processes.snapshot().values()), "sleep"), "command lines can be read"
     assert not with_word(list(processes.snapshot().values()), "hush-hush")
-    go(harness, job)
+    harness.let_go(job)
     ended(harness, job)
 
 
@@ -141,14 +131,12 @@ def test_the_end_of_the_commands_is_the_end_of_the_job(harness: JobHarness, comm
 
 @pytest.mark.essential
 def test_a_preemption_notice_reaches_the_trainer(harness: JobHarness) -> None:
-    job = harness.submit(
-        f"""
-        trap 'echo saving; touch saved; exit 75' TERM
-        echo attempt $HOLDFAST_ATTEMPT is up
-        [ -e saved ] || {UNTIL_GO}
-        """,
-        head=HEAD,
-    )
+    run = f"""
+    trap 'echo saving; touch saved; exit 75' TERM
+    echo attempt $HOLDFAST_ATTEMPT is up
+    [ -e saved ] || {UNTIL_GO}
+    """
+    job = harness.submit(run, head=HEAD)
     harness.wait_for_output(job, "attempt 1 is up")
     harness.engine.preempt(job.id, lead_s=60)
     log = ended(harness, job)
@@ -166,13 +154,11 @@ def test_a_cancelled_job_leaves_neither_processes_nor_its_container(
     for one in (other, job):
         harness.wait_for_output(one, "up")
     assert len(runtime.containers(job)) == 1
-    harness.engine.cancel(job.id)
-    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.cancel(job)
     harness.wait_for(job, lambda: not runtime.containers(job), "the removal of the container")
     assert not harness.of_job(job)
     assert len(runtime.containers(other)) == 1, "the other job's"
-    go(harness, other)
-    ended(harness, other)
+    harness.finish(other)
 
 
 @pytest.mark.slow
@@ -186,7 +172,7 @@ def test_each_node_has_a_container_of_its_own(harness: JobHarness, runtime: Runt
         harness.wait_for_output(job, f"node {node} has {node}", node=node)
     assert len(runtime.containers(job)) == 2
     for node in range(2):
-        go(harness, job, node)
+        harness.let_go(job, node)
     ended(harness, job)
 
 
@@ -198,7 +184,7 @@ def test_a_killed_container_is_started_again_with_its_files(harness: JobHarness,
     runtime.kill(container)
     harness.wait_for(job, lambda: runtime.pid(container) not in (0, killed), "another process")
     assert harness.engine.job(job.id).attempt == 1, "the commands were not disturbed"
-    go(harness, job)
+    harness.let_go(job)
     assert "attempt 2 has installed by setup" in ended(harness, job)
 
 
@@ -216,7 +202,7 @@ def test_killed_processes_of_holdfast_are_replaced(harness: JobHarness, roles: l
     harness.wait_for(job, lambda: harness.engine.job(job.id).attempt == attempt, "the attempt")
     harness.wait_for_output(job, f"attempt {attempt} has installed by setup")
     harness.wait_for(job, lambda: all(harness.roles(job, role) for role in roles), "others")
-    go(harness, job)
+    harness.let_go(job)
     assert ended(harness, job).count("set up\n") == 1, "setup is not repeated"
 
 
@@ -229,7 +215,7 @@ def test_a_job_continues_after_all_its_processes_were_killed_at_once(
     processes.kill([*harness.roles(job, "controller"), *harness.roles(job, "warden")])
     runtime.kill(container)
     processes.kill([*harness.roles(job, "agent"), *harness.roles(job, "warden"), *harness.of_job(job)])
-    go(harness, job)
+    harness.let_go(job)
     assert "attempt 2 has installed by setup" in ended(harness, job)
 
 

@@ -17,7 +17,7 @@ from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.image import qualified
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.containers.stand_in import StandIn
-from jobs.harness import JobHarness, needs_namespaces
+from jobs.harness import JobHarness, needs_namespaces, write_program
 
 HEAD = "resources: {image_id: 'docker:an/image'}\n"
 RUN = f"{HEAD}run: 'true'"
@@ -32,10 +32,8 @@ def notes(harness: JobHarness, text: str = RUN) -> list[str]:
 
 def without_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put programs on the PATH that answer as podman and docker do where they cannot run containers."""
-    folder.mkdir()
     for name in ("podman", "docker"):
-        (folder / name).write_text("#!/bin/sh\necho cannot >&2\nexit 1\n")
-        (folder / name).chmod(0o755)
+        write_program(folder / name, "echo cannot >&2\nexit 1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
@@ -47,8 +45,7 @@ def test_without_a_runtime_the_commands_run_on_the_machine_which_a_launch_notes(
 ) -> None:
     without_programs(harness.folder / "path", monkeypatch)
     assert notes(harness) == ["resources.image_id"]
-    job = harness.run("echo here", head=HEAD)
-    assert "here" in harness.log(job)
+    assert "here" in harness.log(harness.run("echo here", head=HEAD))
 
 
 def test_with_podman_nothing_is_noted(harness: JobHarness, stand_in: StandIn) -> None:
@@ -77,10 +74,9 @@ def test_docker_that_runs_containers_as_another_user_is_refused(
 def test_a_name_that_is_not_one_of_an_image_is_refused(
     harness: JobHarness, stand_in: StandIn, image: str
 ) -> None:
+    head = f"resources: {{image_id: {('docker:' + image)!r}}}\n".replace("\\n", "\n\n")
     with pytest.raises(InvalidInput, match=r"resources\.image_id: expected docker:IMAGE"):
-        harness.submit(
-            "true", head=f"resources: {{image_id: {('docker:' + image)!r}}}\n".replace("\\n", "\n\n")
-        )
+        harness.submit("true", head=head)
     assert stand_in.calls("create") == []
 
 
@@ -123,8 +119,7 @@ def test_a_container_shares_the_machine_and_nothing_is_published(
             assert (f"--{shared}", "host") in pairs
         assert ("--label", "holdfast.node=sky-managed-1_a_1-0/1") in pairs
         mounts = [after for before, after in pairs if before == "--mount"]
-        quoted = '"source=/home/me/a,b:c","target=/home/me/a,b:c"'
-        assert f"type=bind,{quoted}" in mounts
+        assert 'type=bind,"source=/home/me/a,b:c","target=/home/me/a,b:c"' in mounts
         assert not {"--env", "-e", "--env-file", "--privileged", "--publish"} & set(words)
         assert (option in pairs) == (option[0] in words) == has_gpus
 
@@ -169,36 +164,31 @@ def test_gpus_are_passed_on_if_the_task_asks_for_some(
 # -- failures ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("command", "words", "expected"),
-    [
-        (
-            "pull",
-            "Error: requested access to the resource is denied",
-            [
-                "the job cannot start: `podman pull` failed: Error: requested access",
-                "log in first: `podman login REGISTRY`",
-            ],
-        ),
-        (
-            "start",
-            'Error: exec: "bash": executable file not found in $PATH',
-            ["The image an/image has no bash, in which the commands of a task run"],
-        ),
-        (
-            "create",
-            "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all",
-            ["nvidia-ctk cdi generate"],
-        ),
-    ],
-    ids=["pull", "start", "create"],
-)
+# For each command of the runtime its message, and what the log says about it.
+FAILURES = {
+    "pull": (
+        "Error: requested access to the resource is denied",
+        "the job cannot start: `podman pull` failed: Error: requested access",
+        "log in first: `podman login REGISTRY`",
+    ),
+    "start": (
+        'Error: exec: "bash": executable file not found in $PATH',
+        "The image an/image has no bash, in which the commands of a task run",
+    ),
+    "create": (
+        "Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all",
+        "nvidia-ctk cdi generate",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", FAILURES)
 def test_a_failure_of_the_runtime_fails_the_setup_in_its_words_and_is_explained(
-    harness: JobHarness, stand_in: StandIn, command: str, words: str, expected: list[str]
+    harness: JobHarness, stand_in: StandIn, command: str
 ) -> None:
+    words, *expected = FAILURES[command]
     stand_in.will(command, words)
-    job = harness.submit("true", head=HEAD)
-    assert harness.wait(job).status is JobStatus.FAILED_SETUP, harness.describe(job)
+    job = harness.run("true", head=HEAD, ends=JobStatus.FAILED_SETUP)
     for line in expected:
         assert line in harness.log(job)
     harness.wait_for(job, lambda: not stand_in.containers(), "the removal of the container")
@@ -210,8 +200,7 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends_at_once(
     stand_in.will("wait")
     job = harness.submit("true", head=HEAD)
     harness.wait_for_output(job, "Trying to pull")
-    harness.engine.cancel(job.id)
-    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.cancel(job)
     harness.wait_for(job, lambda: not harness.roles(job, "warden"), "the warden's end")
     assert stand_in.containers() == []
 
@@ -225,9 +214,8 @@ def test_a_container_that_cannot_be_removed_is_removed_with_the_job(
     stand_in.will("rm", "Error: the storage is busy")
     job = harness.run("true", head=HEAD)
     harness.wait_for(job, lambda: not harness.roles(job, "warden"), "the warden's end")
-    assert "cannot remove the container yet: `podman rm` failed: Error: the storage is busy" in harness.log(
-        job
-    )
+    said = "cannot remove the container yet: `podman rm` failed: Error: the storage is busy"
+    assert said in harness.log(job)
     assert stand_in.containers()
     stand_in.will_not("rm")
     harness.engine.forget(job.id)
@@ -242,8 +230,7 @@ def test_links_replace_files_and_empty_folders_of_an_image_but_no_others(
     (harness.folder / "data").mkdir()
     for target, status in (("/srv/marker", JobStatus.SUCCEEDED), ("/srv", JobStatus.FAILED_SETUP)):
         head = f"{HEAD}file_mounts: {{{target}: {harness.folder}/data}}"
-        job = harness.submit("[ -d /srv/marker ]", head=head)
-        assert harness.wait(job).status is status, harness.describe(job)
+        job = harness.run("[ -d /srv/marker ]", head=head, ends=status)
     assert "the image has a folder with files at /srv, which was not changed" in harness.log(job)
 
 

@@ -94,12 +94,8 @@ def test_no_kill_leaves_a_stale_mount(harness: JobHarness, trusted: Server, what
     elif what == "node":
         harness.kill_node(job, 0)
     else:
-        processes.kill(
-            [
-                *rclones(path),
-                *(one for role in ("controller", "mounter", "agent") for one in harness.roles(job, role)),
-            ]
-        )
+        roles = [one for role in ("controller", "mounter", "agent") for one in harness.roles(job, role)]
+        processes.kill([*rclones(path), *roles])
         harness.engine.jobs()
     harness.let_go(job)
     ended = harness.succeed(job)
@@ -122,12 +118,8 @@ def test_missing_programs_for_a_mounted_bucket_are_reported(
 def test_rclone_receives_a_store_s_settings_as_variables() -> None:
     address = parse_address("s3://b/p?endpoint_url=http://h:1&region=eu&profile=me")
     found = settings(address, {"AWS_ACCESS_KEY_ID": "k"})
-    assert found["RCLONE_CONFIG_HOLDFAST_TYPE"] == "s3"
-    assert found["RCLONE_CONFIG_HOLDFAST_ENDPOINT"] == "http://h:1"
-    assert (found["RCLONE_CONFIG_HOLDFAST_ENV_AUTH"], found["RCLONE_CONFIG_HOLDFAST_PROFILE"]) == (
-        "true",
-        "me",
-    )
+    expected = {"TYPE": "s3", "ENDPOINT": "http://h:1", "ENV_AUTH": "true", "PROFILE": "me"}
+    assert {name: found[f"RCLONE_CONFIG_HOLDFAST_{name}"] for name in expected} == expected
     public = settings(parse_address("s3://b?anonymous=yes"), {})
     assert public["RCLONE_CONFIG_HOLDFAST_ENV_AUTH"] == "false"
     azure = settings(parse_address("az://c?account=a"), {"AZURE_STORAGE_ACCOUNT_KEY": "key"})

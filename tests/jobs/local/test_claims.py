@@ -51,10 +51,8 @@ def test_a_job_has_its_gpus_alone_and_others_wait_for_them(harness: JobHarness) 
     harness.wait_for_output(first, "has 0,1,2")
     second = hold(harness, 2)
     third = hold(harness, 1)
-    assert (second.status, second.reason) == (
-        JobStatus.PENDING,
-        f"waits for 2 GPUs (1 free); job {first.id} has the rest",
-    )
+    assert second.status is JobStatus.PENDING
+    assert second.reason == f"waits for 2 GPUs (1 free); job {first.id} has the rest"
     waiting = harness.engine.job(third.id)
     assert waiting.status is JobStatus.PENDING
     assert waiting.reason.endswith(f"job {first.id} has the rest, and job {second.id} comes first")
@@ -96,21 +94,17 @@ def test_only_the_visible_gpus_are_given(harness: JobHarness, monkeypatch: pytes
 
 def test_the_task_cannot_choose_gpus_of_another_job(harness: JobHarness) -> None:
     release(harness)
-    job = harness.submit(
-        HOLD,
-        head="resources: {accelerators: A100:1}\nenvs: {CUDA_VISIBLE_DEVICES: '3'}",
-        GO=str(harness.folder / "go"),
-    )
-    harness.wait(job)
+    job = hold(harness, 1, envs="{CUDA_VISIBLE_DEVICES: '3'}")
+    harness.succeed(job)
     assert shown(harness, job) == ["0"]
 
 
 def test_cpus_and_memory_are_divided_if_they_are_asked_for(harness: JobHarness) -> None:
-    first = harness.submit(HOLD, head="resources: {cpus: 9999+}", GO=str(harness.folder / "go"))
+    first = hold(harness, 0, resources="{cpus: 9999+}")
     harness.wait(first, JobStatus.RUNNING)
     second = harness.submit("true", head="resources: {cpus: 1}")
     assert second.reason.startswith("waits for 1 CPU (0 free)")
-    third = harness.submit(HOLD, head="resources: {memory: 900000+}", GO=str(harness.folder / "go"))
+    third = hold(harness, 0, resources="{memory: 900000+}")
     harness.wait(third, JobStatus.RUNNING)
     fourth = harness.submit("true", head="resources: {memory: 1}")
     assert "waits for 1 GiB of memory" in fourth.reason
@@ -125,14 +119,11 @@ def test_jobs_start_by_priority_and_then_in_their_order(harness: JobHarness) -> 
     first = hold(harness, 4, "first")
     harness.wait(first, JobStatus.RUNNING)
     order = harness.folder / "order"
-    texts = {"early": 0, "late": 0, "urgent": 5}
-    jobs = [
-        harness.submit(
-            f"echo {name} >> {order}",
-            head=f"resources: {{accelerators: A100:3, priority: {priority}}}\nname: {name}",
-        )
-        for name, priority in texts.items()
-    ]
+    heads = {
+        name: f"resources: {{accelerators: A100:3, priority: {priority}}}\nname: {name}"
+        for name, priority in {"early": 0, "late": 0, "urgent": 5}.items()
+    }
+    jobs = [harness.submit(f"echo {name} >> {order}", head=head) for name, head in heads.items()]
     release(harness, "first")
     for job in jobs:
         harness.succeed(job)
@@ -145,8 +136,7 @@ def test_a_waiting_job_can_be_cancelled_and_lets_the_next_one_start(harness: Job
     harness.wait(first, JobStatus.RUNNING)
     second, third = hold(harness, 4), hold(harness, 2)
     assert third.status is JobStatus.PENDING
-    harness.engine.cancel(second.id)
-    assert harness.wait(second).status is JobStatus.CANCELLED
+    harness.cancel(second)
     harness.wait_for_output(third, "has 2,3")
     release(harness, "first")
     release(harness)
@@ -160,9 +150,7 @@ def test_jobs_that_wait_behind_others_are_cancelled_at_once_and_without_a_proces
     waiting = [hold(harness, 4) for _ in range(4)]
     last = hold(harness, 2)
     for job in waiting[1:]:  # the first that waits keeps its controller, which cancels it
-        harness.wait_for(
-            job, lambda job=job: not harness.roles(job, "controller"), "the end of its controller"
-        )
+        harness.wait_for(job, lambda job=job: not harness.roles(job, "controller"), "its controller's end")
     cancelled = harness.engine.cancel_all([job.id for job in waiting])
     ended = [(one.id, one.status) for one in cancelled if isinstance(one, Job)]
     assert [id for id, _ in ended] == [job.id for job in waiting]

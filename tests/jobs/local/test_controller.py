@@ -8,6 +8,8 @@ import random
 import signal
 import sys
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -67,40 +69,33 @@ def test_the_environment_is_skypilot_s_and_stable_across_recoveries(harness: Job
 def test_nodes_can_connect_to_each_other_s_addresses(harness: JobHarness) -> None:
     """Node 1 serves on its own address, and node 0 reads from it."""
     port = reserve_port("127.0.0.2")
-    (harness.folder / "serve.py").write_text(
-        f"import socket; s = socket.create_server(('127.0.0.2', {port})); s.accept()[0].sendall(b'found')"
-    )
+    serve = f"import socket; s = socket.create_server(('127.0.0.2', {port})); s.accept()[0].sendall(b'found')"
+    (harness.folder / "serve.py").write_text(serve)
     (harness.folder / "ask.py").write_text(
         "import socket, time\n"
         "while True:\n"
         f"    try: print(socket.create_connection(('127.0.0.2', {port})).recv(9).decode()); break\n"
         "    except OSError: time.sleep(0.01)\n"
     )
-    job = harness.run(
-        f"""
-        if [ $SKYPILOT_NODE_RANK = 1 ]; then what=serve.py; else what=ask.py; fi
-        {sys.executable} {harness.folder}/$what
-        """,
-        head="num_nodes: 2",
-    )
+    run = f"""
+    if [ $SKYPILOT_NODE_RANK = 1 ]; then what=serve.py; else what=ask.py; fi
+    {sys.executable} {harness.folder}/$what
+    """
+    job = harness.run(run, head="num_nodes: 2")
     assert "found" in harness.log(job)
 
 
 def test_setup_runs_once_and_its_failure_has_its_own_status(harness: JobHarness) -> None:
     job = harness.run("[ $HOLDFAST_ATTEMPT = 2 ] || exit 75", setup="echo set up $SKYPILOT_SETUP_NODE_RANK")
     assert harness.log(job).count("set up 0") == 1
-    failed = harness.wait(harness.submit("echo never", setup="echo no such thing; exit 3"))
-    assert failed.status is JobStatus.FAILED_SETUP
+    failed = harness.run("echo never", setup="echo no such thing; exit 3", ends=JobStatus.FAILED_SETUP)
     assert "failed in setup with status 3" in failed.reason
     assert "no such thing" in failed.reason, "the last lines of the log are told"
 
 
 def test_the_last_lines_are_those_of_the_node_that_failed(harness: JobHarness) -> None:
-    job = harness.submit(
-        "echo of node $SKYPILOT_NODE_RANK; if [ $SKYPILOT_NODE_RANK = 1 ]; then exit 10; fi; sleep 1000",
-        head="num_nodes: 2",
-    )
-    failed = harness.wait(job)
+    run = "echo of node $SKYPILOT_NODE_RANK; if [ $SKYPILOT_NODE_RANK = 1 ]; then exit 10; fi; sleep 1000"
+    failed = harness.run(run, head="num_nodes: 2", ends=JobStatus.FAILED)
     assert failed.reason.startswith("node 1 failed in run with status 10")
     assert "The last lines of node 1:" in failed.reason
     assert "of node 1" in failed.reason
@@ -109,42 +104,35 @@ def test_the_last_lines_are_those_of_the_node_that_failed(harness: JobHarness) -
 
 def test_why_has_the_line_that_names_the_error(harness: JobHarness) -> None:
     said = "holdfast.errors.Conflict: /runs/a is being written by attempt 1: process 7 on host x."
-    failed = harness.wait(harness.submit(f"echo Traceback; echo '{said}'; exit 1"))
+    failed = harness.run(f"echo Traceback; echo '{said}'; exit 1", ends=JobStatus.FAILED)
     assert failed.reason.partition("\n")[0] == f"node 0 failed in run with status 1: {said}"
-    failed = harness.wait(harness.submit("echo epoch 3, loss 0.1 >&2; exit 7"))
-    assert failed.status is JobStatus.FAILED
+    failed = harness.run("echo epoch 3, loss 0.1 >&2; exit 7", ends=JobStatus.FAILED)
     assert failed.reason.partition("\n")[0] == "node 0 failed in run with status 7"
     assert "epoch 3, loss 0.1" in failed.reason, "the end of the log"
 
 
 def test_errors_restart_up_to_the_limit(harness: JobHarness) -> None:
-    job = harness.submit(
-        "[ $HOLDFAST_ATTEMPT = 2 ] || exit 7", head="resources: {job_recovery: {max_restarts_on_errors: 1}}"
-    )
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 1)
+    once = "resources: {job_recovery: {max_restarts_on_errors: 1}}"
+    ended = harness.run("[ $HOLDFAST_ATTEMPT = 2 ] || exit 7", head=once)
+    assert (ended.recoveries, ended.restarts_after_errors) == (1, 1)
 
 
 @pytest.mark.slow
 def test_a_crash_loop_ends(harness: JobHarness) -> None:
     """The exit code does not count as an error, but no checkpoint ever advances."""
-    job = harness.submit(
+    ended = harness.run(
         """echo '{"home": "h", "step": 5}' >> $HOLDFAST_PROGRESS; exit 33""",
         head="resources: {job_recovery: {recover_on_exit_codes: 33}}",
+        ends=JobStatus.FAILED,
     )
-    ended = harness.wait(job)
-    assert ended.status is JobStatus.FAILED
     assert ended.step == 5
     assert "without a newer checkpoint" in ended.reason
 
 
 def test_a_preempted_training_in_a_pipe_is_started_again(harness: JobHarness) -> None:
     """The status of a pipe is that of its last program, such as `tee`."""
-    job = harness.submit(
-        """[ $HOLDFAST_ATTEMPT = 2 ] || echo '{"preempted": 5}' >> $HOLDFAST_PROGRESS; echo | tee out.txt"""
-    )
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
+    run = """[ $HOLDFAST_ATTEMPT = 2 ] || echo '{"preempted": 5}' >> $HOLDFAST_PROGRESS; echo | tee out.txt"""
+    assert harness.run(run).recoveries == 1
 
 
 def test_commands_get_the_signals_of_a_shell(harness: JobHarness) -> None:
@@ -208,15 +196,9 @@ def test_background_processes_of_a_script_are_killed_when_it_exits(harness: JobH
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_status_is_never_recorded_without_its_change(
-    harness: JobHarness, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_status_is_never_recorded_without_its_change(harness: JobHarness, number: int) -> None:
     """The controller is killed right after it has recorded STARTING, RUNNING or the end."""
-    monkeypatch.setenv("HOLDFAST_KILL_AT", f"jobs.recorded:{number}")
-    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
-    job = harness.submit("true")
-    monkeypatch.delenv("HOLDFAST_KILL_AT")
-    harness.wait_for(job, (harness.folder / "killed").exists, "the kill")
+    job = harness.submit_and_kill(f"jobs.recorded:{number}", lambda: harness.submit("true"))
     harness.succeed(job)
     changes = read_changes(harness.files(job))
     assert [one.status for one in changes] == [JobStatus.STARTING, JobStatus.RUNNING, JobStatus.SUCCEEDED]
@@ -224,17 +206,12 @@ def test_a_status_is_never_recorded_without_its_change(
 
 @pytest.mark.parametrize("number", [1, 3], ids=["before the first attempt", "between two attempts"])
 def test_a_controller_killed_while_no_node_runs_starts_again_without_any_command(
-    harness: JobHarness, monkeypatch: pytest.MonkeyPatch, number: int
+    harness: JobHarness, number: int
 ) -> None:
     """No agent is there that could start one, as when the kernel frees memory."""
-    monkeypatch.setenv("HOLDFAST_KILL_AT", f"jobs.recorded:{number}")
-    monkeypatch.setenv("HOLDFAST_KILL_MARK", str(harness.folder / "killed"))
-    job = harness.submit("[ $HOLDFAST_ATTEMPT = 2 ] || exit 75")
-    monkeypatch.delenv("HOLDFAST_KILL_AT")
-    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
-    assert (harness.folder / "killed").exists()
-    job_state = harness.record(job).state.job_state
-    assert (job_state.status, job_state.attempt) == (JobStatus.SUCCEEDED, 2)
+    run = "[ $HOLDFAST_ATTEMPT = 2 ] || exit 75"
+    job = harness.submit_and_kill(f"jobs.recorded:{number}", lambda: harness.submit(run))
+    assert harness.end_without_command(job) == (JobStatus.SUCCEEDED, 2)
     assert "was killed by signal 9" in harness.files(job).controller_log.read_text()
 
 
@@ -251,9 +228,7 @@ def test_a_killed_controller_is_replaced_without_any_command(harness: JobHarness
         harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     for rank in range(2):
         harness.let_go(job, rank)
-    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
-    job_state = harness.record(job).state.job_state
-    assert (job_state.status, job_state.attempt) == (JobStatus.SUCCEEDED, 2), harness.describe(job)
+    assert harness.end_without_command(job) == (JobStatus.SUCCEEDED, 2), harness.describe(job)
 
 
 def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> None:
@@ -262,8 +237,7 @@ def test_an_exit_without_a_controller_is_noticed_later(harness: JobHarness) -> N
     harness.kill_controller(job)
     harness.let_go(job)
     harness.wait_for(job, lambda: harness.files(job).node(1, 0).ended.exists(), "the end of the node")
-    ended = harness.wait(job)
-    assert ended.status is JobStatus.FAILED
+    ended = harness.wait(job, JobStatus.FAILED)
     assert "status 5" in ended.reason
 
 
@@ -271,8 +245,7 @@ def test_the_job_of_a_killed_controller_is_adopted_once_however_many_commands_su
     harness: JobHarness,
 ) -> None:
     job = harness.submit("echo begun; until [ -e go ]; do sleep 0.02; done")
-    harness.wait_for_output(job, "begun")
-    harness.wait(job, JobStatus.RUNNING)
+    harness.wait_running(job, "begun")
     harness.kill_controller(job)
     assert [one.status for one in harness.engine.jobs()] == [JobStatus.RUNNING]
     askers = [threading.Thread(target=harness.engine.jobs) for _ in range(8)]
@@ -307,9 +280,7 @@ def test_a_job_succeeds_despite_random_kills_of_its_controller_and_agents(harnes
     chance = random.Random(7)
     job = harness.submit(COUNTS)
     for kill in range(1, 21):
-        harness.wait_for(
-            job, lambda reached=15 * kill: (harness.engine.job(job.id).step or 0) >= reached, "progress"
-        )
+        harness.wait_for(job, lambda to=15 * kill: (harness.engine.job(job.id).step or 0) >= to, "progress")
         what = chance.choice(["controller", "agent", "run.sh"])
         processes.kill(harness.named(job, what) if what == "run.sh" else harness.roles(job, what))
     ended = harness.succeed(job)
@@ -333,13 +304,12 @@ def test_a_preempted_job_is_notified_and_recovers(
     harness: JobHarness, status: int, has_controller: bool
 ) -> None:
     job = harness.submit(TRAPS % status)
-    harness.wait_for_output(job, "attempt 1 is there")
-    harness.wait(job, JobStatus.RUNNING)
+    harness.wait_running(job, "attempt 1 is there")
     if not has_controller:
         harness.kill_controller(job)
     harness.engine.preempt(job.id, lead_s=600)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
+    ended = harness.succeed(job)
+    assert (ended.recoveries, ended.restarts_after_errors) == (1, 0)
     assert "told" in harness.log(job)
     notice = json.loads(harness.files(job).node(1, 0).notice.read_text())
     assert notice["source"] == "holdfast preempt"
@@ -348,34 +318,37 @@ def test_a_preempted_job_is_notified_and_recovers(
 
 def test_a_job_without_a_handler_is_killed_at_the_end_of_the_lead(harness: JobHarness) -> None:
     job = harness.submit("trap '' TERM\n" + WAITS)
-    harness.wait_for_output(job, "attempt 1 is there")
-    harness.wait(job, JobStatus.RUNNING)
+    harness.wait_running(job, "attempt 1 is there")
     harness.engine.preempt(job.id, lead_s=0.2)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
+    assert harness.succeed(job).recoveries == 1
+
+
+def write_trainer(harness: JobHarness, then: str, start: str = "") -> Path:
+    """Write a program that starts, waits for a notice, does something, and exits as preempted."""
+    path = harness.folder / "trainer.py"
+    path.write_text(
+        "import os, signal, subprocess, sys, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        f"{start}\n"
+        "print('ready', flush=True)\n"
+        "while not told: time.sleep(0.01)\n"
+        f"{then}\n"
+        "sys.exit(75)\n"
+    )
+    return path
 
 
 def test_a_notice_reaches_the_trainer_through_shells_and_pipes(harness: JobHarness) -> None:
     """The signal would kill the shell and `tee`, and the broken pipe the trainer."""
-    trainer = harness.folder / "trainer.py"
-    trainer.write_text(
-        "import signal, sys, time\n"
-        "told = []\n"
-        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
-        "print('ready', flush=True)\n"
-        "while not told: time.sleep(0.01)\n"
-        "print('saved', flush=True)\n"
-        "sys.exit(75)\n"
-    )
-    job = harness.submit(
-        f"""
-        set -o pipefail
-        [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
-        (cd /; {sys.executable} {trainer} 2>&1 | tee /dev/null | cat)
-        """
-    )
-    harness.wait_for_output(job, "ready")
-    harness.wait(job, JobStatus.RUNNING)
+    trainer = write_trainer(harness, "print('saved', flush=True)")
+    run = f"""
+    set -o pipefail
+    [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
+    (cd /; {sys.executable} {trainer} 2>&1 | tee /dev/null | cat)
+    """
+    job = harness.submit(run)
+    harness.wait_running(job, "ready")
     harness.engine.preempt(job.id, lead_s=600)
     harness.succeed(job)
     assert "saved" in harness.log(job)
@@ -385,26 +358,15 @@ def test_a_child_of_the_trainer_that_keeps_a_pipe_open_does_not_delay_the_restar
     harness: JobHarness,
 ) -> None:
     """`tee` waits for the child, and the shell for `tee`."""
-    trainer = harness.folder / "trainer.py"
-    trainer.write_text(
-        "import os, signal, subprocess, sys, time\n"
-        "told = []\n"
-        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
-        "subprocess.Popen(['sleep', '1000'])\n"
-        "print('ready', flush=True)\n"
-        "while not told: time.sleep(0.01)\n"
-        "with open(os.environ['HOLDFAST_PROGRESS'], 'a') as log: print('{\"preempted\": 5}', file=log)\n"
-        "sys.exit(75)\n"
-    )
-    job = harness.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
-        {sys.executable} {trainer} | tee trained.txt
-        echo the shell ended by itself
-        """
-    )
-    harness.wait_for_output(job, "ready")
-    harness.wait(job, JobStatus.RUNNING)
+    report = "with open(os.environ['HOLDFAST_PROGRESS'], 'a') as log: print('{\"preempted\": 5}', file=log)"
+    trainer = write_trainer(harness, report, start="subprocess.Popen(['sleep', '1000'])")
+    run = f"""
+    [ $HOLDFAST_ATTEMPT = 1 ] || exit 0
+    {sys.executable} {trainer} | tee trained.txt
+    echo the shell ended by itself
+    """
+    job = harness.submit(run)
+    harness.wait_running(job, "ready")
     harness.engine.preempt(job.id, lead_s=100_000)
     harness.succeed(job)
     assert "the shell ended by itself" in harness.log(job)
@@ -415,29 +377,25 @@ def test_a_command_that_dies_of_a_notice_before_it_handles_it_is_started_again(
     harness: JobHarness, number: int
 ) -> None:
     job = harness.submit(f"""[ $HOLDFAST_ATTEMPT = 2 ] || sh -c 'kill -{int(number)} $$'""")
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 1, 0)
+    ended = harness.succeed(job)
+    assert (ended.recoveries, ended.restarts_after_errors) == (1, 0)
     assert f"was ended by {signal.Signals(number).name} in run" in harness.log(job)
 
 
 def test_cancelling_notifies_the_job_and_ends_it(harness: JobHarness) -> None:
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
     harness.wait_for_output(job, "attempt 1 is there")
-    harness.engine.cancel(job.id)
-    ended = harness.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1)
+    assert harness.cancel(job).attempt == 1
     assert "told" in harness.log(job)
-    with pytest.raises(Conflict, match="has already ended"):
-        harness.engine.cancel(job.id)
-    with pytest.raises(Conflict, match="has already ended"):
-        harness.engine.preempt(job.id, lead_s=1)
+    for again in (harness.engine.cancel, partial(harness.engine.preempt, lead_s=1)):
+        with pytest.raises(Conflict, match="has already ended"):
+            again(job.id)
 
 
 def test_cancelling_a_job_without_a_handler_ends_it_at_once(harness: JobHarness) -> None:
     job = harness.submit("echo here; sleep 1000")
     harness.wait_for_output(job, "here")
-    harness.engine.cancel(job.id)
-    harness.wait(job)
+    harness.cancel(job)
     due = harness.record(job).state.due
     assert due.kill_unix_s is not None
     assert due.notice_until_unix_s is not None
@@ -447,13 +405,11 @@ def test_cancelling_a_job_without_a_handler_ends_it_at_once(harness: JobHarness)
 def test_a_signal_to_the_controller_is_a_notice_to_the_job(harness: JobHarness) -> None:
     """As at a shutdown of the machine. The next command continues the job."""
     job = harness.submit(TRAPS % PREEMPTED_STATUS)
-    harness.wait_for_output(job, "attempt 1 is there")
-    harness.wait(job, JobStatus.RUNNING)
+    harness.wait_running(job, "attempt 1 is there")
     controller = harness.controller(job)
     processes.send(controller, signal.SIGTERM)
     assert processes.wait_exited([controller], 600)
-    ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1)
+    assert harness.succeed(job).recoveries == 1
     assert "told" in harness.log(job)
 
 
@@ -474,15 +430,12 @@ def test_mounts_link_to_their_sources(harness: JobHarness) -> None:
     data = harness.folder / "data"
     data.mkdir()
     (data / "x").write_text("seen ")
-    head = f"""
-file_mounts:
-  here: {data}
-  {harness.folder}/there: {{source: {data}, mode: MOUNT}}
-  {harness.folder}/bucket: {{name: results, mode: MOUNT}}
-"""
-    job = harness.run(
-        f"cat here/x {harness.folder}/there/x; echo 1 > here/y; echo 2 > {harness.folder}/bucket/z", head=head
+    there, bucket = f"{harness.folder}/there", f"{harness.folder}/bucket"
+    mounts = (
+        f"here: {data}, {there}: {{source: {data}, mode: MOUNT}}, {bucket}: {{name: results, mode: MOUNT}}"
     )
+    run = f"cat here/x {there}/x; echo 1 > here/y; echo 2 > {bucket}/z"
+    job = harness.run(run, head=f"file_mounts: {{{mounts}}}")
     assert "seen seen" in harness.log(job)
     assert not (data / "y").exists(), "what was copied is a copy"
     assert (harness.state / "buckets" / "results" / "z").read_text() == "2\n"
@@ -495,10 +448,8 @@ def test_a_mount_never_replaces_an_existing_file(harness: JobHarness) -> None:
     with pytest.raises(Conflict, match="was not changed"):
         harness.submit("true", head=f"file_mounts: {{{harness.folder}/mine: {data}}}")
     (harness.folder / "link").symlink_to(data)
-    ended = harness.wait(
-        harness.submit("true", head=f"file_mounts: {{{harness.folder}/link: {harness.folder}/mine}}")
-    )
-    assert ended.status is JobStatus.FAILED_CONTROLLER, "it may have been made since the job was submitted"
+    head = f"file_mounts: {{{harness.folder}/link: {harness.folder}/mine}}"
+    ended = harness.run("true", head=head, ends=JobStatus.FAILED_CONTROLLER)  # it may have been made since
     assert "was not changed" in ended.reason
     assert (harness.folder / "link").readlink() == data
 

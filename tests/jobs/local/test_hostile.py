@@ -16,8 +16,9 @@ from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import InvalidInput
 from holdfast.jobs.node.workdir import ignored_paths
 from holdfast.system.entry import command
+from jobs.harness import write_program
 
-NAMED = "s3://b/p?endpoint_url=https://h:9"
+NAMED, GOOGLE = (f"{scheme}://b/p?endpoint_url=https://h:9" for scheme in ("s3", "gs"))
 KEYS = {
     "AWS_ACCESS_KEY_ID": "AKIAEXAMPLE",
     "AWS_SECRET_ACCESS_KEY": "not-for-strangers",
@@ -52,18 +53,22 @@ def _git(folder: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True, env=os.environ | who)
 
 
+def launch(folder: Path, source: str, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Launch a task that mounts a place, with keys in the environment."""
+    (folder / "task.yaml").write_text(f"file_mounts:\n  data: {source}\nrun: 'true'\n")
+    words = command("holdfast.cli", "launch", str(folder / "task.yaml"), *options)
+    variables = {**os.environ, **KEYS, "HOLDFAST_STATE": str(folder / "state"), **env}
+    return subprocess.run(words, env=variables, capture_output=True, text=True, timeout=600, check=False)
+
+
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
 @pytest.mark.parametrize("dry", [True, False])
 def test_credentials_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
     tmp_path: Path, stranger: socket.socket, scheme: str, dry: bool
 ) -> None:
     """Even `launch --dry-run` once sent a bearer token to an address of the file's choice."""
-    task = tmp_path / "task.yaml"
     url = f"{scheme}://bucket/data?endpoint_url={_endpoint(stranger)}"
-    task.write_text(f"file_mounts:\n  data: {url}\nrun: 'true'\n")
-    words = command("holdfast.cli", "launch", str(task), *(["--dry-run"] if dry else []))
-    env = {**os.environ, **KEYS, "HOLDFAST_STATE": str(tmp_path / "state")}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = launch(tmp_path, url, *(["--dry-run"] if dry else []))
     assert not _was_called(stranger)
     assert done.returncode != 0
     assert "would send your keys to the endpoint" in done.stderr
@@ -71,16 +76,7 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_the_task_file_names(
 
 
 def test_a_dry_run_sends_nothing_even_to_a_trusted_endpoint(tmp_path: Path, stranger: socket.socket) -> None:
-    task = tmp_path / "task.yaml"
-    task.write_text("file_mounts:\n  data: s3://bucket/data\nrun: 'true'\n")
-    env = {
-        **os.environ,
-        **KEYS,
-        "HOLDFAST_STATE": str(tmp_path / "state"),
-        "AWS_ENDPOINT_URL": _endpoint(stranger),
-    }
-    words = command("holdfast.cli", "launch", str(task), "--dry-run")
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = launch(tmp_path, "s3://bucket/data", "--dry-run", AWS_ENDPOINT_URL=_endpoint(stranger))
     assert done.returncode == 0, done.stderr
     assert not _was_called(stranger)
 
@@ -111,13 +107,8 @@ def test_credentials_are_not_sent_to_an_endpoint_that_only_a_marker_names(
         ("s3://b/p?endpoint_url=http://h:9", {"AWS_ENDPOINT_URL": "https://h:9"}, "", False),
         (NAMED, {"AWS_ENDPOINT_URL": "https://h"}, "", False),
         ("s3://b/p?endpoint_url=https://h", {"AWS_ENDPOINT_URL_S3": "https://h:443"}, "", True),
-        ("gs://b/p?endpoint_url=https://h:9", {"AWS_ENDPOINT_URL": "https://h:9"}, "", False),
-        (
-            "gs://b/p?endpoint_url=https://h:9",
-            {"HOLDFAST_TRUST_ENDPOINTS": "https://a, https://h:9"},
-            "",
-            True,
-        ),
+        (GOOGLE, {"AWS_ENDPOINT_URL": "https://h:9"}, "", False),
+        (GOOGLE, {"HOLDFAST_TRUST_ENDPOINTS": "https://a, https://h:9"}, "", True),
         ("s3://b/p?endpoint_url=https://h.evil", {"HOLDFAST_TRUST_ENDPOINTS": "https://h"}, "", False),
         ("s3://b/p", {}, "", True),
         ("/a/folder", {}, "", True),
@@ -145,8 +136,7 @@ def test_listing_ignored_files_runs_no_program_of_the_folder(tmp_path: Path) -> 
     """An untrusted `.git/config` can name programs that git runs when it reads files."""
     work, module = tmp_path / "work", tmp_path / "module"
     program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
-    program.chmod(0o755)
+    write_program(program, f"touch {tmp_path}/ran")
     for folder in (module, work):
         folder.mkdir()
         (folder / "kept").write_text("x")
@@ -160,10 +150,7 @@ def test_listing_ignored_files_runs_no_program_of_the_folder(tmp_path: Path) -> 
         for name in ("core.fsmonitor", "core.sshCommand", "core.pager", "core.askPass", "diff.external"):
             _git(folder, "config", name, str(program))
         hooks = Path(work, ".git") if folder == work else Path(work, ".git", "modules", "deep", "sub")
-        hook = hooks / "hooks" / "post-index-change"
-        hook.parent.mkdir(exist_ok=True)
-        hook.write_text(program.read_text())
-        hook.chmod(0o755)
+        write_program(hooks / "hooks" / "post-index-change", f"touch {tmp_path}/ran")
     (tmp_path / "ran").unlink(missing_ok=True)
     assert ignored_paths(work) == {"skip", "deep/sub/skip"}
     assert not (tmp_path / "ran").exists()

@@ -69,8 +69,7 @@ def test_a_cancelled_job_has_no_secrets(harness: JobHarness) -> None:
     harness.wait_for_output(job, "up", node=1)
     plans = [f"attempts/1/{rank}/plan.json" for rank in (0, 1)]
     assert sorted(secrets_in(harness, job)) == [*plans, "environment.json"], "while it runs"
-    harness.engine.cancel(job.id)
-    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.cancel(job)
     wait_without_secrets(harness, job)
     check_usable(harness, job)
 
@@ -83,8 +82,7 @@ def test_jobs_that_never_start_have_no_secrets(harness: JobHarness, monkeypatch:
     harness.wait_for_output(running, "up")
     waiting = harness.submit("true", head=gpu, TOKEN=SECRET)
     assert secrets_in(harness, waiting) == ["environment.json"]
-    harness.engine.cancel(waiting.id)
-    assert harness.wait(waiting).status is JobStatus.CANCELLED
+    harness.cancel(waiting)
     wait_without_secrets(harness, waiting)
     with pytest.raises(Exception, match="Cannot clone"):
         harness.submit("true", head=f"workdir: {{url: 'file://{harness.folder}/none'}}", TOKEN=SECRET)
@@ -147,8 +145,7 @@ def test_credentials_of_a_cloned_repository_are_removed(harness: JobHarness, tmp
     (workdir / "go").touch()
     harness.wait(job)
     harness.wait_for(job, lambda: SECRET not in (workdir / ".git" / "config").read_text(), "the removal")
-    shown = subprocess.run(
-        ["git", "-C", workdir, "remote", "get-url", "origin"], capture_output=True, text=True, check=True
-    )
+    words = ["git", "-C", workdir, "remote", "get-url", "origin"]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True)
     assert shown.stdout == "https://host.example/gpt.git\n"
     assert SECRET in own.read_text()

@@ -53,8 +53,7 @@ def commands_of(harness: JobHarness, job: Job) -> set[int]:
 def finish(harness: JobHarness, job: Job, *, attempt: int = 1) -> None:
     """Let a job finish, and check that no attempt was lost."""
     harness.let_go(job)
-    ended = harness.succeed(job)
-    assert ended.attempt == attempt
+    assert harness.succeed(job).attempt == attempt
     assert harness.log(job).count("begins") == attempt
 
 
@@ -114,8 +113,7 @@ def test_an_old_copy_of_a_journal_costs_no_attempt(harness: JobHarness, has_cont
     files = harness.files(job)
     old = files.states.read_bytes()
     harness.kill_node(job, 0)
-    harness.wait_for_output(job, "attempt 2 begins")
-    harness.wait(job, JobStatus.RUNNING)
+    harness.wait_running(job, "attempt 2 begins")
     if not has_controller:
         harness.kill_controller(job)
     files.states.write_bytes(old)
@@ -126,8 +124,7 @@ def test_an_old_copy_of_a_journal_costs_no_attempt(harness: JobHarness, has_cont
 
 def test_a_cancelled_job_is_not_restarted_after_its_journal_was_lost(harness: JobHarness) -> None:
     job = start(harness)
-    harness.engine.cancel(job.id)
-    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.cancel(job)
     history = harness.files(job).history
     harness.wait_for(job, lambda: "CANCELLED" in history.read_text(), "the history")
     harness.files(job).states.unlink()

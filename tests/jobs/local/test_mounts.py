@@ -37,19 +37,14 @@ def uploader(harness: JobHarness, job: Job) -> processes.Process:
 
 @pytest.mark.slow
 def test_a_named_bucket_is_written_through_a_write_back_directory(harness: JobHarness) -> None:
-    head = f"file_mounts: {{{harness.folder}/out: {{name: results, mode: MOUNT_CACHED}}}}"
-    job = harness.submit(
-        f"echo 1 > {harness.folder}/out/a; mkdir {harness.folder}/out/d; echo 2 > {harness.folder}/out/d/b",
-        head=head,
-    )
-    ended = harness.succeed(job)
-    assert ended.reason == ""
-    bucket = harness.state / "buckets" / "results"
-    assert (bucket / "a").read_text() == "1\n"
-    assert (bucket / "d" / "b").read_text() == "2\n"
     link = harness.folder / "out"
+    head = f"file_mounts: {{{link}: {{name: results, mode: MOUNT_CACHED}}}}"
+    job = harness.run(f"echo 1 > {link}/a; mkdir {link}/d; echo 2 > {link}/d/b", head=head)
+    assert job.reason == ""
+    bucket = harness.state / "buckets" / "results"
+    assert [(bucket / name).read_text() for name in ("a", "d/b")] == ["1\n", "2\n"]
     harness.wait_for(job, lambda: not link.is_symlink(), "the removal of the link, after the job's end")
-    again = harness.run(f"cat {harness.folder}/out/d/b", head=head)
+    again = harness.run(f"cat {link}/d/b", head=head)
     assert "2\n" in harness.log(again), "another job sees what the bucket holds"
 
 
@@ -88,8 +83,7 @@ def test_a_preempted_job_uploads_its_files_before_it_recovers(harness: JobHarnes
         head=bucket.cached,
     )
     with Watcher(bucket):
-        harness.wait_for_output(job, "ready")
-        harness.wait(job, JobStatus.RUNNING)
+        harness.wait_running(job, "ready")
         harness.engine.preempt(job.id, lead_s=600)
         harness.wait_for_output(job, "attempt 2 of job")
         assert bucket.names() == {"data-1", "marker-1"}
@@ -119,8 +113,7 @@ def test_files_that_a_lost_node_had_not_uploaded_are_available_to_the_next_attem
         processes.kill([uploader(harness, job)])
         harness.kill_node(job, 0)
         gate.opened.set()
-        ended = harness.wait(job)
-    assert (ended.status, ended.recoveries) == (JobStatus.SUCCEEDED, 1), harness.describe(job)
+        assert harness.succeed(job).recoveries == 1
     assert "\n1\n" in harness.log(job)
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
 
@@ -137,8 +130,7 @@ def test_a_completed_job_survives_kills_during_its_upload(
     processes.kill([uploader(harness, job), *harness.roles(job, "controller")])
     harness.wait_for(job, lambda: harness.has_controller(job), "another controller")
     gate.opened.set()
-    harness.wait_for(job, lambda: harness.record(job).state.job_state.status.is_final, "the end")
-    assert harness.record(job).state.job_state.status is JobStatus.SUCCEEDED, harness.describe(job)
+    assert harness.end_without_command(job)[0] is JobStatus.SUCCEEDED, harness.describe(job)
     assert bucket.names() == {"data-1", "marker-1"}
 
 
@@ -147,10 +139,7 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
     import random
 
     chance = random.Random(11)
-    job = harness.submit(
-        MANY_SAVES,
-        head=bucket.cached,
-    )
+    job = harness.submit(MANY_SAVES, head=bucket.cached)
     with Watcher(bucket):
         for number in range(1, 9):
             harness.wait_for_output(job, f"saved {6 * number}\n")
@@ -162,8 +151,7 @@ def test_random_kills_never_show_a_marker_without_its_data(harness: JobHarness, 
             else:
                 processes.kill(harness.roles(job, what))
         harness.engine.jobs()
-        ended = harness.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), harness.describe(job)
+        assert harness.succeed(job).restarts_after_errors == 0
     assert bucket.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
 
 
@@ -190,13 +178,12 @@ def test_a_job_without_success_ends_at_once_with_what_is_missing_and_still_uploa
 @pytest.mark.slow
 def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> None:
     """A process named like a keeper outlives `run`, and later writes into the mount."""
-    code = (
+    (harness.folder / "keeper.py").write_text(
         "import pathlib, time\n"
         "pathlib.Path('up').touch()\n"  # until here it is called like the shell that forked it
         "while not pathlib.Path('go').exists(): time.sleep(0.02)\n"
         "pathlib.Path('out/late').write_text('x')\n"
     )
-    (harness.folder / "keeper.py").write_text(code)
     job = harness.submit(
         f"setsid {sys.executable} {harness.folder}/keeper.py holdfast.checkpoint.keeper &\n"
         "echo early > out/early\n"
@@ -212,9 +199,8 @@ def test_files_that_keepers_still_write_are_waited_for(harness: JobHarness) -> N
 
 @pytest.mark.slow
 def test_nodes_share_a_write_back_directory(harness: JobHarness, bucket: Bucket) -> None:
-    harness.run(
-        "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK", head=f"num_nodes: 2\n{bucket.cached}"
-    )
+    run = "echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK"
+    harness.run(run, head=f"num_nodes: 2\n{bucket.cached}")
     assert bucket.names() == {"from-0", "from-1"}
 
 
@@ -226,8 +212,7 @@ def test_a_job_whose_bucket_is_unreachable_does_not_start(
     url = s3.home("x", port=9, timeout="1")
     job = harness.submit("echo never", head=f'file_mounts: {{out: {{source: "{url}", mode: MOUNT_CACHED}}}}')
     harness.wait_for_output(job, "Trying again.")
-    harness.engine.cancel(job.id)
-    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.cancel(job)
     assert "never" not in harness.log(job)
 
 
@@ -236,10 +221,8 @@ def test_why_names_the_mount_that_failed_and_no_setup_that_the_task_has_not(
     harness: JobHarness, s3: Server
 ) -> None:
     url = s3.home("x").replace("s3://test/", "s3://none-such/")
-    ended = harness.wait(
-        harness.submit("echo never", head=f'file_mounts: {{out: {{source: "{url}", mode: MOUNT_CACHED}}}}')
-    )
-    why = ended.reason.partition("\n")[0]
+    head = f'file_mounts: {{out: {{source: "{url}", mode: MOUNT_CACHED}}}}'
+    why = harness.wait(harness.submit("echo never", head=head)).reason.partition("\n")[0]
     assert why.startswith("node 0 could not start: "), why
     assert "none-such" in why
     assert "setup" not in why
@@ -262,8 +245,7 @@ def test_a_bucket_is_copied_once_for_all_attempts(
         "cat in/b one; echo mine > in/b; ls -l in/a; [ $HOLDFAST_ATTEMPT = 2 ] || exit 75; cat in/b",
         head=f'file_mounts: {{in: "{source}", one: "{source.replace("?", "/b?")}"}}\nnum_nodes: 1',
     )
-    ended = harness.succeed(job)
-    assert ended.recoveries == 1
+    assert harness.succeed(job).recoveries == 1
     copy = harness.files(job).copies / "0"
     assert (copy / "a" / "large").read_bytes() == large
     assert (copy / "empty").read_bytes() == b""
@@ -300,8 +282,7 @@ def test_copies_are_removed_when_an_ended_job_has_uploaded_them(harness: JobHarn
 def test_a_directory_with_files_that_are_not_uploaded_stays(
     harness: JobHarness, bucket: Bucket, left: str
 ) -> None:
-    job = harness.wait(harness.submit(f"echo 1 > out/corpus; {left}; exit 1", head=bucket.cached))
-    assert job.status is JobStatus.FAILED
+    job = harness.run(f"echo 1 > out/corpus; {left}; exit 1", head=bucket.cached, ends=JobStatus.FAILED)
     harness.wait_for(job, lambda: not harness.roles(job, "mounter"), "the end of the uploads")
     harness.wait_for(job, lambda: not harness.roles(job, "controller"), "the end of the controller")
     (spec,) = caches(harness.files(job))
@@ -321,8 +302,7 @@ def test_a_bucket_above_the_limit_is_not_downloaded(harness: JobHarness, bucket:
         harness.submit("true", head=head("much"))
     assert not harness.engine.jobs()
     for limit in ("2M", "'off'"):
-        job = harness.wait(harness.submit("cat out/corpus | wc -c", head=head(limit)))
-        assert job.status is JobStatus.SUCCEEDED, harness.describe(job)
+        harness.run("cat out/corpus | wc -c", head=head(limit))
 
 
 @pytest.mark.slow

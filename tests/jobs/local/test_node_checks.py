@@ -16,8 +16,7 @@ echo "{\\"home\\": \\"/sys/kernel\\", \\"step\\": $HOLDFAST_ATTEMPT}" >> "$HOLDF
 
 
 def test_the_checks_of_an_attempt_are_recorded(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit("echo hello", head="num_nodes: 2", HOLDFAST_NODE_CHECKS="stop"))
-    assert job.status is JobStatus.SUCCEEDED
+    job = harness.run("echo hello", head="num_nodes: 2", HOLDFAST_NODE_CHECKS="stop")
     (checks,) = describe(job.id).checks.values()
     assert set(checks) == {0, 1}
     assert {"disk", "clock", "product", "memory", "copy"} <= {one.name for one in checks[0].checks}
@@ -27,14 +26,13 @@ def test_the_checks_of_an_attempt_are_recorded(harness: JobHarness) -> None:
 
 
 def test_no_checks_are_recorded_without_them(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit("true", head="envs: {HOLDFAST_NODE_CHECKS: off}"))
+    job = harness.run("true", head="envs: {HOLDFAST_NODE_CHECKS: off}")
     assert describe(job.id).checks == {}
 
 
 @pytest.mark.slow
 def test_an_attempt_that_cannot_save_is_not_started(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit(REPORT, HOLDFAST_NODE_CHECKS="stop"))
-    assert job.status is JobStatus.FAILED
+    job = harness.run(REPORT, ends=JobStatus.FAILED, HOLDFAST_NODE_CHECKS="stop")
     first = job.reason.partition("\n")[0]
     assert first.startswith("node 0 is not fit for the job: disk /sys/kernel: it cannot be written to"), first
     assert harness.log(job).count("a check of this node failed: disk /sys/kernel") == job.attempt - 1
@@ -45,7 +43,6 @@ def test_an_attempt_that_cannot_save_is_not_started(harness: JobHarness) -> None
 
 @pytest.mark.slow
 def test_a_failed_check_can_be_reported_only(harness: JobHarness) -> None:
-    job = harness.wait(harness.submit(REPORT, HOLDFAST_NODE_CHECKS="report"))
-    assert job.status is JobStatus.SUCCEEDED
+    job = harness.run(REPORT, HOLDFAST_NODE_CHECKS="report")
     assert "a check of this node failed: disk /sys/kernel" in harness.log(job)
     assert describe(job.id).checks[2][0].failed[0].name == "disk"

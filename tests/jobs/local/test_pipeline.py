@@ -46,8 +46,7 @@ def test_the_next_job_starts_after_success(harness: JobHarness) -> None:
         (2, "t1", 1),
         (3, "t2", 2),
     ]
-    harness.wait_for_output(a, "begun")
-    harness.wait(a, JobStatus.RUNNING)
+    harness.wait_running(a, "begun")
     waiting = harness.engine.job(2)
     assert (waiting.status, waiting.reason) == (JobStatus.PENDING, "waits for job 1")
     assert not harness.log(b)
@@ -140,13 +139,8 @@ def test_a_controller_killed_between_two_jobs_continues_with_the_right_one(harne
 def test_jobs_of_a_pipeline_may_mount_at_the_same_path(harness: JobHarness, home: Path) -> None:
     (harness.folder / "data").write_text("text")
     mounts = f"file_mounts: {{~/data: {harness.folder}/data, ~/out: {{name: shared, mode: MOUNT}}}}"
-    *_, c = submit(
-        harness,
-        "cp ~/data ~/out/a; echo changed > ~/data",
-        "cat ~/data ~/out/a >> ~/out/b",
-        "cat ~/data ~/out/b",
-        head=mounts,
-    )
+    runs = ("cp ~/data ~/out/a; echo changed > ~/data", "cat ~/data ~/out/a >> ~/out/b", "cat ~/data ~/out/b")
+    *_, c = submit(harness, *runs, head=mounts)
     harness.succeed(c)
     assert harness.log(c).splitlines()[1:] == ["texttexttext"], "each has a copy of its own"
     harness.wait_for(c, lambda: not (home / "data").exists(), "the removal of the link")
@@ -175,8 +169,7 @@ def test_an_interrupted_launch_starts_nothing(harness: JobHarness, monkeypatch: 
     (left,) = harness.engine.jobs()
     assert (left.id, left.status, left.reason) == (2, JobStatus.PENDING, "waits for job 1")
     assert not harness.roles(left, "controller")
-    harness.engine.cancel(left.id)
-    assert harness.wait(left).status is JobStatus.CANCELLED
+    harness.cancel(left)
 
 
 def test_a_job_on_which_another_waits_is_not_removed(harness: JobHarness) -> None:

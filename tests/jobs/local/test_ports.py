@@ -43,21 +43,11 @@ def test_two_trainings_with_two_nodes_run_at_the_same_time(harness: JobHarness) 
     script = harness.folder / "meet.py"
     script.write_text(MEET)
     os.mkfifo(harness.folder / "together")
-    ports = {1: "--master_port ${MASTER_PORT:-29500}", 10: ""}
-    jobs = {
-        mine: harness.submit(
-            RUN.format(
-                python=sys.executable,
-                port=port,
-                script=script,
-                folder=harness.folder,
-                mine=mine,
-                other=11 - mine,
-            ),
-            head="num_nodes: 2",
-        )
-        for mine, port in ports.items()
-    }
+    jobs = {}
+    for mine, port in {1: "--master_port ${MASTER_PORT:-29500}", 10: ""}.items():
+        facts = {"python": sys.executable, "script": script, "folder": harness.folder}
+        run = RUN.format(**facts, port=port, mine=mine, other=11 - mine)
+        jobs[mine] = harness.submit(run, head="num_nodes: 2")
     for mine, job in jobs.items():
         harness.succeed(job)
         for node in range(2):
@@ -88,10 +78,7 @@ def test_a_job_that_names_a_port_waits_until_no_other_job_has_it(harness: JobHar
     first = harness.submit(run, GO=str(go))
     harness.wait(first, JobStatus.RUNNING)
     second = harness.submit("echo second: --rdzv_endpoint localhost:$PORT", PORT="29511")
-    assert (second.status, second.reason) == (
-        JobStatus.PENDING,
-        f"waits for port 29511 of job {first.id}",
-    )
+    assert (second.status, second.reason) == (JobStatus.PENDING, f"waits for port 29511 of job {first.id}")
     go.touch()
     harness.succeed(second)
 

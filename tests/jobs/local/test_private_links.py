@@ -12,7 +12,6 @@ from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
 from holdfast.jobs.node.mounts import mount_plan
 from holdfast.jobs.node.mounts.mount_records import private_note
-from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.harness import JobHarness, needs_namespaces
 
@@ -27,27 +26,19 @@ def _nothing_is_left() -> Iterator[None]:
     assert set(Path("/").iterdir()) == before
 
 
-def copy_of(folder: Path) -> str:
-    return f'file_mounts: {{{TARGET}: "{folder}"}}'
-
-
 def test_two_jobs_have_their_own_at_the_same_time(harness: JobHarness) -> None:
-    jobs = []
+    jobs = {}
     for name in ("first", "second"):
         source = harness.folder / name
         source.mkdir()
         (source / "name").write_text(name)
-        jobs.append(
-            harness.submit(
-                f"""
-                cat {TARGET}/name; echo " is here"; touch {harness.folder}/{name}-looks
-                until [ $(ls {harness.folder} | grep -c looks) = 2 ]; do sleep 0.1; done
-                cat {TARGET}/name; echo " is still here"; echo changed > {TARGET}/name
-                """,
-                head=copy_of(source),
-            )
-        )
-    for job, name in zip(jobs, ("first", "second"), strict=True):
+        run = f"""
+        cat {TARGET}/name; echo " is here"; touch {harness.folder}/{name}-looks
+        until [ $(ls {harness.folder} | grep -c looks) = 2 ]; do sleep 0.1; done
+        cat {TARGET}/name; echo " is still here"; echo changed > {TARGET}/name
+        """
+        jobs[name] = harness.submit(run, head=f'file_mounts: {{{TARGET}: "{source}"}}')
+    for name, job in jobs.items():
         harness.succeed(job)
         assert f"{name} is here" in harness.log(job)
         assert f"{name} is still here" in harness.log(job)
@@ -56,9 +47,8 @@ def test_two_jobs_have_their_own_at_the_same_time(harness: JobHarness) -> None:
 
 def test_a_bucket_of_this_machine_is_shared_and_outlives_the_jobs(harness: JobHarness) -> None:
     head = f"file_mounts: {{{TARGET}: {{name: a-bucket, mode: MOUNT}}}}"
-    harness.wait(harness.submit(f"echo saved > {TARGET}/checkpoint", head=head))
-    job = harness.wait(harness.submit(f"cat {TARGET}/checkpoint", head=head))
-    assert job.status is JobStatus.SUCCEEDED
+    harness.run(f"echo saved > {TARGET}/checkpoint", head=head)
+    job = harness.run(f"cat {TARGET}/checkpoint", head=head)
     assert "saved" in harness.log(job)
     assert (harness.state / "buckets" / "a-bucket" / "checkpoint").read_text() == "saved\n"
 
@@ -80,13 +70,11 @@ def test_setup_and_every_node_and_attempt_see_it(harness: JobHarness) -> None:
 
 def test_files_of_a_killed_node_reach_the_next_attempt_and_the_place(harness: JobHarness) -> None:
     place = harness.folder / "place"
-    job = harness.submit(
-        f"""
-        echo $HOLDFAST_ATTEMPT >> {TARGET}/attempts
-        if [ $HOLDFAST_ATTEMPT = 1 ]; then echo written; while true; do sleep 0.1; done; fi
-        """,
-        head=f'file_mounts: {{{TARGET}: {{source: "{place}", mode: MOUNT_CACHED}}}}',
-    )
+    run = f"""
+    echo $HOLDFAST_ATTEMPT >> {TARGET}/attempts
+    if [ $HOLDFAST_ATTEMPT = 1 ]; then echo written; while true; do sleep 0.1; done; fi
+    """
+    job = harness.submit(run, head=f'file_mounts: {{{TARGET}: {{source: "{place}", mode: MOUNT_CACHED}}}}')
     harness.wait_for_output(job, "written")
     harness.kill_node(job, 0)
     harness.succeed(job)
@@ -108,11 +96,10 @@ def test_the_commands_die_with_their_agent(harness: JobHarness) -> None:
 
 
 def test_paths_of_checkpoints_are_described_as_they_are_outside(harness: JobHarness) -> None:
-    job = harness.submit(
+    job = harness.run(
         f"""echo '{{"home": "{TARGET}/run", "step": 7}}' >> $HOLDFAST_PROGRESS""",
         head=f"file_mounts: {{{TARGET}: {{name: progress, mode: MOUNT}}}}",
     )
-    harness.wait(job)
     assert describe(job.id).checkpoints == {str(harness.state / "buckets" / "progress" / "run"): 7}
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import parse_task
-from jobs.harness import JobHarness
+from jobs.harness import JobHarness, write_program
 
 HOOK = """
 export CONDA_EXE={base}/bin/conda
@@ -44,10 +43,8 @@ def install_conda(base: Path) -> None:
     """Create the files of conda, with an environment `gpt` that has the program `train`."""
     (base / "etc" / "profile.d").mkdir(parents=True)
     (base / "etc" / "profile.d" / "conda.sh").write_text(HOOK.format(base=base))
-    for path, text in (("bin/conda", "echo conda: $*"), ("envs/gpt/bin/train", "echo trained")):
-        (base / path).parent.mkdir(parents=True, exist_ok=True)
-        (base / path).write_text(f"#!/bin/bash\n{text}\n")
-        (base / path).chmod(0o755)
+    write_program(base / "bin" / "conda", "echo conda: $*")
+    write_program(base / "envs" / "gpt" / "bin" / "train", "echo trained")
 
 
 # -- output ----------------------------------------------------------------------------------------------
@@ -57,16 +54,13 @@ def test_printed_lines_of_python_are_not_buffered(harness: JobHarness, home: Pat
     show = "echo unbuffered: ${PYTHONUNBUFFERED:-no}"
     job = harness.run(show, setup=show)
     assert harness.log(job).count("unbuffered: 1") == 2
-    job = harness.submit(show, PYTHONUNBUFFERED="")
-    harness.wait(job)
-    assert "unbuffered: no\n" in harness.log(job)
+    assert "unbuffered: no\n" in harness.log(harness.run(show, PYTHONUNBUFFERED=""))
 
 
 def test_a_line_printed_before_a_kill_is_in_the_log(harness: JobHarness, home: Path) -> None:
     job = harness.submit(f"{sys.executable} -c 'print(\"step 1\"); import signal; signal.pause()'")
     harness.wait_for_output(job, "step 1\n")
-    harness.engine.cancel(job.id)
-    assert harness.wait(job).status is JobStatus.CANCELLED
+    harness.cancel(job)
 
 
 # -- workdir ---------------------------------------------------------------------------------------------
@@ -166,32 +160,27 @@ def test_a_missing_environment_is_left_to_the_commands_as_on_skypilot(
     """Many task files create an environment if it cannot be activated."""
     install_conda(home / "miniconda3")
     run = "conda activate other\nif [ $? -ne 0 ]; then conda create -n other; fi"
-    job = harness.run(run)
-    assert "conda: create -n other" in harness.log(job)
+    assert "conda: create -n other" in harness.log(harness.run(run))
 
 
 def test_a_job_without_conda_ends_at_its_activation(harness: JobHarness, home: Path) -> None:
-    ended = harness.wait(harness.submit("echo begun\nconda activate gpt\necho went on"))
-    assert ended.status is JobStatus.FAILED
+    ended = harness.run("echo begun\nconda activate gpt\necho went on", ends=JobStatus.FAILED)
     assert "failed in run with status 127" in ended.reason
     assert "`conda activate gpt` cannot work" in ended.reason
     assert "begun" in ended.reason
     assert "went on" not in ended.reason
-    ended = harness.wait(harness.submit("true", setup="conda activate gpt"))
-    assert ended.status is JobStatus.FAILED_SETUP
+    harness.run("true", setup="conda activate gpt", ends=JobStatus.FAILED_SETUP)
 
 
 def test_conda_may_be_installed_by_the_job_itself(harness: JobHarness, home: Path) -> None:
     install_conda(home / "prepared")
-    text = (home / "prepared" / "etc" / "profile.d" / "conda.sh").read_text()
-    (home / "prepared" / "etc" / "profile.d" / "conda.sh").write_text(text.replace("prepared", "miniconda3"))
-    run = "conda activate gpt && train"
-    job = harness.run(run, setup="mv ~/prepared ~/miniconda3\nconda activate gpt\ntrain")
+    hook = home / "prepared" / "etc" / "profile.d" / "conda.sh"
+    hook.write_text(hook.read_text().replace("prepared", "miniconda3"))
+    setup = "mv ~/prepared ~/miniconda3\nconda activate gpt\ntrain"
+    job = harness.run("conda activate gpt && train", setup=setup)
     assert harness.log(job).count("trained") == 2
 
 
 def test_line_numbers_in_messages_of_bash_are_those_of_the_commands(harness: JobHarness, home: Path) -> None:
-    task = parse_task("run: |\n  true\n  no-such-program\n", str(harness.folder / "task.yaml"))
-    job = harness.engine.submit(task)
-    harness.wait(job)
+    job = harness.run("true\nno-such-program", ends=JobStatus.FAILED)
     assert "line 2: no-such-program: command not found" in harness.log(job)

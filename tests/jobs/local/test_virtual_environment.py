@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
-from jobs.harness import JobHarness, started_harness
+from jobs.harness import JobHarness, started_harness, write_program
 from jobs.wheels import contents, make_parent, write_package, write_wheel
 from small_disk import small_disk
 
@@ -36,8 +36,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory, wheels: Path) -> Path:
     """Return the programs of an environment that has pip and `shared` 1.0."""
     folder = tmp_path_factory.mktemp("parent") / "env"
     programs = make_parent(folder, wheels / "shared-1.0-py3-none-any.whl")
-    (programs / "hello").write_text("#!/bin/sh\necho hello\n")
-    (programs / "hello").chmod(0o755)
+    write_program(programs / "hello", "echo hello")
     return programs
 
 
@@ -67,7 +66,7 @@ def active(harness: JobHarness, shell: pytest.MonkeyPatch, parent: Path) -> JobH
 
 def succeed(harness: JobHarness, run: str, **options: str) -> tuple[Job, str]:
     """Run a job that must succeed, and return it with its output."""
-    job = harness.run(f"set -e\n{run}", **options)
+    job = harness.succeed(harness.submit(f"set -e\n{run}", **options))
     return job, harness.log(job)
 
 
@@ -92,15 +91,12 @@ def test_a_package_of_setup_is_in_all_attempts_of_this_job_only(
     active: JobHarness, parent: Path, installation: str
 ) -> None:
     before = contents(parent.parent)
-    job, log = succeed(
-        active,
-        """
-        python -c 'import own, shared; print(own.VERSION, shared.VERSION)'
-        own-show
-        [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
-        """,
-        setup=installation,
-    )
+    run = """
+    python -c 'import own, shared; print(own.VERSION, shared.VERSION)'
+    own-show
+    [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
+    """
+    job, log = succeed(active, run, setup=installation)
     assert active.engine.job(job.id).attempt == 2
     assert log.count("1.0 1.0\n") == 2
     assert log.count(f"own 1.0 by {venv(active, job)}/bin/python") == 2
@@ -193,17 +189,14 @@ def test_scripts_of_both_environments_run_the_python_of_the_job(
     shell.setenv("PATH", f"{parent}:/usr/bin:/bin")
     with started_harness(tmp_path, tmp_path / state) as harness:
         shell.setenv("PATH", f"{parent}:/usr/bin:/bin")
-        job, log = succeed(
-            harness,
-            """
-            own-show
-            shared-show
-            python "$(command -v shared-show)"
-            hello
-            for name in python python3; do $name -c 'import own, sys; print("called", sys.executable)'; done
-            """,
-            setup="pip install own",
-        )
+        run = """
+        own-show
+        shared-show
+        python "$(command -v shared-show)"
+        hello
+        for name in python python3; do $name -c 'import own, sys; print("called", sys.executable)'; done
+        """
+        job, log = succeed(harness, run, setup="pip install own")
         programs = venv(harness, job) / "bin"
         assert log.count(f"own 1.0 by {programs}/python") == 1
         assert log.count(f"shared 1.0 by {programs}/python") == 2
@@ -219,11 +212,9 @@ def test_processes_of_holdfast_keep_their_python(active: JobHarness) -> None:
     for process in started:
         words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         assert words[0] == os.fsencode(sys.executable), words
-        assert b"/venv" not in Path(f"/proc/{process.pid}/environ").read_bytes().replace(
-            os.fsencode(sys.prefix), b""
-        )
-    active.engine.cancel(job.id)
-    active.wait(job)
+        environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+        assert b"/venv" not in environment.replace(os.fsencode(sys.prefix), b"")
+    active.cancel(job)
 
 
 @pytest.mark.slow
@@ -256,18 +247,12 @@ def test_settings_of_the_shell_do_not_lead_pip_elsewhere(
     extra = active.folder / "extra"
     extra.mkdir()
     (extra / "extra.py").write_text("")
-    values = {
-        "PIP_USER": "1",
-        "PIP_TARGET": str(active.folder / "target"),
-        "PIP_REQUIRE_VIRTUALENV": "1",
-        "PYTHONPATH": str(extra),
-        "PYTHONSAFEPATH": "1",
-    }
-    for name, value in values.items():
-        shell.setenv(name, value)
-    _, log = succeed(
-        active, "python -c 'import own, shared, extra; print(own.__file__)'", setup="pip install own"
-    )
+    for name in ("PIP_USER", "PIP_REQUIRE_VIRTUALENV", "PYTHONSAFEPATH"):
+        shell.setenv(name, "1")
+    shell.setenv("PIP_TARGET", str(active.folder / "target"))
+    shell.setenv("PYTHONPATH", str(extra))
+    run = "python -c 'import own, shared, extra; print(own.__file__)'"
+    _, log = succeed(active, run, setup="pip install own")
     assert "/venv/lib/python3" in log
     assert not (active.folder / "target").exists()
     assert not [*(active.folder / "HOME").rglob("own*")]
@@ -321,15 +306,13 @@ def test_an_environment_that_the_task_makes_and_activates_is_used(active: JobHar
 
 def test_an_environment_of_conda_wins(active: JobHarness, shell: pytest.MonkeyPatch, parent: Path) -> None:
     programs = active.folder / "conda" / "envs" / "gpt" / "bin"
-    programs.mkdir(parents=True)
     hook = active.folder / "conda" / "etc" / "profile.d" / "conda.sh"
     hook.parent.mkdir(parents=True)
     hook.write_text(f'conda() {{ export PATH="{programs}:$PATH"; }}\n')
-    (active.folder / "conda" / "bin").mkdir()
-    for path in (active.folder / "conda" / "bin" / "conda", programs / "pip"):
-        path.write_text("#!/bin/sh\necho conda: $*\n")
-        path.chmod(0o755)
-    shell.setenv("CONDA_EXE", str(active.folder / "conda" / "bin" / "conda"))
+    conda = active.folder / "conda" / "bin" / "conda"
+    for path in (conda, programs / "pip"):
+        write_program(path, "echo conda: $*")
+    shell.setenv("CONDA_EXE", str(conda))
     job, log = succeed(active, "echo active $VIRTUAL_ENV", setup="conda activate gpt\npip install own")
     assert f"conda: install own\nactive {parent.parent}\n" in log
     assert not venv(active, job).exists()
@@ -365,12 +348,9 @@ def test_a_setup_that_was_interrupted_begins_with_a_new_environment(active: JobH
     assert "own 1.0 by" in active.log(job)
 
 
-def test_a_half_made_environment_is_made_again(active: JobHarness, shell: pytest.MonkeyPatch) -> None:
-    shell.setenv("HOLDFAST_KILL_AT", "jobs.venv")
-    shell.setenv("HOLDFAST_KILL_MARK", str(active.folder / "killed"))
-    job, log = succeed(active, "shared-show")
-    assert (active.folder / "killed").exists()
-    assert f"shared 1.0 by {venv(active, job)}/bin/python" in log
+def test_a_half_made_environment_is_made_again(active: JobHarness) -> None:
+    job = active.succeed(active.submit_and_kill("jobs.venv", lambda: active.submit("shared-show")))
+    assert f"shared 1.0 by {venv(active, job)}/bin/python" in active.log(job)
     assert [path.name for path in venv(active, job).parent.glob("*venv*")] == ["venv"]
 
 
@@ -383,8 +363,7 @@ def test_a_full_disk_ends_the_job_before_its_commands(
         shutil.copy(programs / "shared-show", programs / f"show-{number}")
     with small_disk(tmp_path, "1m") as disk, started_harness(tmp_path, disk / "state") as harness:
         shell.setenv("PATH", f"{programs}:/usr/bin:/bin")
-        ended = harness.wait(harness.submit("echo ran"))
-        assert ended.status is JobStatus.FAILED_SETUP
+        ended = harness.run("echo ran", ends=JobStatus.FAILED_SETUP)
         log = harness.log(ended)
         assert "the job cannot start: its virtual environment cannot be made: " in log
         assert "No space left on device" in log
@@ -399,9 +378,7 @@ def test_a_python_that_does_not_work_is_named_and_the_job_runs(
     active: JobHarness, shell: pytest.MonkeyPatch
 ) -> None:
     broken = active.folder / "broken"
-    broken.mkdir()
-    (broken / "python3").write_text("#!/bin/sh\necho version 3.9 is not installed >&2\nexit 3\n")
-    (broken / "python3").chmod(0o755)
+    write_program(broken / "python3", "echo version 3.9 is not installed >&2\nexit 3")
     shell.setenv("PATH", f"{broken}:/usr/bin:/bin")
     _, log = succeed(active, "echo ran")
     assert f"{broken}/python3 does not run: it exits with 3: version 3.9 is not installed" in log
@@ -422,9 +399,7 @@ def test_a_job_needs_no_python_at_all(active: JobHarness, shell: pytest.MonkeyPa
 def test_a_shim_is_asked_in_the_workdir(active: JobHarness, shell: pytest.MonkeyPatch, parent: Path) -> None:
     """Pyenv and similar programs choose a Python by the current directory."""
     shims = active.folder / "shims"
-    shims.mkdir()
-    (shims / "python3").write_text('#!/bin/bash\nread -r chosen < .python-path\nexec "$chosen" "$@"\n')
-    (shims / "python3").chmod(0o755)
+    write_program(shims / "python3", 'read -r chosen < .python-path\nexec "$chosen" "$@"')
     (active.folder / "source").mkdir()
     (active.folder / "source" / ".python-path").write_text(f"{parent}/python3\n")
     shell.setenv("PATH", f"{shims}:/usr/bin:/bin")

@@ -23,10 +23,8 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 
 def git(folder: Path, *words: str) -> str:
     settings = ["-c", "user.name=me", "-c", "user.email=me@example.com", "-c", "init.defaultBranch=main"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *settings, *words], check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
+    command = ["git", "-C", str(folder), *settings, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def put(folder: Path, **files: str) -> None:
@@ -119,9 +117,8 @@ def test_a_repository_is_cloned_at_its_ref(
     first = git(repository, "rev-parse", "v1")
     ref = first[:10] if ref == "commit" else ref
     at = f", ref: {ref}" if ref else ""
-    job = harness.run(
-        "echo it is $(cat file)", head=f'workdir: {{url: "file://{repository}"{at}}}\nnum_nodes: 2'
-    )
+    head = f'workdir: {{url: "file://{repository}"{at}}}\nnum_nodes: 2'
+    job = harness.run("echo it is $(cat file)", head=head)
     for node in range(2):
         assert f"it is {text}" in harness.log(job, node)
     commit = git(harness.files(job).workdir(0), "rev-parse", "HEAD")
@@ -191,10 +188,7 @@ def test_holes_of_a_file_stay_holes(
 
 def test_holes_of_a_mounted_file_stay_holes_too(harness: JobHarness) -> None:
     _hollow(harness.folder / "data.bin")
-    job = harness.submit(
-        "stat -c '%s %b' data.bin", head=f"file_mounts: {{data.bin: {harness.folder / 'data.bin'}}}"
-    )
-    harness.wait(job)
+    job = harness.run("stat data.bin", head=f"file_mounts: {{data.bin: {harness.folder / 'data.bin'}}}")
     (copy,) = harness.files(job).copies.iterdir()
     assert (copy.stat().st_size, copy.stat().st_blocks * 512 < 1 << 20) == (1 << 30, True)
 
@@ -215,7 +209,7 @@ def test_a_workdir_has_a_limit_and_its_largest_file_is_shown(
     assert "data/big" in shown
     harness.wait(job)
     (work / ".skyignore").write_text("data\n")
-    harness.wait(harness.submit("true", head=head % "1MiB"))
+    harness.run("true", head=head % "1MiB")
 
 
 _AS_NOBODY = """
@@ -242,9 +236,8 @@ def test_files_that_cannot_be_read_are_named_before_anything_is_copied(tmp_path:
         folder.chmod(0o755)
         for name in ("a", "deep/b"):
             (folder / name).chmod(0)
-        done = subprocess.run(
-            [sys.executable, "-c", _AS_NOBODY, str(folder)], capture_output=True, text=True, check=False
-        )
+        words = [sys.executable, "-c", _AS_NOBODY, str(folder)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
     finally:
         shutil.rmtree(folder)
     assert f"cannot read {folder}/a, {folder}/deep/b. Change the permissions." in done.stdout, done.stderr

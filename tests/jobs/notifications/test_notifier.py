@@ -239,8 +239,7 @@ def test_a_killed_notifier_is_replaced_and_sends_again(
 def test_a_killed_job_recovers_and_a_new_controller_notifies(harness: JobHarness, tmp_path: Path) -> None:
     command, out = recorder(tmp_path)
     job = launch(harness, WAITS, command, on=["running,recovering,ended"])
-    harness.wait_for_output(job, "attempt 1 is up")
-    harness.wait(job, JobStatus.RUNNING)
+    harness.wait_running(job, "attempt 1 is up")
     harness.kill_all(job)
     harness.engine.jobs()
     harness.wait_for_output(job, "attempt 2 is up")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import open as open_run
-from jobs.harness import LIMIT_S
+from jobs.harness import LIMIT_S, write_program
 from jobs.slurm.harness import SlurmHarness, command
 from servers import reserve_port
 
@@ -58,10 +58,8 @@ if __name__ == "__main__":
 
 def page_scripts() -> dict[str, str]:
     """Return the batch scripts of the page, by the launcher that they use."""
-    found = [
-        text for text in re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL) if "#SBATCH" in text
-    ]
-    srun, python, torchrun = found
+    texts = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    srun, python, torchrun = (text for text in texts if "#SBATCH" in text)
     return {"python": python, "srun": srun, "torchrun": torchrun}
 
 
@@ -91,9 +89,8 @@ def submit(
     script = folder / "train.py"
     script.write_text(training.replace("{folder!r}", repr(str(folder))))
     text = page_scripts()[kind].replace("train.py", str(script)).replace("runs/gpt", str(folder / "home"))
-    text = text.replace("--nproc-per-node 4", "--nproc-per-node 1").replace(
-        "$head:29400", f"127.0.0.1:{reserve_port()}"
-    )
+    text = text.replace("--nproc-per-node 4", "--nproc-per-node 1")
+    text = text.replace("$head:29400", f"127.0.0.1:{reserve_port()}")
     if signal is not None:
         text = re.sub(r"--signal=(\S+)@\d+", rf"--signal=\1@{signal}" if signal else "", text)
     (folder / "job.sh").write_text(text)
@@ -180,13 +177,8 @@ def test_a_time_limit_alone_requeues_without_a_lost_step(slurm: SlurmHarness, ki
 def test_one_task_of_a_host_asks_slurm_for_the_time_limit(slurm: SlurmHarness) -> None:
     """The others receive its notice."""
     folder = slurm.folder
-    program = folder / "bin" / "squeue"
-    program.parent.mkdir()
-    real = shutil.which("squeue")
-    program.write_text(
-        f'#!/bin/sh\necho "$SLURM_STEP_ID:$SLURM_PROCID" >> {folder}/calls\nexec {real} "$@"\n'
-    )
-    program.chmod(0o755)
+    calls = f'echo "$SLURM_STEP_ID:$SLURM_PROCID" >> {folder}/calls'
+    write_program(folder / "bin" / "squeue", f'{calls}\nexec {shutil.which("squeue")} "$@"')
     head = "import os\nos.environ.update(RANK=os.environ['SLURM_PROCID'], WORLD_SIZE='2')\n"
     head += f"os.environ.update(MASTER_ADDR='127.0.0.1', MASTER_PORT='{reserve_port()}')\n"
     job = submit(folder, "srun", tasks=2, training=head + TRAIN, signal="", time_limit="2")

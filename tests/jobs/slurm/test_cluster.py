@@ -42,16 +42,12 @@ def wait_for_steps(slurm: SlurmHarness, job: object, number: int) -> None:
 
 def test_two_nodes_communicate_and_return_as_the_same_job(slurm: SlurmHarness) -> None:
     """Status 75 requeues the job. Setup is not repeated on a node where it has succeeded."""
-    job = slurm.submit(
-        """
-        echo rank=$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES task=$SKYPILOT_TASK_ID attempt=$HOLDFAST_ATTEMPT
-        echo peers=$(echo "$SKYPILOT_NODE_IPS" | wc -l) restarts=${SLURM_RESTART_COUNT:-0} who=$WHO
-        [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
-        """,
-        head=TWO,
-        setup="echo setting up $SKYPILOT_SETUP_NODE_RANK",
-        WHO="me",
-    )
+    run = """
+    echo rank=$SKYPILOT_NODE_RANK of $SKYPILOT_NUM_NODES task=$SKYPILOT_TASK_ID attempt=$HOLDFAST_ATTEMPT
+    echo peers=$(echo "$SKYPILOT_NODE_IPS" | wc -l) restarts=${SLURM_RESTART_COUNT:-0} who=$WHO
+    [ $HOLDFAST_ATTEMPT = 2 ] || exit 75
+    """
+    job = slurm.submit(run, head=TWO, setup="echo setting up $SKYPILOT_SETUP_NODE_RANK", WHO="me")
     ended = slurm.succeed(job)
     assert (ended.attempt, ended.recoveries) == (2, 1)
     for rank in range(2):
@@ -81,8 +77,7 @@ def test_a_requeue_without_a_signal_before_sigterm_costs_no_step(slurm: SlurmHar
     job = slurm.submit(training(slurm.folder), head=ONE)
     wait_for_steps(slurm, job, 7)
     command("scontrol", "requeue", slurm.slurm_id(job))
-    ended = slurm.succeed(job)
-    assert ended.recoveries == 1
+    assert slurm.succeed(job).recoveries == 1
     assert [step for _, step in steps(slurm.folder)] == list(range(1, TOTAL + 1)), "each step was done once"
 
 
@@ -124,8 +119,7 @@ def submit_with_workers(slurm: SlurmHarness, total: int) -> Job:
 def test_a_notice_costs_a_training_with_loader_workers_no_step(slurm: SlurmHarness, words: list[str]) -> None:
     job = submit_with_workers(slurm, 60)
     command(*words, slurm.slurm_id(job))
-    ended = slurm.succeed(job)
-    assert ended.recoveries == 1
+    assert slurm.succeed(job).recoveries == 1
     assert [step for _, step in steps(slurm.folder)] == list(range(1, 61)), slurm.describe(job)
 
 
@@ -144,19 +138,15 @@ def test_a_notice_reaches_the_training_whichever_process_slurm_signals(
     job = slurm.submit(NOTIFIED, head=ONE)
     slurm.wait_for_output(job, "ready")
     command("scancel", "--signal=USR1", *options, slurm.slurm_id(job))
-    ended = slurm.succeed(job)
-    assert ended.attempt == 2
+    assert slurm.succeed(job).attempt == 2
     assert slurm.log(job).count("told") == 1
 
 
 def test_a_job_near_its_time_limit_is_notified_and_requeued(slurm: SlurmHarness) -> None:
     """Slurm checks limits periodically, so its signal may come up to a minute early."""
-    job = slurm.submit(
-        NOTIFIED,
-        head="config: {slurm: {sbatch_options: {time: 1, signal: USR1@50, cpus_per_task: 1}}}",
-    )
-    ended = slurm.succeed(job)
-    assert ended.attempt == 2
+    options = "{time: 1, signal: USR1@50, cpus_per_task: 1}"
+    job = slurm.submit(NOTIFIED, head=f"config: {{slurm: {{sbatch_options: {options}}}}}")
+    assert slurm.succeed(job).attempt == 2
     assert slurm.log(job).count("told") == 1
     assert "(SIGUSR1)" in slurm.files(job).changed.read_text()
 
@@ -175,67 +165,48 @@ def test_a_killed_controller_is_replaced(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=ONE)
     slurm.wait_for_output(job, "ready")
     processes.kill(slurm.roles(job, "controller"))
-    ended = slurm.succeed(job)
-    assert ended.attempt == 2
+    assert slurm.succeed(job).attempt == 2
     assert slurm.log(job).count("ready") == 1
 
 
 def test_errors_are_counted_and_the_allocation_is_kept(slurm: SlurmHarness) -> None:
-    head = """
-    resources:
-      cpus: 1
-      job_recovery: {max_restarts_on_errors: 1, recover_on_exit_codes: [33]}
-    """
+    recovery = "{max_restarts_on_errors: 1, recover_on_exit_codes: [33]}"
     job = slurm.submit(
-        """
-        echo restarts=${SLURM_RESTART_COUNT:-0}
-        [ $HOLDFAST_ATTEMPT = 1 ] && exit 33
-        echo oh no; exit 3
-        """,
-        head=head,
+        "echo restarts=${SLURM_RESTART_COUNT:-0}; [ $HOLDFAST_ATTEMPT = 1 ] && exit 33; echo oh no; exit 3",
+        head=f"resources: {{cpus: 1, job_recovery: {recovery}}}",
     )
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt, ended.restarts_after_errors) == (JobStatus.FAILED, 3, 1), (
-        slurm.describe(job)
-    )
+    ended = slurm.wait(job, JobStatus.FAILED)
+    assert (ended.attempt, ended.restarts_after_errors) == (3, 1), slurm.describe(job)
     assert "node 0 failed in run with status 3" in ended.reason
     assert "oh no" in ended.reason
     assert slurm.log(job).count("restarts=0") == 3
 
 
 def test_a_failed_setup_has_its_own_status(slurm: SlurmHarness) -> None:
-    job = slurm.submit("echo never", head=ONE, setup="echo no network; exit 4")
-    ended = slurm.wait(job)
-    assert ended.status is JobStatus.FAILED_SETUP
-    assert "no network" in ended.reason
+    setup = "echo no network; exit 4"
+    assert "no network" in slurm.run("echo never", head=ONE, setup=setup, ends=JobStatus.FAILED_SETUP).reason
 
 
 def test_a_cancelled_job_may_save_first(slurm: SlurmHarness) -> None:
     job = slurm.submit(f"trap 'echo saved; exit 75' TERM\n{READY}", head=ONE)
-    slurm.wait_for_output(job, "ready")
-    slurm.wait(job, JobStatus.RUNNING)
-    slurm.engine.cancel(job.id)
-    ended = slurm.wait(job)
-    assert (ended.status, ended.attempt) == (JobStatus.CANCELLED, 1), slurm.describe(job)
+    slurm.wait_running(job, "ready")
+    assert slurm.cancel(job).attempt == 1
     assert slurm.log(job).count("saved") == 1
     with pytest.raises(Conflict, match="has already ended"):
         slurm.engine.cancel(job.id)
 
 
 def test_a_pending_job_can_be_cancelled(slurm: SlurmHarness) -> None:
-    blocker = slurm.submit(
-        "sleep 1000", head="num_nodes: 2\nconfig: {slurm: {sbatch_options: {exclusive: }}}"
-    )
+    all_of_it = "num_nodes: 2\nconfig: {slurm: {sbatch_options: {exclusive: }}}"
+    blocker = slurm.submit("sleep 1000", head=all_of_it)
     slurm.wait(blocker, JobStatus.RUNNING)
     job = slurm.submit("echo never", head=ONE)
     assert slurm.engine.job(job.id).status is JobStatus.PENDING
     assert "waits in Slurm" in slurm.engine.job(job.id).reason
     with pytest.raises(Conflict, match="no process"):
         slurm.engine.preempt(job.id, lead_s=1)
-    slurm.engine.cancel(job.id)
-    assert slurm.wait(job).status is JobStatus.CANCELLED
-    slurm.engine.cancel(blocker.id)
-    assert slurm.wait(blocker).status is JobStatus.CANCELLED
+    slurm.cancel(job)
+    slurm.cancel(blocker)
 
 
 @needs_namespaces
@@ -276,21 +247,18 @@ def test_a_cancellation_in_slurm_is_reported_as_such(slurm: SlurmHarness) -> Non
     job = slurm.submit(READY, head=ONE)
     slurm.wait_for_output(job, "ready")
     command("scancel", slurm.slurm_id(job))
-    ended = slurm.wait(job)
-    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, "cancelled in Slurm"), slurm.describe(job)
+    assert slurm.wait(job, JobStatus.CANCELLED).reason == "cancelled in Slurm"
 
 
 def test_processes_without_a_handler_for_sigusr1_survive_it(slurm: SlurmHarness) -> None:
     """Slurm may signal every process of a job. Those without a handler live on until the job ends."""
-    job = slurm.submit(
-        f"""
-        [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
-        {sys.executable} -c 'import time; print("deaf", flush=True); time.sleep(1000)' &
-        trap 'kill -0 $! && echo still there; exit 75' TERM
-        {READY}
-        """,
-        head=ONE,
-    )
+    run = f"""
+    [ $HOLDFAST_ATTEMPT = 2 ] && exit 0
+    {sys.executable} -c 'import time; print("deaf", flush=True); time.sleep(1000)' &
+    trap 'kill -0 $! && echo still there; exit 75' TERM
+    {READY}
+    """
+    job = slurm.submit(run, head=ONE)
     slurm.wait_for_output(job, "deaf")
     slurm.wait_for_output(job, "ready")
     os.kill(slurm.runner(job, 0).pid, signal.SIGUSR1)
@@ -310,10 +278,8 @@ def test_commands_find_a_job_by_its_id_alone(slurm: SlurmHarness, holdfast: Comm
     job = slurm.engine.job(2)
     slurm.wait(job, JobStatus.RUNNING)
     rows = holdfast("queue", "--json").json
-    assert [(row["id"], row["engine"], row["name"]) for row in rows] == [
-        (2, "slurm", "there"),
-        (1, "local", "here"),
-    ]
+    found = [(row["id"], row["engine"], row["name"]) for row in rows]
+    assert found == [(2, "slurm", "there"), (1, "local", "here")]
     assert [row["id"] for row in holdfast("queue", "--on", "slurm", "--json").json] == [2]
     assert holdfast("preempt", 2, "--lead", "60").status == 0
     slurm.wait(job, JobStatus.RUNNING, attempt=2)

@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.status import JobStatus
 from jobs.containers.images import IMAGE, require
+from jobs.harness import write_program
 from jobs.slurm.harness import NOTIFIED, READY, SlurmHarness, command
 
 HEAD = f"resources: {{image_id: 'docker:{IMAGE}', cpus: 1}}\n"
@@ -26,8 +26,7 @@ def runtime(
     require(request.param)
     monkeypatch.setenv("HOLDFAST_SCRATCH", f"{slurm.folder}/disks/$SLURMD_NODENAME")
     if request.param == "docker":
-        (slurm.folder / "podman").write_text("#!/bin/sh\nexit 1\n")
-        (slurm.folder / "podman").chmod(0o755)
+        write_program(slurm.folder / "podman", "exit 1")
         monkeypatch.setenv("PATH", f"{slurm.folder}:{os.environ['PATH']}")
     yield request.param
     for job in slurm.engine.jobs():
@@ -69,27 +68,23 @@ def test_a_job_of_higher_priority_gets_the_node_without_a_container(
     assert len(containers(runtime, job)) == 1
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
     slurm.wait_for(job, lambda: not containers(runtime, job), "the removal of the container")
-    ended = slurm.succeed(job)
-    assert ended.recoveries == 1
+    assert slurm.succeed(job).recoveries == 1
     assert slurm.log(job).count("told") == 1
 
 
 @pytest.mark.parametrize("role", ["runner", "warden", "controller"])
 def test_what_is_killed_leaves_no_container(slurm: SlurmHarness, runtime: str, role: str) -> None:
     job = slurm.submit(f"[ $HOLDFAST_ATTEMPT = 2 ] && exit 0\n{READY}", head=HEAD)
-    slurm.wait_for_output(job, "ready")
-    slurm.wait(job, JobStatus.RUNNING)
+    slurm.wait_running(job, "ready")
     processes.kill(slurm.roles(job, role))
     if role == "warden":
         slurm.wait_for(job, lambda: slurm.roles(job, "warden"), "another warden")
         processes.kill(slurm.roles(job, "runner"))
-    ended = slurm.succeed(job)
-    assert ended.attempt == 2
+    assert slurm.succeed(job).attempt == 2
 
 
 def test_a_cancelled_job_leaves_no_container(slurm: SlurmHarness, runtime: str) -> None:
     job = slurm.submit(READY, head=f"{HEAD}num_nodes: 2")
     for rank in range(2):
         slurm.wait_for_output(job, "ready", node=rank)
-    slurm.engine.cancel(job.id)
-    assert slurm.wait(job).status is JobStatus.CANCELLED, slurm.describe(job)
+    slurm.cancel(job)

@@ -32,8 +32,7 @@ def test_two_nodes_write_into_one_bucket(slurm: SlurmHarness, bucket: Bucket) ->
         "cat out/corpus; echo $SKYPILOT_NODE_RANK > out/from-$SKYPILOT_NODE_RANK",
         head=f"num_nodes: 2\n{ONE}\n{bucket.cached}",
     )
-    ended = slurm.succeed(job)
-    assert ended.reason == ""
+    assert slurm.succeed(job).reason == ""
     assert bucket.names() == {"corpus", "from-0", "from-1"}
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 
@@ -69,8 +68,7 @@ def test_a_preempted_job_uploads_before_it_gives_its_node_back(slurm: SlurmHarne
     )
     slurm.wait_for_output(job, "ready")
     slurm.take_node(command("squeue", "-h", "-j", slurm.slurm_id(job), "-o", "%N"))
-    ended = slurm.succeed(job)
-    assert ended.attempt == 2
+    assert slurm.succeed(job).attempt == 2
     assert "not all of" not in slurm.files(job).changed.read_text()
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
@@ -90,15 +88,13 @@ def test_what_a_kill_has_left_is_uploaded_by_the_next_attempt_on_the_machine(
         command("scontrol", "requeue", slurm.slurm_id(job))
     elif what == "all":
         roles = [one for role in ("controller", "runner") for one in slurm.roles(job, role)]
-        processes.kill(
-            [*roles, *slurm.of_job(job), *scratch_roles(slurm, "mounter"), *uploaders(slurm, "n1")]
-        )
+        mounts = [*scratch_roles(slurm, "mounter"), *uploaders(slurm, "n1")]
+        processes.kill([*roles, *slurm.of_job(job), *mounts])
     else:
         processes.kill(slurm.roles(job, what))
     slurm.wait_for_output(job, "attempt 2 of job")
     gate.opened.set()
-    ended = slurm.succeed(job)
-    assert ended.attempt == 2
+    assert slurm.succeed(job).attempt == 2
     assert "\n1\n" in slurm.log(job)
     assert bucket.names() == {"data-1", "marker-1", "data-2", "marker-2"}
     assert left_on(slurm, "n1") == []
@@ -114,8 +110,7 @@ def test_a_completed_job_is_not_repeated_when_its_uploads_can_continue(
     slurm.wait(job, JobStatus.WINDING_DOWN)
     processes.kill(slurm.roles(job, what))
     gate.opened.set()
-    ended = slurm.succeed(job)
-    assert ended.attempt == 1
+    assert slurm.succeed(job).attempt == 1
     assert slurm.log(job).count("saved\n") == 1
     assert bucket.names() == {"data-1", "marker-1"}
     assert left_on(slurm, "n1") == []
@@ -128,8 +123,7 @@ def test_a_cancellation_in_slurm_names_what_is_missing(
     job = slurm.submit(SAVES + "save 1; sleep 1000", head=f"{ON_N1}\n{bucket.cached}")
     assert gate.reached.wait(600), slurm.describe(job)
     command("scancel", slurm.slurm_id(job))
-    ended = slurm.wait(job)
-    assert ended.status is JobStatus.CANCELLED, slurm.describe(job)
+    ended = slurm.wait(job, JobStatus.CANCELLED)
     assert ended.reason.startswith("cancelled in Slurm; node 0: ")
     assert f"not all of {cache_on(slurm, 'n1')} is in s3://" in ended.reason
     assert (cache_on(slurm, "n1") / "data-1").stat().st_size == 9_000_000
@@ -138,10 +132,7 @@ def test_a_cancellation_in_slurm_names_what_is_missing(
 def test_random_kills_never_show_a_marker_without_its_data(slurm: SlurmHarness, bucket: Bucket) -> None:
     """Of any process of the job, and of requeues. Nothing that was saved is missing at the end."""
     chance = random.Random(20261124)
-    job = slurm.submit(
-        MANY_SAVES,
-        head=f"{ON_N1}\n{bucket.cached}",
-    )
+    job = slurm.submit(MANY_SAVES, head=f"{ON_N1}\n{bucket.cached}")
     with Watcher(bucket):
         for number in range(1, 9):
             slurm.wait_for_output(job, f"saved {6 * number}\n")
@@ -152,7 +143,6 @@ def test_random_kills_never_show_a_marker_without_its_data(slurm: SlurmHarness, 
                 processes.kill(uploaders(slurm, "n1"))
             else:
                 processes.kill([*slurm.roles(job, what), *scratch_roles(slurm, what)])
-        ended = slurm.wait(job)
-    assert (ended.status, ended.restarts_after_errors) == (JobStatus.SUCCEEDED, 0), slurm.describe(job)
+        assert slurm.succeed(job).restarts_after_errors == 0
     assert bucket.names() == {f"{what}-{number}" for what in ("data", "marker") for number in range(1, 61)}
     assert left_on(slurm, "n1") == []

@@ -13,17 +13,15 @@ from holdfast.jobs.folder import job_folder
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.engine import SlurmEngine
 from holdfast.jobs.task.parser import Overrides, parse_task
+from jobs.harness import write_program
 
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the log of a `scancel` that SIGTERM ends as often as the file `signals` has lines."""
     program, log, signals = tmp_path / "scancel", tmp_path / "calls", tmp_path / "signals"
-    program.write_text(
-        f'#!/bin/sh\necho "$*" >> {log}\n'
-        f'if [ "$(wc -l < {log})" -le "$(wc -l < {signals})" ]; then kill -TERM $$; fi\n'
-    )
-    program.chmod(0o755)
+    ends = f'if [ "$(wc -l < {log})" -le "$(wc -l < {signals})" ]; then kill -TERM $$; fi'
+    write_program(program, f'echo "$*" >> {log}\n{ends}')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return log
 
@@ -56,9 +54,7 @@ def test_a_program_that_signals_always_end_is_an_error(calls: Path) -> None:
 )
 def test_a_refused_submission_has_a_fix(calls: Path, refusal: str, fix: str) -> None:
     """The texts are those of Slurm 22.05."""
-    program = calls.with_name("sbatch")
-    program.write_text(f"#!/bin/sh\necho '{refusal}' >&2\nexit 1\n")
-    program.chmod(0o755)
+    write_program(calls.with_name("sbatch"), f"echo '{refusal}' >&2\nexit 1")
     with pytest.raises(RetryLater, match=fix) as caught:
         commands.submit(calls)
     assert refusal in str(caught.value)
@@ -72,8 +68,7 @@ def test_the_queue_shows_once_that_slurm_is_away(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     for name, text in {"sbatch": "echo 101", "squeue": f"echo '{away}' >&2\nexit 1"}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, text)
     task = parse_task("name: gpt\nrun: sleep 1", "task.yaml", Overrides())
     for _ in range(3):
         SlurmEngine().submit(task)
@@ -85,8 +80,6 @@ def test_the_queue_shows_once_that_slurm_is_away(
     assert shown.err.count(away) == 1
     job_folder(tmp_path / "state", 2).path.joinpath("story.json").write_text("torn")
     assert main(["queue"]) == 0
-    assert "not a valid state" in " ".join(capsys.readouterr().out.split()), (
-        "of one job; the others are listed"
-    )
+    assert "not a valid state" in " ".join(capsys.readouterr().out.split()), "of one job, beside the others"
     assert main(["describe", "3"]) == 0
     assert away in " ".join(capsys.readouterr().out.split())

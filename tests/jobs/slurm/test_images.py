@@ -10,13 +10,12 @@ import pytest
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs import describe
-from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import parse_task
 from jobs.containers.images import IMAGE
 from jobs.containers.stand_in import StandIn as RuntimeStandIn
-from jobs.harness import needs_namespaces
+from jobs.harness import needs_namespaces, write_program
 from jobs.slurm.harness import SlurmHarness
 from jobs.slurm.stand_in import StandIn
 
@@ -44,13 +43,6 @@ def runtime(slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ru
     assert found.containers() == []
 
 
-def ended(slurm: SlurmHarness, job: Job, status: JobStatus = JobStatus.SUCCEEDED) -> Job:
-    """Return a job that is expected to end with a status."""
-    found = slurm.wait(job)
-    assert found.status is status, slurm.describe(job)
-    return found
-
-
 @pytest.mark.slow
 @needs_namespaces
 def test_each_node_runs_its_part_in_the_image_and_setup_again_in_each_attempt(
@@ -66,7 +58,7 @@ def test_each_node_runs_its_part_in_the_image_and_setup_again_in_each_attempt(
         head=f'{HEAD}num_nodes: 2\nfile_mounts: {{~/out: {{source: "{slurm.folder}/place", '
         "mode: MOUNT_CACHED}}",
     )
-    ended(slurm, job)
+    slurm.succeed(job)
     for rank, name in enumerate(("n1", "n2")):
         log = slurm.log(job, rank)
         for attempt in (1, 2):
@@ -81,14 +73,11 @@ def test_a_node_without_a_runtime_ends_the_job_and_runs_nothing(
     slurm: SlurmHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = slurm.folder / "without"
-    programs.mkdir()
     for name in ("podman", "docker"):
-        (programs / name).write_text("#!/bin/sh\nexit 1\n")
-        (programs / name).chmod(0o755)
+        write_program(programs / name, "exit 1")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    job = slurm.submit("echo on the node itself", head=HEAD)
-    reason = ended(slurm, job, JobStatus.FAILED_SETUP).reason
-    assert "neither podman nor docker answers on n1" in reason + slurm.log(job), reason
+    job = slurm.run("echo on the node itself", head=HEAD, ends=JobStatus.FAILED_SETUP)
+    assert "neither podman nor docker answers on n1" in job.reason + slurm.log(job), job.reason
     assert "on the node itself" not in slurm.log(job)
 
 
@@ -103,7 +92,7 @@ def test_a_container_that_a_killed_runner_has_left_is_removed(
     slurm.wait_for_output(job, "up")
     (left,) = runtime.containers()
     processes.kill([*slurm.roles(job, also or "runner"), slurm.runner(job, 0)])
-    ended(slurm, job)
+    slurm.succeed(job)
     assert ("an earlier attempt has left here" in slurm.log(job)) == bool(also)
     assert f"removing the container {left[:12]}" in slurm.log(job) or not also
     assert slurm.log(job).endswith(f"up\n{IMAGE}\n")
@@ -118,7 +107,7 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends(
     job = slurm.submit("true", head="resources: {image_id: 'docker:an/image'}")
     slurm.wait_for_output(job, "Trying to pull")
     slurm.engine.cancel(job.id)
-    ended(slurm, job, JobStatus.CANCELLED)
+    slurm.wait(job, JobStatus.CANCELLED)
 
 
 def notes(slurm: SlurmHarness, head: str) -> list[str]:
@@ -144,6 +133,6 @@ def test_paths_of_checkpoints_are_described_as_they_are_outside(
         """echo "{\\"home\\": \\"$HOME/run/a\\", \\"step\\": 7}" >> $HOLDFAST_PROGRESS""",
         head=f"{HEAD}file_mounts: {{~/run: {{name: progress, mode: MOUNT}}}}",
     )
-    ended(slurm, job)
+    slurm.succeed(job)
     assert runtime.calls("create")
     assert describe(job.id).checkpoints == {str(slurm.folder / "state" / "buckets" / "progress" / "a"): 7}

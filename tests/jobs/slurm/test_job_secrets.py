@@ -39,17 +39,14 @@ def test_a_job_that_has_ended_has_no_secrets(desk: SlurmHarness, run: str, expec
     assert sorted(holders(desk.files(job).path, SECRET)) == ["environment.json"], "while it runs"
     gate.touch()
     desk.wait_for(job, lambda: not holders(desk.files(job).path, SECRET), "the removal, without a command")
-    ended = desk.wait(job)
-    assert ended.status is expected
+    ended = desk.wait(job, expected)
     assert len(describe_job(ended).attempts) == 1
     assert "up" in [line.text for line in desk.engine.lines(job.id, OutputSelection())]
     desk.engine.forget(job.id)
     assert not desk.files(job).path.exists()
 
 
-def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(
-    desk: SlurmHarness,
-) -> None:
+def test_the_next_command_removes_secrets_that_a_killed_controller_has_left(desk: SlurmHarness) -> None:
     job = desk.submit_and_kill("jobs.ended", lambda: desk.submit("true", TOKEN=SECRET))
     desk.succeed(job)
     assert not holders(desk.files(job).path, SECRET)
@@ -82,18 +79,14 @@ def test_a_submission_that_slurm_refuses_leaves_nothing(desk: SlurmHarness, stan
     with pytest.raises(NotFound):
         desk.engine.job(1)
     (stand_in.folder / "refuse").unlink()
-    second = desk.submit("true")
-    assert second.id == 2, "a number is never used again"
-    desk.wait(second)
+    assert desk.run("true").id == 2, "a number is never used again"
 
 
 def test_forget_completes_the_removal_of_a_refused_submission(
     desk: SlurmHarness, stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = desk.submit("true")
-    desk.wait(ended)
+    ended = desk.run("true")
     stand_in.will("refuse")
-
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda folder, ignore_errors: None)
         with pytest.raises(RetryLater, match="invalid partition"):

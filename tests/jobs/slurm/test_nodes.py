@@ -15,10 +15,8 @@ from holdfast.jobs.status import JobStatus
 from jobs.slurm.harness import SlurmHarness, command
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
-WAIT = """\
-echo "here is $SLURMD_NODENAME"
-[ $HOLDFAST_ATTEMPT -gt 1 ] || sleep 1000
-"""
+SHOW = 'echo "here is $SLURMD_NODENAME"'
+WAIT = f"{SHOW}\n[ $HOLDFAST_ATTEMPT -gt 1 ] || sleep 1000\n"
 
 
 def remember(num_lost: int) -> None:
@@ -50,32 +48,22 @@ def test_a_node_that_stands_out_is_left_out_of_the_restart_and_of_new_jobs(slurm
     assert standing_out() == ["n1"]
     assert excluded(slurm, job) == "n1"
 
-    job = slurm.submit('echo "here is $SLURMD_NODENAME"')
-    slurm.wait(job)
-    assert "here is n2" in slurm.log(job)
-
+    assert "here is n2" in slurm.log(slurm.run(SHOW))
     clear_node("n1")
-    job = slurm.submit('echo "here is $SLURMD_NODENAME"')
-    slurm.wait(job)
-    assert "here is n1" in slurm.log(job)
+    assert "here is n1" in slurm.log(slurm.run(SHOW))
 
 
 def test_a_job_that_needs_all_nodes_runs_on_those_that_stand_out_too(slurm: SlurmHarness) -> None:
     remember(5)
     assert standing_out() == ["n1"]
-    job = slurm.run('echo "here is $SLURMD_NODENAME"', head="num_nodes: 2")
-    assert "here is n1" in slurm.log(job, 0)
-    pinned = slurm.run(
-        'echo "here is $SLURMD_NODENAME"', head="config: {slurm: {sbatch_options: {nodelist: n1}}}"
-    )
+    assert "here is n1" in slurm.log(slurm.run(SHOW, head="num_nodes: 2"), 0)
+    pinned = slurm.run(SHOW, head="config: {slurm: {sbatch_options: {nodelist: n1}}}")
     assert "here is n1" in slurm.log(pinned)
 
 
 def test_nodes_that_the_user_leaves_out_stay_left_out(slurm: SlurmHarness) -> None:
     remember(5)
-    job = slurm.run(
-        'echo "here is $SLURMD_NODENAME"', head="config: {slurm: {sbatch_options: {exclude: n2}}}"
-    )
+    job = slurm.run(SHOW, head="config: {slurm: {sbatch_options: {exclude: n2}}}")
     assert "here is n1" in slurm.log(job), "both cannot be left out"
     assert excluded(slurm, job) == "n2"
 
@@ -93,8 +81,7 @@ def test_a_job_whose_first_node_fails_leaves_it_too(slurm: SlurmHarness) -> None
 
 def test_a_job_whose_home_cannot_be_written_to_ends_with_that(slurm: SlurmHarness) -> None:
     report = 'echo "{\\"home\\": \\"/sys/kernel\\", \\"step\\": $HOLDFAST_ATTEMPT}" >> "$HOLDFAST_PROGRESS"'
-    ended = slurm.wait(slurm.submit(f"{report}; exit 75", HOLDFAST_NODE_CHECKS="stop"))
-    assert ended.status is JobStatus.FAILED
+    ended = slurm.run(f"{report}; exit 75", ends=JobStatus.FAILED, HOLDFAST_NODE_CHECKS="stop")
     first = ended.reason.partition("\n")[0]
     assert "is not fit for the job: disk /sys/kernel: it cannot be written to" in first, slurm.describe(ended)
     assert sum(one.failed_checks.get("disk", 0) for one in nodes()) >= 1

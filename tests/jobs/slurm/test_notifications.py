@@ -75,7 +75,7 @@ def test_a_job_that_slurm_has_removed_before_its_start_is_notified_of(
     (stand_in / "wait").touch()
     job = launch(desk, "true", receiver.url)
     (stand_in / "running").unlink()
-    assert desk.wait(job).status is JobStatus.FAILED_CONTROLLER
+    desk.wait(job, JobStatus.FAILED_CONTROLLER)
     wait_for_end(desk, job)
     assert receiver.statuses == ["FAILED_CONTROLLER"]
     assert not holders(desk.files(job).path, SECRET)

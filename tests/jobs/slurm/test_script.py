@@ -13,6 +13,7 @@ from holdfast.jobs.slurm.options import grace_s, wanted_options
 from holdfast.jobs.task.amounts import memory_mib
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.parser import parse_task
+from jobs.harness import write_program
 
 FULL = """
 name: gpt
@@ -74,21 +75,10 @@ def task(text: str) -> Task:
 
 def test_the_script_contains_all_options() -> None:
     asked = task(FULL)
-    script = batch_script(
-        asked.name,
-        "task-id",
-        asked.num_nodes,
-        wanted_options(asked),
-        (
-            "/opt/venv/bin/python",
-            "/opt/holdfast/entry.py",
-            "holdfast.jobs.slurm",
-            "controller",
-            "/shared/jobs/3",
-        ),
-        folder="/shared/jobs/3",
-        output="/shared/jobs/3/slurm.log",
-    )
+    folder = "/shared/jobs/3"
+    words = ("/opt/venv/bin/python", "/opt/holdfast/entry.py", "holdfast.jobs.slurm", "controller", folder)
+    facts = (asked.name, "task-id", asked.num_nodes, wanted_options(asked), words)
+    script = batch_script(*facts, folder=folder, output=f"{folder}/slurm.log")
     assert script == SCRIPT
     assert grace_s(wanted_options(asked)) == 300.0
 
@@ -104,18 +94,13 @@ def test_names_with_spaces_are_quoted() -> None:
 
 def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
     """Batch script whose controller is a shell script, with a Slurm that records its calls."""
-    controller = folder / "python"
-    controller.write_text(f"#!/bin/bash\n{body}\n")
-    scontrol, squeue = folder / "scontrol", folder / "squeue"
-    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/told\n')
-    squeue.write_text(f"#!/bin/bash\necho {state}\n")
-    for path in (controller, scontrol, squeue):
-        path.chmod(0o755)
-    script = folder / "sbatch.sh"
-    script.write_text(
-        batch_script("n", "id", 1, {}, (str(controller),), folder=str(folder), output=str(folder / "log"))
-    )
-    return script
+    write_program(folder / "python", body)
+    write_program(folder / "scontrol", f'echo "$@" >> {folder}/told')
+    write_program(folder / "squeue", f"echo {state}")
+    words = (str(folder / "python"),)
+    text = batch_script("n", "id", 1, {}, words, folder=str(folder), output=str(folder / "log"))
+    (folder / "sbatch.sh").write_text(text)
+    return folder / "sbatch.sh"
 
 
 def run_script(script: Path) -> subprocess.Popen[str]:
@@ -159,14 +144,8 @@ def test_the_batch_shell_requeues_only_after_a_killed_controller_of_a_running_jo
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (16, 16384),
-        ("16", 16384),
-        ("16+", 16384),
-        ("16GB", 16384),
-        ("1.5T", 1572864),
-        ("512 MiB", 512),
-        ("4x", None),
-        (None, None),
+        *((text, 16384) for text in (16, "16", "16+", "16GB")),
+        *(("1.5T", 1572864), ("512 MiB", 512), ("4x", None), (None, None)),
     ],
 )
 def test_memory_is_parsed_as_skypilot_does(text: object, expected: int | None) -> None:
@@ -218,14 +197,8 @@ def test_options_that_would_break_a_job_are_rejected(options: str, message: str)
 def test_keys_with_another_meaning_are_reported(tmp_path: Path) -> None:
     engine = SlurmEngine(tmp_path)
     told = {found_key.key: found_key for found_key in engine.unsupported_keys(task(FULL))}
-    assert list(told) == [
-        "resources.infra",
-        "resources.cpus",
-        "resources.accelerators",
-        "resources.use_spot",
-        "resources.disk_tier",
-        "config.kubernetes",
-    ]
+    asked = [f"resources.{key}" for key in ("infra", "cpus", "accelerators", "use_spot", "disk_tier")]
+    assert list(told) == [*asked, "config.kubernetes"]
     assert "partition 'spot'" in told["resources.infra"].what
     assert "--gres=gpu:a100:8" in told["resources.accelerators"].what
     assert told["resources.use_spot"].line == 9

@@ -26,6 +26,7 @@ import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 
 import holdfast
+from adapters.damage import flip
 from adapters.digest import digest
 from holdfast import Checkpointer
 from holdfast.adapters.deepspeed import attach
@@ -58,11 +59,7 @@ def taken_over(folder: str, stage: int, dtype: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     other = torch.nn.Linear(8, 1)
     earlier = Checkpointer(Path(folder) / "earlier", {"optimizer": optimizer})
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
-        **DTYPES[dtype],
-    }
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, **DTYPES[dtype]}
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     found = {"earlier": refusal(lambda: earlier.save(1))}
     states = {
@@ -72,12 +69,9 @@ def taken_over(folder: str, stage: int, dtype: str) -> dict[str, Any]:
         "tensor": {"optimizer": torch.optim.AdamW([torch.zeros(3, requires_grad=True)])},
     }
     for name, state in states.items():
-        found[name] = refusal(
-            lambda name=name, state=state: Checkpointer(Path(folder) / f"live {name}", state)
-        )
-        found[f"save of {name}"] = refusal(
-            lambda name=name, state=state: Checkpointer(Path(folder) / name).save(1, state)
-        )
+        own, live = Path(folder) / name, Path(folder) / f"live {name}"
+        found[name] = refusal(lambda live=live, state=state: Checkpointer(live, state))
+        found[f"save of {name}"] = refusal(lambda own=own, state=state: Checkpointer(own).save(1, state))
     return found
 
 
@@ -120,11 +114,8 @@ def tags(folder: str) -> dict[str, Any]:
             found[str(tag)] = str(error)
             continue
         made = client["made"]
-        found[str(tag)] = [
-            made,
-            Path(path).parent.name,
-            weight(other) == weights["side" if tag == "same" else made],
-        ]
+        expected = weights["side" if tag == "same" else made]
+        found[str(tag)] = [made, Path(path).parent.name, weight(other) == expected]
     found["client"] = sorted(client)
     return found
 
@@ -204,9 +195,7 @@ def damage(folder: str) -> dict[str, Any]:
         weights[engine.global_steps] = weight(engine)
     engine.holdfast_session.wait()
     file = next((Path(folder) / "holdfast").glob("step-00000003/*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-20] ^= 1
-    file.write_bytes(data)
+    flip(file, -20)
     other = attach(make())
     path, _ = other.load_checkpoint(folder)
     found = {"path": Path(path).parent.name, "is_equal": weight(other) == weights[2]}
@@ -237,12 +226,8 @@ def weights_only(folder: str, stage: int) -> dict[str, Any]:
 
     def begin(seed: int) -> Any:
         torch.manual_seed(seed)
-        layers = [
-            torch.nn.Linear(8, 8),
-            torch.nn.BatchNorm1d(8),
-            torch.nn.Linear(8, 8),
-            torch.nn.Linear(8, 1),
-        ]
+        linear = torch.nn.Linear
+        layers = [linear(8, 8), torch.nn.BatchNorm1d(8), linear(8, 8), linear(8, 1)]
         layers[2].weight = layers[0].weight
         for one in layers[3].parameters():
             one.requires_grad = False
@@ -258,10 +243,8 @@ def weights_only(folder: str, stage: int) -> dict[str, Any]:
     for tag, options in (("first", {}), ("second", {"load_module_only": True})):
         other = attach(begin(1))
         path, _ = other.load_checkpoint(folder, tag, load_optimizer_states=False, **options)
-        found[tag] = [
-            Path(path).parent.name,
-            whole_state(other) == (saved if tag == "first" else whole_state(engine)),
-        ]
+        expected = saved if tag == "first" else whole_state(engine)
+        found[tag] = [Path(path).parent.name, whole_state(other) == expected]
         train(other)
     found["changed"] = saved != whole_state(engine)
     return found

@@ -443,8 +443,7 @@ GOES_BACK = (*POISONED, "--on-spike", "rollback")
 
 
 @pytest.mark.parametrize(
-    "point",
-    [pytest.param("rollback.restored", marks=pytest.mark.slow), "rollback.noted"],
+    "point", [pytest.param("rollback.restored", marks=pytest.mark.slow), "rollback.noted"]
 )
 def test_a_gpt_survives_poison_and_a_kill_within_the_rollback(tmp_path: Path, point: str) -> None:
     status, _ = run(tmp_path / "run", *GOES_BACK, HOLDFAST_KILL_AT=point)

@@ -19,14 +19,7 @@ from torch.optim import AdamW
 
 import holdfast
 from holdfast.checkpoint.policy import EverySteps, EveryTime
-from holdfast.errors import (
-    Corrupt,
-    InvalidInput,
-    NotFound,
-    ResumeWarning,
-    RetryLater,
-    Unsupported,
-)
+from holdfast.errors import Corrupt, InvalidInput, NotFound, ResumeWarning, RetryLater, Unsupported
 from making import steps_kept
 from stage.training import WIDTH, make_checkpointer, make_model, snapshot, train
 

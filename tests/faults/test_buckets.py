@@ -114,8 +114,7 @@ def test_a_bucket_that_stays_unavailable_is_an_error_in_the_end(playground: Play
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["manifest", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("part", "data"))],
+    "kind", ["manifest", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("part", "data"))]
 )
 def test_a_bucket_that_loses_an_object_of_the_newest_falls_back(
     playground: Playground, bucket: Bucket, uninterrupted: str, kind: str

@@ -129,11 +129,7 @@ MORE_PLACES = (*PLACES, "trainer.staging", "keeper.received", "store.linked")
         ),
         *(
             pytest.param("fsdp2", *row, marks=[pytest.mark.fsdp2_on_cpu, pytest.mark.slow])
-            for row in (
-                *itertools.product(MORE_PLACES, (0, 1)),
-                ("keeper.manifest", 0),
-                ("keeper.retain", 0),
-            )
+            for row in (*itertools.product(MORE_PLACES, (0, 1)), ("keeper.manifest", 0), ("keeper.retain", 0))
         ),
     ],
 )

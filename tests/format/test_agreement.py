@@ -262,9 +262,7 @@ def test_the_error_names_a_region_of_two_ranks(case: Cut, data: st.DataObject) -
 
 
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 4))] * 2), min_size=2, max_size=5))
-def test_each_element_must_be_covered_exactly_once(
-    sides: list[Sides],
-) -> None:
+def test_each_element_must_be_covered_exactly_once(sides: list[Sides]) -> None:
     """Regions drawn at random are accepted exactly if every element is in one of them."""
     regions = [Region((a, b), (min(n, 5 - a), min(m, 5 - b))) for (a, n), (b, m) in sides]
     counts = dict.fromkeys(itertools.product(range(5), range(5)), 0)

@@ -80,12 +80,7 @@ def on_ranks(
 
     def work(rank: ThreadRank) -> Restored | None:
         request = Request(
-            store,
-            lives[rank.rank].load,
-            rank,
-            num_threads=2,
-            source_rank=source_rank,
-            patience_s=patience_s,
+            store, lives[rank.rank].load, rank, num_threads=2, source_rank=source_rank, patience_s=patience_s
         )
         return restore_newest(request)
 

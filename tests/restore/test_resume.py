@@ -142,10 +142,7 @@ HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
     "truncated manifest": (lambda store: store.put(MANIFEST, store.get(MANIFEST)[:50]), "seal"),
     "missing data": (lambda store: store.delete(DATA), "missing"),
     "missing part": (lambda store: store.delete(PART), "missing"),
-    "manifest of another run": (
-        lambda store: reseal(store, MANIFEST, run="run-two"),
-        "belongs to another run",
-    ),
+    "manifest of another run": (lambda store: reseal(store, MANIFEST, run="run-2"), "belongs to another run"),
     "manifest of the future": (lambda store: reseal(store, MANIFEST, version=3), "Upgrade"),
 }
 

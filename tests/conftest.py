@@ -110,6 +110,13 @@ def s3() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """An S3 server whose keys are in no environment."""
+    with ministack() as found:
+        yield found
+
+
 @pytest.fixture
 def proxy(s3: Server) -> Iterator[FaultProxy]:
     """A proxy before the S3 server."""

@@ -154,6 +154,21 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
+class Trained:
+    """A model and its optimizer."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    def train(self) -> None:
+        """Make two steps with the same input everywhere."""
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            self.model(torch.randint(0, WORDS, (5,), generator=generator)).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A plain copy of all of a tensor. Collective over its mesh."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -7,6 +7,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,9 @@ def quick_switches() -> Iterator[None]:
 
 def run_all(*bodies: Callable[[], None]) -> list[BaseException]:
     """Run functions in a thread each, and return what they raised."""
-    raised: list[BaseException] = []
-
-    def guarded(body: Callable[[], None]) -> None:
-        try:
-            body()
-        except BaseException as error:  # noqa: BLE001 - the test looks at all of them
-            raised.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        runs = [pool.submit(body) for body in bodies]
+    return [error for one in runs if (error := one.exception()) is not None]
 
 
 @pytest.mark.usefixtures("quick_switches")

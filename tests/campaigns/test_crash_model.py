@@ -42,10 +42,7 @@ LEFT = {
     "data that was never synced may survive or not": ([OPEN], {(), (("a", b""),)}),
     "a file's own fsync keeps its bytes but not its name": ([OPEN, WRITE, SYNC], {(), (("a", b"DATA"),)}),
     "data that both fsyncs cover is safe": ([OPEN, WRITE, SYNC, SYNC_FOLDER], {(("a", b"DATA"),)}),
-    "an fsync does not cover writes that began after it": (
-        [OPEN, *DURING],
-        {(("a", b""),), (("b", b""),)},
-    ),
+    "an fsync does not cover writes that began after it": ([OPEN, *DURING], {(("a", b""),), (("b", b""),)}),
     "a rename is kept as a whole or not at all": (
         [OPEN, WRITE, SYNC, SYNC_FOLDER, RENAME],
         {(("a", b"DATA"),), (("b", b"DATA"),)},

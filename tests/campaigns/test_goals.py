@@ -36,14 +36,9 @@ def comparison(lost_s: float, *, others: float = 0.0) -> dict[str, float]:
 
 
 def saving(*lost_s: float, others: float = 0.0) -> dict[str, Any]:
-    own = {
-        "round": 0,
-        "state": "gpt2-124m",
-        "contestant": "holdfast",
-        "title": "holdfast",
-        "values": {"blocked_s": 0.0015, "state_bytes": 1.5e9},
-        "comparisons": [comparison(one, others=others) for one in lost_s],
-    }
+    own: dict[str, Any] = {"round": 0, "state": "gpt2-124m", "contestant": "holdfast", "title": "holdfast"}
+    own["values"] = {"blocked_s": 0.0015, "state_bytes": 1.5e9}
+    own["comparisons"] = [comparison(one, others=others) for one in lost_s]
     return {"kind": "saving", "machine": machine(), "rounds": 1, "runs": [own]}
 
 
@@ -67,11 +62,8 @@ def test_an_interval_that_contains_the_goal_decides_nothing() -> None:
 
 def test_the_same_figure_is_in_the_column_the_goal_and_the_sentence() -> None:
     document = saving(*(0.2 + number / 100 for number in range(13)))
-    texts = [
-        table.render_saving([document]),
-        table.render_goals([document]),
-        table.render_training_lost([document]),
-    ]
+    renders = table.render_saving, table.render_goals, table.render_training_lost
+    texts = [render([document]) for render in renders]
     assert "2.6 [2.4..2.9] copies (0.26 [0.24..0.29] s)" in texts[0]
     assert "2.6 [2.35..2.85] copies" in texts[1]
     assert "2.6 [2.4..2.9] copies" in texts[2]
@@ -159,12 +151,8 @@ def test_the_short_form_measures_the_goals_first_and_each_peer_once_before_the_s
     order = plan(["a", "b"], ["dcp", "holdfast", "torch-save"], 2, has_all_rounds=False)
     assert [number for number, *_ in order] == [0] * 8 + [1] * 6
     assert [(state, name) for _, state, name in order[6:8]] == [("a", "dcp"), ("b", "dcp")]
-    assert sorted({(number, state) for number, state, name in order if name == "holdfast"}) == [
-        (0, "a"),
-        (0, "b"),
-        (1, "a"),
-        (1, "b"),
-    ]
+    own = {(number, state) for number, state, name in order if name == "holdfast"}
+    assert own == {(0, "a"), (0, "b"), (1, "a"), (1, "b")}
     assert len(order) == len(set(order))
 
 

@@ -42,15 +42,8 @@ def test_an_attempt_that_has_no_step_in_time_counts_what_it_resumed_with() -> No
 def run(tool: str, number: int, goodput: float) -> dict[str, Any]:
     values = {"goodput": goodput, "cost_s": 1.0, "every": 5, "hour_s": 4.0, "lost_steps": 6, "restarts": 3}
     pause = dict.fromkeys(PARTS, 0.5)
-    return {
-        "state": "a trace",
-        "contestant": tool,
-        "title": tool,
-        "round": number,
-        "troubles": ["hang"],
-        "pauses": [pause],
-        "values": values,
-    }
+    facts = {"state": "a trace", "contestant": tool, "title": tool, "round": number, "troubles": ["hang"]}
+    return facts | {"pauses": [pause], "values": values}
 
 
 def document(*runs: dict[str, Any]) -> dict[str, Any]:

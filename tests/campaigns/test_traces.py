@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.replaying import collection
-from benchmarks.replaying.schedule import (
-    Interruption,
-    Trace,
-    Trouble,
-    from_counts,
-    scale,
-)
+from benchmarks.replaying.schedule import Interruption, Trace, Trouble, from_counts, scale
 from benchmarks.replaying.traces import (
     LLAMA_CAUSES,
     LLAMA_MTBF_H,

@@ -82,10 +82,8 @@ def train(rank: int, home: Path, kind: str, flip: Flip | None, num_steps: int = 
     torch.manual_seed(0)
     net = Net()
     KINDS[kind](net)
-    options: dict[str, Any] = (
-        {"broadcast_buffers": False} if kind == "unbroadcast" else {}
-    )  # deprecated in torch 2.13
-    ddp = DistributedDataParallel(net, **options)
+    broadcast: dict[str, Any] = {"broadcast_buffers": False} if kind == "unbroadcast" else {}
+    ddp = DistributedDataParallel(net, **broadcast)  # the option is deprecated in torch 2.13
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     data = torch.Generator().manual_seed(rank)
@@ -119,25 +117,16 @@ def _loop(
 ) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        ckpt = holdfast.Checkpointer(
-            home,
-            state,
-            every=2,
-            keep=None,
-            quiet=True,
-            memory="64MiB",
-            watches=[Preemption("none", signals=False), holdfast.CompileCache("off")],
-        )
+        watches = [Preemption("none", signals=False), holdfast.CompileCache("off")]
+        options: dict[str, Any] = {"keep": None, "quiet": True, "memory": "64MiB", "watches": watches}
+        ckpt = holdfast.Checkpointer(home, state, every=2, **options)
         for step in ckpt.steps(num_steps):
             step_once()
             ckpt.wait()  # saves that are made at once may be committed in another order
             if flip is not None and (dist.get_rank(), step + 1) == (flip.rank, flip.step):
                 flip_bit(targets[flip.what]())
-    return [
-        str(one.message)
-        for one in found
-        if issubclass(one.category, (holdfast.SaveWarning, holdfast.WatchWarning))
-    ]
+    kinds = holdfast.SaveWarning, holdfast.WatchWarning
+    return [str(one.message) for one in found if issubclass(one.category, kinds)]
 
 
 def train_hsdp(rank: int, home: Path, flip: Flip | None, num_steps: int = 12) -> list[str]:

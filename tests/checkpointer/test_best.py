@@ -23,7 +23,7 @@ from holdfast.checkpoint.home.metrics import read_document, read_metrics
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import InvalidInput, NotFound
 from making import kept
-from stage.training import make_checkpointer, wait_until
+from stage.training import keeper_of, make_checkpointer, wait_until
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: 2.0, 5: 4.0}
 BEST_TWO = Keep(last=1, best=2, metric="loss")
@@ -266,8 +266,7 @@ def test_a_keeper_that_is_killed_after_the_close_loses_no_late_value(tmp_path: P
     """As on a machine without memory: nothing else would have told of the loss."""
     ckpt = make(tmp_path, Keep(last=5, best=1, metric="loss"))
     save_all(ckpt, {1: None})
-    keeper = ckpt._training.attempt.keeper
-    assert keeper is not None
+    keeper = keeper_of(ckpt)
     killed = keeper.pid
     os.kill(killed, signal.SIGSTOP)
     ckpt.record(1, loss=1.0)

@@ -33,10 +33,8 @@ def test_only_the_clock_of_rank_0_counts() -> None:
 
 def test_steps_need_no_flags() -> None:
     cadence = make_cadence(5, rank=1)
-    assert [step for step in range(1, 11) if cadence.decide(step, 0.0, Flags(), sent_step=step).is_due] == [
-        5,
-        10,
-    ]
+    due = [step for step in range(1, 11) if cadence.decide(step, 0.0, Flags(), sent_step=step).is_due]
+    assert due == [5, 10]
 
 
 def test_flags_sent_before_a_save_cause_no_second_one() -> None:

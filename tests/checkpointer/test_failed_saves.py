@@ -28,10 +28,10 @@ from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, Preem
 from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.watch.report.summary import read_summary
 from making import steps_kept
-from servers import Server, ministack
+from servers import Server
 from small_disk import fill_up, small_disk
 from stage import ranks
-from stage.training import make_checkpointer, wait_until
+from stage.training import keeper_of, make_checkpointer, wait_until
 
 SOON_S = 600.0
 
@@ -55,12 +55,6 @@ class Trouble:
 def remount(disk: Path, how: str) -> None:
     # It is busy during a write.
     wait_until(lambda: subprocess.call(["mount", "-o", f"remount,{how}", str(disk)]) == 0)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with ministack() as found:
-        yield found
 
 
 @pytest.fixture
@@ -246,9 +240,7 @@ def test_home_behind_a_local_folder_may_fail_for_as_long_whatever_the_cause(
     ckpt.wait(SOON_S)
     trouble.begin()
     ckpt.save(2).wait_durable(SOON_S)
-    keeper = ckpt._training.attempt.keeper
-    assert keeper is not None
-    wait_until(lambda: keeper.home_lost is not None)
+    wait_until(lambda: keeper_of(ckpt).home_lost is not None)
     with pytest.warns(SaveWarning, match="Home cannot be reached"), pytest.raises(trouble.error):
         ckpt.save(3)
     trouble.end()
@@ -330,8 +322,7 @@ def test_close_after_a_conflict_does_not_wait_for_the_memory_that_the_keeper_kee
     old = make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}, **options)
     old.restore()
     old.save(1).wait_durable()
-    keeper = old._training.attempt.keeper
-    assert keeper is not None
+    keeper = keeper_of(old)
     try:
         new = {"x": torch.zeros(3)}
         with make_checkpointer(tmp_path / "home", new, take_over=True, **options) as ckpt:

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint.run.options import (
-    parse_home,
-)
+from holdfast.checkpoint.run.options import parse_home
 from holdfast.errors import InvalidInput
 from stage.training import make_checkpointer
 

@@ -80,11 +80,24 @@ def test_two_ranks_have_no_majority_but_for_a_constant(tmp_path: Path) -> None:
 
 
 @pytest.mark.fsdp2_on_cpu
-def test_a_replica_of_a_shard_is_compared_in_hsdp(tmp_path: Path) -> None:
-    flip = Flip(3)
+@pytest.mark.parametrize(
+    ("flip", "tensor"),
+    [
+        (Flip(3), "net.0.weight"),
+        pytest.param(Flip(0), "net.0.weight", marks=slow),
+        pytest.param(Flip(2, "moment"), "optimizer.state.net.0.weight.exp_avg", marks=slow),
+    ],
+)
+def test_a_replica_of_a_shard_is_compared_in_hsdp(tmp_path: Path, flip: Flip, tensor: str) -> None:
     found = run_ranks(4, drifting.train_hsdp, tmp_path, flip)
-    check_named(tmp_path, found, flip, "net.0.weight", others=[])
-    assert differences(tmp_path)[0]["difference"]["ranks"] == [1, 3]
+    check_named(tmp_path, found, flip, tensor, others=[])
+    assert differences(tmp_path)[0]["difference"]["ranks"] == [flip.rank % 2, flip.rank % 2 + 2]
+
+
+@slow
+@pytest.mark.fsdp2_on_cpu
+def test_no_clean_run_of_hsdp_is_accused(tmp_path: Path) -> None:
+    check_clean(tmp_path, run_ranks(4, drifting.train_hsdp, tmp_path, None), num_steps=12)
 
 
 @slow
@@ -107,15 +120,3 @@ def test_every_flip_is_named(tmp_path: Path, world_size: int, what: str, rank: i
 def test_no_clean_run_is_accused(tmp_path: Path, kind: str, world_size: int) -> None:
     found = run_ranks(world_size, drifting.train, tmp_path, kind, None, 40)
     check_clean(tmp_path, found, num_steps=40)
-
-
-@slow
-@pytest.mark.fsdp2_on_cpu
-@pytest.mark.parametrize("flip", [None, Flip(0), Flip(2, "moment")])
-def test_hsdp_runs(tmp_path: Path, flip: Flip | None) -> None:
-    found = run_ranks(4, drifting.train_hsdp, tmp_path, flip)
-    if flip is None:
-        check_clean(tmp_path, found, num_steps=12)
-        return
-    tensor = "net.0.weight" if flip.what == "weight" else "optimizer.state.net.0.weight.exp_avg"
-    check_named(tmp_path, found, flip, tensor, others=[])

@@ -53,19 +53,3 @@ def test_a_notice_saves_the_step_and_ends_the_run(home: Path, tmp_path: Path) ->
             ckpt.step_done()
     assert preempted.value.step == 3
     assert holdfast.open(home).step == 3
-
-
-def test_steps_of_the_home_include_those_of_earlier_attempts(home: Path) -> None:
-    """The newest is the last of the newest attempt, whose step may be smaller."""
-    state = {"x": torch.zeros(1)}
-    with make_checkpointer(home, state, keep=None) as ckpt:
-        assert (ckpt.latest_step(), ckpt.all_steps()) == (None, [])
-        for step in (10, 20, 30):
-            ckpt.save(step)
-        ckpt.wait()
-    with make_checkpointer(home, state, keep=None) as ckpt:
-        ckpt.restore(step=10)
-        assert ckpt.latest_step() == 30
-        ckpt.save(15).wait_durable(600)
-        assert ckpt.latest_step() == 15
-        assert 30 in ckpt.all_steps()

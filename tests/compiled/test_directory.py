@@ -13,37 +13,28 @@ from holdfast.watch.compiled import directory as directories
 from holdfast.watch.compiled.directory import Directory
 
 
-def fill(folder: Path, **files: bytes) -> None:
+def fill(folder: Path, files: dict[str, bytes]) -> None:
     for name, data in files.items():
-        path = folder / name.replace("__", "/").replace("_dot_", ".")
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
 
 def test_files_in_progress_and_other_files_are_left_out(tmp_path: Path):
-    fill(
-        tmp_path,
-        ab__kernel_dot_so=b"1",
-        ab__kernel_dot_cpp=b"1",
-        ab__other_dot_so=b"22",
-        locks__x_dot_lock=b"",
-        cd__x_dot_lock=b"",
-        cd__12_dot_tmp=b"1",
-        precompiled_headers__h_dot_gch=b"1",
-        cd___dot_hidden=b"1",
-        fxgraph__ab__key__value=b"333",
-    )
+    others = ("ab/kernel.so", "ab/kernel.cpp", "cd/12.tmp", "cd/.hidden", "precompiled_headers/h.gch")
+    whole = {"ab/other.so": b"22", "fxgraph/ab/key/value": b"333"}
+    fill(tmp_path, {**dict.fromkeys(others, b"1"), "locks/x.lock": b"", "cd/x.lock": b"", **whole})
     (tmp_path / "ab" / "kernel_CxxBuild").mkdir()
     (tmp_path / "ab" / "kernel_CxxBuild" / "part.o").write_bytes(b"1")
     (tmp_path / "ab" / "link.so").symlink_to("other.so")
     (tmp_path / "linked").symlink_to(tmp_path / "ab")
     os.mkfifo(tmp_path / "pipe")
     found = directories.whole_files(Directory(tmp_path))
-    assert found == {"ab/other.so": 2, "fxgraph/ab/key/value": 3}
+    assert found == {name: len(data) for name, data in whole.items()}
 
 
 def test_of_a_shared_directory_only_new_files_count(tmp_path: Path):
-    fill(tmp_path, old=b"1", new=b"1")
+    fill(tmp_path, {"old": b"1", "new": b"1"})
     os.utime(tmp_path / "old", (1000, 1000))
     os.utime(tmp_path / "new", (3000, 3000))
     assert list(directories.whole_files(Directory(tmp_path, since_unix_s=2000))) == ["new"]
@@ -162,14 +153,12 @@ def test_the_directory_that_torch_chooses_is_shared_with_other_programs(monkeypa
 
 
 def test_precompiled_headers_are_included_from_their_own_folder(tmp_path: Path):
-    here = Directory(tmp_path / "cache", headers=tmp_path / "usual" / "precompiled_headers")
-    fill(
-        tmp_path / "usual", precompiled_headers__one_dot_h=b"1", precompiled_headers__one_dot_h_dot_gch=b"22"
-    )
-    fill(tmp_path / "usual", precompiled_headers__two_dot_h=b"1", precompiled_headers__two_dot_h_dot_gch=b"2")
-    (tmp_path / "usual" / "precompiled_headers" / "two.h_CxxBuild").mkdir()
+    usual = tmp_path / "usual" / "precompiled_headers"
+    here = Directory(tmp_path / "cache", headers=usual)
+    fill(usual, {"one.h": b"1", "one.h.gch": b"22", "two.h": b"1", "two.h.gch": b"2"})
+    (usual / "two.h_CxxBuild").mkdir()
     assert directories.whole_files(here) == {}, "nothing was compiled here, so they are another program's"
-    fill(tmp_path / "cache", a=b"1")
+    fill(tmp_path / "cache", {"a": b"1"})
     assert directories.whole_files(here) == {
         "a": 1,
         "precompiled_headers/one.h": 1,

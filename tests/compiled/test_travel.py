@@ -6,7 +6,6 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -51,27 +50,9 @@ def hash_bytes(name: str, size: int) -> bytes:
     return random.Random(name).randbytes(size)
 
 
-def uploader(
-    store: Store,
-    attempt: int = 1,
-    rank: int = 0,
-    *,
-    limit_bytes: int = 1 << 30,
-    turn: int = 0,
-    known: Collection[str] = (),
-    lacking: Collection[str] = (),
-) -> CacheUploader:
-    return CacheUploader(
-        store,
-        KEY,
-        FACTS,
-        attempt=attempt,
-        rank=rank,
-        limit_bytes=limit_bytes,
-        turn=turn,
-        known=known,
-        lacking=lacking,
-    )
+def uploader(store: Store, attempt: int = 1, rank: int = 0, **options: Any) -> CacheUploader:
+    options = {"limit_bytes": 1 << 30, **options}
+    return CacheUploader(store, KEY, FACTS, attempt=attempt, rank=rank, **options)
 
 
 def upload_new(one: CacheUploader, directory: Directory, *, is_last: bool = False) -> transfer.UploadResult:

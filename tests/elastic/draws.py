@@ -61,14 +61,9 @@ def placed(tensor: torch.Tensor, mesh: DeviceMesh, placements: tuple[Any, ...]) 
         mine = mesh.get_local_rank(0)
         empty = inner.to_local()[:0]
         strided = [_StridedShard(0, split_factor=2), Shard(0)]
-        return DTensor.from_local(
-            (local[mine] if mine < len(local) else empty).contiguous(),
-            mesh,
-            strided,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        part = (local[mine] if mine < len(local) else empty).contiguous()
+        size, stride = tensor.shape, tensor.stride()
+        return DTensor.from_local(part, mesh, strided, run_check=False, shape=size, stride=stride)
     kinds: list[Placement] = [Replicate() if one == "r" else Shard(one) for one in placements]
     return distribute_tensor(tensor, mesh, kinds)
 

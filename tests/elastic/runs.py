@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from layouts import LAYOUTS, WORDS, gather, same, whole
+from layouts import LAYOUTS, Trained, gather, same, whole
 
 BY_SIZE: dict[int, tuple[str, ...]] = {
     1: ("alone",),
@@ -22,7 +22,7 @@ BY_SIZE: dict[int, tuple[str, ...]] = {
 """The layouts of each number of ranks. Those of FSDP1, without DTensors, are tried with states alone."""
 
 
-class Run:
+class Run(Trained):
     """A training run in a layout: its objects, and how to train them."""
 
     def __init__(self, layout: str, *, seed: int, is_reversed: bool = False) -> None:
@@ -45,14 +45,6 @@ class Run:
             "own": holdfast.per_rank(self.own),
             "epoch": seed,
         }
-
-    def train(self) -> None:
-        """Two steps with the same input everywhere."""
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            self.model(torch.randint(0, WORDS, (5,), generator=generator)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
 
     def full(self) -> dict[str, Any]:
         """Every tensor whole, gathered by DTensor's own collectives and from all ranks, by its own name.

@@ -50,15 +50,6 @@ SLACK = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.
 
 # The first example is always the smallest there is.
 @pytest.mark.slow
-@settings(max_examples=2, phases=UNSHRUNK, suppress_health_check=SLACK)
-@given(cases=st.lists(drawn_cases(), min_size=3, max_size=3))
-def test_a_few_random_layouts_load_each_other(
-    worlds: Worlds, tmp_path_factory: pytest.TempPathFactory, cases: list[Case]
-) -> None:
-    check(worlds, tmp_path_factory.mktemp("home"), cases)
-
-
-@pytest.mark.slow
 @settings(max_examples=8, phases=UNSHRUNK, suppress_health_check=SLACK)
 @given(cases=st.lists(drawn_cases(), min_size=8, max_size=8))
 def test_many_random_layouts_load_each_other(

@@ -14,14 +14,8 @@ from elastic.trips import go_on, restore_each
 pytestmark = [pytest.mark.ranks, pytest.mark.fsdp2_on_cpu]
 
 CHAIN = (
-    (2, "fsdp"),
-    (1, "alone"),
-    (4, "fsdp-tp"),
-    (3, "fsdp"),
-    (4, "hsdp"),
-    (4, "pipeline-fsdp"),
-    (2, "ddp"),
-    (2, "meta"),
+    *((2, "fsdp"), (1, "alone"), (4, "fsdp-tp"), (3, "fsdp")),
+    *((4, "hsdp"), (4, "pipeline-fsdp"), (2, "ddp"), (2, "meta")),
 )
 EVERY = tuple((size, layout) for size in (2, 3, 4, 1) for layout in BY_SIZE[size])
 

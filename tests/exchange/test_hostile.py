@@ -26,7 +26,7 @@ from exchange.stock import save_dcp
 from holdfast.checkpoint.exchange import safe_unpickler
 from holdfast.checkpoint.exchange.importer import import_checkpoint
 from holdfast.checkpoint.store.memory import MemoryStore
-from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
+from holdfast.errors import Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -251,15 +251,10 @@ def test_a_file_that_cannot_be_imported_as_asked_is_refused_with_a_reason(tmp_pa
     refused(tmp_path, InvalidInput, "file", kind="torch")
 
 
-def test_an_existing_home_is_refused_and_not_changed(tmp_path: Path) -> None:
+def test_a_home_of_holdfast_is_no_source(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    home = tmp_path / "home"
-    import_checkpoint(tmp_path / "a.pt", home, step=1)
-    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
-    with pytest.raises(Conflict, match="already"):
-        import_checkpoint(tmp_path / "a.pt", home, step=2)
-    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
-    refused(home, InvalidInput, "already a home of Holdfast")
+    import_checkpoint(tmp_path / "a.pt", tmp_path / "home")
+    refused(tmp_path / "home", InvalidInput, "already a home of Holdfast")
 
 
 @pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.ones(2, dtype=torch.complex128)])

@@ -170,6 +170,13 @@ class Playground:
         assert self.check_all_complete_verify() > 0
 
 
+def flip_bit(path: Path, position: int | None = None) -> None:
+    """Flip a bit of a byte, by default of the one in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 0x10
+    path.write_bytes(content)
+
+
 def kill(process: psutil.Process | Child) -> bool:
     """SIGKILL a process, unless it has ended already."""
     try:

@@ -14,7 +14,7 @@ from fault_proxy import FaultProxy
 from faults.playground import ENDLESS, TOTAL, Playground, kill_host_at_random
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.store import Store, open_store
-from servers import Server, ministack
+from servers import Server
 
 WAYS = ("diskless", "tiered")
 EACH_WAY = ("tiered", pytest.param("diskless", marks=pytest.mark.slow))
@@ -37,12 +37,6 @@ class Bucket:
     @property
     def store(self) -> Store:
         return open_store(self.view)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with ministack() as found:
-        yield found
 
 
 @pytest.fixture
@@ -114,8 +108,7 @@ def test_a_bucket_that_stays_unavailable_is_an_error_in_the_end(playground: Play
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["manifest", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("part", "data"))],
+    "kind", ["manifest", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("part", "data"))]
 )
 def test_a_bucket_that_loses_an_object_of_the_newest_falls_back(
     playground: Playground, bucket: Bucket, uninterrupted: str, kind: str

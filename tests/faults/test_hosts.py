@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from faults.playground import TOTAL, Playground, keepers_of, kill
+from faults.playground import TOTAL, Playground, flip_bit, keepers_of, kill
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
@@ -224,9 +224,7 @@ def test_damage_on_the_only_disk_that_has_a_file_falls_back_to_an_older_step(
     train_and_kill(hosts, lambda: hosts.both_have(2), *LATE, "--keep-local", "9", with_keepers=HOSTS)
     common = sorted(set(hosts.steps(0)) & set(hosts.steps(1)))
     (path,) = hosts.local(1).glob(f"{names.step_dir(common[-1])}/*.safetensors")
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
+    flip_bit(path)
     said = hosts.finish_like(uninterrupted_ranks)
     assert f"skipped step {common[-1]} of attempt 1" in said
     assert restored(said) == common[-2]

@@ -201,15 +201,8 @@ def test_the_example_of_a_plain_process_works_without_a_main_guard(tmp_path: Pat
     )
     (tmp_path / "json.py").write_text("raise RuntimeError('the keeper imported from the user\\'s folder')\n")
     env = {**os.environ, "PYTHONSAFEPATH": "1", "HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ran once\n"
     assert holdfast.open(tmp_path / "home").step == 5

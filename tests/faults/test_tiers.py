@@ -6,11 +6,10 @@ import random
 import re
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 
-from faults.playground import ENDLESS, TOTAL, Playground, end, kill_host_at_random
+from faults.playground import ENDLESS, TOTAL, Playground, end, flip_bit, kill_host_at_random
 
 HOLD = ("--hold", "10m")
 
@@ -27,15 +26,6 @@ def kill_after(playground: Playground, num_steps: int, *options: str) -> None:
     playground.wait_for_steps(num_steps, child)
     child.kill()
     assert child.wait() == -signal.SIGKILL, child.said()
-
-
-def flip_newest(folder: Path) -> Path:
-    """Flip a bit in the middle of the newest data file."""
-    path = max(folder.glob("step-*/*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    path.write_bytes(content)
-    return path
 
 
 def test_a_killed_trainer_resumes_from_its_keepers_memory(
@@ -97,7 +87,8 @@ def test_a_damaged_local_copy_is_recovered_from_home(
     kill_after(playground, 7, *local)
     playground.wait_for_keepers()  # an orphan brings home what it has
     assert playground.complete()[0] == playground.complete(playground.local)[0]
-    damaged = flip_newest(playground.local)
+    damaged = max(playground.local.glob("step-*/*.safetensors"))
+    flip_bit(damaged)
     second = playground.finish(*local)
     assert f"{damaged.name} is damaged in chunk" in second.said()
     assert f"restored step {int(damaged.parent.name[5:])} from" in second.said()

@@ -137,11 +137,12 @@ def ruled(splits: tuple[tuple[int, int], ...], writers: tuple[int, ...]) -> tupl
 HALVES = EvenPartitioning(((0, 2),), (0, 1))
 ALL = Region((0,), (4,))
 ONE, OTHER = listed(Region((0,), (2,)), Region((2,), (2,)), shape=(4,))
-UPPER = Region((2,), (2,))
+UPPER, POINT = Region((2,), (2,)), Region((), ())
 MOVED = replace(OTHER.tensors["w"], partitioning=ListedPartitioning(((1, UPPER), (0, UPPER))))
 WRITERS = "Ranks 0 and 1 disagree about the writers of regions of w."
 HOLDERS = "Ranks 1 are listed as writers of w, but its holders are ranks 0."
 OUTSIDE = "of w, which is outside of its shape [4]"
+UNLIKE = {"F64[4]": {"dtype": "F64"}, "F32[5]": {"shape": (5,)}, "F32[2, 2]": {"shape": (2, 2)}}
 REFUSED: dict[str, tuple[list[Catalog], int | None, str]] = {
     "lacking": (
         [has(whole(0), 0, 1, 2), has(whole(0), 0, 1, 2), catalog()],
@@ -159,11 +160,7 @@ REFUSED: dict[str, tuple[list[Catalog], int | None, str]] = {
             1,
             f"Ranks disagree about w: rank 0 has F32[4], rank 1 has {found}.",
         )
-        for found, facts in (
-            ("F64[4]", {"dtype": "F64"}),
-            ("F32[5]", {"shape": (5,)}),
-            ("F32[2, 2]", {"shape": (2, 2)}),
-        )
+        for found, facts in UNLIKE.items()
     },
     "another writer": ([has(whole(0), 0, 1), has(whole(1), 0, 1)], 1, WRITERS),
     "another rule": ([has(whole(0), 0, 1), has(HALVES, 0, 1)], 1, WRITERS),
@@ -206,11 +203,7 @@ REFUSED: dict[str, tuple[list[Catalog], int | None, str]] = {
         None,
         "Ranks disagree about the regions of w on rank 0: one lists [0:2], another [2:4]",
     ),
-    "a scalar with two writers": (
-        listed(Region((), ()), Region((), ()), shape=()),
-        None,
-        "Ranks 0 and 1 both hold",
-    ),
+    "a scalar with two writers": (listed(POINT, POINT, shape=()), None, "Ranks 0 and 1 both hold"),
     "a scalar without a writer": (
         [has(ListedPartitioning(()), 0, shape=())],
         None,
@@ -262,9 +255,7 @@ def test_the_error_names_a_region_of_two_ranks(case: Cut, data: st.DataObject) -
 
 
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 4))] * 2), min_size=2, max_size=5))
-def test_each_element_must_be_covered_exactly_once(
-    sides: list[Sides],
-) -> None:
+def test_each_element_must_be_covered_exactly_once(sides: list[Sides]) -> None:
     """Regions drawn at random are accepted exactly if every element is in one of them."""
     regions = [Region((a, b), (min(n, 5 - a), min(m, 5 - b))) for (a, n), (b, m) in sides]
     counts = dict.fromkeys(itertools.product(range(5), range(5)), 0)

@@ -31,21 +31,13 @@ def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> l
     for rank, catalog in enumerate(by_rank):
         line = catalog_text(catalog)
         one = Part(
-            run="run",
-            step=500,
-            attempt=2,
-            rank=rank,
-            world_size=len(by_rank),
-            ancestors=(CheckpointId(1, 400),),
-            values={},
-            own=tuple(own[rank]) if own else (),
+            run="run", step=500, attempt=2, rank=rank, world_size=len(by_rank), values={},
+            ancestors=(CheckpointId(1, 400),), own=tuple(own[rank]) if own else (),
             file=DataFile(1000 + rank, 65536, digest(b"")),
             frozen=DataFile(77, 65536, digest(b"")) if rank else None,
-            catalog_digest=digest(line),
-            catalog_text=line,
+            catalog_digest=digest(line), catalog_text=line, what=f"part {rank}",
             starts_text=dumps([0] * len(list(catalog.written_by(rank)))),
-            what=f"part {rank}",
-        )
+        )  # fmt: skip
         found.append((one, b"document of rank %d" % rank))
     return found
 

@@ -40,25 +40,17 @@ def parts(draw: st.DrawFn) -> Part:
     places = {False: iter(file.starts), True: iter(frozen.starts)}
     starts = [next(places[shard.frozen]) for shard in held]
     line = catalog_text(common)
+    ids = st.builds(CheckpointId, st.integers(1, 9), st.integers(0, 99))
     return Part(
-        run=draw(run_ids),
-        step=draw(st.integers(0, 10**9)),
-        attempt=draw(st.integers(1, 99)),
-        rank=rank,
-        world_size=len(RANKS),
-        ancestors=tuple(
-            draw(st.lists(st.builds(CheckpointId, st.integers(1, 9), st.integers(0, 99)), max_size=3))
-        ),
+        run=draw(run_ids), step=draw(st.integers(0, 10**9)), attempt=draw(st.integers(1, 99)), rank=rank,
+        world_size=len(RANKS), ancestors=tuple(draw(st.lists(ids, max_size=3))),
         values=draw(st.dictionaries(text, st.none() | st.integers(-(2**53), 2**53) | text, max_size=3)),
         own=tuple((p.name, p.dtype, p.shape, next(places[False])) for p in own_shards),
         file=data_file(file.file_bytes),
         frozen=data_file(frozen.file_bytes) if any(shard.frozen for shard in held) else None,
-        catalog_digest=digest(line),
-        catalog_text=line,
-        starts_text=dumps(starts),
-        what="part",
+        catalog_digest=digest(line), catalog_text=line, starts_text=dumps(starts), what="part",
         watches=draw(sections),
-    )
+    )  # fmt: skip
 
 
 def data_file(num_bytes: int) -> DataFile:
@@ -142,21 +134,12 @@ def example() -> Part:
     }
     line = catalog_text(Catalog(tensors, {"v": "w"}))
     return Part(
-        run="run",
-        step=5,
-        attempt=1,
-        rank=0,
-        world_size=2,
-        ancestors=(CheckpointId(1, 3),),
-        values={"a": {"$tuple": [1]}},
-        own=(("rng", "U8", (16,), 4112),),
+        run="run", step=5, attempt=1, rank=0, world_size=2, ancestors=(CheckpointId(1, 3),),
+        values={"a": {"$tuple": [1]}}, own=(("rng", "U8", (16,), 4112),),
         file=DataFile(100_000, 65536, digest(b"a") + digest(b"b")),
-        frozen=DataFile(4128, 65536, digest(b"c")),
-        catalog_digest=digest(line),
-        catalog_text=line,
-        starts_text=STARTS,
-        what="part",
-    )
+        frozen=DataFile(4128, 65536, digest(b"c")), starts_text=STARTS, what="part",
+        catalog_digest=digest(line), catalog_text=line,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("hashes", ["", digest(b"a"), digest(b"a") * 3, digest(b"a") + digest(b"b")[:31]])

@@ -36,18 +36,10 @@ samples = st.integers(0, 2**53 - 1)
 ranges = st.tuples(samples, samples).map(lambda pair: (min(pair), max(pair)))
 rollbacks = st.builds(
     Rollback,
-    run=runs,
-    attempt=counts,
-    base_attempt=counts,
-    base_step=steps,
-    first_step=steps,
-    last_step=steps,
-    in_a_row=st.integers(1, MAX_ATTEMPT),
-    reason=text,
-    skipped=st.dictionaries(text, ranges, max_size=4),
-    kept=st.lists(text, max_size=4).map(tuple),
-    noted_unix_s=times,
-)
+    run=runs, attempt=counts, base_attempt=counts, base_step=steps, first_step=steps, last_step=steps,
+    in_a_row=st.integers(1, MAX_ATTEMPT), reason=text, noted_unix_s=times,
+    skipped=st.dictionaries(text, ranges, max_size=4), kept=st.lists(text, max_size=4).map(tuple),
+)  # fmt: skip
 values = (
     st.builds(Run, runs, times)
     | st.builds(AttemptClaim, counts, runs, sizes, text, counts, times)

@@ -21,17 +21,9 @@ from holdfast.errors import Corrupt, InvalidInput
 from holdfast.watch.hang.limit import MIN_STEPS, HangLimits, StallClock, learn_limit
 
 TRAINING = TrainerProgress(
-    is_training=True,
-    beats=50,
-    beats_here=50,
-    step=50,
-    beat_ns=0,
-    phase="",
-    phase_count=0,
-    phase_ns=0,
-    durations_s=(12.0,) * 50,
-    thread=1,
-)
+    is_training=True, beats=50, beats_here=50, step=50, beat_ns=0, phase="", phase_count=0, phase_ns=0,
+    durations_s=(12.0,) * 50, thread=1,
+)  # fmt: skip
 
 
 def ticks(clock: StallClock, progress: TrainerProgress, seconds: float) -> bool:

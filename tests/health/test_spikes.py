@@ -122,16 +122,9 @@ def test_three_high_values_are_always_a_spike(seed: int, number: int, factor: fl
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("loss", "loss"),
-        ("train/loss", "loss"),
-        ("train_loss", "loss"),
-        ("grad_norm", "norm"),
-        ("train/grad-norm", "norm"),
-        ("val_loss", None),
-        ("eval/loss", None),
-        ("lr", None),
-        ("weight_norm", None),
-        ("loss_scale", None),
+        *((name, "loss") for name in ("loss", "train/loss", "train_loss")),
+        *((name, "norm") for name in ("grad_norm", "train/grad-norm")),
+        *((name, None) for name in ("val_loss", "eval/loss", "lr", "weight_norm", "loss_scale")),
     ],
 )
 def test_metrics_are_known_by_their_names(name: str, kind: str | None) -> None:

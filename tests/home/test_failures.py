@@ -14,14 +14,8 @@ def write(home: Path, attempt: int, *events: tuple[float, str, str], rank: int =
     """Write a log with some events: time, kind and detail."""
     store = open_store(home)
     for time_s, event, detail in events:
-        line = {
-            "t": 1e9 + time_s,
-            "event": event,
-            "step": 1,
-            "attempt": attempt,
-            "rank": rank,
-            "detail": detail,
-        }
+        line = {"t": 1e9 + time_s, "event": event, "detail": detail, "step": 1}
+        line |= {"attempt": attempt, "rank": rank}
         store.append(names.history(attempt, rank), json.dumps(line).encode() + b"\n")
     store.flush()
 

@@ -41,6 +41,16 @@ def make_config(home: str = "", attempt: int = 1) -> KeeperConfig:
     return replace(config, attempt=attempt, keep=Keep(None))
 
 
+@pytest.fixture
+def store() -> FaultyStore:
+    return FaultyStore(MemoryStore())
+
+
+@pytest.fixture
+def frozen(store: FaultyStore) -> FrozenFile:
+    return FrozenFile(store, make_config())
+
+
 def make_image(value: float = 1.0) -> bytes:
     """The image of a file with one frozen tensor."""
     return BASE_FILE.header + torch.full((NUM_ITEMS,), value).numpy().tobytes()
@@ -105,18 +115,17 @@ def test_changed_tensors_are_written_and_unchanged_ones_linked(
         check(store, step, value)
 
 
-def test_the_image_is_hashed_even_if_it_is_linked() -> None:
+def test_the_image_is_hashed_even_if_it_is_linked(frozen: FrozenFile) -> None:
     """The hash in the part is computed from memory, so damage on the disk is found."""
-    frozen = FrozenFile(MemoryStore(), make_config())
     first = persist_frozen(frozen, 1)
     assert persist_frozen(frozen, 2) == first
     assert len(first.hashes) / 32 == -(-len(make_image()) // first.chunk_bytes) > 1
 
 
-def test_an_image_that_was_copied_beside_training_and_differs_is_refused() -> None:
+def test_an_image_that_was_copied_beside_training_and_differs_is_refused(
+    store: FaultyStore, frozen: FrozenFile
+) -> None:
     """Nothing of it is written. A later image that was copied before save() returned is accepted."""
-    store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_config())
     persist_frozen(frozen, 1)
     persist_frozen(frozen, 2, must_match=True)
     for _ in range(2):  # a second try must not compare the image with itself
@@ -129,8 +138,7 @@ def test_an_image_that_was_copied_beside_training_and_differs_is_refused() -> No
     assert calls(store, "put") == [names.frozen(1, 1, 0), names.frozen(4, 1, 0)]
 
 
-def test_a_single_flipped_bit_is_a_difference() -> None:
-    frozen = FrozenFile(MemoryStore(), make_config())
+def test_a_single_flipped_bit_is_a_difference(frozen: FrozenFile) -> None:
     persist_frozen(frozen, 1)
     image = bytearray(make_image())
     image[-1] ^= 1
@@ -138,18 +146,17 @@ def test_a_single_flipped_bit_is_a_difference() -> None:
         frozen.persist(2, memoryview(image), must_match=True)
 
 
-def test_without_a_previous_save_nothing_proves_that_tensors_are_unchanged() -> None:
-    frozen = FrozenFile(MemoryStore(), make_config())
+def test_without_a_previous_save_nothing_proves_that_tensors_are_unchanged(frozen: FrozenFile) -> None:
     with pytest.raises(InvalidInput, match="failed before their hashes were known"):
         persist_frozen(frozen, 1, must_match=True)
     persist_frozen(frozen, 2)
     persist_frozen(frozen, 3, must_match=True)
 
 
-def test_a_save_that_the_store_rejected_is_still_compared_with() -> None:
+def test_a_save_that_the_store_rejected_is_still_compared_with(
+    store: FaultyStore, frozen: FrozenFile
+) -> None:
     """Its bytes were hashed: the next save, staged meanwhile, need not be dropped for it."""
-    store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_config())
     store.fail("put", RetryLater("full"))
     with pytest.raises(RetryLater):
         persist_frozen(frozen, 1, 2.0)
@@ -159,10 +166,8 @@ def test_a_save_that_the_store_rejected_is_still_compared_with() -> None:
     assert store.get(names.frozen(2, 1, 0)) == make_image(2.0)
 
 
-def test_a_save_can_be_tried_again() -> None:
+def test_a_save_can_be_tried_again(store: FaultyStore, frozen: FrozenFile) -> None:
     """The file is there already, its part could not be written."""
-    store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_config())
     assert persist_frozen(frozen, 1) == persist_frozen(frozen, 1)
     assert store.get(names.frozen(1, 1, 0)) == make_image()
 
@@ -180,10 +185,11 @@ def test_a_new_keeper_finds_the_file_of_an_earlier_one(tmp_path: Path, attempt: 
     assert found[0].samefile(found[1])
 
 
-def test_files_of_other_ranks_and_incomplete_saves_are_skipped() -> None:
+def test_files_of_other_ranks_and_incomplete_saves_are_skipped(
+    store: FaultyStore, frozen: FrozenFile
+) -> None:
     """A file without a part, a part that is damaged, a part without such a file."""
-    store = FaultyStore(MemoryStore())
-    save(store, FrozenFile(store, make_config()), 1)
+    save(store, frozen, 1)
     document = store.get(names.part(1, 1, 0))
     for step in (2, 3, 4):
         store.put(names.frozen(step, 1, 0), b"half")
@@ -197,10 +203,8 @@ def test_files_of_other_ranks_and_incomplete_saves_are_skipped() -> None:
     assert not calls(store, "put")
 
 
-def test_without_links_the_bytes_are_written_again() -> None:
-    store = FaultyStore(MemoryStore())
+def test_without_links_the_bytes_are_written_again(store: FaultyStore, frozen: FrozenFile) -> None:
     store.fail("link", Unsupported("no links here"), times=None)
-    frozen = FrozenFile(store, make_config())
     for step in (1, 2, 3):
         persist_frozen(frozen, step, must_match=step > 1)
         assert store.get(names.frozen(step, 1, 0)) == make_image()
@@ -208,9 +212,9 @@ def test_without_links_the_bytes_are_written_again() -> None:
 
 
 @pytest.mark.parametrize("harm", ["gone", "truncated"])
-def test_a_missing_or_truncated_file_is_written_again(harm: str) -> None:
-    store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_config())
+def test_a_missing_or_truncated_file_is_written_again(
+    store: FaultyStore, frozen: FrozenFile, harm: str
+) -> None:
     persist_frozen(frozen, 1)
     name = names.frozen(1, 1, 0)
     store.delete(name)
@@ -220,9 +224,7 @@ def test_a_missing_or_truncated_file_is_written_again(harm: str) -> None:
     assert store.get(names.frozen(2, 1, 0)) == make_image()
 
 
-def test_a_failed_link_is_retried() -> None:
-    store = FaultyStore(MemoryStore())
-    frozen = FrozenFile(store, make_config())
+def test_a_failed_link_is_retried(store: FaultyStore, frozen: FrozenFile) -> None:
     persist_frozen(frozen, 1)
     store.fail("link", RetryLater("gone for a moment"))
     with pytest.raises(RetryLater):

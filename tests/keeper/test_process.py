@@ -25,7 +25,7 @@ from holdfast.checkpoint.keeper import child_process, client, packets
 from holdfast.checkpoint.keeper.messages import Ping, Pong, RecordEvent, SaveReached
 from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.errors import Denied, HoldfastError, InvalidInput, RetryLater, SaveWarning
-from stage.training import check_saved, make_checkpointer, wait_until
+from stage.training import check_saved, keeper_of, make_checkpointer, wait_until
 
 
 def keepers() -> list[psutil.Process]:
@@ -48,8 +48,7 @@ def wait_for_keepers(*expected: holdfast.Checkpointer) -> None:
 
 
 def pid_of(ckpt: holdfast.Checkpointer) -> int:
-    assert ckpt._training.attempt.keeper is not None
-    return ckpt._training.attempt.keeper.pid
+    return keeper_of(ckpt).pid
 
 
 def test_each_checkpointer_has_one_keeper_until_it_is_closed(tmp_path: Path) -> None:
@@ -253,7 +252,7 @@ def test_a_stopped_keeper_stops_no_training_and_is_replaced(
                 warnings.simplefilter("ignore")
                 ckpt.save(step)
             for number in range(100):
-                ckpt._training.attempt.keeper.record("saved", step=step, detail=f"{number}")  # pyright: ignore[reportOptionalMemberAccess]
+                keeper_of(ckpt).record("saved", step=step, detail=f"{number}")
                 ckpt.record(loss=1.0)
         assert stopped.status() == psutil.STATUS_STOPPED, "training did not wait until it was replaced"
         pending = ckpt._training.attempt.saves.pending

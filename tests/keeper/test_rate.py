@@ -35,9 +35,7 @@ def test_a_rate_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.now_s == pytest.approx(8.0)
 
 
-def test_a_save_in_home_observes_the_rate_block_by_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_in_home_observes_the_rate_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     monkeypatch.setattr(persist_module, "BLOCK_BYTES", 1000)
     store = FaultyStore(MemoryStore())

@@ -43,7 +43,8 @@ from holdfast.system.linux.processes import start_time
 from keeper.test_commit import make_config, put_part
 from making import RecordingInbox
 
-MakeWorker = Callable[..., tuple[Worker, FaultyStore, RecordingInbox]]
+Made = tuple[Worker, FaultyStore, RecordingInbox]
+MakeWorker = Callable[..., Made]
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWorker:
         commit_timeout_s: float = 60.0,
         rank: int = 0,
         world_size: int = 1,
-    ) -> tuple[Worker, FaultyStore, RecordingInbox]:
+    ) -> Made:
         store = store or FaultyStore(MemoryStore())
         inbox, pid = RecordingInbox(), os.getpid()
         monkeypatch.setattr(worker, "open_store", lambda _: store)

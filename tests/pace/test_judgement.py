@@ -105,12 +105,7 @@ def test_shares_of_a_window_give_the_cost_as_a_share_of_all_time() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.dictionaries(st.integers(0, 5), st.floats(0, 1), max_size=6),
-        max_size=25,
-    )
-)
+@given(st.lists(st.dictionaries(st.integers(0, 5), st.floats(0, 1), max_size=6), max_size=25))
 def test_any_shares_have_a_verdict_within_bounds(windows: list[dict[int, float]]) -> None:
     for slow in judge(windows, 6, [1.0] * len(windows)):
         assert all(0 <= one.cost_share <= 1 for one in slow)

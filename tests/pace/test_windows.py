@@ -45,12 +45,8 @@ def window(number: int, slow: RankWindow | None = None) -> PaceWindow:
 
 def test_shares_are_those_of_the_samples() -> None:
     counts = [0] * 8
-    counts[Activity.RUNS], counts[Activity.LOADS], counts[Activity.WAITS], counts[Activity.APART] = (
-        30,
-        10,
-        40,
-        20,
-    )
+    counts[Activity.RUNS], counts[Activity.LOADS] = 30, 10
+    counts[Activity.WAITS], counts[Activity.APART] = 40, 20
     found = RankWindow.of_samples(counts, 0.1)
     assert found is not None
     assert found == RankWindow(0.3, 0.1, 0.0, 0.1)

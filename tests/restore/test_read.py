@@ -121,21 +121,6 @@ def test_adjacent_chunks_are_read_together_but_bounded() -> None:
     assert all(offset % CHUNK == 0 for _, offset, _ in store.reads)
 
 
-def test_several_files_are_read_in_one_go() -> None:
-    store = Recorder()
-    made = make_checkpoint(store, 1, 1, [{"a": torch.arange(9)}, {"b": torch.arange(3.0)}])
-    parts = Parts(store, made)
-    takers = [Taker(72), Taker(12)]
-    sizes = (72, 12)
-    jobs = [
-        FileRead(parts.part(rank), [Want(parts.part(rank).starts[0], sizes[rank], takers[rank])])
-        for rank in (0, 1)
-    ]
-    read(store, jobs)
-    assert torch.equal(torch.frombuffer(takers[0].data, dtype=torch.int64), torch.arange(9))
-    assert torch.equal(torch.frombuffer(takers[1].data, dtype=torch.float32), torch.arange(3.0))
-
-
 class Mapped(MemoryStore):
     """A store whose bytes are in memory of its own."""
 
@@ -205,14 +190,6 @@ def test_a_damaged_chunk_is_named_and_not_handed_on(position: int) -> None:
     assert taker.count == 0
 
 
-def test_damage_in_a_chunk_that_is_not_needed_is_not_read() -> None:
-    store = Recorder()
-    store.put(names.data(1, 1, 0), IMAGE)
-    flip(store, names.data(1, 1, 0), 30 * CHUNK)
-    read(store, [FileRead(PART, wants([(2 * CHUNK, 10)]))])
-    assert store.reads == [(names.data(1, 1, 0), 2 * CHUNK, CHUNK)]
-
-
 def test_with_on_error_all_damage_is_collected_and_the_rest_is_read() -> None:
     store = Recorder()
     store.put(names.data(1, 1, 0), IMAGE)
@@ -263,12 +240,6 @@ def test_an_error_of_a_sink_or_a_callback_is_raised_too() -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(NotFound):
         read(MemoryStore(), [FileRead(PART, wants([(0, 9)]))])
-
-
-def test_bytes_are_reported_as_they_come() -> None:
-    seen: list[int] = []
-    stats = read(STORE, [FileRead(PART, wants([(0, len(IMAGE))]))], on_bytes=seen.append, num_threads=3)
-    assert sum(seen) == stats.num_bytes == len(IMAGE)
 
 
 def test_without_requests_nothing_is_read() -> None:

@@ -80,12 +80,7 @@ def on_ranks(
 
     def work(rank: ThreadRank) -> Restored | None:
         request = Request(
-            store,
-            lives[rank.rank].load,
-            rank,
-            num_threads=2,
-            source_rank=source_rank,
-            patience_s=patience_s,
+            store, lives[rank.rank].load, rank, num_threads=2, source_rank=source_rank, patience_s=patience_s
         )
         return restore_newest(request)
 
@@ -136,30 +131,19 @@ def test_an_empty_home_is_a_fresh_start() -> None:
     assert restore_newest(request) is None
 
 
+DATA, PART, MANIFEST = names.data(300, 1, 0), names.part(300, 1, 0), names.manifest(300, 1)
 HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
-    "flipped bit in data": (lambda store: flip(store, names.data(300, 1, 0)), "damaged in chunk"),
-    "flipped bit in header": (lambda store: flip(store, names.data(300, 1, 0), 4100), "damaged in chunk"),
-    "flipped bit in part": (
-        lambda store: flip(store, names.part(300, 1, 0)),
-        "not the part that was committed",
-    ),
-    "flipped bit in manifest": (lambda store: flip(store, names.manifest(300, 1)), "seal"),
-    "zeroed hole": (lambda store: zero(store, names.data(300, 1, 0), 8192, 4096), "damaged in chunk 2 "),
-    "truncated data": (
-        lambda store: store.put(names.data(300, 1, 0), store.get(names.data(300, 1, 0))[:-1]),
-        "truncated",
-    ),
-    "truncated manifest": (
-        lambda store: store.put(names.manifest(300, 1), store.get(names.manifest(300, 1))[:50]),
-        "seal",
-    ),
-    "missing data": (lambda store: store.delete(names.data(300, 1, 0)), "missing"),
-    "missing part": (lambda store: store.delete(names.part(300, 1, 0)), "missing"),
-    "manifest of another run": (
-        lambda store: reseal(store, names.manifest(300, 1), run="run-two"),
-        "belongs to another run",
-    ),
-    "manifest of the future": (lambda store: reseal(store, names.manifest(300, 1), version=3), "Upgrade"),
+    "flipped bit in data": (lambda store: flip(store, DATA), "damaged in chunk"),
+    "flipped bit in header": (lambda store: flip(store, DATA, 4100), "damaged in chunk"),
+    "flipped bit in part": (lambda store: flip(store, PART), "not the part that was committed"),
+    "flipped bit in manifest": (lambda store: flip(store, MANIFEST), "seal"),
+    "zeroed hole": (lambda store: zero(store, DATA, 8192, 4096), "damaged in chunk 2 "),
+    "truncated data": (lambda store: store.put(DATA, store.get(DATA)[:-1]), "truncated"),
+    "truncated manifest": (lambda store: store.put(MANIFEST, store.get(MANIFEST)[:50]), "seal"),
+    "missing data": (lambda store: store.delete(DATA), "missing"),
+    "missing part": (lambda store: store.delete(PART), "missing"),
+    "manifest of another run": (lambda store: reseal(store, MANIFEST, run="run-2"), "belongs to another run"),
+    "manifest of the future": (lambda store: reseal(store, MANIFEST, version=3), "Upgrade"),
 }
 
 
@@ -252,9 +236,9 @@ def test_a_save_without_manifest_in_a_read_only_home_is_skipped() -> None:
 
 
 FAILING = {
-    "manifest": ("get", names.manifest(300, 1)),
-    "part": ("get", names.part(300, 1, 0)),
-    "data": ("read_into", names.data(300, 1, 0)),
+    "manifest": ("get", MANIFEST),
+    "part": ("get", PART),
+    "data": ("read_into", DATA),
     "listing of the home": ("list", ""),
     "listing of the step": ("list", names.step_dir(300)),
     "run": ("get", names.RUN),

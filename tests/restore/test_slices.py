@@ -40,8 +40,7 @@ def test_the_overlap_of_a_slice_and_a_region_is_contiguous_in_the_region(data: s
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple))
     starts = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
     region = Region(
-        starts,
-        tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True)),
+        starts, tuple(data.draw(st.integers(1, size - at)) for size, at in zip(shape, starts, strict=True))
     )
     numbers = torch.full(shape, -1)
     numbers[region.slices] = torch.arange(region.num_items).reshape(region.sizes)

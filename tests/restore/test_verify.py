@@ -50,18 +50,6 @@ def test_a_flipped_bit_anywhere_in_any_file_is_found() -> None:
     assert opened.verify().is_good
 
 
-def test_a_hole_of_zeros_is_found_in_every_chunk_it_touches() -> None:
-    store = make_store()
-    name = names.data(5, 1, 0)
-    bad = bytearray(store.get(name))
-    bad[2 * 4096 + 100 : 5 * 4096] = bytes(3 * 4096 - 100)
-    store.put(name, bad)
-    problems = open_checkpoint(store).verify().problems
-    assert sorted(problem.message.split("chunk ")[1].split()[0] for problem in problems) == ["2", "3", "4"]
-    assert {problem.key for problem in problems} == {"a"}
-    assert {problem.rank for problem in problems} == {0}
-
-
 def test_a_truncated_file_is_one_problem_and_the_rest_is_still_checked() -> None:
     store = make_store()
     name = names.data(5, 1, 1)

@@ -15,7 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from holdfast.errors import HoldfastError, SaveWarning
-from stage.training import WAIT_S, CopyGate, compute_gradients, make_checkpointer, make_training, snapshot
+from stage.training import (
+    WAIT_S,
+    CopyGate,
+    compute_gradients,
+    keeper_of,
+    make_checkpointer,
+    make_training,
+    snapshot,
+)
 
 Tears = Mapping[int, Collection[int]]  # by step: the ranks whose copies of it are torn
 
@@ -57,8 +65,7 @@ def train(
                 gate.opened.clear()
                 saves.append(ckpt.save(step))
                 if rank == 0 and step in kills:
-                    assert ckpt._training.attempt.keeper is not None
-                    os.kill(ckpt._training.attempt.keeper.pid, signal.SIGKILL)
+                    os.kill(keeper_of(ckpt).pid, signal.SIGKILL)
                 if step in tears:
                     if rank not in tears[step]:
                         gate.opened.set()

@@ -63,32 +63,25 @@ def make_saves(names: Iterable[str] = NAMES) -> Saves:
     return Saves({name: torch.rand(SIZE) for name in names})
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
 def test_frozen_tensors_are_copied_in_the_background_from_the_second_save_on(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, is_watched: bool
 ) -> None:
+    """Without a watch only they are: nothing is copied in the background at the first save."""
+    expected = [{"plain", "base", "head"}, {"plain"}, {"plain"}]
+    if not is_watched:
+        request.getfixturevalue("unwatched")
+        expected = [{"w", "plain"}] * 2
     saves = make_saves()
-    for _ in range(3):
+    if not is_watched:
+        saves.stage()
+    for _ in expected:
         with monkeypatch.context() as patch:
             staging, found = saves.stage(CopyGate(patch))
-        assert not staging.is_frozen_unchanged, "they are watched, so nothing is taken on trust"
+        assert staging.is_frozen_unchanged is not is_watched, "what is watched is not taken on trust"
         assert not staging.torn
         assert all(torch.equal(found[name], saves.tensors[name]) for name in NAMES)
-    assert saves.at_once == [{"plain", "base", "head"}, {"plain"}, {"plain"}]
-
-
-@pytest.mark.usefixtures("unwatched")
-def test_without_a_watch_only_frozen_tensors_are_copied_in_the_background(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    saves = make_saves()
-    saves.stage()
-    for _ in range(2):
-        with monkeypatch.context() as patch:
-            staging, found = saves.stage(CopyGate(patch))
-        assert staging.is_frozen_unchanged
-        assert not staging.torn
-        assert all(torch.equal(found[name], saves.tensors[name]) for name in NAMES)
-    assert saves.at_once == [{"w", "plain"}, {"w", "plain"}]
+    assert saves.at_once == expected
 
 
 @pytest.mark.parametrize("is_counted", [False, True])

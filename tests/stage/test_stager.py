@@ -272,33 +272,6 @@ def test_every_dtype_shape_and_stride_is_saved(tmp_path: Path) -> None:
         assert found.reshape(-1).view(torch.uint8).equal(as_bytes.reshape(-1).view(torch.uint8)), name
 
 
-def test_tied_weights_are_saved_once_and_restored_tied(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
-            self.head.weight = self.embedding.weight
-
-    model = Tied()
-    optimizer = AdamW(model.parameters(), fused=True)
-    model.head(model.embedding(torch.arange(5))).sum().backward()
-    optimizer.step()
-    expected = model.head.weight.detach().clone()
-    with make_checkpointer(tmp_path / "home", {"model": model, "optimizer": optimizer}) as ckpt:
-        ckpt.save(1)
-        optimizer.step()
-    saved = holdfast.open(tmp_path / "home")
-    assert saved.manifest.tied == {"model.head.weight": "model.embedding.weight"}
-    assert "model.head.weight" not in saved.manifest.tensors
-    other = Tied()
-    with make_checkpointer(
-        tmp_path / "home", {"model": other, "optimizer": AdamW(other.parameters())}
-    ) as ckpt:
-        assert ckpt.restore() == 1
-    assert other.head.weight is other.embedding.weight
-    assert torch.equal(other.head.weight, expected)
-
-
 def test_steps_do_not_wait_without_a_save_in_progress(tmp_path: Path) -> None:
     model = make_model()
     optimizer = AdamW(model.parameters())

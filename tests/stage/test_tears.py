@@ -32,12 +32,8 @@ from stage.training import (
 )
 
 QUICK = [
-    "write data.clamp_ of one",
-    "write _foreach_mul_",
-    "write numpy alias",
-    "write second optimizer",
-    "own pre-hook that writes",
-    "shared memory",
+    *("write data.clamp_ of one", "write _foreach_mul_", "write numpy alias", "write second optimizer"),
+    *("own pre-hook that writes", "shared memory"),
 ]
 
 
@@ -128,18 +124,18 @@ def test_a_torn_last_save_is_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     check_saved(tmp_path / "home", 1, expected)
 
 
+REFUSED = "Operation not permitted"
+
+
 def refuse() -> None:
-    raise OSError(1, "Operation not permitted")
+    raise OSError(1, REFUSED)
 
 
 @pytest.mark.parametrize(
     ("refusal", "means"),
     [
         (None, "the kernel's record of written pages"),
-        (
-            "Operation not permitted",
-            "copying everything before save() returns, as the kernel does not record",
-        ),
+        (REFUSED, "copying everything before save() returns, as the kernel does not record"),
     ],
 )
 def test_the_method_of_tear_detection_is_logged(

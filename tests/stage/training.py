@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 import holdfast
 from holdfast.checkpoint.format.catalog import Catalog, Tensor
 from holdfast.checkpoint.format.layout import whole
+from holdfast.checkpoint.keeper import Keeper
 from holdfast.checkpoint.stage import SavePlan, stager
 from holdfast.checkpoint.state import CapturedState
 from holdfast.checkpoint.state.tensor_table import StateStructure
@@ -94,6 +95,12 @@ def make_checkpointer(
     if given is not None and not any(one.name == "preemption" for one in given):
         given = [holdfast.Preemption(signals=False), *given]
     return holdfast.Checkpointer(home, state, watches=given, **{"quiet": True, "memory": "2GiB", **options})
+
+
+def keeper_of(ckpt: holdfast.Checkpointer) -> Keeper:
+    """Return the keeper that a Checkpointer has started."""
+    assert ckpt._training.attempt.keeper is not None
+    return ckpt._training.attempt.keeper
 
 
 def make_plan(

@@ -45,21 +45,23 @@ def build(seed: int, steps: int) -> dict[str, Any]:
     return state
 
 
+def parts_of(live: dict[str, Any]) -> list[Any]:
+    """Return the objects of a state that a restore must keep."""
+    gan, training, (generator, others) = live["gan"], live["training"], live["generators"]
+    parts = [gan["g"], gan["d"], gan["optimizers"], *gan["optimizers"], gan[3]]
+    return [*parts, training, training.model, training.scheduler, generator, others[0]]
+
+
 def test_objects_in_containers_resume_in_place() -> None:
     """Each live object stays the same, at any depth; values beside them are restored too."""
     objects = build(1, 2)
     saved = kept(objects)
     live = build(2, 0)
-    gan, training = live["gan"], live["training"]
-    parts = [gan["g"], gan["d"], gan["optimizers"], *gan["optimizers"], gan[3], training]
-    parts += [training.model, training.scheduler, live["generators"][0], live["generators"][1][0]]
+    parts = parts_of(live)
     saved.restore(State(live))
     assert_same_state(live, objects)
-    gan, training = live["gan"], live["training"]
-    found = [gan["g"], gan["d"], gan["optimizers"], *gan["optimizers"], gan[3], training]
-    found += [training.model, training.scheduler, live["generators"][0], live["generators"][1][0]]
-    assert all(one is other for one, other in zip(parts, found, strict=True))
-    assert (gan["seen"], training.step) == ([1, 1, 2], 1)
+    assert all(one is other for one, other in zip(parts, parts_of(live), strict=True))
+    assert (live["gan"]["seen"], live["training"].step) == ([1, 1, 2], 1)
     assert torch.rand(3, generator=live["generators"][0]).tolist() == (
         torch.rand(3, generator=objects["generators"][0]).tolist()
     )

@@ -200,9 +200,7 @@ def test_numpy_s_own_generator_becomes_the_saved_kind(
         lambda rng: rng.update(torch=4),
     ],
 )
-def test_damaged_states_of_generators_are_found_before_a_change(
-    damage: Callable[[Any], object],
-) -> None:
+def test_damaged_states_of_generators_are_found_before_a_change(damage: Callable[[Any], object]) -> None:
     saved = kept({"x": torch.ones(1)})
     decoded = decode(saved.values["rng"])
     damage(decoded)
@@ -252,9 +250,7 @@ class _WithExtra(nn.Linear):
         _replace("value", {"$npdtype": ["", 1]}),
     ],
 )
-def test_values_that_no_save_writes_count_as_damage(
-    damage: Callable[[Any], object],
-) -> None:
+def test_values_that_no_save_writes_count_as_damage(damage: Callable[[Any], object]) -> None:
     def build() -> dict[str, Any]:
         model = _WithExtra(2, 2)
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "value": 1}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -192,33 +193,22 @@ def faults() -> dict[str, tuple[dict[str, Any], str]]:
     scheduled = SGD(model.parameters(), lr=0.1)
     StepLR(scheduled, 2)
     shared = torch.Generator()
-    unsaved = torch.utils.data.RandomSampler(Numbers(), generator=torch.Generator())
-    workers = {"num_workers": 1, "generator": torch.Generator()}
+    lost = torch.utils.data.RandomSampler(Numbers(), generator=torch.Generator())
+    augmented = StatefulDataLoader(Augmented(), num_workers=1, generator=torch.Generator())
+
+    def loader(**options: Any) -> Any:
+        return StatefulDataLoader(Numbers(), **{"generator": torch.Generator(), **options})
+
     return {
         "empty": ({"meter": Meter({})}, "meter is a Meter whose state_dict() is empty"),
-        "metric": (
-            {"all": torch.nn.Sequential(Mean())},
-            "all.0 is a Mean whose state (total) is not persist",
-        ),
+        "metric": ({"all": nn.Sequential(Mean())}, "all.0 is a Mean whose state (total) is not persist"),
         "scheduler": ({"model": model, "opt": scheduled}, "set by a scheduler that is not in the state"),
         "model": ({"opt": SGD(other.parameters(), lr=0.1)}, "opt trains 6 parameters that are in no module"),
         "loader": ({"data": StatefulDataLoader(Numbers())}, "data does not have its own generator"),
-        "generator": (
-            {"data": StatefulDataLoader(Numbers(), generator=shared), "g": shared},
-            "Leave g out of the state",
-        ),
-        "shared": (
-            {"data": StatefulDataLoader(Numbers(), shuffle=True, generator=torch.Generator())},
-            "data and its sampler share a generator",
-        ),
-        "sampler": (
-            {"data": StatefulDataLoader(Numbers(), sampler=unsaved, generator=torch.Generator())},
-            "the RandomSampler of data does not save its position",
-        ),
-        "workers": (
-            {"data": StatefulDataLoader(Augmented(), **workers)},
-            "Augmented.__getitem__() draws random numbers",
-        ),
+        "generator": ({"data": loader(generator=shared), "g": shared}, "Leave g out of the state"),
+        "shared": ({"data": loader(shuffle=True)}, "data and its sampler share a generator"),
+        "sampler": ({"data": loader(sampler=lost)}, "the RandomSampler of data does not save its position"),
+        "workers": ({"data": augmented}, "Augmented.__getitem__() draws random numbers"),
     }
 
 

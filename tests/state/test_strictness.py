@@ -43,16 +43,6 @@ def test_a_different_shape_is_refused_even_if_not_strict() -> None:
         saved.plan(State({"m": nn.Linear(2, 4)}), strict=False)
 
 
-def test_a_different_dtype_is_converted_with_a_note() -> None:
-    """The target has the saved dtype; the live tensor keeps its own."""
-    saved = kept({"m": nn.Linear(2, 2)})
-    other = nn.Linear(2, 2).bfloat16()
-    load = saved.restore(State({"m": other}))
-    assert load.targets["m.weight"][0].tensor.dtype is torch.float32
-    assert same(other.weight, saved.tensors["m.weight"].bfloat16())
-    assert any("m.weight: saved as torch.float32, cast to torch.bfloat16" in note for note in load.notes)
-
-
 def test_only_restores_the_named_keys() -> None:
     """Everything else, RNG included, stays."""
     saved = kept({**training(steps=1), "epoch": 4, "lost": 1})

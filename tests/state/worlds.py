@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, S
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.state import CapturedState, Load, State, assign
 from holdfast.checkpoint.state.tensors import dtype_name
-from layouts import LAYOUTS, WORDS, Net, gather, mesh_of, tensor_parallel, whole
+from layouts import LAYOUTS, Net, Trained, gather, mesh_of, tensor_parallel, whole
 from state.trip import fill
 
 FOUR = (
@@ -25,7 +25,7 @@ TWO = ("ddp", "fsdp", "unresharded", "partly", "tp-pairs", "fsdp1", "pipeline")
 """Layouts on 4 ranks and on 2 that are saved and loaded."""
 
 
-class Setup:
+class Setup(Trained):
     """A model in a layout, its optimizer, and their state."""
 
     def __init__(self, model: nn.Module, *, is_reversed: bool = False) -> None:
@@ -39,14 +39,6 @@ class Setup:
         self.objects: dict[str, Any] = {"model": model, "optimizer": self.optimizer, "epoch": 3}
         self.state = State(self.objects)
         self.state.agree(gather)
-
-    def train(self) -> None:
-        """Two steps with the same input everywhere."""
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            self.model(torch.randint(0, WORDS, (5,), generator=generator)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
 
     def full(self) -> dict[str, torch.Tensor]:
         """Every parameter and its state, gathered by DTensor's own collectives; under canonical names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -112,11 +113,8 @@ def test_many_threads_lose_no_line(place: Place, log: AppendLogs) -> None:
             if turn % 10 == 0:
                 log.flush()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     log.flush()
     expected = [b"%d-%d" % (number, turn) for number in range(4) for turn in range(50)]
     assert sorted(place.objects["a"].split()) == sorted(expected)

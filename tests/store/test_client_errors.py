@@ -7,12 +7,15 @@ import pytest
 from holdfast.checkpoint.store.client_errors import classify
 from holdfast.checkpoint.store.error_codes import ErrorKind
 
-obstore = pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
+pytest.importorskip("obstore", reason="needs the extra `remote`, which needs Python 3.11")
+
+from obstore import exceptions
+from obstore.exceptions import GenericError
 
 
 def answer(status: int, code: str = "") -> Exception:
     body = f'<?xml version="1.0"?> <Error><Code>{code}</Code><Message>m</Message></Error>' if code else ""
-    return obstore.exceptions.GenericError(
+    return GenericError(
         f"Generic S3 error: Error performing PUT http://h/b/k?X-Amz-Signature=HIDE in 1ms - Server returned "
         f"non-2xx status code: {status} X: {body}\n\nDebug source:\nGeneric {{ token: HIDE }}"
     )
@@ -22,23 +25,17 @@ def answer(status: int, code: str = "") -> Exception:
     ("error", "kind"),
     [
         (FileNotFoundError("Object at location k not found"), ErrorKind.ABSENT),
-        (obstore.exceptions.AlreadyExistsError("k"), ErrorKind.TAKEN),
-        (obstore.exceptions.PreconditionError("k"), ErrorKind.TAKEN),
+        (exceptions.AlreadyExistsError("k"), ErrorKind.TAKEN),
+        (exceptions.PreconditionError("k"), ErrorKind.TAKEN),
         (answer(416), ErrorKind.PAST_END),
-        (
-            obstore.exceptions.GenericError("Wanted range\n\nDebug source: InvalidRangeRequest"),
-            ErrorKind.PAST_END,
-        ),
-        (obstore.exceptions.GenericError("Received non-partial response"), ErrorKind.LASTING),
+        (GenericError("Wanted range\n\nDebug source: InvalidRangeRequest"), ErrorKind.PAST_END),
+        (GenericError("Received non-partial response"), ErrorKind.LASTING),
         (answer(429), ErrorKind.PASSING),
-        (obstore.exceptions.GenericError("HTTP error: error sending request"), ErrorKind.PASSING),
-        (obstore.exceptions.PermissionDeniedError("403"), ErrorKind.DENIED),
-        (obstore.exceptions.UnauthenticatedError("401"), ErrorKind.DENIED),
+        (GenericError("HTTP error: error sending request"), ErrorKind.PASSING),
+        (exceptions.PermissionDeniedError("403"), ErrorKind.DENIED),
+        (exceptions.UnauthenticatedError("401"), ErrorKind.DENIED),
         (ValueError("Could not parse path"), ErrorKind.NAME),
-        (
-            obstore.exceptions.GenericError("Error performing PUT http://169.254.169.254/latest/api/token"),
-            ErrorKind.DENIED,
-        ),
+        (GenericError("Error performing PUT http://169.254.169.254/latest/api/token"), ErrorKind.DENIED),
     ],
 )
 def test_errors_are_classified(error: Exception, kind: ErrorKind) -> None:
@@ -57,7 +54,7 @@ def test_errors_are_classified(error: Exception, kind: ErrorKind) -> None:
     ],
 )
 def test_no_secret_is_shown(text: str) -> None:
-    assert "HIDE" not in classify(obstore.exceptions.GenericError(text)).reason
+    assert "HIDE" not in classify(GenericError(text)).reason
 
 
 def test_the_reason_is_one_line_with_the_servers_error_code() -> None:

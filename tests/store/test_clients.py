@@ -74,9 +74,7 @@ def test_the_url_takes_precedence_over_the_environment(monkeypatch: pytest.Monke
     assert found["base_url"] == "http://127.0.0.1:1"
 
 
-def test_azure_accounts_come_from_variables_url_or_connection_string(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_azure_accounts_come_from_variables_url_or_connection_string(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match="AZURE_STORAGE_ACCOUNT_NAME"):
         settings("az://box/run")
     assert settings("az://box/run?account=acc1")["account_name"] == "acc1"

@@ -51,9 +51,7 @@ def test_a_failing_tier_is_skipped(tiers: tuple[FaultyStore, FaultyStore], error
     assert TieredStore(tiers).get("both") == b"from home"
 
 
-def test_an_object_in_no_tier_is_not_found_if_no_tier_failed(
-    tiers: tuple[FaultyStore, FaultyStore],
-) -> None:
+def test_an_object_in_no_tier_is_not_found_if_no_tier_failed(tiers: tuple[FaultyStore, FaultyStore]) -> None:
     with pytest.raises(NotFound):
         TieredStore(tiers).get("none")
     tiers[1].fail("get", RetryLater("503"))

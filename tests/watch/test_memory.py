@@ -18,7 +18,7 @@ from holdfast.watch.memory import EVENT, GROWS, MemoryGrowth, MemorySamples, rea
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.summary import read_summary
 from making import history_lines
-from stage.training import make_checkpointer, wait_until
+from stage.training import keeper_of, make_checkpointer, wait_until
 
 GB = 10**9
 
@@ -95,8 +95,7 @@ def test_a_leak_in_a_real_run_is_warned_of_and_drawn(tmp_path: Path) -> None:
 
         wait_until(leak)
         (line,) = history_lines(home, GROWS)
-        keeper = ckpt._training.attempt.keeper
-        wait_until(lambda: keeper is not None and keeper.problems)
+        wait_until(lambda: keeper_of(ckpt).problems)
         with pytest.warns(holdfast.WatchWarning, match="HOST MEMORY GROWS: rank 0 on"):
             ckpt.save(2)
     assert "grows by" in str(line["detail"])

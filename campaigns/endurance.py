@@ -161,7 +161,8 @@ def send_signal(nursery: Nursery, seed: int) -> list[str]:
 def _stacks(group: int) -> str:
     """Return where each process of a group stands."""
     return "\n".join(
-        _output("py-spy", "dump", "--pid", pid) for pid in _output("pgrep", "-g", str(group)).split()
+        _output(str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", pid)
+        for pid in _output("pgrep", "-g", str(group)).split()
     )
 
 

@@ -201,8 +201,10 @@ def main() -> int:
     parser.add_argument("--clocks", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    # A shell starts its background jobs with SIGINT ignored, which a training inherits and respects.
+    # A shell starts its background jobs with SIGINT ignored, and nohup with SIGHUP: a training inherits and
+    # respects both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     began, nursery = time.monotonic(), Nursery()
     try:
         problems = save_often(nursery, options.saves) if options.saves else []

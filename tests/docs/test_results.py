@@ -30,7 +30,9 @@ def test_a_number_that_was_edited_is_found(tmp_path: Path) -> None:
         assert subprocess.run([*TABLE, "--check", str(copy)], check=False).returncode == 1
 
 
-@pytest.mark.parametrize("script", ["benchmarks/chart.py", "docs/pictures/demo.py"])
+@pytest.mark.parametrize(
+    "script", ["benchmarks/chart.py", "docs/pictures/concepts.py", "docs/pictures/demo.py"]
+)
 def test_pictures_are_those_of_their_results(script: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / script), "--check"], check=False)
     assert done.returncode == 0, f"run `python {script}`"

@@ -17,6 +17,14 @@ REPOSITORY = ""
 ROOT = Path(__file__).resolve().parent.parent
 SHELVES = {
     "Start": ["docs/tutorial", "docs/glossary"],
+    "Concepts": [
+        "docs/concepts/processes-and-tiers",
+        "docs/concepts/life-of-a-save",
+        "docs/concepts/life-of-a-restore",
+        "docs/concepts/ranks",
+        "docs/concepts/watches",
+        "docs/concepts/trust",
+    ],
     "Guides": ["docs/how-to/*"],
     "Examples": ["examples/README", "examples/*/README"],
     "Reference": ["docs/reference", "docs/cli", "docs/format", "docs/interpreter-tricks"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +31,23 @@ def test_a_number_that_was_edited_is_found(tmp_path: Path) -> None:
         assert subprocess.run([*TABLE, "--check", str(copy)], check=False).returncode == 1
 
 
-@pytest.mark.parametrize("script", ["benchmarks/chart.py", "docs/pictures/demo.py"])
+@pytest.mark.parametrize(
+    "script", ["benchmarks/chart.py", "docs/pictures/concepts.py", "docs/pictures/demo.py"]
+)
 def test_pictures_are_those_of_their_results(script: str) -> None:
     done = subprocess.run([sys.executable, str(ROOT / script), "--check"], check=False)
     assert done.returncode == 0, f"run `python {script}`"
+
+
+def test_a_drawing_that_was_edited_is_found(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    shutil.copy(ROOT / "benchmarks" / "drawing.py", tmp_path / "benchmarks")
+    shutil.copytree(ROOT / "docs" / "pictures", tmp_path / "docs" / "pictures")
+    script, picture = tmp_path / "docs/pictures/concepts.py", tmp_path / "docs/pictures/save.svg"
+    check = [sys.executable, str(script), "--check"]
+    assert subprocess.run(check, check=False).returncode == 0
+    picture.write_text(picture.read_text().replace("durable", "volatile"))
+    assert subprocess.run(check, check=False).returncode == 1
 
 
 def test_training_lost_is_one_sentence_in_all_documents() -> None:

@@ -18,6 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SHELVES = {
     "Start": ["docs/tutorial", "docs/glossary"],
     "Guides": ["docs/how-to/*"],
+    "Coming from": [
+        *(f"docs/coming-from/{page}" for page in ("torch-save", "dcp", "lightning", "trainer")),
+        "docs/coming-from/*",
+    ],
     "Examples": ["examples/README", "examples/*/README"],
     "Reference": ["docs/reference", "docs/cli", "docs/format", "docs/interpreter-tricks"],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],

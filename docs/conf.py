@@ -16,7 +16,7 @@ REPOSITORY = ""
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELVES = {
-    "Start": ["docs/tutorial", "docs/glossary"],
+    "Start": ["docs/tutorial", "docs/why", "docs/questions", "docs/glossary"],
     "Guides": ["docs/how-to/*"],
     "Coming from": [
         *(f"docs/coming-from/{page}" for page in ("torch-save", "dcp", "lightning", "trainer")),

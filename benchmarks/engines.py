@@ -36,6 +36,7 @@ SHORT = {
 }
 """Columns of the terminal's table, which is 80 columns wide; `TROUBLED` has the parts of some of them."""
 HEADINGS_IN_SHORT = (*SHORT, "exact")
+HEADINGS_OF_MEDIANS = (*(column.heading for column in columns.SHORT), *EXACT)
 
 
 def rows(results: Results, state: str) -> list[list[str]]:
@@ -46,6 +47,20 @@ def rows(results: Results, state: str) -> list[list[str]]:
 def rows_in_short(results: Results, state: str) -> list[list[str]]:
     """Return medians of what most readers ask, one row for each engine, its title first."""
     return [_row_in_short(results, state, contestant) for contestant in results.contestants(state)]
+
+
+def rows_of_medians(results: Results, state: str) -> list[list[str]]:
+    """Return medians and verdicts, one row for each engine that ran, its title first."""
+    found = []
+    for contestant in results.contestants(state):
+        run = results.of(state, contestant)[0]
+        if results.trouble(state, contestant):
+            continue
+        title = run.get("title", contestant) + (f" ({run['version']})" if run.get("version") else "")
+        cells = [column.cell(results, state, contestant) for column in columns.SHORT]
+        verdicts = (run.get("exact", {}).get(key, NONE).partition(":")[0] for key in EXACT.values())
+        found.append([title, *cells, *verdicts])
+    return found
 
 
 def _row_in_short(results: Results, state: str, contestant: str) -> list[str]:

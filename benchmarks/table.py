@@ -209,6 +209,15 @@ def render_engines(documents: list[dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def render_engines_in_short(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of the newest run of other projects' engines: medians, and whether bytes are right."""
+    results, measured = combine(documents)
+    state = results.states()[0]
+    headings = [f"**{TITLES.get(state, state)}**", *engines.HEADINGS_OF_MEDIANS]
+    table = _table(headings, engines.rows_of_medians(results, state))
+    return f"_{columns.facts(measured[state]['machine'], rounds=None)}_\n\n{table}"
+
+
 def render_training_lost(documents: list[dict[str, Any]]) -> str:
     """The cost of a save in a training, as a sentence."""
     results, measured = combine(documents)
@@ -327,6 +336,7 @@ RENDERERS = {
     "saving in short": render_in_short,
     "saving chart": chart.render,
     "engines": render_engines,
+    "engines in short": render_engines_in_short,
     "resharding": render_resharding,
     "sharding": render_sharding,
     "scale": render_scale,

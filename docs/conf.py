@@ -16,7 +16,7 @@ REPOSITORY = ""
 
 ROOT = Path(__file__).resolve().parent.parent
 SHELVES = {
-    "Start": ["docs/tutorial", "docs/glossary"],
+    "Start": ["docs/tutorial", "docs/why", "docs/questions", "docs/glossary"],
     "Concepts": [
         "docs/concepts/processes-and-tiers",
         "docs/concepts/life-of-a-save",
@@ -26,6 +26,10 @@ SHELVES = {
         "docs/concepts/trust",
     ],
     "Guides": ["docs/how-to/*"],
+    "Coming from": [
+        *(f"docs/coming-from/{page}" for page in ("torch-save", "dcp", "lightning", "trainer")),
+        "docs/coming-from/*",
+    ],
     "Examples": ["examples/README", "examples/*/README"],
     "Reference": ["docs/reference", "docs/cli", "docs/format", "docs/interpreter-tricks"],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],

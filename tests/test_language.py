@@ -64,7 +64,10 @@ def openings(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_headings_and_first_sentences_do_not_open_with_a_clause(path: Path) -> None:
-    broken = [text for text in openings(path.read_text()) if RULES[CLAUSE].search(text)]
+    found = openings(path.read_text())
+    if path.name == "questions.md":  # its headings are what readers ask
+        found = (text for text in found if not text.endswith("?"))
+    broken = [text for text in found if RULES[CLAUSE].search(text)]
     assert not broken, "\n".join(broken)
 
 

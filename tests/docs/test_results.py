@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 TABLE = [sys.executable, str(ROOT / "benchmarks" / "table.py")]
 
 
-@pytest.mark.parametrize("document", ["README.md", "benchmarks/RESULTS.md", "docs/limits.md"])
+@pytest.mark.parametrize("document", ["README.md", "benchmarks/RESULTS.md", "docs/limits.md", "docs/why.md"])
 def test_tables_are_those_of_the_newest_results(document: str) -> None:
     done = subprocess.run(
         [*TABLE, "--check", str(ROOT / document)], check=False, capture_output=True, text=True

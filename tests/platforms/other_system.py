@@ -1,4 +1,4 @@
-"""A program that imitates another operating system: `other_system.py PLATFORM CODE`.
+"""A program that imitates another operating system: `other_system.py PLATFORM CODE [MODULE ...]`.
 
 It sets `sys.platform`, and takes away the functions and constants that Python has on Linux only, and /proc.
 Differences in the behaviour of the calls that both systems have are not imitated.
@@ -34,8 +34,6 @@ LINUX_ONLY = {
 """Names that Python has on Linux and not on macOS, by module."""
 NOT_ON_WINDOWS = ("fcntl", "resource", "pwd", "grp", "termios")
 """Modules that Python does not have on Windows."""
-READY = ("numpy", "rich.console", "multiprocessing.connection", "subprocess", "torch")
-"""Packages that exist for each system. They are imported before the imitation, which they would notice."""
 
 
 def imitate(platform: str) -> None:
@@ -64,9 +62,8 @@ def without_proc(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    _, platform, code = sys.argv
-    if platform == "darwin":
-        for needed in READY:
-            importlib.import_module(needed)
+    _, platform, code, *modules = sys.argv
+    for name in modules:  # these exist for each system, and would notice the imitation at their import
+        importlib.import_module(name)
     imitate(platform)
     exec(code)

@@ -39,9 +39,9 @@ print(json.dumps(found))
 """
 
 
-def on(platform: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that imitates another operating system."""
-    command = [sys.executable, str(PROGRAM), platform, code]
+def on(platform: str, code: str, *modules: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that imitates another operating system after the import of some modules."""
+    command = [sys.executable, str(PROGRAM), platform, code, *modules]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -53,8 +53,10 @@ def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
+@pytest.mark.slow
 def test_checkpoints_are_read_on_macos(home: Path, tmp_path: Path) -> None:
-    done = on("darwin", READS.format(home=str(home), folder=str(tmp_path)))
+    modules = "numpy", "rich.console", "multiprocessing.connection", "subprocess", "torch"
+    done = on("darwin", READS.format(home=str(home), folder=str(tmp_path)), *modules)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.pop("step") == 1

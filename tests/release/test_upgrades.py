@@ -97,11 +97,13 @@ def test_a_keeper_of_the_old_package_completes_its_save_for_a_trainer_of_the_new
     present: Path, following: Path, tmp_path: Path, is_downgrade: bool
 ) -> None:
     first, second = (following, present) if is_downgrade else (present, following)
-    keeping, home = {"HOLDFAST_KEEP_IN_MEMORY": "60s"}, str(tmp_path / "home")
+    home = str(tmp_path / "home")
     command = [sys.executable, "-c", KILLED, home]
-    killed = packages.run(command, cwd=tmp_path, fails=True, PYTHONPATH=str(first), **keeping)
+    killed = packages.run(
+        command, cwd=tmp_path, fails=True, PYTHONPATH=str(first), HOLDFAST_KEEP_IN_MEMORY="60s"
+    )
     command = [sys.executable, "-c", RESUMED, home]
-    resumed = packages.run(command, cwd=tmp_path, PYTHONPATH=str(second), **keeping)
+    resumed = packages.run(command, cwd=tmp_path, PYTHONPATH=str(second), HOLDFAST_KEEP_IN_MEMORY="60s")
     versions = ["0.2.0", "0.1.0"] if is_downgrade else ["0.1.0", "0.2.0"]
     assert [killed.stdout.split()[0], resumed.stdout.split()[0]] == versions
     assert resumed.stdout.split()[1:] == ["3", "True"]

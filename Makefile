@@ -7,10 +7,11 @@ VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 DEV := $(VENV)/.dev-installed
 BENCH := $(VENV)/.bench-installed
+AUDIT := $(VENV)/.audit-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles soak fuzz docs docs-site clean torn in-turn endurance
+.PHONY: help dist sbom audit changelog demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles soak fuzz docs docs-site clean torn in-turn endurance
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -31,6 +32,10 @@ $(DEV): pyproject.toml $(PINS) | $(BIN)/python
 
 $(BENCH): $(DEV)
 	$(BIN)/pip install --quiet -c $(PINS) -e '.[bench]'
+	@touch $@
+
+$(AUDIT): $(DEV)
+	$(BIN)/pip install --quiet -c $(PINS) -e '.[audit]'
 	@touch $@
 
 demo: $(DEV) ## train, kill, corrupt and resume before your eyes
@@ -117,6 +122,22 @@ docs: $(DEV) ## check every link, code block and command of the documents
 
 docs-site: $(DEV) ## the documentation as a site in build/site; warnings are errors
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/site
+
+dist: $(DEV) ## the wheel and the sdist in dist/, checked as the package index does
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+changelog: $(DEV) ## move the fragments of changes/ into CHANGELOG.md, for the version of the package
+	$(BIN)/python -m towncrier build --yes
+
+sbom: $(AUDIT) ## the packages of this environment as a CycloneDX document, dist/sbom.json
+	mkdir -p dist
+	$(BIN)/python -m cyclonedx_py environment --pyproject pyproject.toml --output-file dist/sbom.json $(BIN)/python
+
+audit: $(AUDIT) ## known vulnerabilities of the pinned packages; asks a network service, and has not been run yet
+	grep -vE '^(#|$$)' constraints.txt > $(VENV)/pinned.txt
+	$(BIN)/python -m pip_audit --requirement $(VENV)/pinned.txt --no-deps --disable-pip
 
 clean: ## remove caches and outputs; .venv stays
 	rm -rf .bench build dist .pytest_cache .ruff_cache .hypothesis

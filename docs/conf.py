@@ -11,10 +11,11 @@ from pathlib import Path
 
 from sphinx.application import Sphinx
 
-REPOSITORY = ""
-"""Address of the files of the repository on the web, such as https://HOST/OWNER/NAME/blob/main."""
-
 ROOT = Path(__file__).resolve().parent.parent
+_SETTING = re.search(r'^repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+REPOSITORY = f"{_SETTING[1]}/blob/main" if _SETTING and _SETTING[1] else ""
+"""Address of the files of the repository on the web; empty until pyproject.toml names the repository."""
+
 SHELVES = {
     "Start": ["docs/tutorial", "docs/why", "docs/questions", "docs/glossary"],
     "Concepts": [
@@ -33,7 +34,14 @@ SHELVES = {
     "Examples": ["examples/README", "examples/*/README"],
     "Reference": ["docs/reference", "docs/cli", "docs/format", "docs/interpreter-tricks"],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],
-    "Inside": ["ARCHITECTURE", "CONTRIBUTING", "docs/design/README", "docs/design/0*", "CHANGELOG"],
+    "Inside": [
+        "ARCHITECTURE",
+        "CONTRIBUTING",
+        "CODE_OF_CONDUCT",
+        "docs/design/README",
+        "docs/design/0*",
+        "CHANGELOG",
+    ],
 }
 
 project = "Holdfast"

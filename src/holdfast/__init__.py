@@ -7,6 +7,7 @@ preemption from the newest checkpoint that verifies.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import holdfast` stays light."""
     if name not in _PLACES:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    if sys.platform == "win32" and _PLACES[name] != "errors":
+        importlib.import_module("holdfast.system.environment").require_linux(name)
     return getattr(importlib.import_module(f"holdfast.{_PLACES[name]}"), name)
 
 

@@ -213,7 +213,7 @@ def test_a_save_fails_if_its_keeper_exits_without_a_report(tmp_path: Path) -> No
     save = submit(keeper, 0)
     keeper.close(timeout_s=0.0)
     os.kill(keeper.pid, signal.SIGKILL)
-    with pytest.raises(RetryLater, match=r"exited before it reported|did not arrive"):
+    with pytest.raises(RetryLater, match=r"had not reported the outcome|did not arrive"):
         save.wait_durable(600)
 
 

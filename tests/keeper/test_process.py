@@ -223,7 +223,7 @@ def test_keepers_that_die_repeatedly_fail_their_saves_and_later_saves_succeed(
     monkeypatch.setenv("HOLDFAST_KILL_AT", "keeper.received")
     with make_checkpointer(tmp_path / "home", {"x": torch.ones(3)}) as ckpt:
         save = ckpt.save(1)
-        with pytest.raises(RetryLater, match=r"6th in a row; the saves that it had are given up"):
+        with pytest.raises(RetryLater, match=r"number 6 in a row; the saves that it had are given up"):
             save.wait_durable(600)
         monkeypatch.delenv("HOLDFAST_KILL_AT")
         with pytest.warns(SaveWarning, match="died"):

@@ -17,8 +17,9 @@ from msgspec import Struct
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
+from holdfast import __version__
 from holdfast.checkpoint.format.messages import pack, unpack
-from holdfast.errors import HoldfastError, InvalidInput, RetryLater, Unsupported
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater, Unsupported
 from holdfast.system.environment import read_integer
 from holdfast.system.log import QUIET_S, get_logger, reported_if_slow
 
@@ -329,6 +330,20 @@ class Ranks(RankGroup):
         key = f"holdfast/{self._number}/{where}"
         self._store.set(f"{key}/{self.rank}", "")
         self._store.wait([f"{key}/{rank}" for rank in ranks], _BARRIER_TIMEOUT)
+
+
+def check_versions(ranks: RankGroup) -> None:
+    """Raise if the ranks run different versions of Holdfast, whose parts would not fit together.
+
+    Ranks: collective.
+    """
+    versions = ranks.gather(__version__)
+    if len(set(versions)) > 1:
+        firsts = ", ".join(f"{one} on rank {versions.index(one)}" for one in sorted(set(versions)))
+        raise Conflict(
+            f"The ranks run different versions of Holdfast, such as {firsts}. Nothing was saved or restored. "
+            "Install the same version on every host, and start again."
+        )
 
 
 def _call(work: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from holdfast import __version__
 from holdfast.cli.commands import COMMANDS, add_command, short_summary
-from holdfast.errors import Corrupt, HoldfastError
+from holdfast.errors import Corrupt, HoldfastError, Unsupported
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
 """Exit statuses other than 0: damage, a difference or something left undone was found; an error; Ctrl-C; the
 output was closed."""
 _RAW = ("demo", "launch", "logs")
 """Commands whose output is not escaped: the output of a job, and a moving screen."""
+_READING = ("ls", "show", "verify", "diff", "export", "history", "metrics", "report")
+_ANYWHERE = ("completion", "version")
+"""Commands that run on macOS too, and on Windows too."""
 _WITH_COMMAND_LINE = ("launch",)
 """Commands that run another command line, after `--`."""
 
@@ -50,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the arguments of this process by default, and return the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
     command = next((word for word in words if not word.startswith("-")), "")
+    if sys.platform != "linux" and (text := _refusal(command)):
+        print_note(text)
+        return TROUBLE
     parser = make_parser(command)  # other commands are not imported
     command_line = None
     if command in _WITH_COMMAND_LINE and "--" in words:
@@ -80,6 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output_that_cannot_be_written()
         return TROUBLE
     return status
+
+
+def _refusal(command: str) -> str:
+    """Return why a command does not run on this operating system; empty if it does."""
+    from holdfast.system.environment import require_linux
+
+    runs = _ANYWHERE if sys.platform == "win32" else (*_ANYWHERE, *_READING)
+    try:
+        if command in COMMANDS and command not in runs:
+            require_linux(f"holdfast {command}")
+    except Unsupported as error:
+        return str(error)
+    return ""
 
 
 def _discard_output_that_cannot_be_written() -> None:

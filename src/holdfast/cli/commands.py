@@ -44,6 +44,7 @@ COMMANDS = {
     "tune": "Run a few steps of a training script in several ways, and report what would speed it up.",
     "check": "Kill and resume a training script, and compare it with an uninterrupted run, bit for bit.",
     "replay": "Run recorded steps again, and compare the result with the checkpoint that the run saved.",
+    "version": "Show the versions and the machine that the report of a problem needs.",
     "completion": "Print the completion script of a shell.",
 }
 """Summary of each command, in the order of the help."""

@@ -48,16 +48,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(status: DirectoryStatus) -> None:
-    rows = [
-        (one, state)
-        for found, state in (
-            (status.waiting, "waiting"),
-            (status.unread, "just changed"),
-            (status.written, "being written"),
-            (status.left_out, "left out"),
-        )
-        for one in found
-    ]
+    states = {"waiting": status.waiting, "just changed": status.unread, "being written": status.written}
+    states["left out"] = status.left_out
+    rows = [(one, state) for state, found in states.items() for one in found]
     if rows:
         columns = (
             Column("NAME", lambda row: row[0].name, "name"),

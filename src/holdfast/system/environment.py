@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.errors import Corrupt, InvalidInput
+from holdfast.errors import Corrupt, InvalidInput, Unsupported
 from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as, to_plain
 
 PREEMPTION = "HOLDFAST_PREEMPTION"  # sources of preemption notices, see `holdfast.watch.preemption.sources`
@@ -31,6 +32,17 @@ SANDBOX = "HOLDFAST_SANDBOX"
 
 _MAX_DIGITS = 18
 MAX_PLACE = 200  # characters of the place at which a training hangs, and of the reason why one has diverged
+
+
+def require_linux(feature: str) -> None:
+    """Raise `Unsupported` for a feature that needs Linux, on another operating system."""
+    if sys.platform == "win32":
+        raise Unsupported("Holdfast does not run on Windows. Use it on Linux, for example in WSL 2.")
+    if sys.platform != "linux":
+        raise Unsupported(
+            f"{feature} needs Linux (memfd_create, pidfd_open, /proc), not {sys.platform}. Checkpoints can "
+            "be read here: holdfast.open(), and holdfast ls, show, verify, diff, export, history, report."
+        )
 
 
 def read_integer(name: str, default: int, *, minimum: int = 0) -> int:

@@ -9,8 +9,9 @@ import socket
 import subprocess
 from collections.abc import Callable
 
+from holdfast import __version__
 from holdfast.checkpoint.keeper import packets
-from holdfast.checkpoint.keeper.config import IGNORED_SIGNALS, KeeperConfig
+from holdfast.checkpoint.keeper.config import IGNORED_SIGNALS, OTHER_VERSION_STATUS, KeeperConfig
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.checkpoint.keeper.messages import Configure, Message, Ping, Pong
 from holdfast.checkpoint.keeper.packets import Outbox
@@ -65,11 +66,10 @@ class ChildProcess:
         stderr_fd = os.memfd_create("holdfast-keeper-stderr")  # leaves no file behind
         # A process inherits the mask: blocked signals cannot end the keeper before it ignores them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        arguments = __version__, str(theirs.fileno()), str(lockfile.fd), str(lockfile.path)
         try:
             process = subprocess.Popen(
-                command(
-                    "holdfast.checkpoint.keeper", str(theirs.fileno()), str(lockfile.fd), str(lockfile.path)
-                ),
+                command("holdfast.checkpoint.keeper", *arguments),
                 cwd="/",  # keeps no other directory in use
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -100,6 +100,11 @@ class ChildProcess:
     def was_killed(self) -> bool:
         """True if a signal has ended the process, once it was reaped."""
         return self._process.returncode is None or self._process.returncode < 0
+
+    @property
+    def is_other_version(self) -> bool:
+        """True if another version of Holdfast has been installed since this process began."""
+        return self._process.returncode == OTHER_VERSION_STATUS
 
     @property
     def is_done(self) -> bool:

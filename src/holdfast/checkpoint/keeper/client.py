@@ -373,14 +373,13 @@ class Keeper:
                 if self._close is not None and not is_lost:
                     for step in list(self._submitted):
                         text = (
-                            f"The keeper of rank {self.config.rank} (pid {dead.pid}) exited before it "
-                            f"reported the outcome of step {step}, which may be complete. Earlier "
-                            "checkpoints remain."
+                            f"{death} It had not reported the outcome of step {step}, which may be complete. "
+                            "Earlier checkpoints remain."
                         )
                         self._finish(step, RetryLater(text, step=step))
                     self._has_ended.set()
                     return
-                pause_s = self._count_death(reason)
+                pause_s = self._count_death(reason, is_final=dead.is_other_version)
             self._must_not_pause.wait(pause_s)
             if self._has_left:
                 return
@@ -412,19 +411,19 @@ class Keeper:
                 )
         return self._child_config
 
-    def _count_death(self, reason: str) -> float:
-        """Return the seconds to wait before another keeper is started."""
+    def _count_death(self, reason: str, *, is_final: bool) -> float:
+        """Return the seconds to wait before another keeper is started. If `is_final`, its saves fail now."""
         self._num_deaths += 1
         still_read = {one.message.arena for one in self._submitted.values() if not one.is_persisted}
         for arena in self._arenas_in_use - still_read:
             self._release(arena)
-        if self._num_deaths == 1:
+        if self._num_deaths == 1 and not is_final:
             return 0.0
         pause_s = backoff.doubled(self._num_deaths - 1, _FIRST_PAUSE_S, _LAST_PAUSE_S)
-        if self._num_deaths > _MAX_DEATHS:  # one of the saves may be the cause
+        if self._num_deaths > _MAX_DEATHS or is_final:  # one of the saves may be the cause
             text = (
-                f"{reason} It was the {self._num_deaths}th in a row; the saves that it had are given up, and "
-                f"another one is started in {format_duration(pause_s)}. Earlier checkpoints remain."
+                f"{reason} It was number {self._num_deaths} in a row; the saves that it had are given up, "
+                f"and another one is started in {format_duration(pause_s)}. Earlier checkpoints remain."
             )
             for step in list(self._submitted):
                 self._finish(step, RetryLater(text, step=step))

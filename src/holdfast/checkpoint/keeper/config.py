@@ -15,6 +15,7 @@ from holdfast.system.documents import Count
 
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a training, but not its keepers: the last save must be completed. SIGKILL stops both."""
+OTHER_VERSION_STATUS = 78  # of a keeper of another version than its trainer
 
 
 class WatchConfig(Struct, frozen=True):

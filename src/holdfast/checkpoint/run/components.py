@@ -12,7 +12,7 @@ from msgspec import Struct
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.keeper.pulse import Pulse
-from holdfast.checkpoint.ranks import RankGroup, Ranks
+from holdfast.checkpoint.ranks import RankGroup, Ranks, check_versions
 from holdfast.checkpoint.run.cadence import Cadence, HomeCadence
 from holdfast.checkpoint.run.metrics import MetricsBuffer
 from holdfast.checkpoint.run.options import Options
@@ -55,6 +55,7 @@ class Components(Struct, frozen=True):
             {} if state is None else state, world=None if group is None else (group.rank, group.world_size)
         )
         ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
+        check_versions(ranks)
         metrics, now_s, watching = MetricsBuffer(), time.monotonic(), Watching(options.watches)
         pipeline = Pipeline(
             objects,

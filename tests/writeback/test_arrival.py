@@ -49,7 +49,7 @@ def test_objects_appear_in_the_order_of_closing(remote: MountedDirectory, proxy:
 def test_small_shards_are_uploaded_side_by_side_and_their_marker_waits_for_all(
     s3: Server, proxy: FaultProxy, make_directory: Callable[..., MountedDirectory]
 ):
-    """The first shard has no answer, the second fails at first. The others arrive meanwhile, no marker does."""
+    """The first shard has no answer, the second fails at first. The others arrive, no marker does."""
     remote = make_directory(place=s3.home("side-by-side", port=proxy.port, timeout="30", parallel="8"))
     gate = proxy.hold(method="PUT", target="shard-00")
     proxy.inject("503", method="PUT", target="shard-01", times=3)

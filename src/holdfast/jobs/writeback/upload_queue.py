@@ -136,7 +136,9 @@ class UploadQueue(Struct):
         overtake.
         """
         newest = next(reversed(self.entries.values()), None)
-        if newest is None or newest.name != name or newest.number <= self.last_begun or newest.version is None:
+        if newest is None or newest.name != name or newest.version is None:
+            return None
+        if newest.number <= self.last_begun:
             return None
         if name in self.sent or sum(entry.name == name for entry in self.entries.values()) > 1:
             return None

@@ -53,21 +53,18 @@ class Sender:
         self.error: BaseException | None = None
         """Failure that ended the threads, if any."""
         self._limit = min(_MAX_SIDE_BY_SIDE, store.properties.parallel_reads)
-        self._threads = [
-            threading.Thread(target=self._run, name="holdfast-sender", daemon=True)
-            for _ in range(self._limit)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for _ in range(self._limit):
+            self._threads.append(threading.Thread(target=self._run, name="holdfast-sender", daemon=True))
+            self._threads[-1].start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop after the current requests. Unsent entries stay queued."""
+        """Stop after the current requests, each within a time. Unsent entries stay queued."""
         self._stopping.set()
         with self._queue.changed:
             self._queue.changed.notify_all()
-        until_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(max(0.0, until_s - time.monotonic()))
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,6 @@ same queue.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -81,29 +80,25 @@ class UploadQueue(Struct):
         return next(iter(self.entries.values()), None)
 
     def begin(self, limit: int) -> Upload | None:
-        """Return the oldest entry that may be uploaded now and is not yet, marked as begun, or None."""
-        for entry in self._side_by_side(limit):
-            if entry.number not in self.begun:
-                self.begun.add(entry.number)
-                self.last_begun = max(self.last_begun, entry.number)
-                return entry
-        return None
+        """Return the oldest entry that may be uploaded now and is not yet, marked as begun, or None.
 
-    def _side_by_side(self, limit: int) -> Iterator[Upload]:
-        """Yield the first entry and, if it is of a series, those of the series right behind it.
-
-        A series are small files of one folder that the bucket does not have, and whose names differ only in
-        their numbers, such as shards. Any other entry waits until all before it are done.
+        The first entry may, and the rest of its series. A series are small files of one folder, right behind
+        each other, that the bucket does not have, and whose names differ only in their numbers, such as
+        shards. Any other entry waits until all before it are done.
         """
         names: set[str] = set()
         series = None
         for entry in islice(self.entries.values(), limit):
             found = self._series(entry)
             if names and (found is None or found != series or entry.name in names):
-                return
+                return None
+            if entry.number not in self.begun:
+                self.begun.add(entry.number)
+                self.last_begun = max(self.last_begun, entry.number)
+                return entry
             names.add(entry.name)
             series = found
-            yield entry
+        return None
 
     def _series(self, entry: Upload) -> tuple[str, str] | None:
         """Return the folder and the name without numbers, or None if the order of an entry matters."""

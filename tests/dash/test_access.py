@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +26,10 @@ def test_the_token_is_exchanged_for_a_cookie_of_this_server(client: Client) -> N
     assert answer.headers["Set-Cookie"] == f"{COOKIE}={client.keys.session}; {place}"
     assert 'http-equiv="refresh" content="0;url=./"' in answer.text
     assert client.keys.token not in answer.text
-    assert "script" not in answer.text
+    script = answer.text.partition("<script>")[2].partition("</script>")[0]
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{hashed}'; "), "only this script runs"
     assert answer.headers["Referrer-Policy"] == "no-referrer", "the URL has the token"
 
 

@@ -14,10 +14,13 @@ import pytest
 from dash.conftest import WAITS
 from dash.driver import Page, browsing, missing_browser
 from dash.serving import serving
+from holdfast.checkpoint.store import open_store
 from holdfast.jobs.dash import job_board
+from holdfast.jobs.dash.run_view import RunPlace
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
+from making import make_home
 
 pytest.importorskip("waitress", reason="needs the extra `dash`")
 pytest.importorskip("vl_convert", reason="needs the extra `report`")
@@ -211,7 +214,7 @@ def test_the_page_is_usable_on_a_phone_by_keyboard_and_by_a_screen_reader(
 ) -> None:
     page = story.page
     page.scheme(scheme)
-    page.size(400, 800)
+    page.size(390, 800)
     run = f"{sys.executable} {TRAINING} {tmp_path / 'run'} 10 --every 5; echo {'x' * 500}; exit 3"
     failed = story.launch(run, name="a-name-that-is-much-too-long-for-a-phone")
     story.launch(WAITS, name="second")
@@ -226,6 +229,8 @@ def test_the_page_is_usable_on_a_phone_by_keyboard_and_by_a_screen_reader(
     page.wait("return document.querySelector('[data-drawn]')")
     assert page.run("return document.activeElement.id") == "main", "a screen reader begins with the new place"
     assert page.run(fits)
+    cut = "return [...document.querySelectorAll('.scroll')].some((one) => one.scrollWidth > one.clientWidth)"
+    assert not page.run(cut), "no column of a table is cut"
     ratio, element = page.run(CONTRAST)
     assert ratio >= 4.5, element
     nodes = page.cdp("Accessibility.getFullAXTree")["nodes"]
@@ -263,9 +268,16 @@ def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(jobs: JobHa
     with serving(jobs.state, *words) as (url, _), browsing(tmp_path / "profile") as page:
         page.open(url)
         page.wait("return document.querySelectorAll('.homes a').length === 2")
+        page.wait("return document.querySelector('.homes tr td')?.innerText === 'finished'")
+        cells = page.run("return [...document.querySelectorAll('.homes td')].map((one) => one.innerText)")
+        assert cells[1] == "10"
+        assert cells[2].endswith(" ago")
+        assert cells[3:] == ["in a bucket, which its page reads", "-", "-"]
         page.run("location.hash = document.querySelectorAll('.homes a')[0].hash")
         page.wait("return document.querySelector('[data-drawn]')")
         assert (page.text("h1"), page.text("h2.place")) == ("a run", str(home))
+        assert "step 10" in page.text(".numbers")
+        assert "Drawing" not in page.text(".chart")
         page.run("location.hash = '#/'")
         page.wait("return document.querySelectorAll('.homes a').length === 2")
         page.run("location.hash = document.querySelectorAll('.homes a')[1].hash")
@@ -273,4 +285,19 @@ def test_a_home_of_the_command_line_is_shown_and_a_bucket_on_request(jobs: JobHa
         asked = page.run("return performance.getEntriesByType('resource').map((one) => one.name)")
         assert len({name for name in asked if name.endswith("/curves")}) == 1, "of the first home"
         assert page.text("h1") == "other"
+        assert page.console() == []
+
+
+def test_the_printed_url_leads_to_the_place_that_is_added_to_it(jobs: JobHarness, tmp_path: Path) -> None:
+    """Although its token is exchanged first. A run without metrics has its numbers there."""
+    home = tmp_path / "run"
+    make_home(open_store(home), attempts=(1,))
+    with serving(jobs.state, str(home)) as (url, _), browsing(tmp_path / "profile") as page:
+        place = f"#/runs/{RunPlace(str(home)).id}"
+        page.open(url + place)
+        page.wait("return document.querySelector('h1')?.innerText === 'run'")
+        assert page.url() == url.partition("?")[0] + place
+        page.wait("return document.querySelectorAll('.numbers div').length === 6")
+        assert "Newest checkpoint" in page.text(".numbers")
+        assert page.text(".runs p.note").endswith("It has not recorded a metric yet.")
         assert page.console() == []

@@ -50,6 +50,17 @@ def test_curves_are_those_of_the_report(connect: Callable[..., Client], home: Pa
     assert client.get(f"api/homes/{listed['id']}/curves", tag=answer.headers["ETag"]).status == 304
 
 
+def test_the_list_of_runs_has_the_state_of_each(connect: Callable[..., Client], home: Path, tmp_path: Path):
+    client = connect(str(home), str(tmp_path / "empty"))
+    found = client.get(f"api/homes/{RunPlace(str(home)).id}/state").json
+    assert found == {"state": "not finished", "step": None, "last_unix_s": 1.0}
+    numbers = client.get(f"api/homes/{RunPlace(str(home)).id}/curves").json["numbers"]
+    assert numbers[0] == {"name": "Newest checkpoint", "value": "none", "remark": "home holds no checkpoint"}
+    missing = client.get(f"api/homes/{RunPlace(str(tmp_path / 'empty')).id}/state")
+    assert (missing.status, "does not contain a run yet" in missing.json["error"]) == (404, True)
+    assert client.get("api/homes/0123456789abcdef/state").status == 404
+
+
 def test_a_report_is_a_page_of_an_origin_of_its_own(connect: Callable[..., Client], home: Path) -> None:
     pytest.importorskip("vl_convert", reason="needs the extra `report`")
     client = connect(str(home))

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from dash.driver import browsing, missing_browser
 from holdfast.checkpoint.format.run import Done
 from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod
 from holdfast.watch.report.figures import make_figures
-from holdfast.watch.report.page import make_page
+from holdfast.watch.report.page import headline_numbers, make_page
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed
 from holdfast.watch.report.summary import CheckedNode, RunSummary, summarize
 from report.browser import find_browser, load
@@ -146,7 +147,8 @@ def test_a_curve_is_one_line_over_all_attempts_with_discarded_values() -> None:
 def test_of_a_long_training_some_steps_are_drawn_and_all_metrics_listed() -> None:
     made_up = MadeUpRun().claim(1, 0.0)
     for number in range(12):
-        made_up.add_metrics(1, 1.0, f"n{number}", dict.fromkeys(range(5 * MAX_MARKS), 10.0 ** (number - 6)))
+        values = dict.fromkeys(range(5 * MAX_MARKS), 10.0 ** (number - 6)) | {0: 0.0}
+        made_up.add_metrics(1, 1.0, f"n{number}", values)
     made_up.add_metrics(1, 2.0, "wide", {step: 10.0**-step for step in range(6)})
     figures = make_figures(summarize(made_up.by_time(), made_up.claims))
     curves = [one for id, one in figures.items() if id.startswith("curve-")]
@@ -157,6 +159,32 @@ def test_of_a_long_training_some_steps_are_drawn_and_all_metrics_listed() -> Non
     for one in curves:
         assert one.chart is not None
         assert vl_convert.vegalite_to_svg({**framed(one.chart), "width": 600}).startswith("<svg")
+
+
+def test_a_metric_with_one_value_is_a_number_above_the_charts_and_no_chart() -> None:
+    made_up = MadeUpRun().claim(1, 0.0).add_metrics(1, 1.0, "loss", {1: 2.0, 2: 1.0})
+    made_up.add_metrics(1, 2.0, "<accuracy>", {30: 0.91234567}).add_metrics(1, 2.0, "lr", {1: 1e-3, 2: 1e-3})
+    made_up.add_metrics(1, 3.0, "bad", {30: math.nan})
+    found = summarize(made_up.by_time(), made_up.claims)
+    titles = [one.title for id, one in make_figures(found).items() if id.startswith("curve-")]
+    assert titles == ["loss, step by step"]
+    numbers = [(one.name, one.value, one.remark) for one in headline_numbers(found)[6:]]
+    assert numbers == [
+        ("<accuracy>", "0.912346", "at step 30"),
+        ("lr", "0.001", "at all 2 recorded steps"),
+        ("bad", "nan", "at step 30"),
+    ]
+    assert "<dt>&lt;accuracy&gt;</dt><dd>0.912346</dd>" in page_of(found)
+
+
+def test_no_interval_is_advised_after_seconds_of_training() -> None:
+    advised = {one.name: one for one in headline_numbers(eventful())}["Best interval"]
+    assert advised.value == "unknown"
+    assert "of training are too short to estimate it; actual: " in advised.remark
+    fates = [Fate(900, 0.0, 30.0, 2.0, 0), Fate(90, 0.0, 0.0, 0.0, 0)]
+    made_up = simulate(fates, every=50, step_s=1.0, blocked_s=0.02).made_up
+    found = summarize(made_up.by_time(), made_up.claims)
+    assert {one.name: one for one in headline_numbers(found)}["Best interval"].value != "unknown"
 
 
 def test_every_chart_has_a_table_of_its_numbers() -> None:
@@ -257,3 +285,27 @@ def test_a_browser_draws_every_chart_without_an_error(make: Callable[[], RunSumm
     assert (loaded.data("drawn"), loaded.data("failed")) == (str(len(charts)), "0"), loaded.console
     assert loaded.text.count('class="marks"') == len(charts)
     assert loaded.console == ""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing_browser()), reason=missing_browser() or "not skipped")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_explanations_are_shorter_than_their_charts(width: int, tmp_path: Path) -> None:
+    """On a phone they are closed, and on a screen as wide as the chart above."""
+    place = tmp_path / "report.html"
+    place.write_text(page_of(eventful()))
+    with browsing(tmp_path / "profile") as page:
+        page.size(width, 900)
+        page.open(place.as_uri())
+        page.wait("return document.body.dataset.drawn")
+        sizes = page.run(
+            "return [...document.querySelectorAll('section')].filter((one) => one.querySelector('.chart'))"
+            ".map((one) => ['.chart', '.about'].map((of) => one.querySelector(of).getBoundingClientRect())"
+            ".map((box) => [box.width, box.height]))"
+        )
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        for (chart_width, chart_height), (text_width, text_height) in sizes:
+            assert text_height < chart_height
+            assert text_width == chart_width
+        is_open = page.run("return [...document.querySelectorAll('.about')].map((one) => one.open)")
+        assert set(is_open) == {width == 1280}

@@ -1,7 +1,7 @@
 """A program that saves checkpoints as many do: `python checkpoint_writer.py DIRECTORY FIRST LAST`.
 
-Each step writes two data files, one of them too large to be copied, a marker with their hashes, overwrites
-`latest` in place, and deletes the step before the last three, its marker first.
+Each step writes two data files, one of them too large to be copied, four small shards, a marker with the
+hashes of all, overwrites `latest` in place, and deletes the step before the last three, its marker first.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 KEEP = 3
+NUM_SHARDS = 4
 COPIED_BYTES = 100_000
 
 
@@ -21,7 +22,9 @@ def save(folder: Path, step: int) -> None:
     """Save a step."""
     draw = random.Random(step)
     hashes = {}
-    for name, num_bytes in ((f"data-{step}-a", 3 * COPIED_BYTES), (f"data-{step}-b", 1000)):
+    files = {f"data-{step}-a": 3 * COPIED_BYTES, f"data-{step}-b": 1000}
+    files |= {f"shard-{step}-{number}": 1000 + number for number in range(NUM_SHARDS)}
+    for name, num_bytes in files.items():
         data = draw.randbytes(num_bytes)
         hashes[name] = hashlib.sha256(data).hexdigest()
         with (folder / name).open("wb", buffering=0) as file:
@@ -31,8 +34,9 @@ def save(folder: Path, step: int) -> None:
     (folder / f"marker-{step}.tmp").rename(folder / f"marker-{step}")
     with (folder / "latest").open("w") as file:
         file.write(str(step))
-    for name in (f"marker-{step - KEEP}", f"data-{step - KEEP}-a", f"data-{step - KEEP}-b"):
-        (folder / name).unlink(missing_ok=True)
+    (folder / f"marker-{step - KEEP}").unlink(missing_ok=True)
+    for name in files:
+        (folder / name.replace(str(step), str(step - KEEP), 1)).unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from fault_proxy import FaultProxy
+from servers import Server
 from writeback.harness import MountedDirectory, wait_for
 
 LARGE = 12 << 20  # sent in parts
@@ -42,6 +44,42 @@ def test_objects_appear_in_the_order_of_closing(remote: MountedDirectory, proxy:
 
     wait_for(all_there, "every object")
     assert len(set(seen)) > 3, "the bucket was not listed often enough to show an order"
+
+
+def test_small_shards_are_uploaded_side_by_side_and_their_marker_waits_for_all(
+    s3: Server, proxy: FaultProxy, make_directory: Callable[..., MountedDirectory]
+):
+    """The first shard has no answer, the second fails at first. The others arrive, no marker does."""
+    remote = make_directory(place=s3.home("side-by-side", port=proxy.port, timeout="30", parallel="8"))
+    gate = proxy.hold(method="PUT", target="shard-00")
+    proxy.inject("503", method="PUT", target="shard-01", times=3)
+    remote.mount()
+    names = [remote.write(f"shard-{number:02}", str(number)).name for number in range(20)]
+    remote.write("COMMITTED", "1")
+    assert gate.reached.wait(600)
+    wait_for(lambda: set(remote.bucket()) >= set(names[1:]), "the other shards", remote.describe)
+    wait_for(lambda: [one.name for one in remote.status().waiting] == ["shard-00", "COMMITTED"], "the rest")
+    assert "COMMITTED" not in remote.bucket()
+    assert not remote.status().is_settled
+    gate.opened.set()
+    assert remote.drained() == remote.local()
+
+
+def test_a_failing_shard_is_reported_until_it_arrives(
+    s3: Server, proxy: FaultProxy, make_directory: Callable[..., MountedDirectory]
+):
+    """Although the shards beside it succeed."""
+    remote = make_directory(place=s3.home("failing", port=proxy.port, timeout="2", parallel="8"))
+    proxy.inject("503", method="PUT", target="shard-1$", times=None)
+    remote.mount()
+    for number in range(4):
+        remote.write(f"shard-{number}", "x")
+    wait_for(lambda: "Uploading shard-1 has failed" in remote.status().trouble, "the failure to be reported")
+    wait_for(lambda: [one.name for one in remote.status().waiting] == ["shard-1"], "the other shards")
+    assert "Uploading shard-1 has failed" in remote.status().trouble
+    proxy.clear()
+    assert remote.drained() == remote.local()
+    assert remote.status().trouble == ""
 
 
 def test_deletes_and_renames_keep_their_place_in_the_order(remote: MountedDirectory, proxy: FaultProxy):

@@ -27,7 +27,8 @@ from holdfast.jobs.writeback.upload_queue import (
     Version,
 )
 
-NAMES = st.sampled_from(["data", "more", "marker", "last"])
+NAMES = st.sampled_from(["data", "marker", "part-1", "part-2", "part-30"])
+SIDE_BY_SIDE = 3
 
 
 def version(number: int) -> Version:
@@ -36,10 +37,11 @@ def version(number: int) -> Version:
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Files are closed, deleted and renamed. Entries are done one at a time, and the uploader is killed.
+    """Files are closed, deleted and renamed. Entries are done side by side, and the uploader is killed.
 
-    The bucket must at every moment be the directory as it was after some prefix of its changes, and the
-    queue that a killed uploader's successor reads from the journal must be the one that was lost.
+    The bucket must at every moment be the directory as it was after some prefix of its changes, perhaps with
+    some new parts of the series that follows. The queue that a killed uploader's successor reads from the
+    journal must be the one that was lost.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.past: list[dict[str, int]] = [{}]
         self.at = 0  # the bucket is the directory as in `past[at]`
         self.bucket: dict[str, int] = {}
-        self.begun: Upload | None = None
+        self.begun: list[Upload] = []
 
     def happened(self) -> None:
         self.past.append(dict(self.directory))
@@ -85,34 +87,36 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.remove(old)
         self.happened()
 
-    @precondition(lambda self: self.begun is None and self.queue.first() is not None)
     @rule()
     def begin(self) -> None:
-        self.begun = self.queue.first()
-        assert self.begun is not None
-        self.queue.begun = self.begun.number
+        if (entry := self.queue.begin(SIDE_BY_SIDE)) is not None:
+            assert entry not in self.begun
+            self.begun.append(entry)
+        assert len(self.begun) <= SIDE_BY_SIDE
 
-    @precondition(lambda self: self.begun is not None)
-    @rule()
-    def finish(self) -> None:
-        entry, self.begun = self.begun, None
-        assert entry is not None
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        entry = self.begun.pop(data.draw(st.integers(0, len(self.begun) - 1)))
+        self.arrive(entry)
         if entry.version is None:
-            self.bucket.pop(entry.name, None)
             self.queue.mark_removed(entry)
         else:
-            self.bucket[entry.name] = entry.version.fingerprint.num_bytes
             self.queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
 
-    @rule(is_done=st.booleans())
-    def kill(self, is_done: bool) -> None:
-        """The current entry may have reached the bucket without a record in the journal."""
-        if self.begun is not None and is_done:
-            if self.begun.version is None:
-                self.bucket.pop(self.begun.name, None)
-            else:
-                self.bucket[self.begun.name] = self.begun.version.fingerprint.num_bytes
-        self.begun = None
+    def arrive(self, entry: Upload) -> None:
+        if entry.version is None:
+            self.bucket.pop(entry.name, None)
+        else:
+            self.bucket[entry.name] = entry.version.fingerprint.num_bytes
+
+    @rule(data=st.data())
+    def kill(self, data: st.DataObject) -> None:
+        """Entries that are begun may have reached the bucket without a record in the journal."""
+        for entry in self.begun:
+            if data.draw(st.booleans()):
+                self.arrive(entry)
+        self.begun = []
         for table, key, value in self.queue.writes:  # as the journal does
             if value is None:
                 self.journal[table].pop(key, None)
@@ -127,11 +131,23 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def bucket_is_the_directory_of_some_moment(self) -> None:
-        moments = [at for at in range(len(self.past)) if self.past[at] == self.bucket]
+        moments = [at for at in range(len(self.past)) if self.may_be(at)]
         assert moments, (self.bucket, self.past)
         later = [at for at in moments if at >= self.at]
         assert later, f"the bucket went back: {self.bucket}"
         self.at = later[0]
+
+    def may_be(self, at: int) -> bool:
+        """Return True if the bucket is the directory of a moment, with new parts that were closed next."""
+        known = dict(self.past[at])
+        if any(self.bucket.get(name) != value for name, value in known.items()):
+            return False
+        for after in self.past[at + 1 :]:
+            new = after.keys() - known.keys()
+            if len(new) != 1 or known.items() - after.items() or not min(new).startswith("part-"):
+                break
+            known = after
+        return self.bucket.items() <= known.items()
 
     @invariant()
     def nothing_is_forgotten(self) -> None:
@@ -142,10 +158,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert sorted(self.queue.newest_first()) == sorted(self.directory)
 
     def teardown(self) -> None:
-        while self.queue.first() is not None:
-            if self.begun is None:
-                self.begin()
-            self.finish()
+        while (entry := self.queue.first()) is not None:
+            self.arrive(entry)
+            if entry.version is None:
+                self.queue.mark_removed(entry)
+            else:
+                self.queue.mark_sent(entry, Sent(entry.version.fingerprint, entry.version.digest))
             self.bucket_is_the_directory_of_some_moment()
         assert self.bucket == self.directory
 
@@ -214,7 +232,7 @@ def test_a_value_of_another_type_in_the_journal_is_damage(tmp_path: Path):
 def test_an_upload_in_progress_is_not_withdrawn():
     queue = UploadQueue()
     queue.put("tmp", version(1))
-    (queue.begun,) = queue.entries
+    assert queue.begin(1) is not None
     assert queue.withdraw("tmp") is None
 
 
@@ -247,3 +265,40 @@ def test_an_entry_whose_kept_version_is_lost_keeps_its_place():
     first, second = queue.entries.values()
     assert first.version is not None
     assert (first.name, first.version.form, second.name) == ("a", PATH, "b")
+
+
+@pytest.mark.parametrize(
+    ("names", "num_begun"),
+    [
+        (["shard-0", "shard-1", "shard-2", "COMMITTED"], 3),
+        (["shard-0", "shard-1.meta", "shard-2"], 1),
+        (["step-1/shard-0", "step-1/shard-1", "step-2/shard-0"], 2),
+        (["shard-0", "shard-1", "shard-0"], 2),
+        (["old-7", "shard-0", "shard-1"], 1),
+        (["shard-0", "old-7", "shard-1"], 1),
+        (["shard-0", "old-8", "old-7"], 1),
+        (["latest", "shard-0"], 1),
+    ],
+)
+def test_only_new_files_whose_names_differ_in_numbers_are_uploaded_side_by_side(
+    names: list[str], num_begun: int
+):
+    queue = UploadQueue(sent={"old-7": Sent(version(0).fingerprint, "")})
+    for number, name in enumerate(names, 1):
+        queue.put(name, version(number))
+    begun = iter(lambda: queue.begin(8), None)
+    assert [entry.name for entry in begun if entry] == names[:num_begun]
+
+
+def test_large_files_and_removals_are_done_one_after_the_other():
+    queue = UploadQueue()
+    for number in range(2):
+        queue.put(f"large-{number}", Version(HARD_LINK, Fingerprint(number, 0, 0)))
+    send_first = queue.begin(8)
+    assert send_first is not None
+    assert queue.begin(8) is None
+    send_all(queue)
+    for number in range(2):
+        queue.remove(f"large-{number}")
+    assert queue.begin(8) is not None
+    assert queue.begin(8) is None

@@ -129,7 +129,7 @@ def _print_attempts(found: JobDescription) -> None:
         Column("LOST", lambda of: format_span(of.lost_s) if of.lost_s else None, "right"),
         Column("STEP", attrgetter("step"), "right"),
         Column("EXIT", lambda of: _exits(of, found.job.num_nodes)),
-        Column("WHY", lambda of: of.reason.partition("\n")[0] or of.status.value, "text"),
+        Column("RESULT", lambda of: of.reason.partition("\n")[0] or of.status.value, "text"),
     ]
     if any(one.machines for one in found.attempts):
         columns.insert(-1, Column("MACHINES", lambda of: " ".join(of.machines) or None, "name"))

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
+import queue
 import signal
 import socket
 import ssl
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,9 +58,8 @@ _VARIABLES = {
 """Variable of a command for each fact."""
 _MAX_TRIES = 4
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 20.0
-_POLL_S = 0.05
+_POLL_S, _LOOK_S = 0.05, 0.25
 _TIMEOUT_S, _TOTAL_S = 10.0, 20.0  # of a request: without an answer, and in all
-_MAX_ANSWER_BYTES = 64 << 10
 _AGAIN = frozenset({408, 425, 429})  # statuses below 500 that may pass
 _HOOK_LIMIT_S = 60.0
 
@@ -160,7 +161,7 @@ def _add_notification(folder: JobFolder, job_state: JobState) -> None:
 
 
 def _outstanding(folder: JobFolder) -> list[tuple[Notification, dict[str, str]]]:
-    """Return the notifications with their missing targets by label, and that of the job's end in any case."""
+    """Return the notifications with the targets that lack them, and that of the job's end in any case."""
     plan = _read_plan(folder)
     if plan is None:
         return []
@@ -168,7 +169,8 @@ def _outstanding(folder: JobFolder) -> list[tuple[Notification, dict[str, str]]]
     done = {(one.notification, one.target) for one in read_deliveries(folder)}
     found: list[tuple[Notification, dict[str, str]]] = []
     for message in journal.read_values(folder.notifications, Notification):
-        missing = {name: target for name, target in targets.items() if (message.id, name) not in done}
+        wanted = targets if message.is_wanted else {}
+        missing = {name: target for name, target in wanted.items() if (message.id, name) not in done}
         if missing or message.status.is_final:
             found.append((message, missing))
     return found
@@ -232,22 +234,42 @@ def serve(path: Path) -> None:
 
 
 def _send_all(folder: JobFolder) -> None:
-    """Send all that is outstanding. After the end of the job, remove its targets."""
+    """Send all that is outstanding, to all targets at once. After the end of the job, remove its targets."""
     plan = _read_plan(folder)
-    while plan is not None and (todo := _outstanding(folder)):
-        for message, missing in todo:
-            for name, target in missing.items() if message.is_wanted else ():
-                error, num_tries = _send(plan, target, _facts_of(plan, message))
-                failpoint("jobs.notified")
-                delivery = Delivery(message.id, message.status, name, error, num_tries, time.time())
-                journal.append_value(folder.deliveries, delivery)
-                if error:
-                    _log.warning(
-                        "the notification %s was not sent to %s: %s", message.status.value, name, error
-                    )
-            if message.status.is_final:
-                folder.notify_plan.unlink(missing_ok=True)
-                return
+    if plan is None:
+        return
+    sending: dict[str, Future[None]] = {}
+    with ThreadPoolExecutor(len(plan.targets)) as pool:
+        while True:
+            for name in [name for name, sender in sending.items() if sender.done()]:
+                sending.pop(name).result()  # raises its error
+            todo = _outstanding(folder)
+            queues = {
+                name: (target, [message for message, missing in todo if name in missing])
+                for _, targets in todo
+                for name, target in targets.items()
+            }
+            if not queues:
+                break
+            for name, (target, messages) in queues.items():
+                if name not in sending:
+                    sending[name] = pool.submit(_send_in_order, folder, plan, name, target, messages)
+            wait(sending.values(), _LOOK_S, FIRST_COMPLETED)
+    if todo:  # the end of the job, which all targets have
+        folder.notify_plan.unlink(missing_ok=True)
+
+
+def _send_in_order(
+    folder: JobFolder, plan: NotificationPlan, name: str, target: str, messages: list[Notification]
+) -> None:
+    """Send notifications to one target, one after the other, and record the results."""
+    for message in messages:
+        error, num_tries = _send(plan, target, _facts_of(plan, message))
+        failpoint("jobs.notified")
+        delivery = Delivery(message.id, message.status, name, error, num_tries, time.time())
+        journal.append_value(folder.deliveries, delivery)
+        if error:
+            _log.warning("the notification %s was not sent to %s: %s", message.status.value, name, error)
 
 
 def _send(plan: NotificationPlan, target: str, facts: Mapping[str, object]) -> tuple[str, int]:
@@ -275,16 +297,22 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def post(url: str, body: bytes) -> tuple[str, bool]:
-    """Send a POST, and return why it failed, without names of hosts, and whether it may succeed later.
+    """Send a POST, and return why it failed, without names of hosts, and whether it may succeed later."""
+    results: queue.SimpleQueue[tuple[str, bool]] = queue.SimpleQueue()
+    # A server that sends single bytes would never reach the limit of its socket.
+    threading.Thread(target=lambda: results.put(_post(url, body)), daemon=True).start()
+    try:
+        return results.get(timeout=_TOTAL_S)
+    except queue.Empty:
+        return _reason(TimeoutError()), True
 
-    Only for a main thread: a signal limits the whole request.
-    """
+
+def _post(url: str, body: bytes) -> tuple[str, bool]:
     headers = {"Content-Type": "application/json", "User-Agent": "holdfast"}
     opener = urllib.request.build_opener(_NoRedirect)
     try:
         request = urllib.request.Request(url, body, headers, method="POST")
-        with _limited(_TOTAL_S), opener.open(request, timeout=_TIMEOUT_S) as response:
-            response.read(_MAX_ANSWER_BYTES)
+        opener.open(request, timeout=_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
         error.close()
         return f"the server answered with status {error.code}", error.code >= 500 or error.code in _AGAIN
@@ -306,22 +334,6 @@ def _reason(error: object) -> str:
     return f"the request failed ({type(error).__name__})"
 
 
-@contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the block after some seconds, also if the server sends single bytes."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def run_hook(command: str, given: bytes, *, environment: Mapping[str, str], directory: str) -> str:
     """Run a command, and return why it failed; empty if it succeeded. Its output is this process's."""
     try:
@@ -338,7 +350,7 @@ def run_hook(command: str, given: bytes, *, environment: Mapping[str, str], dire
     try:
         process.wait(_HOOK_LIMIT_S)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         end_program(process)
         return f"it did not end within {_HOOK_LIMIT_S:.0f} s, and was killed"

@@ -127,6 +127,27 @@ def test_a_webhook_that_does_not_answer_does_not_delay_the_job(harness: JobHarne
     assert not harness.files(job).path.exists()
 
 
+def test_a_target_that_hangs_delays_no_other(harness: JobHarness, receiver: Receiver, tmp_path: Path) -> None:
+    """Neither the same status nor later ones, although its own request has no answer yet."""
+    command, out = recorder(tmp_path)
+    other = Receiver()
+    receiver.gate.clear()
+    with other.running():
+        targets = (receiver.url, other.url, command)
+        job = launch(harness, WAITS, *targets, on=["running,ended"])
+        harness.wait_for(job, lambda: receiver.bodies, "the request that hangs")
+        harness.wait_for(job, lambda: other.statuses == ["RUNNING"] and out.exists(), "the other targets")
+        harness.finish(job)
+        harness.wait_for(job, lambda: other.statuses == ["RUNNING", "SUCCEEDED"], "the end at the webhook")
+        harness.wait_for(job, lambda: out.read_text() == "RUNNING SUCCEEDED ", "the end at the command")
+        assert receiver.statuses == ["RUNNING"]
+        assert {one.target for one in jobs.describe(job.id).notifications} <= {"webhook 2", "command 3"}
+        receiver.gate.set()
+        wait_for_end(harness, job)
+    assert receiver.statuses == ["RUNNING", "SUCCEEDED"]
+    assert not holders(harness, job)
+
+
 def test_the_end_of_the_commands_does_not_end_a_request(harness: JobHarness, receiver: Receiver) -> None:
     """The controller kills what is left of an attempt, and its own notifier is not."""
     receiver.gate.clear()
@@ -139,9 +160,14 @@ def test_the_end_of_the_commands_does_not_end_a_request(harness: JobHarness, rec
 
 
 def test_failures_are_in_the_log_and_the_description(harness: JobHarness, receiver: Receiver) -> None:
-    receiver.answers = [404, 307]
-    job = launch(harness, "true", receiver.url, "exit 3", receiver.url, f"kill -9 $$ # {SECRET}")
-    assert wait_for_end(harness, job).status is JobStatus.SUCCEEDED
+    receiver.answers = [404]
+    redirecting = Receiver()
+    redirecting.answers = [307]
+    with redirecting.running():
+        targets = (receiver.url, "exit 3", redirecting.url, f"kill -9 $$ # {SECRET}")
+        job = launch(harness, "true", *targets)
+        wait_for_end(harness, job)
+    assert jobs.describe(job.id).job.status is JobStatus.SUCCEEDED
     found = {one.target: one.error for one in jobs.describe(job.id).notifications}
     assert found == {
         "webhook 1": "the server answered with status 404",
@@ -149,7 +175,7 @@ def test_failures_are_in_the_log_and_the_description(harness: JobHarness, receiv
         "webhook 3": "the server answered with status 307",
         "command 4": "killed by signal 9",
     }
-    assert len(receiver.bodies) == 2, "neither repeated nor redirected"
+    assert (len(receiver.bodies), len(redirecting.bodies)) == (1, 1), "neither repeated nor redirected"
     log = harness.files(job).controller_log.read_text()
     for target, error in found.items():
         assert f"the notification SUCCEEDED was not sent to {target}: {error}" in log
@@ -227,9 +253,15 @@ def test_a_killed_notifier_is_replaced_and_sends_again(
     """The webhook has the message, and nothing recorded that: it is sent twice rather than never."""
     command, out = recorder(tmp_path)
     targets = (command, receiver.url)
-    job = harness.submit_and_kill(
-        "jobs.notified:2", lambda: launch(harness, WAITS, *targets, on=["running,ended"])
-    )
+    receiver.gate.clear()
+
+    def start() -> Job:
+        started = launch(harness, WAITS, *targets, on=["running,ended"])
+        harness.wait_for(started, lambda: jobs.describe(started.id).notifications, "the command's result")
+        receiver.gate.set()
+        return started
+
+    job = harness.submit_and_kill("jobs.notified:2", start)
     harness.let_go(job)
     wait_for_end(harness, job)
     assert out.read_text() == "RUNNING SUCCEEDED "

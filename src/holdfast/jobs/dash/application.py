@@ -47,6 +47,9 @@ class Application:
             rf"{_JOB}/{_HOME}/curves": self._curves,
             rf"{_JOB}/{_HOME}/report": self._report,
             rf"api/{_HOME}/curves": self._curves,
+            rf"api/{_HOME}/state": lambda _, home: messages.json_response(
+                self._runs.state(self._place(home))
+            ),
             rf"api/{_HOME}/report": self._report,
             r"charts\.js": lambda _: messages.PageResponse(200, chart_library().encode(), _KINDS[".js"]),
         }
@@ -92,6 +95,6 @@ class Application:
         page = self._runs.report(self._place(home, job))
         return messages.PageResponse(200, page.encode(), _KINDS[".html"], policy=messages.REPORT_POLICY)
 
-    def _place(self, wanted: str, job: str) -> RunPlace:
+    def _place(self, wanted: str, job: str = "") -> RunPlace:
         homes = self._board.read(int(job), "homes", homes_of) if job else self._homes
         return find_place(homes, wanted)

@@ -7,6 +7,7 @@ import hmac
 import json
 import re
 import secrets
+from base64 import b64encode
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -89,11 +90,18 @@ def json_response(value: Any, status: int = 200) -> PageResponse:
 _HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 _OWN_PAGE = ("", "none", "same-origin")
 _NO_TOKEN = "Open the URL that `holdfast dash` has printed. It ends with a token, which is missing here."
+_KEEP_PLACE = "location.replace('./' + location.hash)"  # a refresh would lose what is after # in the URL
 _SIGN_IN = (
-    '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0;url=./">'
-    '<title>Holdfast</title><p><a href="./">Continue</a></p></html>'
+    f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Holdfast</title>'
+    f"<script>{_KEEP_PLACE}</script>"
+    '<noscript><meta http-equiv="refresh" content="0;url=./"></noscript>'
+    '<p><a href="./">Continue</a></p></html>'
 )
-_NO_SCRIPTS = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_KEEP_DIGEST = hashlib.sha256(_KEEP_PLACE.encode()).digest()
+_SIGN_IN_POLICY = (
+    f"default-src 'none'; script-src 'sha256-{b64encode(_KEEP_DIGEST).decode()}'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 class AccessKeys(Struct, frozen=True):
@@ -142,4 +150,4 @@ def _signed_in(keys: AccessKeys) -> PageResponse:
     """Return the page that replaces the token by a cookie: browsers keep no strict cookie from a redirect."""
     cookie = f"{COOKIE}={keys.session}; Path=/{keys.space}/; HttpOnly; SameSite=Strict"
     content, headers = _SIGN_IN.encode(), (("Set-Cookie", cookie),)
-    return PageResponse(200, content, "text/html; charset=utf-8", policy=_NO_SCRIPTS, headers=headers)
+    return PageResponse(200, content, "text/html; charset=utf-8", policy=_SIGN_IN_POLICY, headers=headers)

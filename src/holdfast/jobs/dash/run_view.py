@@ -14,9 +14,10 @@ from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound, redact
 from holdfast.jobs.description import read_node_checks
+from holdfast.system.documents import to_plain
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.kept_readings import KeptReadings
-from holdfast.watch.report.page import headline, make_page
+from holdfast.watch.report.page import headline, headline_numbers, make_page
 from holdfast.watch.report.style import framed
 from holdfast.watch.report.summary import RunSummary, read_summary
 
@@ -64,6 +65,11 @@ class RunView:
         """Return the curves of a run as JSON, as they were read a moment ago."""
         return self._curves.get(place.place, lambda: _curves(_read(place)))
 
+    def state(self, place: RunPlace) -> dict[str, Any]:
+        """Return the facts of a run for the list, without its curves."""
+        found = self.curves(place)
+        return {name: found[name] for name in ("state", "step", "last_unix_s")}
+
     def report(self, place: RunPlace) -> str:
         """Return the report of a run as an HTML page."""
         summary = self._summaries.get(place.place, lambda: _read(place))
@@ -85,4 +91,12 @@ def _curves(summary: RunSummary) -> dict[str, Any]:
         {"id": id, "title": one.title, "text": one.text, "spec": framed(one.chart or {})}
         for id, one in curves(summary).items()
     ]
-    return {"headline": headline(summary), "figures": figures}
+    home = summary.home_contents
+    return {
+        "headline": headline(summary),
+        "state": "finished" if summary.finished else "not finished",
+        "step": home.newest_step if home else None,
+        "last_unix_s": summary.last_unix_s,
+        "numbers": to_plain(headline_numbers(summary)),
+        "figures": figures,
+    }

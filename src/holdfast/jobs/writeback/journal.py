@@ -155,7 +155,7 @@ class JournaledQueue(Journal):
                 except RetryLater as error:
                     _log.warning("%s Trying again.", error)
                     time.sleep(_PAUSE_S)
-            self.changed.notify_all()
+            self.changed.notify()
         return result
 
     def _write(self, table: str, key: int | str, value: Upload | Sent | UploadProblem | None) -> None:
@@ -172,28 +172,30 @@ class JournaledQueue(Journal):
         if table == "entry":  # no number is used twice, as kept versions are named by it
             self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(key),))
 
-    def start_next(self, timeout_s: float) -> Upload | None:
-        """Return the upload to do next, marked as started, or None."""
+    def start_next(self, timeout_s: float, limit: int) -> Upload | None:
+        """Return the upload to do next, marked as begun, or None. At most `limit` are begun side by side."""
         with self.changed:
-            if not self.order.entries:
+            if (entry := self.order.begin(limit)) is None:
                 self.changed.wait(timeout_s)
-            entry = self.order.first()
+                entry = self.order.begin(limit)
             if entry is not None:
-                self.order.begun = entry.number
+                self.changed.notify()  # another thread may begin the next
             return entry
 
-    def set_problem(self, trouble: str) -> None:
+    def set_problem(self, entry: Upload, trouble: str) -> None:
         """Record why the first upload fails, for readers of the status. An empty string clears it."""
-        if trouble == self._trouble:
-            return
-        if trouble:
-            _log.warning(trouble)
-        try:
-            self.set(trouble=trouble, trouble_unix_s=str(time.time()))
-        except RetryLater as error:
-            _log.error(error)
-            return
-        self._trouble = trouble
+        with self.changed:
+            first = self.order.first()
+            if trouble == self._trouble or (first is not None and first.number < entry.number):
+                return
+            if trouble:
+                _log.warning(trouble)
+            try:
+                self.set(trouble=trouble, trouble_unix_s=str(time.time()))
+            except RetryLater as error:
+                _log.error(error)
+                return
+            self._trouble = trouble
 
 
 def _side_by_side(members: dict[str, Any]) -> dict[str, Any]:

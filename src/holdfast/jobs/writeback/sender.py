@@ -1,4 +1,4 @@
-"""Sender of queued entries: uploads one after the other, each as a whole, with retries."""
+"""Sender of queued entries: uploads as the queue allows, each as a whole, with retries."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from holdfast.system.units import format_duration
 
 _BLOCK_BYTES = 8 << 20
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.25, 30.0
+_MAX_SIDE_BY_SIDE = 8  # uploads of a series at the same time, if the store takes as many
 _LOOK_S = 0.05  # between two checks whether a file is still open
 _ATTEMPT_CHECK_S = 5.0  # between two checks whether a newer attempt has taken over
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
@@ -40,7 +41,7 @@ class _Changed(Exception):
 
 
 class Sender:
-    """Thread that uploads the entries of a queue, from its creation on."""
+    """Threads that upload the entries of a queue, from their creation on."""
 
     def __init__(
         self, store: Store, queue: JournaledQueue, versions: KeptVersions, config: UploaderConfig
@@ -48,57 +49,59 @@ class Sender:
         self._store, self._queue, self._versions = store, queue, versions
         self._config = config
         self._attempt_checked_s = time.monotonic()
-        self._failing_since_s: float | None = None
-        self._num_failures = 0
         self._stopping = threading.Event()
         self.error: BaseException | None = None
-        """Failure that ended the thread, if any."""
-        self._thread = threading.Thread(target=self._run, name="holdfast-sender", daemon=True)
-        self._thread.start()
+        """Failure that ended the threads, if any."""
+        self._limit = min(_MAX_SIDE_BY_SIDE, store.properties.parallel_reads)
+        self._threads: list[threading.Thread] = []
+        for _ in range(self._limit):
+            self._threads.append(threading.Thread(target=self._run, name="holdfast-sender", daemon=True))
+            self._threads[-1].start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop after the current request. Unsent entries stay queued."""
+        """Stop after the current requests, each within a time. Unsent entries stay queued."""
         self._stopping.set()
         with self._queue.changed:
             self._queue.changed.notify_all()
-        self._thread.join(timeout_s)
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                if (entry := self._queue.start_next(1.0)) is not None:
-                    self._try(entry)
+                if (entry := self._queue.start_next(1.0, self._limit)) is not None:
+                    self._process(entry)
         except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            self.error = error
+            self.error = self.error or error
+            self._stopping.set()
 
-    def _try(self, entry: Upload) -> None:
-        """Process an entry, or wait a while if that fails."""
-        try:
-            self._check_attempt()
-            self._do(entry)
-        except _Changed:
-            self._stopping.wait(_LOOK_S)
-        except Conflict:
-            raise
-        except (InvalidInput, Unsupported) as error:
-            if entry.version is None:
-                self._queue.do(lambda order: order.mark_removed(entry))
-            else:
-                self._skip(entry, REJECTED, str(error))
-        except (HoldfastError, OSError) as error:
-            self._pause(entry, error)
-        else:
-            self._failing_since_s, self._num_failures = None, 0
-            self._queue.set_problem("")
-
-    def _pause(self, entry: Upload, error: Exception) -> None:
-        now_s = time.monotonic()
-        self._failing_since_s = now_s if self._failing_since_s is None else self._failing_since_s
-        self._num_failures += 1
-        since_s = now_s - self._failing_since_s
-        self._queue.set_problem(f"Uploading {entry.name} has failed for {format_duration(since_s)}: {error}")
-        pause_s = backoff.doubled(self._num_failures, _FIRST_PAUSE_S, _LAST_PAUSE_S)
-        self._stopping.wait(backoff.jittered(pause_s))
+    def _process(self, begun: Upload) -> None:
+        """Process an entry until it is done, with pauses after failures."""
+        failing_since_s, num_failures, entry = 0.0, 0, begun
+        while not self._stopping.is_set():
+            try:
+                self._check_attempt()
+                self._do(entry)
+            except _Changed:
+                self._stopping.wait(_LOOK_S)
+            except Conflict:
+                raise
+            except (InvalidInput, Unsupported) as error:
+                if entry.version is None:
+                    self._queue.do(lambda order, entry=entry: order.mark_removed(entry))
+                else:
+                    self._skip(entry, REJECTED, str(error))
+            except (HoldfastError, OSError) as error:
+                num_failures += 1
+                failing_since_s = failing_since_s or time.monotonic()
+                since = format_duration(time.monotonic() - failing_since_s)
+                self._queue.set_problem(entry, f"Uploading {entry.name} has failed for {since}: {error}")
+                pause_s = backoff.doubled(num_failures, _FIRST_PAUSE_S, _LAST_PAUSE_S)
+                self._stopping.wait(backoff.jittered(pause_s))
+            if (changed := self._queue.order.entries.get(entry.number)) is None:
+                self._queue.set_problem(entry, "")
+                return
+            entry = changed
 
     def _check_attempt(self) -> None:
         now_s = time.monotonic()
@@ -168,7 +171,7 @@ class Sender:
                 return False
             if waited_s > 1:
                 what = "was opened for writing again; files closed later wait for it"
-                self._queue.set_problem(f"{entry.name} {what}")
+                self._queue.set_problem(entry, f"{entry.name} {what}")
             if self._stopping.wait(_LOOK_S):
                 raise _Changed
         return True

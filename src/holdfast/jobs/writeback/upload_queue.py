@@ -1,12 +1,15 @@
 """Upload queue: the changes of a directory in their order; pure.
 
 Every change is an entry, and entries are uploaded one after the other. So the bucket always shows a state
-that the directory had, or would have had. Each transition also adds the journal writes that make it durable,
-so that a queue loaded from the journal is the same queue.
+that the directory had, or would have had. Only a series of small new files is uploaded side by side. Each
+transition also adds the journal writes that make it durable, so that a queue loaded from the journal is the
+same queue.
 """
 
 from __future__ import annotations
 
+import re
+from itertools import islice
 from typing import Any, TypeAlias
 
 from msgspec import Struct
@@ -63,17 +66,47 @@ class UploadQueue(Struct):
     sent: dict[str, Sent] = {}
     problems: dict[str, UploadProblem] = {}
     last: int = 0
-    begun: int = 0  # number of the entry being uploaded, which cannot be withdrawn
+    begun: set[int] = set()  # numbers of the entries being uploaded
+    last_begun: int = 0  # entries up to this number may have been begun, and cannot be withdrawn
     writes: list[JournalWrite] = []  # changes the journal does not have
     _newest_of: dict[str, int] = {}  # number of the newest entry by name
 
     def __post_init__(self) -> None:
         self._newest_of = {entry.name: number for number, entry in self.entries.items()}
-        self.begun = next(iter(self.entries), 0)  # it may have been started before the queue was loaded
+        self.last_begun = next(reversed(self.entries), 0)  # by an uploader that was killed
 
     def first(self) -> Upload | None:
         """Return the oldest entry, or None."""
         return next(iter(self.entries.values()), None)
+
+    def begin(self, limit: int) -> Upload | None:
+        """Return the oldest entry that may be uploaded now and is not yet, marked as begun, or None.
+
+        The first entry may, and the rest of its series. A series are small files of one folder, right behind
+        each other, that the bucket does not have, and whose names differ only in their numbers, such as
+        shards. Any other entry waits until all before it are done.
+        """
+        names: set[str] = set()
+        series = None
+        for entry in islice(self.entries.values(), limit):
+            found = self._series(entry)
+            if names and (found is None or found != series or entry.name in names):
+                return None
+            if entry.number not in self.begun:
+                self.begun.add(entry.number)
+                self.last_begun = max(self.last_begun, entry.number)
+                return entry
+            names.add(entry.name)
+            series = found
+        return None
+
+    def _series(self, entry: Upload) -> tuple[str, str] | None:
+        """Return the folder and the name without numbers, or None if the order of an entry matters."""
+        version = entry.version
+        if version is None or version.form != COPY or not version.digest or entry.name in self.sent:
+            return None
+        folder, _, last = entry.name.rpartition("/")
+        return folder, re.sub(r"[0-9]+", "0", last)
 
     def put(self, name: str, version: Version | None, *, source: str = "") -> None:
         """Add the upload of a version that was just closed, or the removal of the name."""
@@ -98,7 +131,9 @@ class UploadQueue(Struct):
         overtake.
         """
         newest = next(reversed(self.entries.values()), None)
-        if newest is None or newest.name != name or newest.number == self.begun or newest.version is None:
+        if newest is None or newest.name != name or newest.version is None:
+            return None
+        if newest.number <= self.last_begun:
             return None
         if name in self.sent or sum(entry.name == name for entry in self.entries.values()) > 1:
             return None
@@ -209,7 +244,8 @@ class UploadQueue(Struct):
 
     def _drop(self, entry: Upload) -> None:
         self._set("entry", entry.number, None)
-        if self._newest_of[entry.name] == entry.number:  # the oldest entry is done first
+        self.begun.discard(entry.number)
+        if self._newest_of[entry.name] == entry.number:  # the oldest entry of a name is done first
             del self._newest_of[entry.name]
 
     def _clear_problem(self, name: str) -> None:

@@ -354,13 +354,13 @@ class Uploader:
         self._next_limit_check_s = time.monotonic() + _LIMIT_CHECK_S
         with self._queue.changed:
             entries = [entry for entry in self._queue.order.entries.values() if entry.version]
-            begun = self._queue.order.begun
+            begun = set(self._queue.order.begun)
         sizes = {entry.number: self._versions.exclusive_bytes(entry.number) for entry in entries}
         total = sum(sizes.values())
         for entry in entries:
             if total <= self._config.kept_bytes:
                 return
-            if sizes[entry.number] and entry.number != begun:
+            if sizes[entry.number] and entry.number not in begun:
                 total -= sizes[entry.number]
                 self._versions.drop(entry.number)  # the sender notices that the version is missing
 

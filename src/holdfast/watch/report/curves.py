@@ -26,6 +26,16 @@ class Curve(Struct, frozen=True):
     counted: tuple[Point, ...]  # by step, each at most once: the history of the current state
     lost: tuple[tuple[Point, ...], ...]  # discarded by interruptions, each of one attempt
 
+    @property
+    def points(self) -> list[Point]:
+        """All values, those that count first."""
+        return [*self.counted, *(point for stretch in self.lost for point in stretch)]
+
+    @property
+    def has_one_value(self) -> bool:
+        """True if all values are the same, so that a chart would show nothing."""
+        return len({str(point.value) for point in self.points}) == 1
+
 
 class _Stretch(Struct):
     """Training of one attempt since a restore."""

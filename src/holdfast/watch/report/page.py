@@ -11,6 +11,7 @@ from msgspec import Struct
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.errors import Unsupported
 from holdfast.system.units import plural
+from holdfast.watch.report.curves import Curve
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.style import (
     MAX_ROWS,
@@ -22,6 +23,9 @@ from holdfast.watch.report.style import (
     read_asset,
 )
 from holdfast.watch.report.summary import RunSummary
+
+MAX_NUMBERS = 18  # numbers above the figures
+_MIN_UP_S = 600.0  # training without which no interval is advised
 
 
 class HeadlineNumber(Struct, frozen=True):
@@ -54,7 +58,7 @@ def headline(summary: RunSummary) -> str:
 
 
 def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
-    """Return the most important numbers, in reading order."""
+    """Return the most important numbers in reading order, then the metrics that have one value."""
     times, advice = summary.times, summary.advice
     durable = [save for save in summary.saves if save.durable]
     lost_steps = sum(one.steps_lost for one in summary.interruptions)
@@ -91,7 +95,8 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
             + (f", {format_seconds(advice.durable_s)} until durable" if advice.durable_s is not None else ""),
         ),
         HeadlineNumber("Best interval", *_best(summary)),
-    ]
+        *(_only_value(curve) for curve in summary.curves if curve.has_one_value),
+    ][:MAX_NUMBERS]
 
 
 def tear_check(summary: RunSummary) -> str:
@@ -100,11 +105,20 @@ def tear_check(summary: RunSummary) -> str:
     return f"Torn copies are detected by {methods[-1]}." if methods else ""
 
 
+def _only_value(curve: Curve) -> HeadlineNumber:
+    first, *others = curve.points
+    remark = f"at all {len(others) + 1} recorded steps" if others else f"at step {first.step}"
+    return HeadlineNumber(curve.name, f"{first.value:.6g}", remark)
+
+
 def _best(summary: RunSummary) -> tuple[str, str]:
     advice = summary.advice
     was = f"actual: {format_seconds(advice.interval_s)}" if advice.interval_s else "at most one save"
     if advice.own is None or advice.useful_s is None:
         return "unknown", f"no failure yet; {was}"
+    if advice.up_s < _MIN_UP_S:
+        trained = format_seconds(advice.up_s)
+        return "unknown", f"{trained} of training are too short to estimate it; {was}"
     in_steps = f"{plural(max(1, round(advice.useful_s / advice.step_s)), 'step')}; " if advice.step_s else ""
     how = "by Daly's formula" if advice.useful_s == advice.own.daly_s else "the time until a save is durable"
     failures = plural(advice.num_failures, "failure")
@@ -153,6 +167,7 @@ def _section(id: str, figure: WatchFigure) -> str:
     text = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in figure.text.split("\n\n"))
     drawing = ""
     if figure.chart is not None:
+        text = f'<details class="about" open><summary>About this chart</summary><div>{text}</div></details>'
         label = html.escape(f"{figure.title}. The numbers are in the table below.", quote=True)
         drawing = f'<div class="chart" id="chart-{id}" role="img" aria-label="{label}"></div>'
     return (

@@ -1,6 +1,6 @@
 // The curves of a run, drawn by the report's own charts, and a link to its report.
 
-import { make, setText } from "./dom.js";
+import { make, reconcile, setText } from "./dom.js";
 import { Poller } from "./poller.js";
 import { showTooltip } from "./tooltip.js";
 
@@ -23,12 +23,13 @@ export class Curves {
     Object.assign(this, { path, poller: null, drawn: new Map(), isStopped: false });
     this.step = make("span", { class: "note" });
     this.note = make("p", { class: "note" });
+    this.numbers = make("dl", { class: "numbers" });
     this.figures = make("div", { class: "figures" });
     const title = make("h2", { id: `run-${home.id}`, class: "place" }, home.place);
     const report = make("a", { href: `${path}/report`, target: "_blank", rel: "noopener" }, "Report");
     report.append(make("span", { class: "unseen" }, ` of ${home.place}, in a new tab`));
     this.element = make("section", { "aria-labelledby": `run-${home.id}` },
-      make("div", { class: "title" }, title, this.step, report), this.note, this.figures);
+      make("div", { class: "title" }, title, this.step, report), this.note, this.numbers, this.figures);
     if (home.is_remote) {
       const button = make("button", { type: "button", onclick: () => { button.remove(); this.start(); } }, "Read it from the bucket");
       this.note.before(button);
@@ -48,6 +49,9 @@ export class Curves {
 
   async onValue(value) {
     setText(this.note, value.figures.length ? value.headline : `${value.headline} It has not recorded a metric yet.`);
+    reconcile(this.numbers, value.numbers, (one) => one.name,
+      (one) => make("div", {}, make("dt", {}, one.name), make("dd"), make("dd", { class: "remark" })),
+      (tile, one) => { setText(tile.children[1], one.value); setText(tile.children[2], one.remark); });
     const wanted = new Set(value.figures.map((one) => one.title));
     for (const [title, chart] of this.drawn) {
       if (!wanted.has(title)) {
@@ -66,7 +70,8 @@ export class Curves {
     if (chart === undefined) {
       // The library gives the elements that it draws in other names and roles.
       const label = `${figure.title}. The report has its numbers as a table.`;
-      const place = make("div", { class: "chart", role: "img", "aria-label": label });
+      const place = make("div", { class: "chart", role: "img", "aria-label": label },
+        make("p", { class: "note" }, "Drawing..."));
       const element = make("figure", {}, make("figcaption", {}, figure.title), place,
         make("details", {}, make("summary", {}, "About this curve"), make("p", {}, figure.text)));
       chart = { element, place, text: null, view: null };
@@ -75,7 +80,7 @@ export class Curves {
     }
     if (chart.text === text) return;
     chart.text = text;
-    setText(chart.element.querySelector("p"), figure.text);
+    setText(chart.element.querySelector("details p"), figure.text);
     const fresh = make("div", { class: "drawing" });
     chart.place.append(fresh);
     try {

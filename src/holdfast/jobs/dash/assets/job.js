@@ -113,7 +113,7 @@ function updateAttempt(row, one, job, now) {
   const isOver = one.ended_unix_s !== null;
   const isNewest = one.number === job.attempt;
   const failed = one.checks.filter((line) => line.includes("failed")).map((line) => line.trim());
-  setText(row.querySelector(".reason"), [isOver ? one.reason || one.status : "", ...failed].filter(Boolean).join("; "));
+  setText(row.querySelector(".reason"), [isOver ? one.reason.split("\n")[0] || one.status : "", ...failed].filter(Boolean).join("; "));
   row.title = one.checks.join("\n");
   const texts = [
     moment(one.started_unix_s), span((one.ended_unix_s ?? now) - one.started_unix_s),

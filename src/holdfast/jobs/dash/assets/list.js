@@ -5,6 +5,8 @@ import { durations, plural, span } from "./format.js";
 import { Poller, serverNow } from "./poller.js";
 
 const EVERY_MS = 2000;
+const RUN_EVERY_MS = 10000;
+const RUN_HEADINGS = [["Run"], ["State", "wrap"], ["Step", "number"], ["Last event", "number"]];
 const HEADINGS = [
   ["Job"], ["Status"], ["Total", "number"], ["Running", "number wide"], ["Down", "number wide"],
   ["Recoveries", "number wide"], ["Step", "number"], ["Nodes", "number wide"], ["On", "wide"],
@@ -17,9 +19,12 @@ export function showList(main) {
   const [table, body] = makeTable("Jobs", HEADINGS);
   const problems = make("ul", { class: "problems", "aria-label": "Problems" });
   const note = make("p", { class: "note" }, "Reading the jobs...");
-  const homes = make("ul", { class: "homes" });
+  const [homesTable, homes] = makeTable("Runs", RUN_HEADINGS);
+  homes.classList.add("homes");
   const runs = make("section", { "aria-labelledby": "runs-title", hidden: true },
-    make("h2", { id: "runs-title" }, "Runs"), homes);
+    make("h2", { id: "runs-title" }, "Runs"), homesTable);
+  const states = new Map();
+  const pollers = [];
   table.hidden = true;
   main.append(
     make("div", { class: "title" }, make("h1", {}, "Jobs"),
@@ -36,14 +41,30 @@ export function showList(main) {
     setText(note, noteOf(data, shown));
     note.hidden = note.textContent === "";
     reconcile(problems, data.problems, (text) => text, (text) => make("li", {}, text), () => {});
-    reconcile(homes, data.homes, (home) => home.id,
-      (home) => make("li", {}, make("a", { href: `#/runs/${home.id}` }, home.place)), () => {});
+    reconcile(homes, data.homes, (home) => home.id, makeRun, (row, home) => updateRun(row, home, now));
     runs.hidden = data.homes.length === 0;
   }
 
-  const poller = new Poller(() => "api/jobs", EVERY_MS, (value) => { data = value; render(); });
+  function makeRun(home) {
+    if (!home.is_remote) {
+      const keep = (state) => { states.set(home.id, state); render(); };
+      pollers.push(new Poller(() => `api/homes/${home.id}/state`, RUN_EVERY_MS, keep, (error) => keep({ state: error.message })));
+    }
+    const cells = RUN_HEADINGS.slice(1).map(([, kind]) => make("td", { class: kind ?? null }));
+    return make("tr", {}, make("th", { scope: "row" }, make("a", { href: `#/runs/${home.id}` }, home.place)), ...cells);
+  }
+
+  function updateRun(row, home, now) {
+    const found = states.get(home.id);
+    const [, state, step, age] = row.children;
+    setText(state, found?.state ?? (home.is_remote ? "in a bucket, which its page reads" : "reading..."));
+    setText(step, found?.step ?? "-");
+    setText(age, found?.last_unix_s ? `${span(now - found.last_unix_s)} ago` : "-");
+  }
+
+  pollers.push(new Poller(() => "api/jobs", EVERY_MS, (value) => { data = value; render(); }));
   const ticking = setInterval(render, 1000);
-  return () => { poller.stop(); clearInterval(ticking); };
+  return () => { for (const poller of pollers) poller.stop(); clearInterval(ticking); };
 }
 
 function noteOf(data, shown) {

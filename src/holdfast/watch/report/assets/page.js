@@ -1,6 +1,7 @@
 "use strict";
 // Draws every chart. The state of the page is in data attributes of <body>, for tests.
 (async () => {
+  if (innerWidth < 640) for (const about of document.querySelectorAll(".about")) about.open = false;
   const specs = JSON.parse(document.getElementById("specs").textContent);
   let failed = 0;
   for (const [id, spec] of Object.entries(specs)) {

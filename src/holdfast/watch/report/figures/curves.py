@@ -19,8 +19,8 @@ _COUNTS, _LOST = "counts", "discarded"
 
 
 def curves(summary: RunSummary) -> dict[str, WatchFigure]:
-    """Return a figure for each metric, at most `MAX_CURVES`, by its id."""
-    drawn = [one for one in summary.curves if one.counted or one.lost]
+    """Return a figure for each metric with several values, at most `MAX_CURVES`, by its id."""
+    drawn = [one for one in summary.curves if one.points and not one.has_one_value]
     left_out = ", ".join(one.name for one in drawn[MAX_CURVES:])
     return {
         f"curve-{number}": _figure(one, left_out if number == MAX_CURVES else "")
@@ -50,8 +50,7 @@ def _chart(curve: Curve, counted: Sequence[Point]) -> Spec:
     starts = [{"step": step, "label": str(attempt)} for attempt, step in firsts.items()]
     values = [_mark(one, _COUNTS) for one in counted]
     axis: Spec = {"scale": {"zero": False}, "axis": {"title": None}}
-    points = [*curve.counted, *(one for stretch in curve.lost for one in stretch)]
-    finite = [one.value for one in points if math.isfinite(one.value)]
+    finite = [one.value for one in curve.points if math.isfinite(one.value)]
     if finite and min(finite) > 0 and max(finite) / min(finite) >= _LOG_FROM:  # over many powers of ten
         ticks = style.log_ticks(min(finite), max(finite))
         axis = {"scale": {"type": "log"}, "axis": {"title": None, "values": ticks, "format": "~g"}}

@@ -15,13 +15,26 @@ REPOSITORY = ""
 """Address of the files of the repository on the web, such as https://HOST/OWNER/NAME/blob/main."""
 
 ROOT = Path(__file__).resolve().parent.parent
+GUIDES = (
+    *("save", "train-by-epochs", "shuffle-and-resume", "change-a-resumed-run"),
+    *("change-ranks", "use-a-bucket", "handle-preemption"),
+    *("failed-saves", "find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
+    *("look-inside", "read-a-report"),
+    *("launch-a-job", "run-on-slurm-and-clouds"),
+    *("find-the-batch", "should-i-compile", "shard-a-model"),
+)
+"""Pages of docs/how-to in the order that a newcomer needs, one line per group of docs/index.md."""
 SHELVES = {
     "Start": ["docs/tutorial", "docs/glossary"],
-    "Guides": ["docs/how-to/*"],
+    "Guides": [f"docs/how-to/{name}" for name in GUIDES],
+    "Your trainer": ["docs/how-to/use-with-*", "docs/how-to/run-under-ray", "docs/how-to/migrate-*"],
     "Examples": ["examples/README", "examples/*/README"],
-    "Reference": ["docs/reference", "docs/cli", "docs/format", "docs/interpreter-tricks"],
+    "Reference": [
+        *("docs/reference", "docs/cli", "docs/how-to/choose-the-state", "docs/stores", "docs/report"),
+        *("docs/jobs", "docs/engines", "docs/write-back", "docs/format", "docs/interpreter-tricks"),
+    ],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],
-    "Inside": ["ARCHITECTURE", "CONTRIBUTING", "docs/design/README", "docs/design/0*", "CHANGELOG"],
+    "Inside": ["ARCHITECTURE", "CONTRIBUTING", "docs/how-to/write-a-watch", "docs/design/README", "docs/design/0*", "CHANGELOG"],
 }
 
 project = "Holdfast"

@@ -25,7 +25,7 @@ GUIDES = (
 )
 """Pages of docs/how-to in the order that a newcomer needs, one line per group of docs/index.md."""
 SHELVES = {
-    "Start": ["docs/tutorial", "docs/glossary"],
+    "Start": ["docs/tutorial", "docs/gallery", "docs/glossary"],
     "Guides": [f"docs/how-to/{name}" for name in GUIDES],
     "Your trainer": ["docs/how-to/use-with-*", "docs/how-to/run-under-ray", "docs/how-to/migrate-*"],
     "Examples": ["examples/README", "examples/*/README"],
@@ -34,7 +34,14 @@ SHELVES = {
         *("docs/jobs", "docs/engines", "docs/write-back", "docs/format", "docs/interpreter-tricks"),
     ],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],
-    "Inside": ["ARCHITECTURE", "CONTRIBUTING", "docs/how-to/write-a-watch", "docs/design/README", "docs/design/0*", "CHANGELOG"],
+    "Inside": [
+        "ARCHITECTURE",
+        "CONTRIBUTING",
+        "docs/how-to/write-a-watch",
+        "docs/design/README",
+        "docs/design/0*",
+        "CHANGELOG",
+    ],
 }
 
 project = "Holdfast"

@@ -16,8 +16,17 @@ _SETTING = re.search(r'^repository = "(.*)"$', (ROOT / "pyproject.toml").read_te
 REPOSITORY = f"{_SETTING[1]}/blob/main" if _SETTING and _SETTING[1] else ""
 """Address of the files of the repository on the web; empty until pyproject.toml names the repository."""
 
+GUIDES = (
+    *("save", "train-by-epochs", "shuffle-and-resume", "change-a-resumed-run"),
+    *("change-ranks", "use-a-bucket", "handle-preemption"),
+    *("failed-saves", "find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
+    *("look-inside", "read-a-report"),
+    *("launch-a-job", "run-on-slurm-and-clouds"),
+    *("find-the-batch", "should-i-compile", "shard-a-model"),
+)
+"""Pages of docs/how-to in the order that a newcomer needs, one line per group of docs/index.md."""
 SHELVES = {
-    "Start": ["docs/tutorial", "docs/why", "docs/questions", "docs/glossary"],
+    "Start": ["docs/tutorial", "docs/why", "docs/gallery", "docs/questions", "docs/glossary"],
     "Concepts": [
         "docs/concepts/processes-and-tiers",
         "docs/concepts/life-of-a-save",
@@ -26,18 +35,23 @@ SHELVES = {
         "docs/concepts/watches",
         "docs/concepts/trust",
     ],
-    "Guides": ["docs/how-to/*"],
+    "Guides": [f"docs/how-to/{name}" for name in GUIDES],
     "Coming from": [
         *(f"docs/coming-from/{page}" for page in ("torch-save", "dcp", "lightning", "trainer")),
         "docs/coming-from/*",
+        "docs/how-to/run-under-ray",
     ],
     "Examples": ["examples/README", "examples/*/README"],
-    "Reference": ["docs/reference", "docs/cli", "docs/format", "docs/interpreter-tricks"],
+    "Reference": [
+        *("docs/reference", "docs/cli", "docs/how-to/choose-the-state", "docs/stores", "docs/report"),
+        *("docs/jobs", "docs/engines", "docs/write-back", "docs/format", "docs/interpreter-tricks"),
+    ],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],
     "Inside": [
         "ARCHITECTURE",
         "CONTRIBUTING",
         "CODE_OF_CONDUCT",
+        "docs/how-to/write-a-watch",
         "docs/design/README",
         "docs/design/0*",
         "CHANGELOG",

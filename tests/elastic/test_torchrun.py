@@ -21,7 +21,7 @@ from servers import reserve_port
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 TRAINER = Path(__file__).parent / "torchrun_trainer.py"
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-under-torchrun.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "change-ranks.md"
 TOTAL = 40
 
 

@@ -30,12 +30,7 @@ _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 def decode(
-    text: Text,
-    what: str,
-    *,
-    max_bytes: int = MAX_BYTES,
-    max_depth: int = MAX_DEPTH,
-    any_text: bool = False,
+    text: Text, what: str, *, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH, any_text: bool = False
 ) -> Any:
     """Return the value of a JSON text.
 

@@ -215,10 +215,7 @@ class Record(Struct, frozen=True):
 
 
 def write_archive(
-    out: IO[bytes],
-    tree: Any,
-    stored: Iterable[Shard],
-    read: Callable[[Shard], Iterator[memoryview]],
+    out: IO[bytes], tree: Any, stored: Iterable[Shard], read: Callable[[Shard], Iterator[memoryview]]
 ) -> int:
     """Write a tree with a whole `Shard` in place of each tensor, as `torch.save` does; return the bytes.
 

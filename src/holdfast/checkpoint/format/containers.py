@@ -172,8 +172,7 @@ _KINDS: dict[type, ContainerKind] = {
         plain=_TUPLE.plain,
     ),
     SavedDataclass: ContainerKind(
-        lambda value: list(value.fields.items()),
-        lambda value, pairs: SavedDataclass(value.type, dict(pairs)),
+        lambda value: list(value.fields.items()), lambda value, pairs: SavedDataclass(value.type, dict(pairs))
     ),
     SavedTensor: ContainerKind(
         lambda value: list(value.inner.items()), lambda value, pairs: replace(value, inner=dict(pairs))

@@ -161,14 +161,7 @@ def decode(value: Any) -> Any:
     """Decode a value from `encode`."""
     try:
         return _decode(value)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise Corrupt(f"A value cannot be decoded: {str(error)[:200]}.") from error
 
 

@@ -65,12 +65,7 @@ def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, byte
 
 
 def commit(
-    store: Store,
-    writer: WriterId,
-    step: int,
-    *,
-    claim: str = "",
-    judges: Judges | None = None,
+    store: Store, writer: WriterId, step: int, *, claim: str = "", judges: Judges | None = None
 ) -> Manifest:
     """Write the manifest of `step` durably after every rank has written its part. Only rank 0 calls this.
 
@@ -89,12 +84,7 @@ def commit(
 
 
 def merge_parts(
-    store: Store,
-    writer: WriterId,
-    checkpoint: CheckpointId,
-    world_size: int,
-    *,
-    judges: Judges | None = None,
+    store: Store, writer: WriterId, checkpoint: CheckpointId, world_size: int, *, judges: Judges | None = None
 ) -> Manifest:
     """Return the manifest of a checkpoint whose parts all exist. Only rank 0 calls this.
 

@@ -124,12 +124,7 @@ class Judges:
         if judge is None:
             return sections.merge(found[rank] for rank in sorted(found))
         save = CompleteSave(
-            parts.step,
-            parts.world_size,
-            found,
-            parts.tensor_names,
-            base.get(name),
-            health_of(base).healthy,
+            parts.step, parts.world_size, found, parts.tensor_names, base.get(name), health_of(base).healthy
         )
         try:
             section = judge.committing(save)

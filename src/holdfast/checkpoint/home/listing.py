@@ -33,11 +33,7 @@ class ListedSave(OfCheckpoint, Struct):
         """Bytes of its manifest, parts and data files, by name."""
         key = self.step, self.attempt
         found = {} if self.manifest_bytes is None else {names.manifest(*key): self.manifest_bytes}
-        for name, files in (
-            (names.part, self.parts),
-            (names.data, self.data),
-            (names.frozen, self.frozen),
-        ):
+        for name, files in ((names.part, self.parts), (names.data, self.data), (names.frozen, self.frozen)):
             found |= {name(*key, rank): num_bytes for rank, num_bytes in files.items()}
         return found
 

@@ -18,12 +18,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.messages import MAX_BYTES
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.home.claim import read_run
-from holdfast.checkpoint.home.commit import (
-    make_manifest,
-    merge_saved,
-    parse_parts,
-    recover_commit,
-)
+from holdfast.checkpoint.home.commit import make_manifest, merge_saved, parse_parts, recover_commit
 from holdfast.checkpoint.home.documents import read_draft
 from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.checkpoint.home.losses import find_losses

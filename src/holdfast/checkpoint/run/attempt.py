@@ -107,9 +107,7 @@ class Attempt:
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
         self.keeper = keeper = Keeper(
-            config,
-            released=self._pipeline.release,
-            pulse_fd=self._components.pulse.share(),
+            config, released=self._pipeline.release, pulse_fd=self._components.pulse.share()
         )
         while self._early:
             self._early.pop(0)(keeper)

@@ -22,12 +22,7 @@ from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.components import Components
-from holdfast.checkpoint.run.going_back import (
-    GoingBack,
-    describe_skipped_samples,
-    leave_out,
-    range_to_skip,
-)
+from holdfast.checkpoint.run.going_back import GoingBack, describe_skipped_samples, leave_out, range_to_skip
 from holdfast.checkpoint.run.position import Position, StepFollowers
 from holdfast.checkpoint.run.restoration import DifferenceReport
 from holdfast.checkpoint.run.status_lines import (

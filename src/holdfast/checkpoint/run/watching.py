@@ -151,9 +151,7 @@ class Watching:
         self.show_warnings()
 
     def notify(
-        self,
-        event: Literal["save_began", "reviewed", "saved", "loop_began", "loop_ended"],
-        *arguments: Any,
+        self, event: Literal["save_began", "reviewed", "saved", "loop_began", "loop_ended"], *arguments: Any
     ) -> None:
         """Have the watches observe an event that has the same arguments for all of them."""
         for watch in self._of_event[event]:

@@ -178,10 +178,7 @@ class Load:
         self._steps.append((phase, step))
 
     def read(
-        self,
-        name: str,
-        device: torch.device | str = "cpu",
-        regions: Sequence[Region | None] = (None,),
+        self, name: str, device: torch.device | str = "cpu", regions: Sequence[Region | None] = (None,)
     ) -> list[Maker]:
         """Plan to read regions of a saved tensor into new memory, unless they are read already.
 

@@ -24,12 +24,7 @@ from holdfast.checkpoint.state.load import PARAMETER_MARK, Load, LoadPhase, Make
 from holdfast.checkpoint.state.sharding import is_divided, replicated_like, shape_of
 from holdfast.checkpoint.state.tensor_table import Role, TensorTable
 from holdfast.checkpoint.state.tensors import PLAIN, is_composite, is_dtensor, laid_out_like
-from holdfast.checkpoint.state.tree import (
-    PLAIN_TYPES,
-    has_saved_form,
-    is_plain_value,
-    references,
-)
+from holdfast.checkpoint.state.tree import PLAIN_TYPES, has_saved_form, is_plain_value, references
 from holdfast.errors import Corrupt, InvalidInput
 
 _get_values = operator.methodcaller("values")

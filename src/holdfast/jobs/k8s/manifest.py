@@ -21,14 +21,7 @@ from holdfast.jobs.environment import (
     sky_variables,
 )
 from holdfast.jobs.k8s import pod_config as pods
-from holdfast.jobs.k8s.refusal import (
-    escape,
-    invalid,
-    is_subdomain,
-    labels,
-    object_name,
-    unsupported,
-)
+from holdfast.jobs.k8s.refusal import escape, invalid, is_subdomain, labels, object_name, unsupported
 from holdfast.jobs.task.edits import fill_in
 from holdfast.jobs.task.image import image_id
 from holdfast.jobs.task.model import Task, value_at

@@ -20,12 +20,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import release_containers
 from holdfast.jobs.node.job_secrets import check_has_secrets, has_secrets, remove_secrets
 from holdfast.jobs.node.mounts.attempt import Mounts
-from holdfast.jobs.node.mounts.mount_records import (
-    caches,
-    create_links,
-    remove_links,
-    visible_links,
-)
+from holdfast.jobs.node.mounts.mount_records import caches, create_links, remove_links, visible_links
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.records import JobRecord, JobRequest, Records

@@ -70,10 +70,7 @@ def left_out_of_workdir(source: Path, job: JobFolder) -> Ignore:
 
     def ignore(folder: str, names: list[str]) -> list[str]:
         here = Path(folder).relative_to(source)
-        return [
-            *is_left_out(folder, names),
-            *(name for name in names if str(here / name) in ignored),
-        ]
+        return [*is_left_out(folder, names), *(name for name in names if str(here / name) in ignored)]
 
     return ignore
 

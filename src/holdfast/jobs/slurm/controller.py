@@ -77,11 +77,7 @@ class SlurmController(Controller):
         self._files = files
         self._stored = stored = files.read_state()
         super().__init__(
-            files,
-            files.read_job(),
-            stored.job_state,
-            log=files.output,
-            step_before=stored.step_before,
+            files, files.read_job(), stored.job_state, log=files.output, step_before=stored.step_before
         )
         self._slurm_id = os.environ.get("SLURM_JOB_ID", "")
         self.shown_machines = tuple(filter(None, [os.environ.get("SLURM_JOB_NODELIST")]))

@@ -14,15 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import (
-    ERRORS,
-    Conflict,
-    Corrupt,
-    InvalidInput,
-    NotFound,
-    RetryLater,
-    Unsupported,
-)
+from holdfast.errors import ERRORS, Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.writeback.config import EXCLUDED, UploaderConfig
 from holdfast.jobs.writeback.files import scan
 from holdfast.jobs.writeback.journal import FOLDER, Journal

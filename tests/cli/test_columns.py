@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,10 @@ from hypothesis import strategies as st
 
 from cli.conftest import Command, append_event
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.tables import Column, cut, lay_out, printable
+from holdfast.cli.demo.claims import Recovery
+from holdfast.cli.demo.screen import RECOVERY_COLUMNS
+from holdfast.cli.layout import cut, lay_out
+from holdfast.cli.tables import Column, print_table, printable
 from making import make_checkpoint
 
 LONG = "model.transformer.layers.{}.self_attention.query_key_value.lora_adapters" + ".default" * 50
@@ -78,6 +85,63 @@ def test_a_detail_is_wrapped_but_not_shortened(
     assert " ".join(out.split()).endswith(WHY)
 
 
+def table(*rows: tuple[str, ...], kinds: tuple[str, ...] = ("name", "text")) -> list[str]:
+    columns = [Column(f"C{i}", itemgetter(i), kind) for i, kind in enumerate(kinds)]  # pyright: ignore[reportArgumentType] they are kinds
+    return lay_out(columns, rows, 40)
+
+
+def test_a_sentence_is_below_its_row_only_if_it_is_long_and_does_not_fit() -> None:
+    name = "a" * 30
+    assert table((name, "finished"))[1].endswith("  finished")
+    assert table((name, "-"), (name, " ".join(["word"] * 9)))[1:] == [
+        name,
+        name,
+        "    word word word word word word word",
+        "    word word",
+    ]
+    first = table((" ".join(["word"] * 9), name), kinds=("text", "name"))  # it names the row
+    assert len(first) == 4
+    assert all(line.startswith("word word word") for line in first[1:])
+
+
+def test_a_table_of_many_rows_has_headings_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the first rows are printed before the last are laid out. In a pipe there is one heading."""
+    columns = [Column("NUMBER", str, "right"), Column("NAME", lambda _: "n" * 100, "name")]
+    print_table(columns, range(2500))
+    assert capsys.readouterr().out.count("NUMBER") == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(columns, range(2500))
+    lines = capsys.readouterr().out.splitlines()
+    assert [i for i, line in enumerate(lines) if line.startswith("NUMBER")] == [0, 1001, 2002]
+    assert len(lines) == 2503
+
+
+@pytest.mark.parametrize(("width", "is_imported"), [("80", False), ("30", True)])
+def test_rich_is_imported_only_for_a_table_that_does_not_fit(
+    home: Path, width: str, is_imported: bool
+) -> None:
+    code = "import sys; from holdfast.cli import main; main(sys.argv[1:]); print('rich' in sys.modules)"
+    command = [sys.executable, "-c", code, "ls", str(home)]
+    done = subprocess.run(
+        command, env={**os.environ, "COLUMNS": width}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(is_imported)
+
+
+def test_the_recoveries_of_the_demo_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    recovery = Recovery("kill -9 between saves", 188, -9, 180, 8, True, 0.2036, 10.6)
+    print_table(RECOVERY_COLUMNS, [recovery])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("kill -9 between saves,")
+    assert lines[2] == "newest damaged"
+
+
 cells = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=60)
 
 
@@ -89,7 +153,7 @@ def test_any_texts_fit(rows: list[tuple[str, str, str]], width: int) -> None:
     columns = [Column("NAME", str, "name"), Column("KIND", str, "name"), Column("WHY", str, "text")]
     lines = lay_out(columns, rows, width)
     assert all(cell_len(line) <= width for line in lines)
-    assert len(lay_out(columns, rows, None)) == 1 + len(rows)
+    assert len(lines) >= 1 + len(rows)
 
 
 @given(cells, st.integers(4, 40))

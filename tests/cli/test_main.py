@@ -61,8 +61,7 @@ JSON_PRINTERS = ("print_json", "print_result", "print_output")
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_that_prints_results_has_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the completion script has no results."""
-    assert ("--json" in help_of(command, capsys)) == (command != "completion")
+    assert "--json" in help_of(command, capsys)
     module = load_command(command)
     if any(hasattr(module, printer) for printer in PRINTERS):
         assert any(hasattr(module, printer) for printer in JSON_PRINTERS), "no JSON beside the text"
@@ -116,7 +115,46 @@ def test_only_the_command_that_is_run_is_imported(words: str, expected: list[str
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "commands:" in capsys.readouterr().err
+    assert "Checkpoints, as in `holdfast ls runs/gpt`:" in capsys.readouterr().err
+
+
+def test_the_help_has_each_command_in_a_group_within_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    groups = re.findall(r"^(.+), as in `holdfast (.+)`:\n((?:  .+\n)+)", text, re.M)
+    listed = [re.findall(r"^  (\w+) ", group[2], re.M) for group in groups]
+    assert [name for names in listed for name in names] == list(COMMANDS)
+    for (_, example, _), names in zip(groups, listed, strict=True):
+        assert example.split()[0] in names
+        make_parser().parse_args(example.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("lss", "there is no command 'lss'. Did you mean ls?"),
+        ("delete runs/gpt", "there is no command 'delete'. Did you mean rm?"),
+        ("xyzzy", "there is no command 'xyzzy'."),
+        ("queue --stauts failed", "queue: there is no option --stauts. Did you mean --status?"),
+        ("--jsn", "there is no option --jsn."),
+        ("report A B", "report: expected one HOME, found also B. A shell replaces runs/* by all that match:"),
+        ("diff a b c", "diff: expected one A and one B, found also c."),
+        ("queue 3", "queue: expected no argument, found also 3."),
+        ("show", "show: the following arguments are required: HOME"),
+    ],
+)
+def test_a_mistake_is_answered_in_two_lines_with_the_nearest_right_word(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert (ended.value.code, printed.out, len(lines)) == (2, "", 2)
+    assert lines[0].startswith(f"holdfast: {expected}")
+    assert re.fullmatch(r"`holdfast( \w+)? --help` lists all (commands|options)\.", lines[1])
 
 
 def test_version_is_the_version_of_the_package() -> None:
@@ -179,10 +217,14 @@ def test_commands_that_only_read_do_not_import_torch(command: str, home: Path) -
     runs_without_torch(command, home, *(["--step", "100", "--dry-run"] if command == "rm" else []))
 
 
-def test_verify_shows_a_progress_bar_on_a_terminal(home: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "num_lines"),
+    [("verify HOME --all", 6), ("diff HOME HOME", 3), ("rm HOME --superseded --yes", 3)],
+)
+def test_long_work_shows_a_progress_bar_on_a_terminal(words: str, num_lines: int, home: Path) -> None:
     """The bar is drawn on stderr. stdout has only the result."""
-    out, drawn = run_on_terminal("verify", home, "--all")
-    assert len(out.splitlines()) == 6
+    out, drawn = run_on_terminal(*words.replace("HOME", str(home)).split())
+    assert len(out.splitlines()) == num_lines, out
     assert b"\x1b[" in drawn
 
 

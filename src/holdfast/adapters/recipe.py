@@ -166,7 +166,6 @@ class _Series:
         self._is_metadata = re.compile(re.escape(prefix) + r"_step_(\d+)_metadata\.json")
 
     # -- save ------------------------------------------------------------------------------------------------
-
     def save(self, step: int, write: Callable[[], _T], model_type: str) -> _T:
         """Call `write` for a step, then complete the step."""
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -281,7 +280,6 @@ class _Series:
         return looks
 
     # -- load ------------------------------------------------------------------------------------------------
-
     def load(self, call: Callable[[int], _T]) -> _T | None:
         """Call the function with the newest valid step. Returns None if no step exists."""
         faults = []

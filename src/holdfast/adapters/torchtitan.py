@@ -140,7 +140,6 @@ class HoldfastCheckpointManager(CheckpointManager):
         """Do nothing. `close` is collective, so the garbage collector must not call it at any time."""
 
     # -- saving ----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if self.load_only:
@@ -181,7 +180,6 @@ class HoldfastCheckpointManager(CheckpointManager):
         """Do nothing: the Checkpointer deletes what `keep_latest_k` does not keep."""
 
     # -- loading ---------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         stock, own, exported = self._ranks.of_rank_0(lambda: self._choices(step))
@@ -282,7 +280,6 @@ class HoldfastCheckpointManager(CheckpointManager):
             self._live[DATALOADER].set(home or self.folder, step, attempt)
 
     # -- the end ---------------------------------------------------------------------------------------------
-
     def _close(self) -> None:
         if self._checkpointer is None:
             return

@@ -194,7 +194,6 @@ class Tracker:
         self.close(has_failed=kind is not None and not isinstance(error, Preempted))
 
     # -- the thread ------------------------------------------------------------------------------------------
-
     def _send_all(self) -> None:
         place = None
         while (row := self._rows.get()) is not None:
@@ -229,7 +228,6 @@ class Tracker:
         self._run.write(place, read_run_numbers(self._ckpt.home))
 
     # -- warnings --------------------------------------------------------------------------------------------
-
     def _note_problem(self, problem: str) -> None:
         """Keep the first problem for the thread that trains, which issues the warning."""
         if self._problem is None:

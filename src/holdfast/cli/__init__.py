@@ -7,9 +7,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from holdfast import __version__
-from holdfast.cli.commands import COMMANDS, add_command, short_summary
+from holdfast.cli.commands import COMMANDS, add_command, list_commands, nearest
 from holdfast.errors import Corrupt, HoldfastError, Unsupported
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
@@ -29,24 +30,43 @@ def print_note(text: object) -> None:
     print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
-def make_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the whole command line.
+class CommandParser(argparse.ArgumentParser):
+    """Parser whose errors are two lines, without the usage."""
 
-    With `only`, the module of that command alone is imported. The others have no options then, only a line.
-    """
-    parser = argparse.ArgumentParser(
+    def error(self, message: str) -> NoReturn:
+        """Print why a command line is refused, and end this process."""
+        command = self.prog.partition(" ")[2]
+        print_note(f"{command}: {message}" if command else message)
+        print(f"`{self.prog} --help` lists all {'options' if command else 'commands'}.", file=sys.stderr)
+        self.exit(TROUBLE)
+
+
+def make_parser(only: str | None = None) -> CommandParser:
+    """Return the parser of the whole command line. With `only`, it has that command alone, or none."""
+    parser = CommandParser(
         prog="holdfast",
-        description="Inspect and manage the checkpoints of training runs, and run trainings as jobs.",
-        epilog="`holdfast COMMAND --help` has details and examples. HOME is the home of a Checkpointer.",
+        usage="holdfast [--help] [--version] COMMAND ...",
+        description="Inspect and manage the checkpoints of training runs, and run trainings as jobs.\n"
+        + list_commands(),
+        epilog="`holdfast COMMAND --help` has details and examples.\nHOME is the home of a Checkpointer.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"holdfast {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for name in COMMANDS:
-        if only in (None, name):
-            add_command(subparsers, name)
-        else:
-            subparsers.add_parser(name, help=short_summary(name))
+    subparsers = parser.add_subparsers(prog="holdfast", help=argparse.SUPPRESS)
+    for name in COMMANDS if only is None else {only} & {*COMMANDS}:
+        add_command(subparsers, name)
     return parser
+
+
+def _explain_rest(parser: argparse.ArgumentParser, rest: Sequence[str]) -> str:
+    """Return why the words that a command does not take are refused."""
+    actions = parser._actions
+    if option := next((word.partition("=")[0] for word in rest if word.startswith("-")), ""):
+        known = [name for action in actions for name in action.option_strings]
+        return f"there is no option {option}.{nearest(option, known)}"
+    takes = [f"one {action.metavar or action.dest}" for action in actions if not action.option_strings]
+    hint = " A shell replaces runs/* by all that match: run it once for each." if "one HOME" in takes else ""
+    return f"expected {' and '.join(takes) or 'no argument'}, found also {', '.join(rest)}.{hint}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,12 +77,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_note(text)
         return TROUBLE
     parser = make_parser(command)  # other commands are not imported
+    if command and command not in COMMANDS:
+        does_it = [name for name, text in COMMANDS.items() if text.lower().startswith(f"{command} ")]
+        near = f" Did you mean {does_it[0]}?" if does_it else nearest(command, COMMANDS)
+        parser.error(f"there is no command {command!r}.{near}")
     command_line = None
     if command in _WITH_COMMAND_LINE and "--" in words:
         # argparse would not distinguish `launch -- a` from `launch a`.
         end = words.index("--")
         words, command_line = words[:end], words[end + 1 :]
-    args = parser.parse_args(words)
+    args, rest = parser.parse_known_args(words)
+    if rest:
+        (parser := getattr(args, "parser", parser)).error(_explain_rest(parser, rest))
     args.command_line = command_line
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)

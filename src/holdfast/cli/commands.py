@@ -6,7 +6,7 @@ import argparse
 import importlib
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -15,39 +15,51 @@ from holdfast.system.units import parse_duration
 
 Commands = Any
 """Return value of `add_subparsers`; its class is private to argparse."""
-COMMANDS = {
-    "ls": "List the checkpoints of a run, newest first.",
-    "show": "Show the contents of a checkpoint: tensors and all other state.",
-    "verify": "Hash every byte of a checkpoint again, and report all damage.",
-    "diff": "Compare two checkpoints.",
-    "import": "Create a home from a checkpoint of torch.save, DCP, safetensors or Hugging Face.",
-    "export": "Write a checkpoint as safetensors, or for Hugging Face, torch.load, DCP or DeepSpeed.",
-    "history": "Show the events of a run: saves, commits, restores and failures.",
-    "stacks": "Show where each rank of a training is now, or was when it hung.",
-    "report": "Report on a run: its saves, interruptions and overhead, and the best save interval.",
-    "metrics": "Print, write or serve live numbers of a run for Prometheus.",
-    "rm": "Delete checkpoints.",
-    "drain": "Wait until all files of a write-back directory are in its bucket.",
-    "demo": "Train a small GPT, kill it, damage a checkpoint, resume, and prove that nothing was lost.",
-    "launch": "Run a SkyPilot task file or a command as a job that restarts after crashes and preemptions.",
-    "queue": "List jobs and their status.",
-    "describe": "Show everything that is recorded about a job.",
-    "logs": "Print the output of a job.",
-    "dash": "Show jobs and runs in a browser: attempts, live output, curves and reports.",
-    "wait": "Wait until jobs have ended.",
-    "cancel": "Cancel jobs.",
-    "preempt": "Simulate a preemption of a job.",
-    "forget": "Remove ended jobs, with their files and output.",
-    "nodes": "List the nodes of jobs, with the attempts that they have lost.",
-    "service": "Continue jobs after a restart of the machine.",
-    "trust": "Trust the compiled code in a home, so that trainings load and run it.",
-    "tune": "Run a few steps of a training script in several ways, and report what would speed it up.",
-    "check": "Kill and resume a training script, and compare it with an uninterrupted run, bit for bit.",
-    "replay": "Run recorded steps again, and compare the result with the checkpoint that the run saved.",
-    "version": "Show the versions and the machine that the report of a problem needs.",
-    "completion": "Print the completion script of a shell.",
+GROUPS = {
+    "Checkpoints, as in `holdfast ls runs/gpt`": {
+        "ls": "List the checkpoints of a run, newest first.",
+        "show": "Show the contents of a checkpoint: tensors and all other state.",
+        "verify": "Hash every byte of a checkpoint again, and report all damage.",
+        "diff": "Compare two checkpoints.",
+        "import": "Create a home from torch.save, DCP, safetensors or Hugging Face.",
+        "export": "Write a checkpoint for torch.load, Hugging Face, DCP and others.",
+        "rm": "Delete checkpoints.",
+        "trust": "Trust the compiled code in a home: trainings load and run it.",
+    },
+    "Runs, as in `holdfast report runs/gpt -o report.html`": {
+        "report": "Report on a run: its saves, interruptions, cost and best interval.",
+        "history": "Show the events of a run: saves, commits, restores and failures.",
+        "stacks": "Show where each rank of a training is now, or was when it hung.",
+        "metrics": "Print, write or serve live numbers of a run for Prometheus.",
+        "dash": "Show jobs and runs in a browser: live output, curves, reports.",
+    },
+    "Training scripts, as in `holdfast check train.py`": {
+        "check": "Compare a killed and resumed script with an uninterrupted run.",
+        "replay": "Run recorded steps again, and compare them with the record.",
+        "tune": "Run a few steps of a script, and report what would speed it up.",
+    },
+    "Jobs, as in `holdfast launch task.yaml`": {
+        "launch": "Run a task file or a command as a job that survives failures.",
+        "queue": "List jobs and their status.",
+        "describe": "Show everything that is recorded about a job.",
+        "logs": "Print the output of a job.",
+        "wait": "Wait until jobs have ended.",
+        "cancel": "Cancel jobs.",
+        "preempt": "Simulate a preemption of a job.",
+        "forget": "Remove ended jobs, with their files and output.",
+        "nodes": "List the nodes of jobs, with the attempts that they have lost.",
+        "drain": "Wait until all files of a write-back directory are in its bucket.",
+        "service": "Continue jobs after a restart of the machine.",
+    },
+    "This machine, as in `holdfast doctor runs/gpt`": {
+        "doctor": "Check whether this machine and a home are ready for training.",
+        "demo": "Train, kill and resume a small GPT, and prove the result exact.",
+        "version": "Show the versions and the machine that the report of a problem needs.",
+        "completion": "Print the completion script of a shell.",
+    },
 }
-"""Summary of each command, in the order of the help."""
+"""Summary of each command, by heading of the help, in its order."""
+COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 _MODULES = {
     **dict.fromkeys(("queue", "wait", "cancel", "preempt", "forget", "nodes", "service"), "job_commands"),
     **dict.fromkeys(("import", "export"), "exchange"),
@@ -64,6 +76,22 @@ def short_summary(name: str) -> str:
     """Return the summary of a command as a list shows it: in lower case, without a full stop."""
     summary = COMMANDS[name]
     return summary[0].lower() + summary[1:].rstrip(".")
+
+
+def list_commands() -> str:
+    """Return the groups of commands for the help, each with an example."""
+    return "\n".join(
+        f"\n{title}:\n" + "\n".join(f"  {name:11} {short_summary(name)}" for name in group)
+        for title, group in GROUPS.items()
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a text that suggests the most similar of some names, or an empty text."""
+    import difflib  # mistakes are rare
+
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 Argument: TypeAlias = Callable[[Any], object]
@@ -108,29 +136,25 @@ _DECLARED: dict[str, Callable[[Commands], None]] = {}
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 
 
-def command(
-    name: str, examples: str, *arguments: Argument, details: str = "", json: bool = True
-) -> Callable[[Run], Run]:
+def command(name: str, examples: str, *arguments: Argument, details: str = "") -> Callable[[Run], Run]:
     """Declare the function that runs a command, which returns the exit status.
 
     Args:
         examples: command lines for the end of its help.
         arguments: its arguments and options, in the order of its help.
         details: sentences for its help, after its summary.
-        json: whether it has the option `--json`.
     """
 
     def declare(run: Run) -> Run:
         def add(commands: Commands) -> None:
             parser = commands.add_parser(
                 name,
-                help=short_summary(name),
                 description=f"{COMMANDS[name]} {details}".rstrip(),
                 epilog=f"examples:\n{textwrap.indent(textwrap.dedent(examples).strip(), '  ')}",
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
-            parser.set_defaults(run=run)
-            for add_argument in (*arguments, *([_JSON] if json else ())):
+            parser.set_defaults(run=run, parser=parser)
+            for add_argument in (*arguments, _JSON):
                 add_argument(parser)
 
         _DECLARED[name] = add

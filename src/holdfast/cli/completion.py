@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from holdfast.cli.commands import COMMANDS, add_command, argument, command, short_summary
+from holdfast.cli.tables import print_result
 
 Kind: TypeAlias = Literal["words", "paths", "files"]
 
@@ -21,13 +22,8 @@ VALUES = {
     **dict.fromkeys(("home", "homes"), HOMES),
     **dict.fromkeys(("a", "b"), SIDES),
     **dict.fromkeys(("step", "before"), STEPS),
-    **dict.fromkeys(
-        (
-            *("args", "dest", "directory", "env_file", "keep", "local", "output", "script", "source", "task"),
-            "workdir",
-        ),
-        FILES,
-    ),
+    **dict.fromkeys(("args", "dest", "directory", "env_file", "keep", "local"), FILES),
+    **dict.fromkeys(("output", "script", "source", "task", "workdir"), FILES),
 }
 """Kind of the values of an argument, by the name of the argument. Others have no candidates."""
 _RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.checkpoint.format.names`
@@ -233,12 +229,12 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
     argument("shell", "the shell", choices=tuple(SCRIPTS)),
     argument("--line TEXT", argparse.SUPPRESS),  # the script passes the line up to the cursor
     details="The script completes commands, options, homes and steps of this machine, and files.",
-    json=False,
 )
 def run(args: argparse.Namespace) -> int:
     """Print the script, or the candidates that complete a line."""
     if args.line is None:
-        print(SCRIPTS[args.shell].strip())
+        script = SCRIPTS[args.shell].strip()
+        print_result(args, {"shell": args.shell, "script": script}, script)
         return 0
     found = complete(args.line)
     print(found.kind)

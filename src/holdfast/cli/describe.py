@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import textwrap
 from collections.abc import Iterator
 from operator import attrgetter, itemgetter
 
@@ -15,16 +14,14 @@ from holdfast.cli.tables import (
     print_fields,
     print_result,
     print_table,
+    print_text,
     printable,
-    terminal_width,
 )
 from holdfast.jobs.description import JobDescription, describe_checks
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
 from holdfast.system.documents import to_plain
 from holdfast.system.units import plural
-
-_WIDTH = 110  # width of the lines where there is no terminal
 
 
 def print_checks(found: JobDescription) -> None:
@@ -35,10 +32,7 @@ def print_checks(found: JobDescription) -> None:
             continue
         print(f"\nchecks before attempt {number}:")
         for line in describe_checks(of_nodes):
-            hanging = " " * (len(line) - len(line.lstrip()) + 8)
-            width = max(24, terminal_width() or _WIDTH)
-            wrapper = textwrap.TextWrapper(width, " " * 4, hanging, break_on_hyphens=False)
-            print(wrapper.fill(printable(line)))
+            print_text(printable(line.lstrip()), indent=" " * (4 + len(line) - len(line.lstrip())))
 
 
 @command(

@@ -22,7 +22,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.cli import TROUBLE, print_note, values
 from holdfast.cli.commands import FILTER, PATIENCE, argument, command
 from holdfast.cli.homes import open_home
-from holdfast.cli.tables import Column, print_result, print_table
+from holdfast.cli.tables import NO_BAR, Bar, Column, byte_bar, print_result, print_table
 from holdfast.errors import Corrupt
 from holdfast.system.documents import to_plain
 from holdfast.system.units import plural
@@ -97,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             for side in (a, b):
                 stack.enter_context(deletion_named(side.store, side.checkpoint.manifest.checkpoint_id))
-            difference = compare(a, b, pattern=args.filter or "*", within=args.within)
+            bar = stack.enter_context(byte_bar("diff"))
+            difference = compare(a, b, pattern=args.filter or "*", within=args.within, bar=bar)
     except Corrupt as error:
         print_note(error)
         return TROUBLE
@@ -125,7 +126,7 @@ def _as_json(a: Side, b: Side, difference: Difference) -> dict[str, Any]:
     return facts
 
 
-def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Difference:
+def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0, bar: Bar = NO_BAR) -> Difference:
     """Compare two checkpoints, in limited memory.
 
     Per-rank state is compared rank by rank if both checkpoints have the same number of ranks. Otherwise only
@@ -145,12 +146,13 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
         if in_a.tied_to not in shared or in_a.tied_to != in_b.tied_to
     ]
     num_ranks = a.checkpoint.world_size
+    bar.on_total(sum(infos[key][0].num_bytes for key in both))
     changed: list[TensorChange] = []
     changed_values: list[tuple[str, str | None, str | None]] = []
     for rank in range(num_ranks if num_ranks == b.checkpoint.world_size else 1):
         suffix = f"@r{rank}" if rank else ""
         names = [key for key in both if not rank or EACH in (infos[key][0].owner, infos[key][1].owner)]
-        changed += _changes(a, b, names, rank, within, suffix)
+        changed += _changes(a, b, names, rank, within, suffix, bar)
         changed_values += _value_changes(a.state(rank), b.state(rank), pattern, suffix)
     return Difference(
         only_a=sorted(set(keys_a) - set(keys_b)),
@@ -162,7 +164,7 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0) -> Dif
 
 
 def _changes(
-    a: Side, b: Side, names: list[str], rank: int, within: float, suffix: str
+    a: Side, b: Side, names: list[str], rank: int, within: float, suffix: str, bar: Bar
 ) -> Iterator[TensorChange]:
     for batch in _batches(a.checkpoint, names):
         read = {side.name: _read(side, batch, rank) for side in (a, b)}
@@ -172,6 +174,7 @@ def _changes(
                 yield TensorChange(name + suffix, f"only in {next(iter(found))}")
             elif found and (change := _change(name + suffix, found, within)):
                 yield change
+        bar.on_bytes(sum(a.checkpoint.info(name).num_bytes for name in batch))
 
 
 def _batches(checkpoint: Checkpoint, names: list[str]) -> Iterator[list[str]]:

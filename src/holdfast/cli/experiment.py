@@ -64,7 +64,8 @@ def compare_sides(a: Side, b: Side) -> tuple[list[DifferenceRow], int]:
 
 def print_rows(rows: Sequence[dict[str, str]]) -> None:
     """Print the first rows as a table."""
-    print_table((Column("KEY", itemgetter("key")), Column("DIFFERENCE", itemgetter("how"))), rows[:_MAX_ROWS])
+    columns = Column("KEY", itemgetter("key"), "name"), Column("DIFFERENCE", itemgetter("how"), "text")
+    print_table(columns, rows[:_MAX_ROWS])
     if len(rows) > _MAX_ROWS:
         print(f"and {len(rows) - _MAX_ROWS} more; use --json to print all")
 

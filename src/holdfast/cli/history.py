@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS, read_lines
 from holdfast.cli import print_note
-from holdfast.cli.commands import HOME, argument, command, count, either, step_number
+from holdfast.cli.commands import HOME, argument, command, count, either, nearest, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_time, print_csv, print_result, print_table
 from holdfast.errors import InvalidInput
@@ -31,8 +30,6 @@ SAVE_COLUMNS = (
     *("durable_s", "outcome", "detail"),
 )
 METRIC_COLUMNS = ("step", "attempt", "name", "value", "counts")
-
-
 Event = dict[str, Any]
 
 
@@ -83,9 +80,8 @@ def _events(lines: list[Event], args: argparse.Namespace) -> list[Event]:
     known = sorted({*EVENTS, *(event for watch in default_watches() for event in watch.events), *found})
     for name in asked:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise InvalidInput(f"The event {name!r} does not exist.{hint} Events are: {', '.join(known)}.")
+            hint = f"{nearest(name, known)} Events are: {', '.join(known)}."
+            raise InvalidInput(f"The event {name!r} does not exist.{hint}")
     shown = asked or found.difference(_HIDDEN)
     return [_with_speed(line) for line in lines if line["event"] in shown]
 
@@ -106,9 +102,6 @@ def _span(name: str) -> Callable[[Event], str | None]:
 
 def _speed(row: Event) -> str | None:
     return None if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.2f}"
-
-
-# -- events ----------------------------------------------------------------------------------------------
 
 
 def _with_speed(event: Event) -> Event:
@@ -134,9 +127,6 @@ _EVENT_TABLE = (
     Column("GB/S", _speed, "right", spare=1),
     Column("DETAIL", lambda event: event.get("detail") or "", "text"),
 )
-
-
-# -- checkpoints -----------------------------------------------------------------------------------------
 
 
 def _checkpoints(lines: list[Event], _args: argparse.Namespace) -> list[Event]:
@@ -180,9 +170,6 @@ _SAVE_TABLE = (
     Column("DURABLE IN", _span("durable_s"), "right"),
     Column("OUTCOME", _outcome, "text"),
 )
-
-
-# -- metrics ---------------------------------------------------------------------------------------------
 
 
 def _metrics(lines: list[Event], args: argparse.Namespace) -> list[Event]:

@@ -70,9 +70,6 @@ def _rows(store: Store) -> list[dict[str, object]]:
     ]
 
 
-# -- serving -------------------------------------------------------------------------------------------------
-
-
 def _serve(store: Store, args: argparse.Namespace) -> int:
     port: int = args.serve
     if port > _MAX_PORT:

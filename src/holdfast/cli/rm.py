@@ -24,7 +24,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.cli import print_note
 from holdfast.cli.commands import HOME, argument, attempt_option, command, step_number
 from holdfast.cli.homes import open_home, read_run_id
-from holdfast.cli.tables import Column, format_age, may_remove, print_json
+from holdfast.cli.tables import Column, byte_bar, format_age, may_remove, print_json
 from holdfast.errors import Conflict, InvalidInput, NotFound
 from holdfast.system.units import format_bytes, plural
 
@@ -118,11 +118,14 @@ def _delete_all(store: Store, inventory: Inventory, rows: list[Row], *, is_done:
     chosen = {row.checkpoint_id for row in rows}
     complete = {key for key, saved in inventory.home.saved.items() if saved.is_committed}
     is_emptied = bool(complete) and complete <= chosen and inventory.run_id is not None
-    for row in rows:
-        # Before the last one is deleted, so that the next start may begin from scratch.
-        if is_emptied and row is rows[-1]:
-            note_emptied(store, inventory.run_id or "", newest_number(store))
-        delete(store, inventory, row, must_refuse=not is_done and _may_be_written(inventory, row))
+    with byte_bar("rm") as bar:
+        bar.on_total(sum(row.num_bytes for row in rows))
+        for row in rows:
+            # Before the last one is deleted, so that the next start may begin from scratch.
+            if is_emptied and row is rows[-1]:
+                note_emptied(store, inventory.run_id or "", newest_number(store))
+            delete(store, inventory, row, must_refuse=not is_done and _may_be_written(inventory, row))
+            bar.on_bytes(row.num_bytes)
 
 
 _COLUMNS = (

@@ -96,9 +96,10 @@ def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     base = checkpoint.manifest.base_step
     start = "started from scratch" if base is None else f"resumed from step {base}"
     print(f"{url}: step {checkpoint.step}, attempt {checkpoint.attempt} ({start})")
-    print(f"run {checkpoint.run}, saved by {plural(checkpoint.world_size, 'rank')}", end=", ")
-    print(f"{format_bytes(checkpoint.manifest.data_bytes)}", end=", ")
-    print(f"{format_time(checkpoint.created)} ({format_age(checkpoint.created)})")
+    size, created = format_bytes(checkpoint.manifest.data_bytes), checkpoint.created
+    ranks = plural(checkpoint.world_size, "rank")
+    when = f"{format_time(created)} ({format_age(created)})"
+    print_text(f"run {checkpoint.run}, saved by {ranks}, {size}, {when}")
     health = checkpoint.manifest.health
     print_text(f"health: {health.word} ({'; '.join(health.reasons)})")
 
@@ -109,7 +110,7 @@ _TENSOR_COLUMNS = (
     Column("SHAPE", lambda row: list(row[1].shape), "name"),
     Column("SIZE", lambda row: None if row[1].tied_to else format_bytes(row[1].num_bytes), "right"),
     Column("SAVED BY", lambda row: _format_owner(row[1].owner), spare=1),
-    Column("TIED TO", lambda row: row[1].tied_to or "", "name"),
+    Column("TIED TO", lambda row: row[1].tied_to or "", "text"),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import itertools
 import json
 import os
 import shutil
@@ -32,13 +31,38 @@ class Column(NamedTuple):
     spare: int = 0  # for a column that is left out if the table is too wide, its turn
 
 
+_MAX_ROWS = 1000
+"""Rows below each heading of a table that does not fit: they are printed before the next are laid out."""
+
+
 def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
     """Print a table within the width of the terminal."""
     cells = [[_shown(column.cell(row)) for column in columns] for row in rows]
-    heading, *lines = lay_out(columns, cells, terminal_width())
-    styled(sys.stdout).write(f"\x1b[1m{heading}\x1b[0m\n" if sys.stdout.isatty() else f"{heading}\n")
-    for line in lines:
-        print(line)
+    width = terminal_width()
+    lines = _padded(columns, cells)
+    if width is None or all(line.isascii() and len(line) <= width for line in lines):
+        _print_lines(lines)
+        return
+    from holdfast.cli.layout import lay_out  # slow, and needed only for tables that do not fit
+
+    for start in range(0, len(cells), _MAX_ROWS):
+        _print_lines(lay_out(columns, cells[start : start + _MAX_ROWS], width))
+
+
+def _padded(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a heading and rows as lines, with all columns, and each text whole."""
+    table = [[column.heading for column in columns], *rows]
+    widths = [max(map(len, texts)) for texts in zip(*table, strict=True)]
+    sides = ["<>"[column.kind == "right"] for column in columns]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [form.format(*row).rstrip() for row in table]
+
+
+def _print_lines(lines: Sequence[str]) -> None:
+    """Print a heading, bold on a terminal, and the rows below."""
+    heading = f"\x1b[1m{lines[0]}\x1b[0m" if sys.stdout.isatty() else lines[0]
+    styled(sys.stdout).write(f"{heading}\n")
+    print("".join(f"{line}\n" for line in lines[1:]), end="", flush=True)
 
 
 def _shown(cell: object) -> str:
@@ -182,107 +206,21 @@ def format_rate(num_bytes: int, seconds: float) -> str:
     return f"{format_duration(seconds)}{speed}"
 
 
-GAP = "  "
-_CUT = "…"
-_LEAST = {"name": 16, "text": 24}  # characters
-_INDENT = "    "
-
-
-def lay_out(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Return the lines of a table, the heading first."""
-    headings = [column.heading for column in columns]
-    natural = [max(map(_length, cells)) for cells in zip(headings, *rows, strict=True)]
-    kept = list(range(len(columns)))
-    texts = [i for i in kept if columns[i].kind == "text"]
-    widths = dict(enumerate(natural))
-    if width is not None:
-        # The smallest readable width of each column.
-        least = [
-            min(most, max(_length(column.heading), _LEAST.get(column.kind, most)))
-            for column, most in zip(columns, natural, strict=True)
-        ]
-        for i in [*texts, *sorted((i for i in kept if columns[i].spare), key=lambda i: columns[i].spare)]:
-            if sum(least[j] for j in kept) + len(GAP) * (len(kept) - 1) > width:
-                kept.remove(i)
-        # Names and sentences share the rest of the width evenly.
-        giving = sorted((i for i in kept if columns[i].kind in _LEAST), key=natural.__getitem__)
-        room = width - len(GAP) * (len(kept) - 1) - sum(natural[i] for i in kept if i not in giving)
-        for left, i in enumerate(giving):
-            widths[i] = min(natural[i], max(4, room // (len(giving) - left)))
-            room -= widths[i]
-    lines = _lines([(columns[i], headings[i], widths[i]) for i in kept])
-    for row in rows:
-        lines += _lines([(columns[i], row[i], widths[i]) for i in kept])
-        for i in texts:
-            if i not in kept and row[i] not in ("", "-"):
-                lines += _wrapped(row[i], (width or 0) - len(_INDENT), indent=_INDENT)
-    return lines
-
-
-def cut(text: str, width: int) -> str:
-    """Shorten a text to `width` characters by leaving out its middle."""
-    if _length(text) <= width:
-        return text
-    tail = max(0, width - 1) // 2
-    head = max(0, width - 1 - tail)
-    return _front(text, head) + _CUT + (_front(text[::-1], tail)[::-1] if tail else "")
-
-
-def _lines(cells: Sequence[tuple[Column, str, int]]) -> list[str]:
-    """Return the lines of one row, of texts and widths: several if its text is wrapped."""
-    blocks = [
-        _wrapped(text, width) if column.kind == "text" else [cut(text, width)]
-        for column, text, width in cells
-    ]
-    lines = []
-    for parts in itertools.zip_longest(*blocks, fillvalue=""):
-        padded = []
-        for part, (column, _, width) in zip(parts, cells, strict=True):
-            blank = " " * (width - _length(part))
-            padded.append(blank + part if column.kind == "right" else part + blank)
-        lines.append(GAP.join(padded).rstrip())
-    return lines
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    if _length(text) <= width:
-        return [indent + text]
-    lines: list[str] = []
-    for num_chars in range(max(1, width), 0, -1):  # textwrap counts characters: some take two columns
-        lines = textwrap.wrap(text, num_chars)
-        if all(_length(line) <= width for line in lines):
-            break
-    return [indent + line for line in lines] or [indent]
-
-
-def _front(text: str, width: int) -> str:
-    """Return the longest beginning of a text that fits into a width."""
-    while _length(text) > width:
-        text = text[:-1] if _length(text) - width < 8 else text[: len(text) - (_length(text) - width) // 2]
-    return text
-
-
-def _length(text: str) -> int:
-    """Return the width of a text on a terminal. Some characters take two columns."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len  # most tables are ASCII
-
-    return cell_len(text)
-
-
 class Bar(NamedTuple):
-    """Callbacks of the work. Both are None without a terminal."""
+    """Callbacks of the work: the bytes in all, and bytes that are done. They do nothing by default."""
 
-    on_total: Callable[[int], None] | None
-    on_bytes: Callable[[int], None] | None
+    on_total: Callable[[int], None] = lambda _: None
+    on_bytes: Callable[[int], None] = lambda _: None
+
+
+NO_BAR = Bar()
 
 
 @contextlib.contextmanager
 def byte_bar(label: str) -> Iterator[Bar]:
     """Show a progress bar during the block, if stderr is a terminal."""
     if not sys.stderr.isatty():
-        yield Bar(None, None)
+        yield NO_BAR
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn

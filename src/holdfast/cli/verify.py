@@ -58,8 +58,7 @@ def _verify_chosen(args: argparse.Namespace) -> tuple[Store, list[VerifyReport]]
         print_note(f"verifying step {next(iter(manifests)).step}, the newest")
     reports: list[VerifyReport] = []
     with byte_bar("verify") as bar:
-        if bar.on_total is not None:
-            bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
+        bar.on_total(sum(found.data_bytes for found in manifests.values() if isinstance(found, Manifest)))
         for key, found in manifests.items():
             if isinstance(found, Manifest):
                 report = verify(store, found, num_threads=args.threads, on_bytes=bar.on_bytes)

@@ -158,8 +158,12 @@ def describe_checks(found: Mapping[int, NodeChecks]) -> Iterator[str]:
         waited = f"{checks.took_s:.2f} s, of which the job waited {checks.added_s:.2f} s"
         yield f"node {rank} ({checks.machine}): {outcome} in {waited}{refused}"
         for check in checks.checks:
-            parts = filter(None, (check.trouble, _numbers(check) if check.values else ""))
-            yield f"  {check.name} {check.where}: {'; '.join(parts) or 'passed'}"
+            yield f"  {check.name} {check.where}: {describe_check(check)}"
+
+
+def describe_check(check: Check) -> str:
+    """Return the trouble and the numbers of a check for people."""
+    return "; ".join(filter(None, (check.trouble, _numbers(check) if check.values else ""))) or "passed"
 
 
 def _numbers(check: Check) -> str:

@@ -92,9 +92,6 @@ class HostMemory(ActionWatch):
         return WatchFigure("Host memory", text, ("attempt", "growth"), rows, chart)
 
 
-# -- in the keeper -------------------------------------------------------------------------------------------
-
-
 class MemoryGrowth(Struct, frozen=True):
     """Growth of the memory of one host, whose ranks will fill it."""
 

@@ -140,7 +140,6 @@ class Session(TrainerRun):
         self.ranks.first_of(every, lambda: self._folders.tidy(self._names, self._complete))
 
     # -- saving ----------------------------------------------------------------------------------------------
-
     def is_preempted(self) -> bool:
         """Return True if a rank has a preemption notice."""
         self._settle()
@@ -253,7 +252,6 @@ class Session(TrainerRun):
             self._complete.discard(step)
 
     # -- loading ---------------------------------------------------------------------------------------------
-
     def choose(self, asked: str | os.PathLike[str] | None) -> Choice:
         """Choose the checkpoint that `load_state` asks for. A folder of Accelerate's own was checked."""
         self.wait_settled()  # a failed save is no choice
@@ -369,7 +367,6 @@ class Session(TrainerRun):
             config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
 
     # -- the end ---------------------------------------------------------------------------------------------
-
     def forget(self) -> None:
         """Release the prepared objects, once the last save does not need them."""
         self.wait_copied()

@@ -130,7 +130,6 @@ class DataPosition:
         self._num_steps = 0  # optimizer steps of this pass that were counted
 
     # -- the state -------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
         active = self._loader if self._active is None else self._active
@@ -191,7 +190,6 @@ class DataPosition:
             )
 
     # -- a pass ----------------------------------------------------------------------------------------------
-
     def batches_of_pass(self, loader: Any, read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Yield the batches of one pass over a loader.
 

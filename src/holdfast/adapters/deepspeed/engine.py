@@ -144,7 +144,6 @@ class Session(CheckpointEngine):
             self._current.wait_copied()
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def saving(self, request: dict[str, Any], *, has_client_state: bool) -> Iterator[None]:
         """Collect the files of a save until `commit`. After a preemption notice, end the process then.
@@ -228,7 +227,6 @@ class Session(CheckpointEngine):
         return None if self._needs_client_state else {}
 
     # -- loads -----------------------------------------------------------------------------------------------
-
     def find(self, folder: str, tag: str | None, *, rng: bool) -> SavedFiles | ReshardedFiles | None:
         """Choose the checkpoint to load. Return None if DeepSpeed itself wrote it, or if none exists."""
         self.wait_copied()
@@ -288,7 +286,6 @@ class Session(CheckpointEngine):
         return self._stock.load(path, map_location)
 
     # -- steps -----------------------------------------------------------------------------------------------
-
     def end_step(self) -> None:
         """Check for a preemption notice after an optimizer step, and save if one has arrived."""
         if self._current is None:

@@ -180,7 +180,6 @@ class RunHome(TrainerRun):
         return _homes[key]
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     def save(self, facts: Facts, files: Mapping[str, Packed], private: Iterable[Optimizer]) -> int:
         """Save the files of this rank under a tag. Returns the step of the checkpoint."""
         if not self._may_save:
@@ -205,7 +204,6 @@ class RunHome(TrainerRun):
         return any(self.ranks.gather(self._save is not None and isinstance(self._save.failed, InvalidInput)))
 
     # -- loads -----------------------------------------------------------------------------------------------
-
     def tags(self) -> list[str]:
         """Return the tags of all checkpoints, each once."""
         return self.ranks.of_rank_0(lambda: list(dict.fromkeys(facts.tag for _, facts in self._list())))

@@ -79,7 +79,6 @@ class TrainerRun:
         _open.add(self)
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     def save_step(
         self,
         step: int,
@@ -123,7 +122,6 @@ class TrainerRun:
                 save.wait_durable()
 
     # -- the run that the home holds -------------------------------------------------------------------------
-
     def refuse_new_run(self, newest: int, what: str, done: str, advice: str) -> None:
         """Refuse to begin anew in a home that holds a run; `advice` is the call that continues it."""
         raise InvalidInput(

@@ -133,7 +133,6 @@ class HoldfastCheckpoint(ModelCheckpoint):
         return str(super().state_key).replace(type(self).__qualname__, ModelCheckpoint.__qualname__, 1)
 
     # -- begin -----------------------------------------------------------------------------------------------
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Set the trainer's CheckpointIO, and record the position in the data."""
         super().setup(trainer, pl_module, stage)
@@ -226,7 +225,6 @@ class HoldfastCheckpoint(ModelCheckpoint):
         trainer.fit_loop._combined_loader.on_error = partial(self._end_preempted, trainer)
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the generators and data positions of all ranks to a checkpoint."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -319,7 +317,6 @@ class HoldfastCheckpoint(ModelCheckpoint):
         return bool(super().file_exists(filepath, trainer))
 
     # -- preemption and the end ------------------------------------------------------------------------------
-
     def _end_preempted(self, trainer: Any, error: Exception) -> None:
         """End training if a loader fails after a notice.
 

@@ -122,7 +122,6 @@ class BackgroundSaver:
         return type(self), (self.place, self._memory)
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def moment(self, private: Callable[[], Iterable[Optimizer]] = tuple) -> Iterator[None]:
         """Mark a block without training. Tensors that do not change in it are saved once."""
@@ -213,7 +212,6 @@ class BackgroundSaver:
                 warn(f"{job.path} is not written yet: {job.error} Its checkpoint is complete.", SaveWarning)
 
     # -- the home --------------------------------------------------------------------------------------------
-
     def _open(self) -> Checkpointer:
         """Return the Checkpointer; a new one continues the run."""
         if self._checkpointer is not None:
@@ -340,7 +338,6 @@ class BackgroundSaver:
         self._jobs = {path: job for path, job in self._jobs.items() if job.step in kept}
 
     # -- waits -----------------------------------------------------------------------------------------------
-
     def wait(self, path: str | None = None) -> None:
         """Wait until a file, or all files, are written."""
         for job in [job for job in self._jobs.values() if path in (None, job.path)]:
@@ -412,7 +409,6 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         self._saver: BackgroundSaver | None = None
 
     # -- CheckpointIO ----------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
@@ -491,7 +487,6 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             self._saver.wait(None if path is None else absolute(path))
 
     # -- parts -----------------------------------------------------------------------------------------------
-
     def saver_for(self, path: str, storage_options: Mapping[str, Any] | None = None) -> BackgroundSaver:
         """Return the saver. At the first call its home is that of the options, or the one beside a path."""
         if self._saver is None:

@@ -58,7 +58,6 @@ class PositionedLoader(CombinedLoader):
         return cls(loader, "max_size_cycle")
 
     # -- batches that count steps ----------------------------------------------------------------------------
-
     @property
     def batches(self) -> list[DividedBatches]:
         """Batch samplers that count completed steps, each once."""
@@ -85,7 +84,6 @@ class PositionedLoader(CombinedLoader):
             batches.load_state_dict(state)
 
     # -- record ----------------------------------------------------------------------------------------------
-
     def capture(self) -> dict[str, Any]:
         """Return the states of the generators of the process and of the loaders."""
         return {**capture_generators(), "loaders": [one.get_state() for one in self._generators()]}
@@ -120,7 +118,6 @@ class PositionedLoader(CombinedLoader):
         return list(found.values())
 
     # -- reach -----------------------------------------------------------------------------------------------
-
     def begin_at(self, position: DataPosition) -> None:
         """Continue at a position with the next batch. The states of the generators do not change."""
         self._begin_at = position

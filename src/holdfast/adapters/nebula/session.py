@@ -105,7 +105,6 @@ class Session:
         return not self._is_closed.is_set() and os.getpid() == self._pid
 
     # -- saving ----------------------------------------------------------------------------------------------
-
     def join(self, tag: str, num_files: int | None) -> None:
         """Join a tag that `commit` completes, before any file of it is saved."""
         with self._lock:
@@ -295,7 +294,6 @@ class Session:
         return writer
 
     # -- other ranks' decisions ------------------------------------------------------------------------------
-
     def _check_errors(self) -> None:
         """Apply the decisions of other ranks, and raise a pending error."""
         self._check_process()
@@ -335,7 +333,6 @@ class Session:
         return last
 
     # -- looking ---------------------------------------------------------------------------------------------
-
     def index(self, persist_path: Any = None) -> TagIndex:
         """Return the checkpoints of a home, by default in this session's tiers."""
         self._check_process()
@@ -405,7 +402,6 @@ class Session:
             writer.checkpointer.wait()
 
     # -- ending ----------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Make everything durable in home."""
         if self._is_closed.is_set() or os.getpid() != self._pid:

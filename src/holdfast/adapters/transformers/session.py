@@ -103,7 +103,6 @@ class Session(TrainerRun, TrainerCallback):
         self._exits.__exit__(*raised)
 
     # -- the choice of a checkpoint --------------------------------------------------------------------------
-
     def begin(self, asked: str | bool | None) -> str | None:
         """Choose the checkpoint that `train` asks for, and return its folder; None for a new training."""
         if not asked and (newest := self.ranks.of_rank_0(self.checkpointer.latest_step)) is not None:
@@ -210,7 +209,6 @@ class Session(TrainerRun, TrainerCallback):
             )
 
     # -- the resume ------------------------------------------------------------------------------------------
-
     def _open(self, step: int, home: str) -> _Source:
         checkpointer = self.checkpointer
         if home != self.home:
@@ -295,7 +293,6 @@ class Session(TrainerRun, TrainerCallback):
         return was_stopped and self._args.restore_callback_states_from_checkpoint
 
     # -- the loop --------------------------------------------------------------------------------------------
-
     @override
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check for a preemption notice, and remove folders of deleted checkpoints."""
@@ -422,7 +419,6 @@ class Session(TrainerRun, TrainerCallback):
             self.checkpointer.stop(step)
 
     # -- the end ---------------------------------------------------------------------------------------------
-
     def load_best_model(self) -> bool:
         """Load the best model at the end; return False if the Trainer itself has its folder."""
         if self._best not in self._in_home:

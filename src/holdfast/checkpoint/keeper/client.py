@@ -122,7 +122,6 @@ class Keeper:
         return self._child.is_done
 
     # -- messages to the keeper ------------------------------------------------------------------------------
-
     def submit(
         self,
         save: Save,
@@ -341,7 +340,6 @@ class Keeper:
         return f"The keeper of rank {self.config.rank} (pid {self.pid}) has to send it to {self.config.home}."
 
     # -- the thread that listens, and replaces a dead keeper -------------------------------------------------
-
     def _listen_to(self, child: ChildProcess) -> None:
         self._child = child
         self._thread = threading.Thread(
@@ -500,7 +498,6 @@ class Keeper:
                 _log.warning("step %d is not durable yet: %s", message.step, message.detail)
 
     # -- outcomes --------------------------------------------------------------------------------------------
-
     def _release(self, arena: int) -> None:
         with self._lock:
             self._turned_s = time.monotonic()

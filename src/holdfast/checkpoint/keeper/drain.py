@@ -169,7 +169,6 @@ class Drain:
         self._deletion.run()  # for steps that were to be deleted after the last drain
 
     # -- the loop --------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         failing_since_s: dict[bool, float] = {}  # for checkpoints (False) and for metrics alone (True)
         while (work := self._next()) is not None:
@@ -275,7 +274,6 @@ class Drain:
         )
 
     # -- one checkpoint --------------------------------------------------------------------------------------
-
     def _send(self, checkpoint: CheckpointId) -> None:
         """Copy one checkpoint, unless a newer one becomes due meanwhile that replaces it."""
         try:
@@ -395,7 +393,6 @@ class Drain:
             self._changed.wait(min(max(0.1 * waited_s, 0.02), 2.0))
 
     # -- metrics and history ---------------------------------------------------------------------------------
-
     def _send_metrics(self, checkpoint: CheckpointId, metrics: SaveValues) -> None:
         """Replace the metrics of a checkpoint in home. Those of one on its way there are copied with it."""
         if self._home.size(names.manifest(checkpoint.step, checkpoint.attempt)) is not None:

@@ -71,7 +71,6 @@ class TrainerInbox:
         self.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
 
     # -- for the worker --------------------------------------------------------------------------------------
-
     @property
     def saves(self) -> list[StagedSave]:
         """Saves in the queue, oldest first."""
@@ -112,7 +111,6 @@ class TrainerInbox:
             self._changed.notify_all()
 
     # -- the thread ------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             self._receive_all()

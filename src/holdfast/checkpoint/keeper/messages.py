@@ -29,8 +29,6 @@ class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_fi
 
 
 # -- from the trainer ----------------------------------------------------------------------------------------
-
-
 class Configure(_Message, frozen=True):
     """Configuration of the keeper. Sent first, and once."""
 
@@ -137,8 +135,6 @@ class Close(_Message, frozen=True):
 
 
 # -- from the keeper -----------------------------------------------------------------------------------------
-
-
 class Pong(_Message, frozen=True):
     """Reply to a `Ping`."""
 
@@ -192,8 +188,6 @@ class ShowText(_Message, frozen=True):
 
 
 # -- between a keeper and a later attempt --------------------------------------------------------------------
-
-
 class RequestImages(_Message, frozen=True):
     """Request for all file images that the keeper has in memory."""
 

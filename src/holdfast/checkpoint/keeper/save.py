@@ -75,7 +75,6 @@ class Save:
         return self._arrived.is_set()
 
     # -- as a future -----------------------------------------------------------------------------------------
-
     def done(self) -> bool:
         """Return True if the save is durable, failed or skipped."""
         return self._ended.is_set()
@@ -103,7 +102,6 @@ class Save:
         return self._error
 
     # -- by stage --------------------------------------------------------------------------------------------
-
     def wait_staged(self, timeout: Duration | None = None) -> None:
         """Wait until training can no longer change what is saved.
 
@@ -161,7 +159,6 @@ class Save:
             )
 
     # -- set by the stager and the keeper --------------------------------------------------------------------
-
     def explain_by(self, describe_wait: Callable[[], str]) -> None:
         """Set the function that returns the cause of the wait, as a sentence."""
         self._describe_wait = describe_wait

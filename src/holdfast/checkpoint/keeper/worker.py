@@ -204,7 +204,6 @@ class Worker:
                 self._reports.history.record(**asdict(item))
 
     # -- persist ---------------------------------------------------------------------------------------------
-
     def _persist(self, save: StagedSave) -> None:
         request, began = save.request, time.monotonic()
         metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request)
@@ -254,7 +253,6 @@ class Worker:
         return bool(self._late_metrics) and gone_s < self._config.linger_s
 
     # -- commit ----------------------------------------------------------------------------------------------
-
     def _commit_ready(self) -> None:
         """Commit the pending saves whose check is due, where possible."""
         now_s = time.monotonic()

@@ -130,7 +130,6 @@ class _Restore:
         raise self._make_none_good_error()
 
     # -- one candidate ---------------------------------------------------------------------------------------
-
     def _try_patiently(
         self, checkpoint: CheckpointId, older: Sequence[CheckpointId], *, only_open: bool = False
     ) -> tuple[Stages, Verdict]:
@@ -181,7 +180,6 @@ class _Restore:
         return verdict
 
     # -- the order -------------------------------------------------------------------------------------------
-
     def _order_by_value(self) -> Sequence[CheckpointId]:
         """Return the checkpoints that the newest one continues and that have a value, best first."""
         keep, order = self._request.keep, self._found.found
@@ -268,7 +266,6 @@ class _Restore:
             self._note_line(checkpoint, verdict.ancestors)
 
     # -- the end ---------------------------------------------------------------------------------------------
-
     def _complete(self, stages: Stages, ancestors: Ancestors) -> Restored:
         manifest, found = stages.manifest, self._found
         restored = manifest.checkpoint_id

@@ -89,7 +89,6 @@ class Attempt:
         return self.saves.newest_durable if self.saves.newest_durable is not None else self.base_step
 
     # -- claim -----------------------------------------------------------------------------------------------
-
     def begin(self, *, restores_later: bool = False) -> Keeper:
         """Claim an attempt number and start the keeper, once.
 
@@ -175,7 +174,6 @@ class Attempt:
         return found
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     def save(self, step: int, *, must: bool, to_home: bool = False) -> Save:
         """Begin a save of `step`, as `Pipeline.run`. Return the earlier one if the step was saved already."""
         pipeline, cadence = self._pipeline, self._components.cadence
@@ -304,7 +302,6 @@ class Attempt:
             report_to_job(JobReport(home=self._tiers.home, step=step))
 
     # -- problems and waits ----------------------------------------------------------------------------------
-
     def surface(self) -> None:
         """Raise or warn about what has failed in the background since the last call."""
         with self.saves.lock:
@@ -378,7 +375,6 @@ class Attempt:
             ) from error
 
     # -- history and end -------------------------------------------------------------------------------------
-
     def note(self, event: str, **facts: Any) -> None:
         """Write an event into the history, now or once the attempt is claimed."""
         self._now_or_once_claimed(lambda keeper: keeper.record(event, **facts))

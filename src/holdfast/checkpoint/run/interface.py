@@ -102,7 +102,6 @@ class Checkpointer(TrainingLoop):
         self._state = state
 
     # -- saving ----------------------------------------------------------------------------------------------
-
     def save(
         self,
         step: int,
@@ -254,7 +253,6 @@ class Checkpointer(TrainingLoop):
         return sorted({one.step for one in self._components.tiers.complete_checkpoints()})
 
     # -- restoring -------------------------------------------------------------------------------------------
-
     def restore(
         self,
         step: int | None = None,
@@ -399,7 +397,6 @@ class Checkpointer(TrainingLoop):
         return None
 
     # -- ending ----------------------------------------------------------------------------------------------
-
     def close(self, timeout: Duration | None = None) -> None:
         """Save the last step, wait until everything saved is durable, and let the keeper end.
 

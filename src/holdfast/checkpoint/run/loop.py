@@ -91,7 +91,6 @@ class TrainingLoop(ABC):
         return self._components.pipeline.stager.waited_s
 
     # -- the loop --------------------------------------------------------------------------------------------
-
     def steps(self, total: int) -> Iterator[int]:
         """Yield the steps of a training loop, from where the run stopped up to `total`.
 

@@ -89,7 +89,6 @@ class Pipeline:
         self._num_saves = 0  # also of those that failed: all ranks count the same
 
     # -- one save --------------------------------------------------------------------------------------------
-
     def run(
         self, save: Save, keeper: Keeper, *, ancestors: Ancestors, to_home: bool, must: bool
     ) -> PendingCopy | None:
@@ -264,7 +263,6 @@ class Pipeline:
         keeper.record("staged", step=save.step, num_bytes=plan.num_bytes, seconds=save.staged_s or 0.0)
 
     # -- between saves ---------------------------------------------------------------------------------------
-
     def guarantee(self) -> str:
         """Return how torn copies of the current plan are detected."""
         assert self.plan is not None

@@ -69,7 +69,6 @@ class Saves:
         return self.last is not None and self.last.step == step and self.last.failed is None
 
     # -- torn saves ------------------------------------------------------------------------------------------
-
     @property
     def must_repeat(self) -> bool:
         """True if the last save was torn: the next step replaces it."""
@@ -86,7 +85,6 @@ class Saves:
             self._stager.repeats.record_torn_elsewhere()
 
     # -- outcomes --------------------------------------------------------------------------------------------
-
     def settle(self) -> list[PendingCopy]:
         """Settle the saves that have become durable; count those that have failed, and return them."""
         failed: list[PendingCopy] = []

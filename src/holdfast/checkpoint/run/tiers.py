@@ -86,7 +86,6 @@ class Tiers:
         return {one for tier in self.durable_stores() for one in candidates(list_home(tier))}
 
     # -- claim and restore -----------------------------------------------------------------------------
-
     def claim(
         self, ranks: RankGroup, local_ranks: tuple[int, ...], base: Base | None, *, take_over: bool
     ) -> AttemptClaim:

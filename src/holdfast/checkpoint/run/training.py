@@ -122,7 +122,6 @@ class Training:
             yield
 
     # -- the loop --------------------------------------------------------------------------------------------
-
     def begin_loop(self, total: int) -> int:
         """Claim the home, restore unless the script has; return the first step of a loop."""
         self._calls.check()
@@ -255,7 +254,6 @@ class Training:
             hard_exit_at_exit(PREEMPTED_STATUS)
 
     # -- saves -----------------------------------------------------------------------------------------------
-
     def save_given(
         self, step: int, state: Mapping[str, Any], optimizers: Iterable[Optimizer], *, to_home: bool
     ) -> Save:
@@ -329,7 +327,6 @@ class Training:
         return is_last and saves.must_repeat and self._ranks.world_size == 1
 
     # -- restores --------------------------------------------------------------------------------------------
-
     def restore(self, selection: Selection) -> int | None:
         """Restore the newest checkpoint that verifies, or the selected one."""
         if self.attempt.saves.last is not None:
@@ -423,7 +420,6 @@ class Training:
             return self.restore(selection) is not None
 
     # -- the end ---------------------------------------------------------------------------------------------
-
     def finish(self, step: int | None) -> None:
         """Save the last step, wait until it is durable, and mark the run as finished."""
         step = self._last_step() if step is None else step

@@ -58,7 +58,7 @@ class Arena:
             raise
         self.plan: object = None  # plan of the last save here
         self.views: list[torch.Tensor] = []  # the plan's tensors here, filled by SavePlan.views
-        self._is_pinned: bool | None = None  # None: not tried
+        self.is_pinned: bool | None = None  # None: not tried
 
     def prefault(self) -> None:
         """Allocate all pages now.
@@ -80,11 +80,11 @@ class Arena:
 
         If CUDA refuses, a warning is logged: copies are exact without it, but slower.
         """
-        if self._is_pinned is not None:
+        if self.is_pinned is not None:
             return
         status = int(_cudart().cudaHostRegister(self.bytes.data_ptr(), self.num_bytes, _PORTABLE))
-        self._is_pinned = status == 0
-        if not self._is_pinned:
+        self.is_pinned = status == 0
+        if not self.is_pinned:
             _clear_cuda_error()
             _log.warning(
                 f"CUDA refused to page-lock {format_bytes(self.num_bytes)} (cudaHostRegister: error "
@@ -103,7 +103,7 @@ class Arena:
 
     def close(self) -> None:
         """Release the memory. The keeper's own mapping of it stays valid."""
-        if self._is_pinned and int(_cudart().cudaHostUnregister(self.bytes.data_ptr())) != 0:
+        if self.is_pinned and int(_cudart().cudaHostUnregister(self.bytes.data_ptr())) != 0:
             _clear_cuda_error()
         self.views.clear()
         self.bytes = torch.empty(0, dtype=torch.uint8, device="cpu")  # unmapped with the last view of it

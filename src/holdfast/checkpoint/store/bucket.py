@@ -255,7 +255,6 @@ class ObjectStore(Store):
             self._clients.drop()
 
     # -- writing ---------------------------------------------------------------------------------------------
-
     def _send(self, request: StoreRequest, data: Buffer) -> None:
         """Write an object, replacing any existing one."""
 
@@ -317,7 +316,6 @@ class ObjectStore(Store):
             raise already_exists(self._place(name), name)
 
     # -- reading ---------------------------------------------------------------------------------------------
-
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
         def read_whole(client: Any) -> bytes:
             answer = self._library.get(client, self.address.key(name))

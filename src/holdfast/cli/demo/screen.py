@@ -87,7 +87,7 @@ class Screen:
     def show_results(self, claims: list[DemoClaim], figures: Figures) -> None:
         """Print the tables, and every claim with its evidence."""
         self.console.print()
-        print_table(_RECOVERY_COLUMNS, figures.recoveries)
+        print_table(RECOVERY_COLUMNS, figures.recoveries)
         self.console.print()
         saving = Column("SAVING", itemgetter(0)), Column("", itemgetter(1), "right")
         print_table(saving, _saving_rows(figures))
@@ -103,14 +103,14 @@ def _exit_status(recovery: Recovery) -> str:
     return signal.Signals(-recovery.status).name if recovery.status < 0 else str(recovery.status)
 
 
-_RECOVERY_COLUMNS = (
-    Column("FAILURE", lambda row: f"{row.what}, newest damaged" if row.passed_over else row.what),
+RECOVERY_COLUMNS = (
+    Column("FAILURE", lambda row: f"{row.what}, newest damaged" if row.passed_over else row.what, "text"),
     Column("EXIT", _exit_status, "right"),
     Column("AT STEP", attrgetter("at_step"), "right"),
     Column("RESTORED", attrgetter("restored"), "right"),
     Column("STEPS LOST", attrgetter("steps_lost"), "right"),
     Column("RESTORE TOOK", lambda row: format_duration(row.restore_s), "right"),
-    Column("TRAINING AFTER", lambda row: row.back_s and format_duration(row.back_s), "right"),
+    Column("TRAINING AFTER", lambda row: row.back_s and format_duration(row.back_s), "right", 1),
 )
 
 

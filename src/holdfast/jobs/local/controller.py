@@ -154,7 +154,6 @@ class LocalController(Controller):
             self._apply(AttemptDue())
 
     # -- before the first attempt ----------------------------------------------------------------------------
-
     @property
     def _is_waiting(self) -> bool:
         """True if the job waits for another one in its pipeline, or for its claim."""
@@ -215,7 +214,6 @@ class LocalController(Controller):
         return PredecessorFailed(f"job {after} ({before.job.name}), which comes first, is {status.value}")
 
     # -- stored state ----------------------------------------------------------------------------------------
-
     @override
     def _is_leaving(self) -> bool:
         has_nodes = self.state.is_active and self.state.status is not JobStatus.WINDING_DOWN
@@ -251,7 +249,6 @@ class LocalController(Controller):
         self._mounts = Mounts(self._folder, attempt)
 
     # -- actions ---------------------------------------------------------------------------------------------
-
     @override
     def _start_nodes(self) -> None:
         if not self._folder.attempt(self.state.attempt).exists():
@@ -284,7 +281,6 @@ class LocalController(Controller):
             self._nodes.kill(with_keepers=False)
 
     # -- events ----------------------------------------------------------------------------------------------
-
     @override
     def _receive_signals(self) -> None:
         self._wakeup.clear()
@@ -332,7 +328,6 @@ class LocalController(Controller):
         return (machine_name(),) * self._job.spec.num_nodes
 
     # -- waiting ---------------------------------------------------------------------------------------------
-
     @override
     def _wait(self) -> None:
         poll = select.poll()

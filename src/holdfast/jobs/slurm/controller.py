@@ -117,7 +117,6 @@ class SlurmController(Controller):
         return self._is_requeued
 
     # -- stored state ----------------------------------------------------------------------------------------
-
     @override
     def _save(
         self, state: JobState, timers: Timers, *, now_unix_s: float, answered: JobRequest | None
@@ -145,7 +144,6 @@ class SlurmController(Controller):
         return self._files.read_requests()[self._stored.num_answered :]
 
     # -- actions ---------------------------------------------------------------------------------------------
-
     @override
     def _prepare_attempt(self) -> None:
         self._noticed, self._has_reports = {}, False
@@ -202,7 +200,6 @@ class SlurmController(Controller):
             self._step.close()
 
     # -- events ----------------------------------------------------------------------------------------------
-
     @override
     def _receive_signals(self) -> None:
         while self._signals:
@@ -358,7 +355,6 @@ class SlurmController(Controller):
             self._leave_out(left_out)
 
     # -- nodes that stand out --------------------------------------------------------------------------------
-
     def _choose_left_out(self) -> tuple[str, ...]:
         return choose_left_out(
             self._files.path.parents[1],
@@ -389,7 +385,6 @@ class SlurmController(Controller):
             _log.warning("no node is left out: %s", error)
 
     # -- waiting ---------------------------------------------------------------------------------------------
-
     @override
     def _wait(self) -> None:
         select.select([self._woken, *([] if self._step is None else [self._step.fd])], [], [], _POLL_S)

@@ -190,7 +190,6 @@ class _Runner:
         )
 
     # -- mounts ----------------------------------------------------------------------------------------------
-
     def _open_mounts(self, *, is_new: bool) -> str:
         """Open the mounts on the node's disk, if the job has some. Return why that is not possible, or ""."""
         if not read_mount_specs(self._folder):
@@ -237,7 +236,6 @@ class _Runner:
         return None if self._orders.uploads is None else self._orders.uploads.until_unix_s
 
     # -- container -------------------------------------------------------------------------------------------
-
     def _open_container(self) -> str:
         """Specify the container, which the agent has made. Return why that is not possible, or ""."""
         if self._container is None:
@@ -273,7 +271,6 @@ class _Runner:
         return runtime
 
     # -- notices and orders ----------------------------------------------------------------------------------
-
     def _on_notice(self, number: int) -> None:
         lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
         source = f"Slurm ({signal.Signals(number).name})"

@@ -125,7 +125,6 @@ class Batches(ABC, Generic[Unit]):
             )
 
     # -- iteration -------------------------------------------------------------------------------------------
-
     def __iter__(self) -> Iterator[list[Unit]]:
         """Return this rank's remaining batches of the epoch. The next call starts another epoch.
 
@@ -151,7 +150,6 @@ class Batches(ABC, Generic[Unit]):
         return SeededUnits(self._units(batch.before.epoch, offsets), place)
 
     # -- position --------------------------------------------------------------------------------------------
-
     @property
     def epoch(self) -> int:
         """Epoch of the next batch."""
@@ -191,7 +189,6 @@ class Batches(ABC, Generic[Unit]):
         self._progress.skip(start, stop)
 
     # -- state -----------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the skipped ranges, and the facts that the order depends on."""
         self._check_count()

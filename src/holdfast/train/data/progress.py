@@ -174,7 +174,6 @@ class BatchProgress:
         return self._used if self.counts_steps else self._drawn
 
     # -- drawing ---------------------------------------------------------------------------------------------
-
     def draw(self, drawer: Pass) -> GlobalBatch | None:
         """Return the next batch of a pass; None at the end of its epoch."""
         if drawer.cursor is None:
@@ -229,7 +228,6 @@ class BatchProgress:
         return self._used
 
     # -- completing ------------------------------------------------------------------------------------------
-
     def complete(self, num_steps: int) -> None:
         """Count completed optimizer steps. From the first call on, the position is that of their samples."""
         if not self.counts_steps:
@@ -266,7 +264,6 @@ class BatchProgress:
             self._used = batch.after
 
     # -- moving ----------------------------------------------------------------------------------------------
-
     def load(self, cursor: Cursor, skipped: Ranges) -> None:
         """Continue at a position. Iterators that have drawn earlier samples can no longer be used."""
         if self._used.position < cursor.position and self._waiting:

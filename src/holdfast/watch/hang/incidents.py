@@ -183,8 +183,6 @@ def _odd(groups: Sequence[PlaceGroup]) -> list[PlaceGroup]:
 
 
 # -- the history ---------------------------------------------------------------------------------------------
-
-
 class HangIncident(Struct, frozen=True):
     """Hang of a run."""
 
@@ -235,8 +233,6 @@ def _newest_of_ranks(evidence: Iterable[RankEvidence]) -> tuple[RankEvidence, ..
 
 
 # -- text for people -----------------------------------------------------------------------------------------
-
-
 def describe_hang(evidence: Sequence[RankEvidence], *, world_size: int, action: str, home: str) -> str:
     """Return the block that a training prints about its hang."""
     late = max((one for one in evidence if one.is_late), key=lambda late: late.stalled_s)

@@ -62,7 +62,7 @@ All sums stay below 2**53 in float64 and 2**24 in float32, so no order of additi
 """
 _MASK = (1 << 32) - 1
 _STDOUT = 1
-_GPU = "gpu"  # name of the check that is a command of the job's Python
+GPU = "gpu"  # name of the check that is a command of the job's Python
 _LIMIT_S = 1.0  # time limit for all cores. Those that come later are not tried
 
 Plan = dict[str, Callable[[], Iterator[Check]]]
@@ -77,7 +77,7 @@ class NodeGate:
     def __init__(self, machine: str, plan: Plan) -> None:
         self._machine = machine
         self._unix_s, self._started_s = time.time(), time.monotonic()
-        self._limit_s = GPU_LIMIT_S if _GPU in plan else LIMIT_S
+        self._limit_s = GPU_LIMIT_S if GPU in plan else LIMIT_S
         self._children = [_Child(name, check) for name, check in plan.items()]
 
     def wait(self, meanwhile: Callable[[], None]) -> NodeChecks:
@@ -100,15 +100,16 @@ def make_plan(folder: Path, temporary: Path, homes: Sequence[str] = (), num_node
     num_bytes = _num_bytes(temporary, folder)  # most programs find another folder for temporary files
     plan[f"disk {temporary}"] = lambda: check_disk(temporary, num_bytes=num_bytes, stops=False)
     for home in homes[:_MAX_HOMES]:
-        plan[f"disk {home}"] = lambda home=home: _check_home(home, folder, num_nodes)
+        plan[f"disk {home}"] = lambda home=home: check_home(home, _num_bytes(Path(home), folder), num_nodes)
     plan["product memory"] = lambda: itertools.chain([check_products()], check_memory(0))
     return plan
 
 
-def _check_home(home: str, folder: Path, num_nodes: int) -> Iterator[Check]:
+def check_home(home: str, num_bytes: int, num_nodes: int) -> Iterator[Check]:
+    """Yield the results for the folder of a home: its disk, and space and memory for the next save."""
     from holdfast.checkpoint.home.inventory import measure_space
 
-    yield from check_disk(Path(home), num_bytes=_num_bytes(Path(home), folder))
+    yield from check_disk(Path(home), num_bytes=num_bytes)
     found = measure_space(home)
     if found is not None:
         values = {"needed_bytes": found.needed_bytes, "free_bytes": found.free_bytes}
@@ -296,7 +297,7 @@ def _multiply(size: int, left: list[Any], right: list[Any]) -> bytes:
     return struct.pack(f"<{len(found)}q", *map(int, found))
 
 
-_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _GPU_SCRIPT = Path(__file__).with_name("gpu_script.py")
 _NUM_GPUS, _NUM_NODES = "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NUM_NODES"
 _MAX_REFUSAL = 500
@@ -343,11 +344,11 @@ def _plan_checks(plan: NodeSpec, job: JobFolder, is_contained: bool) -> Plan:
     temporary = Path("/tmp" if is_contained else plan.environment.get("TMPDIR") or "/tmp")
     num_nodes, num_gpus = (plan.environment.get(name, "") for name in (_NUM_NODES, _NUM_GPUS))
     checks = make_plan(job.path, temporary, homes, int(num_nodes) if num_nodes.isdecimal() else 1)
-    has_gpus = num_gpus.isdecimal() and int(num_gpus) > 0 and any(path.exists() for path in _GPU_DEVICES)
+    has_gpus = num_gpus.isdecimal() and int(num_gpus) > 0 and any(path.exists() for path in GPU_DEVICES)
     if has_gpus and not is_contained:
         environment = activate(plan.environment, plan.venv)
         path = environment.get("PATH")
         python = shutil.which("python", path=path) or shutil.which("python3", path=path)
         if python is not None:
-            checks[_GPU] = lambda: become([python, str(_GPU_SCRIPT), "cuda"], environment)
+            checks[GPU] = lambda: become([python, str(_GPU_SCRIPT), "cuda"], environment)
     return checks

@@ -65,7 +65,6 @@ class Mounts(Server):
         self._keepers_s: float | None = None
 
     # -- attached --------------------------------------------------------------------------------------------
-
     def attach(self) -> None:
         """Keep the mounts in place as long as this process lives, or until they are closed."""
         holders = self.folder / HOLDERS
@@ -96,7 +95,6 @@ class Mounts(Server):
         return {**document.base, **document.task}
 
     # -- released --------------------------------------------------------------------------------------------
-
     def is_over(self, until_unix_s: float | None, has_keepers: Callable[[], bool]) -> bool:
         """Make progress with unmounting and uploading; return True if nothing more happens.
 

@@ -184,9 +184,6 @@ def _check_fetch(place: str, limit: int | None) -> None:
         )
 
 
-# -- the launch ------------------------------------------------------------------------------------------
-
-
 def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = ()) -> None:
     """Copy local files, and record the links and mounts of a job."""
     links, specs, private = list(further), [], list(private_mounts(task))

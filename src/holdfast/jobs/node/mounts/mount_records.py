@@ -152,9 +152,6 @@ def link_user(records: Records, folder: JobFolder, target: str) -> int | None:
     return None
 
 
-# -- private links ---------------------------------------------------------------------------------------
-
-
 def private_mounts(task: Task) -> Iterator[FileMount]:
     """Yield the mounts of a task whose links are private."""
     for mount in task.file_mounts:

@@ -54,7 +54,7 @@ GROUPS = {
     "This machine, as in `holdfast doctor runs/gpt`": {
         "doctor": "Check whether this machine and a home are ready for training.",
         "demo": "Train, kill and resume a small GPT, and prove the result exact.",
-        "version": "Show the versions and the machine that the report of a problem needs.",
+        "version": "Show the versions and machine that a report of a problem needs.",
         "completion": "Print the completion script of a shell.",
     },
 }

@@ -61,6 +61,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: agents and controllers need only their own modules."""
     for place in (*_PLACES, "interface") if name in __all__ else ():
         module = importlib.import_module(f"holdfast.jobs.{place}")
-        if name in vars(module):
-            return vars(module)[name]
+        found = vars(module).get(name)
+        if getattr(found, "__module__", None) == module.__name__:  # not a name that the module imports
+            return found
     raise AttributeError(f"module 'holdfast.jobs' has no attribute {name!r}")

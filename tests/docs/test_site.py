@@ -97,7 +97,7 @@ def test_the_search_finds_a_guide_without_a_server(site: Path, browser: Page) ->
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_reader_s_choice_of_colours(site: Path, browser: Page, scheme: str) -> None:
+def test_pages_are_light_or_dark_as_the_reader_prefers(site: Path, browser: Page, scheme: str) -> None:
     browser.scheme(scheme)
     browser.open((site / "docs" / "index.html").as_uri())
     color = browser.run("return getComputedStyle(document.body).backgroundColor")

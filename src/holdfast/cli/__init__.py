@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, command_line = words[:end], words[end + 1 :]
     args, rest = parser.parse_known_args(words)
     if rest:
-        (parser := getattr(args, "parser", parser)).error(_explain_rest(parser, rest))
+        own = getattr(args, "parser", parser)  # of the command
+        own.error(_explain_rest(own, rest))
     args.command_line = command_line
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)

@@ -202,7 +202,7 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
     """Yield jobs as they end, and an error for those that do not in time."""
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     left = {one.id: one for one in jobs}
-    failing_s: dict[int, float] = {}  # until when a job whose state cannot be read is asked for again
+    failing_since_s: dict[int, float] = {}  # of jobs whose state could not be read the last time
     with closing(FolderWatch(*(job_folder(state_dir(), number).path for number in left))) as watch:
         while True:
             for ended in [job for job in left.values() if job.status.is_final]:
@@ -212,19 +212,17 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
                 break
             poll_s = min(get_engine(one.engine).poll_s for one in left.values())
             watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
-            known = list(left)
-            results = each(lambda job: get_engine(job.engine).job(job.id), list(left.values()))
-            for number, result in zip(known, results, strict=True):
-                if not isinstance(result, HoldfastError):
-                    left[number] = result
-                    failing_s.pop(number, None)
-                elif isinstance(result, RetryLater) and (
-                    time.monotonic() < failing_s.setdefault(number, time.monotonic() + _PATIENCE_S)
-                ):
-                    continue  # a scheduler that is busy or starts again says nothing about the job
-                else:
-                    del left[number]
-                    yield result
+            for job in list(left.values()):
+                try:
+                    left[job.id] = get_engine(job.engine).job(job.id)
+                    failing_since_s.pop(job.id, None)
+                except HoldfastError as error:
+                    now_s = time.monotonic()
+                    is_new = now_s - failing_since_s.setdefault(job.id, now_s) < _PATIENCE_S
+                    if isinstance(error, RetryLater) and is_new:
+                        continue  # the scheduler may be busy or starting again, while the job goes on
+                    del left[job.id]
+                    yield error
     if left:
         listed = ", ".join(f"job {one.id} is {one.status.value}" for one in left.values())
         yield TimedOut(f"{plural(len(left), 'job')} did not end in time: {listed}.")

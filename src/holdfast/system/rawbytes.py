@@ -66,7 +66,7 @@ def _map_pages(libc: ctypes.CDLL, address: int, num_bytes: int) -> None:
     """Map the pages of fresh memory in one call, which costs less than a fault for each."""
     first, last = -(-address // PAGESIZE) * PAGESIZE, (address + num_bytes) // PAGESIZE * PAGESIZE
     is_mapped = ctypes.c_ubyte(1)
-    # Memory in use gains nothing, and the walk over its pages costs as much as a tenth of the copy.
+    # Memory in use gains nothing, and the call takes about as long as the copy there (note 043).
     libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(PAGESIZE), ctypes.byref(is_mapped))
     if not is_mapped.value & 1:  # where the kernel has no such advice (before Linux 5.14), the copy maps them
         libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_POPULATE_WRITE)

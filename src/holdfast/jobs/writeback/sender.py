@@ -59,12 +59,13 @@ class Sender:
             self._threads[-1].start()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop after the current requests, each within a time. Unsent entries stay queued."""
+        """Stop after the current requests, all within a time. Unsent entries stay queued."""
         self._stopping.set()
         with self._queue.changed:
             self._queue.changed.notify_all()
+        deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _run(self) -> None:
         try:

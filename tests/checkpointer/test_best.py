@@ -274,7 +274,8 @@ def test_a_keeper_that_is_killed_after_the_close_loses_no_late_value(tmp_path: P
     closing.start()
     wait_until(lambda: keeper._close is not None)
     os.kill(killed, signal.SIGKILL)
-    closing.join()
+    with pytest.warns(holdfast.SaveWarning, match="died"):
+        closing.join()
     assert metrics(tmp_path, 1) == {"loss": 1.0}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,13 @@ from holdfast.checkpoint.home.newest import Skipped, drop_note, note_skipped
 from holdfast.checkpoint.home.retain import Retention, ShareRetention
 from holdfast.checkpoint.keeper import KeeperConfig
 from holdfast.checkpoint.keeper.committer import Committed, PendingSave
+from holdfast.checkpoint.keeper.retention_thread import TierRetention
 from holdfast.checkpoint.keeper.tiers import KeeperTiers
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.store.local import LocalStore
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import InvalidInput, NotFound, RetryLater
-from making import make_checkpoint, make_components, make_home
+from making import make_checkpoint, make_components, make_home, make_reports
 
 FROM_10: Ancestors = (CheckpointId(1, 10),)
 
@@ -418,3 +420,27 @@ def test_a_part_is_deleted_before_the_file_that_it_describes() -> None:
     left = [f.kind for e in store.list(names.step_dir(10)) if (f := names.parse(e.name))]
     assert left == ["data"]
     assert retain_share(store, 1, CheckpointId(1, 20)) == [(1, 20)]
+
+
+def test_a_run_that_another_thread_has_just_requested_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drain requests while the keeper ends: an error there would end it with metrics unsent."""
+    store = make_store((1, 1, ()), (1, 2, ()))
+    _, reports = make_reports(store, KeeperConfig(store.url, "run-one", 1, 0, 1, True, Keep(3), 5.0, 5.0))
+    deletion = TierRetention(Retention(store, Keep(last=1)), "home", reports, tuple)
+    deletion.add(CheckpointId(1, 2))
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    waiting = threading.Thread(target=deletion.join)
+    start = threading.Thread.start
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread is not waiting:
+            start(waiting)
+            waiting.join(0.2)  # it may end only after the thread that is started here
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    deletion.request()
+    waiting.join()
+    assert not failed
+    assert listed(store) == [(1, 2)]

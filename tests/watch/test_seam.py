@@ -18,9 +18,10 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.layout import Shard, lay_out, whole
+from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
-from holdfast.checkpoint.home.metrics import SaveValues
+from holdfast.checkpoint.home.metrics import SaveValues, read_metrics
 from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.config import WatchConfig
 from holdfast.checkpoint.keeper.inbox import StagedSave
@@ -29,6 +30,7 @@ from holdfast.checkpoint.keeper.messages import ArenaLayout, SubmitSave
 from holdfast.checkpoint.keeper.save_files import SaveFiles
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatches
 from holdfast.checkpoint.run.watching import choose_watches
+from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.watch import CopiedSave, WatchedRun
 from holdfast.errors import Corrupt, RetryLater
@@ -206,6 +208,17 @@ def test_a_half_that_kills_the_keeper_is_left_out_after_two_deaths(tmp_path: Pat
     assert "has died 2 times in a row. The next one works without the halves of these watches: dying" in str(
         [str(one.message) for one in warned]
     )
+
+
+def test_a_half_that_ends_the_keeper_after_the_close_loses_no_value(tmp_path: Path) -> None:
+    watch = odd(name="leaving", keeper="watch.toy_keeper:LeavingKeeper")
+    ckpt = make_checkpointer(tmp_path, {"w": torch.zeros(4)}, watches=[watch])
+    ckpt.save(1).wait_durable()
+    ckpt.record(1, loss=1.0)
+    with pytest.warns(holdfast.SaveWarning) as warned:
+        ckpt.close()
+    assert "died (exit status 1)" in str(warned[0].message)
+    assert read_metrics(open_store(tmp_path), CheckpointId(attempt=1, step=1)) == {"loss": 1.0}
 
 
 def test_more_watches_than_a_checkpoint_has_room_for_are_refused() -> None:

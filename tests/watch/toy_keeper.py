@@ -36,6 +36,14 @@ class DyingKeeper(KeeperWatch):
         return None
 
 
+class LeavingKeeper(KeeperWatch):
+    """Half in the keeper that ends its process, without a signal, once the trainer has closed."""
+
+    @override
+    def trainer_ended(self, *, in_order: bool) -> None:
+        os._exit(1)
+
+
 class BusyKeeper(KeeperWatch):
     """Half in the keeper with all events, which checks their order and what they receive."""
 

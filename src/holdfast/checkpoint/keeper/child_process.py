@@ -97,9 +97,9 @@ class ChildProcess:
         return self._process.pid
 
     @property
-    def was_killed(self) -> bool:
-        """True if a signal has ended the process, once it was reaped."""
-        return self._process.returncode is None or self._process.returncode < 0
+    def has_failed(self) -> bool:
+        """True if the process has not ended in order, once it was reaped."""
+        return self._process.returncode not in (0, OTHER_VERSION_STATUS)
 
     @property
     def is_other_version(self) -> bool:

@@ -365,9 +365,9 @@ class Keeper:
         reason = death
         while True:
             with self._lock:
-                # After its close a keeper exits by itself; one that was killed may not have read everything.
+                # After its close a keeper exits by itself; if it fails, it may not have done everything.
                 has_undone = self._expects_replies or bool(self._unsaved)
-                is_lost = dead.was_killed and has_undone and self._num_deaths < _MAX_DEATHS
+                is_lost = dead.has_failed and has_undone and self._num_deaths < _MAX_DEATHS
                 if self._close is not None and not is_lost:
                     for step in list(self._submitted):
                         text = (

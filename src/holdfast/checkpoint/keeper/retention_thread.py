@@ -99,10 +99,14 @@ class TierRetention:
         """Wait for all requested runs."""
         self._is_awaited.set()
         try:
-            while (thread := self._thread) is not None:
+            while (thread := self._begun_thread()) is not None:
                 thread.join()
         finally:
             self._is_awaited.clear()
+
+    def _begun_thread(self) -> threading.Thread | None:
+        with self._lock:  # else it may not be started yet, and cannot be joined
+            return self._thread
 
     def _run_requested(self) -> None:
         while True:

@@ -307,8 +307,7 @@ class Attempt:
         with self.saves.lock:
             keeper = self.keeper
             if keeper is not None:
-                while keeper.problems:
-                    warn(*keeper.problems.pop(0))
+                self.warn_of_problems()
                 if keeper.fenced is not None:
                     raise keeper.fenced
                 if keeper.home_lost is not None:
@@ -316,6 +315,11 @@ class Attempt:
             self._components.watching.show_warnings()
             self.saves.surface()
             self.warn_if_overdue()
+
+    def warn_of_problems(self) -> None:
+        """Warn about what a keeper has met that failed no save."""
+        while self.keeper is not None and self.keeper.problems:
+            warn(*self.keeper.problems.pop(0))
 
     def warn_if_overdue(self) -> None:
         """Warn that no save has succeeded for a long time. Each further warning waits twice as long."""

@@ -500,6 +500,7 @@ class Training:
             self.attempt.keeper.close(timeout_s, frees_memory=goodbye)
         self._pipeline.arenas.close()
         self._components.pulse.close()
+        self.attempt.warn_of_problems()
 
 
 def _end_at_exit(training: weakref.ref[Training]) -> None:

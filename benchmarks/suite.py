@@ -21,7 +21,7 @@ from rich.table import Table
 from table import RESULTS, by_kind, hardware_of, read_results
 
 HERE = Path(__file__).resolve().parent
-DOCUMENTS = ("README.md", "benchmarks/RESULTS.md", "docs/limits.md")
+DOCUMENTS = ("README.md", "benchmarks/RESULTS.md", "docs/limits.md", "docs/why.md")
 
 
 @dataclass(frozen=True, slots=True)

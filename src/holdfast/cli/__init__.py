@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from holdfast import __version__
-from holdfast.cli.commands import COMMANDS, add_command, list_commands, nearest
+from holdfast.cli.commands import COMMANDS, add_command, list_commands, load_command, nearest
 from holdfast.errors import Corrupt, HoldfastError, Unsupported
 
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
@@ -69,18 +69,14 @@ def _explain_rest(parser: argparse.ArgumentParser, rest: Sequence[str]) -> str:
     return f"expected {' and '.join(takes) or 'no argument'}, found also {', '.join(rest)}.{hint}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, with the arguments of this process by default, and return the exit status."""
-    words = sys.argv[1:] if argv is None else list(argv)
-    command = next((word for word in words if not word.startswith("-")), "")
-    if sys.platform != "linux" and (text := _refusal(command)):
-        print_note(text)
-        return TROUBLE
-    parser = make_parser(command)  # other commands are not imported
-    if command and command not in COMMANDS:
-        does_it = [name for name, text in COMMANDS.items() if text.lower().startswith(f"{command} ")]
-        near = f" Did you mean {does_it[0]}?" if does_it else nearest(command, COMMANDS)
-        parser.error(f"there is no command {command!r}.{near}")
+def _nearest_command(name: str) -> str:
+    """Return a text that suggests the command that does what `name` says, or is spelled like it."""
+    does_it = [one for one, text in COMMANDS.items() if text.lower().startswith(f"{name} ")]
+    return f" Did you mean {does_it[0]}?" if does_it else nearest(name, COMMANDS)
+
+
+def _parse(parser: CommandParser, command: str, words: list[str]) -> argparse.Namespace:
+    """Return the arguments of a command, or end this process with the reason why they are refused."""
     command_line = None
     if command in _WITH_COMMAND_LINE and "--" in words:
         # argparse would not distinguish `launch -- a` from `launch a`.
@@ -91,6 +87,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = getattr(args, "parser", parser)  # of the command
         own.error(_explain_rest(own, rest))
     args.command_line = command_line
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command, with the arguments of this process by default, and return the exit status."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what completes its line
+        words = os.environ["COMP_LINE"].split()[1:]
+    command = next((word for word in words if not word.startswith("-")), "")
+    if sys.platform != "linux" and (text := _refusal(command)):
+        print_note(text)
+        return TROUBLE
+    parser = make_parser(command)  # other commands are not imported
+    if "_ARGCOMPLETE" in os.environ:
+        load_command("completion").complete(parser)
+    if command and command not in COMMANDS:
+        parser.error(f"there is no command {command!r}.{_nearest_command(command)}")
+    args = _parse(parser, command, words)
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return TROUBLE

@@ -43,7 +43,8 @@ SHELVES = {
     ],
     "Examples": ["examples/README", "examples/*/README"],
     "Reference": [
-        *("docs/reference", "docs/cli", "docs/how-to/choose-the-state", "docs/stores", "docs/report"),
+        *("docs/reference", "docs/cli", "docs/settings", "docs/errors"),
+        *("docs/how-to/choose-the-state", "docs/stores", "docs/report"),
         *("docs/jobs", "docs/engines", "docs/write-back", "docs/format", "docs/interpreter-tricks"),
     ],
     "Evidence": ["benchmarks/RESULTS", "benchmarks/README", "docs/reliability", "docs/limits", "SECURITY"],

@@ -70,7 +70,7 @@ def _explain_rest(parser: argparse.ArgumentParser, rest: Sequence[str]) -> str:
 
 
 def _nearest_command(name: str) -> str:
-    """Return a text that suggests the command that does what `name` says, or is spelled like it."""
+    """Return a text that suggests the command for an action, or one that is spelled like it."""
     does_it = [one for one, text in COMMANDS.items() if text.lower().startswith(f"{name} ")]
     return f" Did you mean {does_it[0]}?" if does_it else nearest(name, COMMANDS)
 

@@ -1,4 +1,4 @@
-"""`holdfast completion`: prints the script by which a shell completes command lines with argcomplete."""
+"""`holdfast completion`: prints a script for a shell, whose command lines argcomplete then completes."""
 
 from __future__ import annotations
 

@@ -158,6 +158,16 @@ def test_sorts_by_a_metric_and_shows_its_values(holdfast: Command, home: Path) -
         assert [line.split()[0] for line in reverse[1:5]] == steps.split()
 
 
+def test_the_best_is_shown_and_exported_by_its_metric(holdfast: Command, home: Path, tmp_path: Path) -> None:
+    write_losses(home, {(200, 1): 0.125, (300, 2): 0.5})
+    assert holdfast("show", home, "--best", "loss", "--json").json["step"] == 200
+    done = holdfast("export", home, tmp_path / "best.pt", "--best", "loss", "--json")
+    assert done.json["step"] == 200
+    assert "exporting step 200, the best by loss" in done.err
+    holdfast("show", home, "--best", "loss", "--step", 200).refused("not both")
+    holdfast("show", home, "--best", "accuracy").refused("accuracy")
+
+
 def test_sorts_best_first_by_the_mode_that_the_run_recorded(holdfast: Command, home: Path) -> None:
     store = open_store(home)
     for step, attempt, loss in ((200, 1, 0.5), (300, 2, 0.9)):

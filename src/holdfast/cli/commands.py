@@ -200,6 +200,7 @@ FILTER = argument("--filter GLOB", "only names that match, such as 'model.*.weig
 PREFIXES = argument(
     "--only PREFIX", "only this name and the names below it, such as model; can be repeated", action="append"
 )
+BEST = argument("--best METRIC", "the checkpoint with the best value of this metric, instead of a step")
 _JSON = argument("--json", "print JSON instead of text")
 
 

@@ -10,7 +10,7 @@ from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import print_note
-from holdfast.cli.commands import HOME, PREFIXES, argument, command, step_number, step_options
+from holdfast.cli.commands import BEST, HOME, PREFIXES, argument, command, step_number, step_options
 from holdfast.cli.homes import nearest_hint, open_home
 from holdfast.cli.tables import byte_bar, format_rate, print_result
 from holdfast.errors import NotFound
@@ -82,6 +82,7 @@ def import_(args: argparse.Namespace) -> int:
     holdfast export runs/gpt model.safetensors --only model --rename model=
     holdfast export runs/gpt models/gpt --to hf --only model --rename model= --max-shard 5GB
     holdfast export runs/gpt step-500.pt --step 500
+    holdfast export runs/gpt best.pt --best loss
     holdfast export runs/gpt dcp-folder --to dcp
     holdfast export out/holdfast out/checkpoint-500 --to trainer --step 500
     holdfast export out/holdfast out-stock --to deepspeed
@@ -89,6 +90,7 @@ def import_(args: argparse.Namespace) -> int:
     *HOME,
     argument("dest DEST", "the file or folder to write"),
     *step_options(default="the newest"),
+    BEST,
     argument(
         "--to",
         "format (default: by the suffix of DEST: safetensors for .safetensors, torch for .pt)",
@@ -113,10 +115,11 @@ def export(args: argparse.Namespace) -> int:
     kind = choose_kind(target, args.kind)
     check_parent(target)
     store, _ = open_home(args.home)
-    checkpoint = open_checkpoint(store, args.step, args.attempt)
+    checkpoint = open_checkpoint(store, args.step, args.attempt, best=args.best)
     check_step(target, checkpoint.step)
     if args.step is None:
-        print_note(f"exporting step {checkpoint.step}, the newest")
+        which = "newest" if args.best is None else f"best by {args.best}"
+        print_note(f"exporting step {checkpoint.step}, the {which}")
     from holdfast.checkpoint.exchange.exporter import export_checkpoint  # slow, and needed only here
 
     with deletion_named(store, checkpoint.manifest.checkpoint_id), byte_bar("export") as bar:

@@ -11,7 +11,7 @@ from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import print_note, values
-from holdfast.cli.commands import FILTER, HOME, argument, command, step_number, step_options
+from holdfast.cli.commands import BEST, FILTER, HOME, argument, command, step_number, step_options
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_age, format_time, print_json, print_table, print_text
 from holdfast.errors import InvalidInput
@@ -28,13 +28,14 @@ from holdfast.system.units import format_bytes, plural
     """,
     *HOME,
     *step_options(default="the newest complete one"),
+    BEST,
     argument("--rank R", "rank whose state to show", step_number, default=0),
     FILTER,
 )
 def run(args: argparse.Namespace) -> int:
     """Show one checkpoint. Only its manifest and one part are read."""
     store, _ = open_home(args.home)
-    checkpoint = open_checkpoint(store, args.step, args.attempt)
+    checkpoint = open_checkpoint(store, args.step, args.attempt, best=args.best)
     for skipped in checkpoint.skipped:
         print_note(f"skipped step {skipped.step}: {skipped.reason}")
     if args.rank >= checkpoint.world_size:

@@ -20,7 +20,8 @@ from jobs.slurm.harness import SlurmHarness, command
 from servers import reserve_port
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "handle-preemption.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = [DOCS / "how-to" / "handle-preemption.md", DOCS / "engines.md"]
 TRAIN = """
 import os, sys, time
 from pathlib import Path
@@ -57,8 +58,8 @@ if __name__ == "__main__":
 
 
 def page_scripts() -> dict[str, str]:
-    """Return the batch scripts of the page, by the launcher that they use."""
-    texts = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Return the batch scripts of the pages, by the launcher that they use."""
+    texts = re.findall(r"```sh\n(.*?)```", "".join(page.read_text() for page in PAGES), re.DOTALL)
     srun, python, torchrun = (text for text in texts if "#SBATCH" in text)
     return {"python": python, "srun": srun, "torchrun": torchrun}
 

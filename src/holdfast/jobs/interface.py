@@ -56,7 +56,8 @@ def launch(
 
     overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
     engine, file = get_engine(on), load_tasks(task, overrides)
-    return engine.submit(engine.subscribed(file, notify, notify_on).only())
+    file.only()  # raises for a pipeline
+    return engine.submit_file(engine.subscribed(file, notify, notify_on))[0]
 
 
 def queue(*, on: str | None = None, statuses: Collection[JobStatus | str] = ()) -> list[Job]:

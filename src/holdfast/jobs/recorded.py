@@ -84,13 +84,6 @@ class RecordedEngine(ABC):
     def check(self, task: Task) -> None:
         """Check that the engine can run a task, without changing or sending anything."""
 
-    @abstractmethod
-    def submit(self, task: Task) -> Job:
-        """Submit a task. From then on the job is independent of the calling process.
-
-        Blocks: while the workdir is copied.
-        """
-
     def check_file(self, file: TaskFile) -> None:
         """Check that the engine can run all tasks of a file; see `check`."""
         if file.is_pipeline and self.no_pipelines:
@@ -99,10 +92,14 @@ class RecordedEngine(ABC):
         for task in file.tasks:
             self.check(task)
 
+    @abstractmethod
     def submit_file(self, file: TaskFile) -> list[Job]:
-        """Submit the tasks of a file; see `submit`. Each starts once the one before has succeeded."""
-        self.check_file(file)
-        return [self.submit(task) for task in file.tasks]
+        """Submit the tasks of a file. Each starts once the one before has succeeded.
+
+        From then on the jobs are independent of the calling process.
+
+        Blocks: while the workdirs are copied.
+        """
 
     def subscribed(
         self, file: TaskFile, targets: Sequence[str] | None, statuses: Sequence[str] | None
@@ -271,11 +268,6 @@ class NodeEngine(RecordedEngine):
 
     def _check_place(self) -> None:
         """Check that jobs can be submitted here."""
-
-    @override
-    def submit(self, task: Task) -> Job:
-        (job,) = self.submit_file(TaskFile(task.name, (task,), task.path))
-        return job
 
     @override
     def submit_file(self, file: TaskFile) -> list[Job]:

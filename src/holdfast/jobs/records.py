@@ -264,7 +264,7 @@ class Records:
     def requests(self, record: JobRecord) -> list[JobRequest]:
         """Return the open requests to a job."""
         with self._translate_errors():
-            found = read_requests(self._folder(record.job.number))
+            found = read_values(self._folder(record.job.number).requests, JobRequest)
             return [one for one in found if one.id not in record.state.answered]
 
     def _folder(self, number: int) -> JobFolder:
@@ -354,11 +354,6 @@ def newest_state(folder: JobFolder) -> StoredState | None:
     return None
 
 
-def read_requests(folder: JobFolder) -> list[JobRequest]:
-    """Return all requests so far, oldest first. Damaged ones are skipped."""
-    return read_values(folder.requests, JobRequest)
-
-
 def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     """Return the state of a job whose journal does not have it; its newest attempt may be running.
 
@@ -368,7 +363,7 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     plan = _newest_plan(folder, submission, attempt)
     if attempt == 1 and plan is None:
         attempt = 0  # killed before any node was started: the job has no process, and no claim
-    preempted = tuple(one.id for one in read_requests(folder) if one.kind == "preempt")
+    preempted = tuple(one.id for one in read_values(folder.requests, JobRequest) if one.kind == "preempt")
     started_s = _modified_unix_s(folder.attempt(1)) if attempt else None
     job_state = JobState()
     ended_s: float | None = None

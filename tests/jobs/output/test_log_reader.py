@@ -15,6 +15,7 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs.output import log_times
 from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines, last_texts, with_prefix
 from holdfast.jobs.output.log_times import LogSampler, add_sample, read_samples, times_path
+from holdfast.system.linux.files import punch_hole
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
 
@@ -164,7 +165,7 @@ def test_a_part_that_was_removed_within_a_block_is_not_read(tmp_path: Path) -> N
     hole, line = (64 << 10, 128 << 10), b"x" * 63 + b"\n"
     path.write_bytes(line * (256 << 4))
     with path.open("r+b") as file:
-        log_times.punch(file.fileno(), hole[0], hole[1] - hole[0])
+        punch_hole(file.fileno(), hole[0], hole[1] - hole[0])
     found = read(path)
     assert b"\0" not in found
     assert found.count(line) == (256 << 4) - (hole[1] - hole[0]) // len(line)

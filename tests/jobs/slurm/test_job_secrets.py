@@ -20,9 +20,9 @@ from jobs.slurm.stand_in import StandIn
 SECRET = "s3cret-7f1c"
 SUBMIT = """
 from holdfast.jobs.slurm.engine import SlurmEngine
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
-SlurmEngine().submit(parse_task("run: x", "task.yaml", Overrides(secrets={"TOKEN": "s3cret-7f1c"})))
+SlurmEngine().submit_file(parse_tasks("run: x", "task.yaml", Overrides(secrets={"TOKEN": "s3cret-7f1c"})))
 """
 
 

@@ -11,7 +11,7 @@ from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.slurm.engine import SlurmEngine, batch_script
 from holdfast.jobs.slurm.options import grace_s, wanted_options
 from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.model import Task
+from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.parser import parse_task
 from jobs.harness import write_program
 
@@ -233,5 +233,5 @@ def test_without_slurm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unsupported, match="sbatch is not on the PATH"):
-        SlurmEngine().submit(task("name: x"))
+        SlurmEngine().submit_file(TaskFile("x", (task("name: x"),)))
     assert SlurmEngine().jobs() == []

@@ -15,7 +15,7 @@ from holdfast.jobs.k8s.refusal import POD_CONFIG, object_name, to_manifest
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task, value_at
+from holdfast.jobs.task.model import Task, TaskFile, value_at
 from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported
 
 _CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
@@ -74,11 +74,11 @@ class ManifestEngine(RecordedEngine):
         return ["$ kubectl apply -f job.yaml", *to_manifest(found, comments).split("\n")[:-1]]
 
     @override
-    def submit(self, task: Task) -> Job:
-        self.check(task)
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        self.check_file(file)
         raise Unsupported(
             "This version does not submit jobs to Kubernetes itself. Write the manifest with "
-            f"`holdfast launch {task.path} --on {self.name} --dry-run -o job.yaml`, and submit it with "
+            f"`holdfast launch {file.path} --on {self.name} --dry-run -o job.yaml`, and submit it with "
             "`kubectl apply -f job.yaml`. Nothing was started."
         )
 

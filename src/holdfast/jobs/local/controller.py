@@ -80,11 +80,8 @@ def resume_if_due(state: Path, number: int) -> None:
 
 def cancel_without_controller(records: Records, folder: JobFolder, number: int) -> bool:
     """Cancel a job that has not started and has no controller. Return True if it was one."""
-    lock = locks.acquire(folder.lock)
-    if lock is None:
-        return False
-    try:
-        if records.get(number).state.job_state.status is not JobStatus.PENDING:
+    with locks.held(folder.lock) as lock:
+        if lock is None or records.get(number).state.job_state.status is not JobStatus.PENDING:
             return False
         records.ask(number, "cancel", None)
         with closing(LocalController(records, folder, records.get(number))) as controller:
@@ -92,8 +89,6 @@ def cancel_without_controller(records: Records, folder: JobFolder, number: int) 
         if controller.has_ended:
             _clean_up(records, folder, number)
         return controller.has_ended
-    finally:
-        os.close(lock)
 
 
 def _clean_up(records: Records, folder: JobFolder, number: int) -> None:

@@ -153,13 +153,10 @@ class Nodes:
 def _start(folder: NodeFolder, plan: NodeSpec) -> int:
     """Start an agent, and return its pid. It holds its lock from the start."""
     folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = locks.acquire(folder.lock)
-    assert lock is not None, "no other process starts the agents of this job"
-    try:
+    with locks.held(folder.lock) as lock:
+        assert lock is not None, "no other process starts the agents of this job"
         write_document(folder.plan, plan)  # from here on the node exists, with its lock held
         return spawn(AGENT, folder.path, Path(plan.log), lock=lock)
-    finally:
-        os.close(lock)
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import struct
 import time
@@ -10,7 +9,7 @@ from bisect import bisect_right
 from pathlib import Path
 
 from holdfast.errors import InvalidInput
-from holdfast.system.linux.files import write_atomic
+from holdfast.system.linux.files import punch_hole, write_atomic
 from holdfast.system.units import parse_bytes
 
 _SAMPLE = struct.Struct("<Qd")  # size of the log in bytes, and Unix time
@@ -57,11 +56,8 @@ def read_samples(path: Path, begin: int, end: int) -> list[tuple[int, float]]:
 
 LIMIT = "HOLDFAST_LOG_LIMIT"  # variable of the job with the bytes of output per node that are kept, or `none`
 DEFAULT = "1GiB"
-_PUNCH_HOLE, _KEEP_SIZE = 2, 1  # of fallocate(2)
 _PAGE_BYTES = 4096
 _MAX_HEAD_BYTES = 64 << 20
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def limit_bytes(value: str) -> int | None:
@@ -80,14 +76,6 @@ def hole(size: int, limit: int) -> tuple[int, int]:
     begin = -(-head // _PAGE_BYTES) * _PAGE_BYTES
     end = (size - limit // 2) // _PAGE_BYTES * _PAGE_BYTES
     return begin, max(0, end - begin)
-
-
-def punch(fd: int, begin: int, num_bytes: int) -> None:
-    """Give a part of a file back to the file system. Its writers, which append, and its readers continue."""
-    arguments = (_PUNCH_HOLE | _KEEP_SIZE, ctypes.c_int64(begin), ctypes.c_int64(num_bytes))
-    if _libc.fallocate(fd, *arguments):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
 
 
 class LogSampler:
@@ -116,7 +104,7 @@ class LogSampler:
             if self._limit is not None and status.st_blocks * 512 > self._limit:  # on disk
                 begin, num_bytes = hole(status.st_size, self._limit)
                 if num_bytes:
-                    punch(self._fd, begin, num_bytes)
+                    punch_hole(self._fd, begin, num_bytes)
         except OSError as error:
             self._write(f"this log is not limited, because its file system refused: {error}")
             self._limit = None

@@ -25,7 +25,7 @@ from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.commands import ManagedJob
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.document import to_yaml
-from holdfast.jobs.task.model import MountMode, Task, value_at
+from holdfast.jobs.task.model import MountMode, Task, TaskFile, value_at
 from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
@@ -71,8 +71,9 @@ class SkyEngine(RecordedEngine):
         check_workdir(task)
 
     @override
-    def submit(self, task: Task) -> Job:
-        self.check(task)
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        self.check_file(file)
+        task = file.only()
         _log.info("submitting the job to %s; this may take minutes", commands.version())
         now_s = time.time()
         spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
@@ -94,7 +95,7 @@ class SkyEngine(RecordedEngine):
             raise
         if engine_job_id is not None:
             records.set_engine_job_id(number, engine_job_id)
-        return self.job(number)
+        return [self.job(number)]
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:

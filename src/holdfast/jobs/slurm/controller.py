@@ -60,10 +60,11 @@ _T = TypeVar("_T")
 
 def supervise(folder: JobFolder) -> int:
     """Run the controller of a job, and return the exit status of its batch script."""
-    controller = SlurmController(JobFiles(folder.path))
+    files = JobFiles(folder.path)
+    controller = SlurmController(files)
     controller.serve_or_give_up()
     if controller.has_ended:
-        controller.remove_links()
+        remove_shared_links(files, files.read_job().task_id)  # they lead to files on the nodes
         remove_secrets(folder)
         # Slurm ends the processes of the job with this script. The next command sends the rest.
         wait_for_notifier(folder, limit_s=_NOTIFIER_S)
@@ -335,10 +336,6 @@ class SlurmController(Controller):
         yield AttemptExited(before.attempt, self._has_advanced(), lost, self._cause())
         if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()
-
-    def remove_links(self) -> None:
-        """Remove the links of the mounts, which lead to files on the nodes."""
-        remove_shared_links(self._files, self._job.task_id)
 
     def _requeue(self) -> None:
         """Let Slurm start the job again, on the machines that it then finds."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.mounts.attempt import HOLDERS, READY, UNSENT, UPLOADS, MountResult, UnsentFiles
+from holdfast.jobs.node.mounts.attempt import HOLDERS, READY, UNSENT, UPLOADS, UnsentFiles
 from holdfast.jobs.node.mounts.download import BucketCopy
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, caches, read_mount_specs
 from holdfast.jobs.node.mounts.rclone import BucketMount
@@ -54,7 +54,7 @@ def serve(folder: Path) -> None:
         mounter.keep()
     except HoldfastError as error:
         log_line(str(error))
-        write_document(folder / READY, MountResult(str(error)))
+        write_document(folder / READY, str(error))
     finally:
         mounter.close()
         wake(job.wakeup)
@@ -156,7 +156,7 @@ class Mounter:
             if spec.kind is not MountKind.COPY:
                 took = format_duration(time.monotonic() - began_s)
                 log_line(f"mounted {spec.place} at {spec.key} in {took}")
-        write_document(self._folder / READY, MountResult())
+        write_document(self._folder / READY, "")
 
     def keep(self) -> None:
         """Replace mounts that disappear until the last node has released them."""

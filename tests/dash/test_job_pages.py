@@ -14,7 +14,7 @@ from dash.conftest import WAITS
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
 from holdfast.jobs import description, folder, interface
-from holdfast.jobs.dash import job_board, output_feed
+from holdfast.jobs.dash import job_board
 from holdfast.jobs.dash.run_view import RunPlace
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
@@ -166,7 +166,7 @@ def test_a_state_folder_that_does_not_answer_stops_no_page(
         answers.wait(600)
         return folder.state_dir()
 
-    for module in (job_board, output_feed, description):
+    for module in (job_board, description):
         monkeypatch.setattr(module, "state_dir", stalled)
     monkeypatch.setattr(job_board, "WAIT_S", 0.05)
     for client, shown in ((early, rows), (late, [])):

@@ -23,7 +23,7 @@ from holdfast.jobs.output.log_reader import OutputSelection
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.edits import is_variable_name
+from holdfast.jobs.task.document import is_variable_name
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
 from holdfast.system.documents import decode_text, to_plain

@@ -1,14 +1,15 @@
-"""Interface and shared part of all engines: jobs in this user's records, and output in the jobs' folders."""
+"""Shared part of all engines: jobs in this user's records, their output, and unsupported keys of a task."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -24,7 +25,7 @@ from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import containers, release_containers
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
-from holdfast.jobs.node.mounts.mount_records import remove_links
+from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note, remove_links
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
@@ -39,8 +40,7 @@ from holdfast.jobs.output.log_reader import (
 )
 from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
 from holdfast.jobs.state_machine import GRACE_S, RestartPolicy
-from holdfast.jobs.task.image import docker_image, in_image
-from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.task.model import Task, TaskFile, docker_image, in_image, value_at
 from holdfast.jobs.task.subscription import subscribe
 from holdfast.system.environment import NOTIFY, read_progress
 from holdfast.system.linux import locks
@@ -390,3 +390,59 @@ def _remove_folder(folder: Path) -> None:
             f"Cannot remove {folder}: {error}. The job is no longer listed. The next `holdfast "
             "forget` tries again, or remove the folder yourself."
         ) from error
+
+
+_NO_VOLUMES = "no volumes are created; kept for other engines"
+_NO_DISK = "no disk is created; kept for other engines"
+UNUSED_KEYS: Mapping[str, str] = {
+    "event_callback": "not called",
+    "managed_secrets": "not fetched",
+    "inputs": "not used",
+    "outputs": "not used",
+    "volumes": _NO_VOLUMES,
+    "volume_mounts": _NO_VOLUMES,
+    "api_server_access": "there is no API server",
+    "resources.disk_size": _NO_DISK,
+    "resources.disk_tier": _NO_DISK,
+    "resources.max_hourly_cost": "nothing is bought",
+    "resources.ports": "ports are neither opened nor closed",
+    "resources.volumes": _NO_VOLUMES,
+}
+"""Keys that have no use without a cloud, and why."""
+_CHOICES = ("cloud", "region", "zone", "instance_type", "local_disk", "accelerator_args", "any_of", "ordered")
+CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)  # keys that choose a machine
+IMAGE = "resources.image_id"
+_IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
+_CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
+_NO_BASHRC = "~/.bashrc is not read by commands, and keeps what is written; set variables in envs or run"
+_OWN_PACKAGES = "`uv pip` sees only the job's own packages, and may install others again; pip sees all"
+_BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profile|profile)\b")
+_UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
+
+
+def find_unsupported(task: Task, table: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a task with their effects in a table, by a path such as resources.use_spot."""
+    for key, what in table.items():
+        is_used = key == IMAGE and task.image is not None
+        if key in task.lines and not is_used and value_at(task.document, key) is not None:
+            yield key, what
+
+
+def find_on_machines(task: Task, table: Mapping[str, str], *, bucket: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that an engine which runs the commands itself ignores or changes, and how."""
+    yield from find_unsupported(task, table)
+    for key, text in (("setup", task.setup), ("run", task.run)):
+        if _BASHRC.search(text):
+            yield key, _NO_BASHRC
+        if task.image is None and _UV_PIP.search(text):
+            yield key, _OWN_PACKAGES
+    private = list(private_mounts(task))
+    for mount in task.file_mounts:
+        if mount.is_in_place:
+            yield mount.key, _IN_PLACE
+        if value_at(mount.spec, "config.mount_cached"):
+            yield f"{mount.key}.config.mount_cached", _CACHED
+        if mount.source is None and mount.bucket:
+            yield mount.key, f"{bucket} replaces the bucket {mount.bucket!r}"
+        if mount in private:
+            yield mount.key, private_note()

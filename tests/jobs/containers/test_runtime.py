@@ -14,7 +14,7 @@ from holdfast.jobs.node.containers import node_container
 from holdfast.jobs.node.containers.container import ContainerRuntime, ImageSpec, make_image_spec
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, write_mount_specs
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.image import qualified
+from holdfast.jobs.task.model import qualified
 from holdfast.jobs.task.parser import Overrides, parse_task
 from jobs.containers.stand_in import StandIn
 from jobs.harness import JobHarness, needs_namespaces, write_program

@@ -13,7 +13,7 @@ from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
+from holdfast.jobs.node.mounts.mounter import rclone_environment, settings
 from jobs.harness import JobHarness, command_line, needs_namespaces
 from servers import Server
 

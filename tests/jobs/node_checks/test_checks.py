@@ -15,15 +15,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import holdfast
 from holdfast.checkpoint.home.inventory import measure_space
 from holdfast.jobs.journal import encode
 from holdfast.jobs.node.checks import gate, gpu_script
-from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import NodeGate, Plan, make_plan
+from holdfast.jobs.node.checks.gate import (
+    NUM_BYTES,
+    NodeGate,
+    Plan,
+    check_disk,
+    clock_offset_s,
+    first_difference,
+    make_plan,
+)
 from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode
 from holdfast.jobs.task.parser import parse_task
 from small_disk import small_disk

@@ -9,14 +9,12 @@ from typing_extensions import override
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Job
-from holdfast.jobs.k8s.manifest import make_object, secret_name
-from holdfast.jobs.k8s.pod_config import gpu_choice
+from holdfast.jobs.k8s.manifest import gpu_choice, make_object, secret_name
 from holdfast.jobs.k8s.refusal import POD_CONFIG, object_name, to_manifest
-from holdfast.jobs.recorded import RecordedEngine
+from holdfast.jobs.recorded import CHOICE_KEYS, UNUSED_KEYS, RecordedEngine, find_unsupported
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus
 from holdfast.jobs.task.model import Task, TaskFile, value_at
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported
 
 _CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {

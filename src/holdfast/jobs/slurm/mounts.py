@@ -30,8 +30,7 @@ from holdfast.jobs.node.mounts.scratch import (
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.records import Submission
-from holdfast.jobs.slurm.job_files import NodeUploads
-from holdfast.jobs.slurm.messages import NodeReport
+from holdfast.jobs.slurm.job_files import NodeReport, NodeUploads
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of

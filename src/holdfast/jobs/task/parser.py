@@ -14,9 +14,10 @@ from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.amounts import Accelerators, memory_mib, parse_accelerators, parse_cpus
-from holdfast.jobs.task.document import TaskDocument, parse_documents
-from holdfast.jobs.task.edits import (
+from holdfast.jobs.task.document import (
+    TaskDocument,
     fill_in,
+    parse_documents,
     parse_variables,
     places,
     replace_aliases,

@@ -14,7 +14,7 @@ from holdfast.checkpoint.store.address import hide_secrets
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder, bucket_folder
-from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree, left_out
+from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
 from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.mount_records import (

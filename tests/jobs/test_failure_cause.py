@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, find_cause, is_same, max_same
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase, find_cause, is_same, max_same
 
 FAILED = {0: Outcome(Phase.RUN, code=1)}
 IMPORT_ERROR = """\

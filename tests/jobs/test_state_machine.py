@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
-from holdfast.jobs.failure_cause import MAX_SAME, FailureCause
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase
 from holdfast.jobs.state_machine import (
     MAX_BARREN,
     MAX_WAIT_S,

@@ -18,7 +18,7 @@ from typing_extensions import override
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, Line, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id, tag
-from holdfast.jobs.failure_cause import max_same
+from holdfast.jobs.outcome import max_same
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes

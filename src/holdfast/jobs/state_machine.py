@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
-from holdfast.jobs.outcome import Outcome, Phase, own_ends
+from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase, is_same, own_ends
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
 from holdfast.system import backoff
@@ -208,8 +207,9 @@ def _attempt_exited(
         if event.lost_uploads:  # the results of the work are not where they belong, so it is repeated
             return _recover(state, "", event, policy, is_barren=True, is_external=True)
         return replace(state, status=JobStatus.SUCCEEDED, reason=""), None
-    own = own_ends(outcomes).values()
-    summary = describe_outcomes(outcomes)
+    ends = own_ends(outcomes)
+    own = ends.values()
+    summary = "; ".join(f"node {node} {one.describe()}" for node, one in sorted(ends.items()))
     last_hung, hung = state.hung, next((one.hung for one in own if one.is_hung), "")
     state = replace(state, hung=hung)
     if hung and hung == last_hung and not event.has_advanced:
@@ -278,11 +278,6 @@ def pause_s(num_hurried: int, is_external: bool) -> float:
     """Return the backoff before the next attempt. The first retry after a preemption does not wait."""
     num_failures = num_hurried - is_external
     return 0.0 if num_failures < 1 else backoff.doubled(num_failures, 1.0, MAX_WAIT_S)
-
-
-def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
-    """Return why the attempt ended, for people."""
-    return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own_ends(outcomes).items()))
 
 
 def exit_status(state: JobState) -> int:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.k8s.engine import K8sEngine, KubeflowEngine, ManifestEngine
-from holdfast.jobs.k8s.refusal import escape, to_manifest
+from holdfast.jobs.k8s.manifest import escape, to_manifest
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.task.parser import Overrides, load_tasks, parse_task
 from jobs.k8s.published import (

@@ -9,8 +9,14 @@ from typing_extensions import override
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Job
-from holdfast.jobs.k8s.manifest import gpu_choice, make_object, secret_name
-from holdfast.jobs.k8s.refusal import POD_CONFIG, object_name, to_manifest
+from holdfast.jobs.k8s.manifest import (
+    POD_CONFIG,
+    gpu_choice,
+    make_object,
+    object_name,
+    secret_name,
+    to_manifest,
+)
 from holdfast.jobs.recorded import CHOICE_KEYS, UNUSED_KEYS, RecordedEngine, find_unsupported
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.amounts import memory_mib, parse_cpus

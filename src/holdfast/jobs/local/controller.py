@@ -169,7 +169,8 @@ class LocalController(Controller):
         self._is_next = False
         if not self._is_waiting:
             return
-        event = AttemptDue() if self._job.spec.after is None else self._predecessor_event()
+        after = self._job.spec.after
+        event = AttemptDue() if after is None else self._predecessor_event(after)
         if isinstance(event, AttemptDue) and self._job.spec.needs_claim:
             self._start_with_claim()
         elif event is not None:
@@ -195,11 +196,8 @@ class LocalController(Controller):
                 start_controller(job_folder(state, number))  # a job that is dead would keep its claim
             lead_on(self._records, state, besides=self._job.number)
 
-    def _predecessor_event(self) -> JobEvent | None:
+    def _predecessor_event(self, after: int) -> JobEvent | None:
         """Return the event of the end of the job before this one in its pipeline."""
-        after = self._job.spec.after
-        if after is None:
-            return None
         try:
             before = self._records.get(after)
         except NotFound:

@@ -218,7 +218,7 @@ class SlurmController(Controller):
     @override
     def _prepare_attempt(self) -> None:
         self._noticed, self._has_reports = {}, False
-        self._mounts.forget()
+        self._mounts = ClusterMounts(self._files, self._job.spec.num_nodes, {})
         self._num_resumed = 0
         if self._stored.uploads:
             self._store(uploads={})

@@ -136,11 +136,6 @@ class ClusterMounts:
         self.limit_unix_s: float | None = None  # of the uploads, if Slurm is about to take the machines
         self._ended_unix_s: float | None = None
 
-    def forget(self) -> None:
-        """Forget the attempt, as a new one begins."""
-        self.uploads.clear()
-        self.limit_unix_s = self._ended_unix_s = None
-
     def note(self, reports: Mapping[int, NodeReport]) -> bool:
         """Note the newest reports of the runners. Return True if `uploads` has changed."""
         before = dict(self.uploads)

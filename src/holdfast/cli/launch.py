@@ -251,7 +251,7 @@ def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:
     """Return the task of a command line, or the tasks of a pipeline."""
-    from holdfast.jobs.task.amounts import parse_accelerators
+    from holdfast.jobs.task.model import parse_accelerators
     from holdfast.jobs.task.parser import Overrides, command_task, load_tasks
 
     gpus, workdir, words = args.gpus, args.workdir, args.command_line

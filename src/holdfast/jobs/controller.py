@@ -270,10 +270,10 @@ class Controller(ABC):
 
     def _cause(self) -> FailureCause | None:
         outcomes = self.state.outcomes
-        rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
-        if rank is None:
+        failed = [rank for rank, one in own_ends(outcomes).items() if one.is_failed_command]
+        if not failed:
             return None
-        lines = last_lines(self._folder.log(rank), _NUM_LINES)
+        lines = last_lines(self._folder.log(min(failed)), _NUM_LINES)
         begin = 0  # of the newest attempt, without its first line
         for number, line in enumerate(lines, 1):
             if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:

@@ -12,7 +12,6 @@ from msgspec import Struct
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, redact
 
-_MAX_CHARS = 400
 _NOTICED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 """Exit codes of a shell whose command has died of a notice, as before its Checkpointer was made."""
 
@@ -52,11 +51,6 @@ class Outcome(Struct, frozen=True):
         return not (self.is_success or self.is_lost or self.is_preempted or self.is_hung or self.unfit)
 
     @property
-    def is_own_error(self) -> bool:
-        """True if the commands of the node have failed by themselves."""
-        return self.is_failed_command and not self.is_stopped
-
-    @property
     def is_preempted(self) -> bool:
         """True if the node exited with a preemption's status, or was killed from outside."""
         return self.code in (PREEMPTED_STATUS, *_NOTICED) or self.killed_by is not None
@@ -87,12 +81,6 @@ class Outcome(Struct, frozen=True):
         if self.is_success:
             return "finished"
         return f"failed in {self.phase.value} with status {self.code}{_hint(self.code or 0)}"
-
-
-def unstarted(why: str) -> Outcome:
-    """Return the outcome of a node whose commands could not be started."""
-    line = why.partition("\n")[0]
-    return Outcome(Phase.SETUP, code=1, unstarted=line[:_MAX_CHARS])
 
 
 def own_ends(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:

@@ -207,7 +207,8 @@ class Records:
         """Return a job's record."""
         with self._translate_errors():
             try:
-                submission = self._submission(number)
+                if (submission := read_submission(self._folder(number))) is None:
+                    raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
                 return JobRecord(submission, self._stored(submission))
             except OSError as error:
                 if error.errno not in _NO_RECORD:
@@ -269,11 +270,6 @@ class Records:
 
     def _folder(self, number: int) -> JobFolder:
         return job_folder(self._state, number)
-
-    def _submission(self, number: int) -> Submission:
-        if (found := read_submission(self._folder(number))) is None:
-            raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
-        return found
 
     def _stored(self, submission: Submission) -> StoredState:
         """Return the newest state, rebuilt if the journal is lost or older than the attempts."""

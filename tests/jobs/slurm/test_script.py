@@ -9,8 +9,7 @@ import pytest
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.slurm.engine import SlurmEngine, batch_script, grace_s, wanted_options
-from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.task.model import Task, TaskFile, memory_mib
 from holdfast.jobs.task.parser import parse_task
 from jobs.harness import write_program
 

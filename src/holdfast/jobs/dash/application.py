@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.jobs.dash import messages
-from holdfast.jobs.dash.job_board import JobBoard, homes_of, job_page, output_page
-from holdfast.jobs.dash.run_view import RunPlace, RunView, find_place
+from holdfast.jobs.dash.pages import JobBoard, RunPlace, RunView, find_place, homes_of, job_page, output_page
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.watch.report.page import chart_library
 

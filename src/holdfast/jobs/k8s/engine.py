@@ -19,8 +19,7 @@ from holdfast.jobs.k8s.manifest import (
 )
 from holdfast.jobs.recorded import CHOICE_KEYS, UNUSED_KEYS, RecordedEngine, find_unsupported
 from holdfast.jobs.records import JobRecord
-from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task, TaskFile, value_at
+from holdfast.jobs.task.model import Task, TaskFile, memory_mib, parse_cpus, value_at
 
 _CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {

@@ -29,7 +29,7 @@ from holdfast.jobs.node.virtual_environment import (
     make_virtual_environment,
 )
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
-from holdfast.jobs.outcome import Outcome, Phase, unstarted
+from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.output import log_times
 from holdfast.jobs.output.log_times import LogSampler
 from holdfast.system.environment import PROGRESS, read_progress
@@ -42,6 +42,7 @@ _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
 _UNFIT = 1
+_MAX_WHY = 400  # characters of the reason why commands cannot start
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 _LOOK_S = 1.0  # interval for checking the processes that the node needs
 _SAVE_LOOK_S = 0.2  # the same while processes complete a save
@@ -141,7 +142,7 @@ class Agent:
     def _refuse(self, why: str) -> Outcome:
         """Return the outcome of commands that cannot start."""
         self._write(f"the job cannot start: {why}")
-        return unstarted(why)
+        return Outcome(Phase.SETUP, code=_UNFIT, unstarted=why.partition("\n")[0][:_MAX_WHY])
 
     def _write(self, line: str) -> None:
         os.write(self._log, f"holdfast: {line}\n".encode())

@@ -37,8 +37,7 @@ from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task, value_at
+from holdfast.jobs.task.model import Task, memory_mib, parse_cpus, value_at
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 

@@ -13,8 +13,7 @@ from msgspec import Struct
 from yaml.reader import ReaderError
 
 from holdfast.errors import InvalidInput, Unsupported
-from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
-from holdfast.jobs.task.model import Task, value_at
+from holdfast.jobs.task.model import Accelerators, Task, parse_accelerators, value_at
 
 MAX_CHARS = 1 << 17
 MAX_VALUES = 20_000  # limit for the values of a task file, with aliases expanded

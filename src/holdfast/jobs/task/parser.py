@@ -13,7 +13,19 @@ import yaml
 from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.amounts import Accelerators, memory_mib, parse_accelerators, parse_cpus
+from holdfast.jobs.task.model import (
+    Accelerators,
+    FileMount,
+    JobRecovery,
+    MountMode,
+    Repository,
+    Task,
+    TaskFile,
+    memory_mib,
+    parse_accelerators,
+    parse_cpus,
+    value_at,
+)
 from holdfast.jobs.task.document import (
     TaskDocument,
     fill_in,
@@ -26,7 +38,6 @@ from holdfast.jobs.task.document import (
     set_value,
     unfolded,
 )
-from holdfast.jobs.task.model import FileMount, JobRecovery, MountMode, Repository, Task, TaskFile, value_at
 from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.system.documents import decode_text

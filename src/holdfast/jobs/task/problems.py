@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
+from holdfast.jobs.task.model import is_multiple, memory_mib, parse_accelerators, parse_cpus
 from holdfast.jobs.task.document import (
     ALTERNATIVES,
     TaskDocument,

@@ -91,7 +91,7 @@ def _download_missing(
 ) -> None:
     """Download the objects that are not in a folder yet, and check the sizes of all."""
     # Here, because it takes as long to import as all else, and a launch needs only `exists`.
-    from holdfast.jobs.writeback.download import Download
+    from holdfast.jobs.writeback.reconciliation import Download
     from holdfast.jobs.writeback.files import Fingerprint
 
     present = {entry.name: _size(folder / entry.name) for entry in entries}

@@ -29,8 +29,7 @@ from holdfast.jobs.node.mounts.mount_records import (
     write_links,
     write_mount_specs,
 )
-from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.model import FileMount, MountMode, Task
+from holdfast.jobs.task.model import FileMount, MountMode, Task, memory_mib
 from holdfast.system.units import format_bytes
 
 _REMOTE = {

@@ -19,7 +19,7 @@ WAITS = "until [ -e go ]; do sleep 0.02; done"
 def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Client]:
     """Start an application with homes, which reads jobs and runs again for every request."""
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    for name in ("_MIN_AGE_S", "_REST", "_MIN_RUN_AGE_S", "_RUN_REST"):
+    for name in ("_MIN_AGE_S", "_REST", "_RUN_AGE_S", "_RUN_REST"):
         monkeypatch.setattr(pages, name, 0.0)
     return Client
 

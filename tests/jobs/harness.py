@@ -19,7 +19,7 @@ from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import why_unavailable
 from holdfast.jobs.node.processes import AGENT, Process
-from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.output import FolderWatch
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus

@@ -19,7 +19,7 @@ from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_result, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Job
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus

@@ -19,7 +19,7 @@ from holdfast.jobs.history import add_change
 from holdfast.jobs.machines import add_events, attempt_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications import announce
-from holdfast.jobs.output.log_reader import last_lines
+from holdfast.jobs.output import last_lines
 from holdfast.jobs.records import JobRequest, Submission
 from holdfast.jobs.state_machine import (
     AttemptDue,

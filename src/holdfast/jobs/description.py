@@ -18,7 +18,7 @@ from holdfast.jobs.node.checks.gate import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
 from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.notifications import Delivery, read_deliveries
-from holdfast.jobs.output.log_reader import last_lines
+from holdfast.jobs.output import last_lines
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural

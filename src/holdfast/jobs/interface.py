@@ -12,7 +12,7 @@ from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.machines import MachineEvent, NodeStanding, add_events, judge, read_events
-from holdfast.jobs.output.log_reader import FolderWatch, OutputSelection
+from holdfast.jobs.output import FolderWatch, OutputSelection
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural

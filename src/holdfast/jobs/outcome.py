@@ -1,4 +1,4 @@
-"""Outcome of one node in an attempt, and the cause of a failed attempt, compared with the one before; pure."""
+"""Outcome of one node in an attempt, and the cause of a failed one, beside that of the one before; pure."""
 
 from __future__ import annotations
 

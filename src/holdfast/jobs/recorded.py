@@ -23,14 +23,14 @@ from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import containers, release_containers
-from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_records import mounted_below, unmount_below
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
 from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note, remove_links
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
-from holdfast.jobs.output.log_reader import (
+from holdfast.jobs.output import (
     FolderWatch,
     LogReader,
     OutputBlock,
@@ -167,7 +167,7 @@ class RecordedEngine(ABC):
                 )
             _remove_containers(folder, number)
             # Before anything is removed: below a mount are the bucket's files.
-            fuse.unmount_below(folder.path)
+            unmount_below(folder.path)
             remove_links(folder)
             _remove_folder(records.set_aside(number))
         finally:
@@ -379,7 +379,7 @@ def _remove_containers(folder: JobFolder, number: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    if mounted := fuse.mounted_below(folder):
+    if mounted := mounted_below(folder):
         raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
     try:
         shutil.rmtree(folder)

@@ -18,7 +18,7 @@ from holdfast.jobs.local.controller import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.output import FolderWatch
 from holdfast.jobs.records import JobSpec, Submission
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.timers import Timers

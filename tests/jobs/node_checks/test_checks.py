@@ -127,10 +127,10 @@ def test_a_clock_that_is_off_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_copied_and_too_little_is_named() -> None:
-    found = by_name(gate.check_memory(0))
+    found = by_name(gate.check_memory())
     assert found["copy"].trouble == found["memory"].trouble == ""
     assert found["copy"].values["copy_s"] > 0
-    short = by_name(gate.check_memory(1 << 60))["memory"]
+    short = gate.check_free_memory(1 << 30, 1 << 60)
     assert "staging the next save takes" in short.trouble
     assert not short.stops
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.engine import Job
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.parser import parse_tasks

@@ -12,7 +12,7 @@ import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus

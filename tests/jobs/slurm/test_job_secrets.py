@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.description import describe_job
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.slurm import controller
 from holdfast.jobs.status import JobStatus
 from jobs.harness import holders

@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRequest
-from holdfast.jobs.slurm.commands import Queued, current_state
+from holdfast.jobs.slurm.commands import Queued
+from holdfast.jobs.slurm.engine import current_state
 from holdfast.jobs.slurm.job_files import (
     Inbox,
     JobFiles,

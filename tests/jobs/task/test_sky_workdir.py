@@ -6,7 +6,7 @@ import pytest
 
 from holdfast.errors import InvalidInput
 from holdfast.jobs.task.parser import parse_task
-from holdfast.jobs.task.sky_workdir import is_plain, path_in_workdir, replace_sky_workdir
+from holdfast.jobs.task.model import is_plain, path_in_workdir, replace_sky_workdir
 
 
 @pytest.mark.parametrize(

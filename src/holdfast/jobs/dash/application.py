@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.jobs.dash import messages

@@ -29,7 +29,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import Change, JobAttempt, read_changes
 from holdfast.jobs.interface import queue
-from holdfast.jobs.output.log_reader import LogReader, interleaved, texts
+from holdfast.jobs.output import LogReader, interleaved, texts
 from holdfast.jobs.records import Records
 from holdfast.system.documents import to_plain
 from holdfast.system.units import plural
@@ -243,9 +243,9 @@ def _bounds(path: Path, offset: int, max_bytes: int) -> tuple[int, int, int]:
         return begin, size, begin - offset
 
 
-_MIN_RUN_AGE_S = 4.0
+_RUN_AGE_S = 4.0
 _RUN_REST = 9.0  # pause between two readings of a home, as a multiple of the time that one takes
-_MAX_KEPT = 16  # homes whose curves are kept in memory
+_KEPT = 16  # homes whose curves are kept in memory
 
 
 class RunPlace(Struct, frozen=True):
@@ -280,8 +280,8 @@ class RunView:
     """Reader of runs for all pages."""
 
     def __init__(self) -> None:
-        self._curves = KeptReadings[dict[str, Any]](least_age_s=_MIN_RUN_AGE_S, rest=_RUN_REST, max_kept=_MAX_KEPT)
-        self._summaries = KeptReadings[RunSummary](least_age_s=_MIN_RUN_AGE_S, rest=_RUN_REST)
+        self._curves = KeptReadings[dict[str, Any]](least_age_s=_RUN_AGE_S, rest=_RUN_REST, max_kept=_KEPT)
+        self._summaries = KeptReadings[RunSummary](least_age_s=_RUN_AGE_S, rest=_RUN_REST)
 
     def curves(self, place: RunPlace) -> dict[str, Any]:
         """Return the curves of a run as JSON, as they were read a moment ago."""

@@ -18,7 +18,7 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import add_notice_file, create_task_id
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection
+from holdfast.jobs.output import OutputBlock, OutputSelection
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.sky import commands

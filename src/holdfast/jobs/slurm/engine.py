@@ -32,7 +32,7 @@ from holdfast.jobs.recorded import (
 )
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.slurm import commands
-from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
+from holdfast.jobs.slurm.commands import Queued, choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import JobState
@@ -113,6 +113,13 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
     "resources.priority_class": f"not passed on; use sbatch's own option, see {FURTHER}",
 }
+_WAITING = frozenset(
+    {
+        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
+        *("SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"),  # Slurm requeues the job by itself
+    }
+)
+_THERE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
 
 
 class SlurmEngine(NodeEngine):
@@ -432,3 +439,35 @@ def _partition(task: Task, resources: Mapping[str, Any]) -> str | None:
         return parts[2]
     named = value_at(task.document, "config.slurm.cpu_partition")
     return str(named) if named and not task.accelerators.choices else None
+
+
+def current_state(
+    job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
+) -> JobState:
+    """Return the current state of a job from that recorded by its controller, unless that is final."""
+    if job_state.status.is_final:
+        return job_state
+    state = None if queued is None else queued.state
+    if state in _THERE:
+        status = JobStatus.STARTING if job_state.status is JobStatus.PENDING else job_state.status
+        return replace(job_state, status=status)
+    if queued is not None and state in _WAITING:
+        if is_cancelled:
+            return replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
+        why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
+        status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
+        return replace(job_state, status=status, reason="; ".join(filter(None, (job_state.reason, why))))
+    # Slurm has ended the job before its controller could record why.
+    if is_cancelled or (state or "").startswith("CANCELLED"):
+        status, reason = JobStatus.CANCELLED, "cancelled" if is_cancelled else "cancelled in Slurm"
+    else:
+        found = "Slurm has forgotten the job" if state is None else f"Slurm reports {state}"
+        cause = (
+            "the job's controller did not record how it ended"
+            if job_state.attempt
+            else "its nodes sent no message: is the folder on a file system that they share "
+            "(HOLDFAST_STATE), and Python at the same path there?"
+        )
+        status, reason = JobStatus.FAILED_CONTROLLER, f"{found}, and {cause} (see {output})"
+    reason = "; ".join(filter(None, (reason, missing)))
+    return replace(job_state, status=status, is_active=False, reason=reason)

@@ -141,7 +141,7 @@ class _Runner:
         except Exception:  # noqa: BLE001 - the node is lost, and its files are uploaded all the same
             with contextlib.suppress(OSError), Path(self._plan.log).open("a") as log:
                 traceback.print_exc(file=log)
-            processes.kill(self._left())
+            processes.kill(processes.rest(with_keepers=self._orders.kills_keepers))
             return Outcome(Phase.RUN if self._node.running.exists() else Phase.SETUP)
 
     def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
@@ -168,7 +168,7 @@ class _Runner:
             are_leftovers_sent=self._mounts is not None and self._mounts.are_leftovers_sent,
         )
         if self._orders.kills:
-            processes.kill(self._left())
+            processes.kill(processes.rest(with_keepers=self._orders.kills_keepers))
 
     def _make_plan(self, addresses: list[str]) -> NodeSpec:
         """Return the specification of the node's work."""
@@ -313,13 +313,8 @@ class _Runner:
             write_notice(self._node.notice, Notice(source, deadline_unix_s=deadline_unix_s))
         return sum(processes.send(one, signal.SIGTERM) for one in listening)
 
-    def _left(self) -> list[processes.Process]:
-        """Return the node's processes, without keepers unless these are killed too."""
-        found = processes.descendants(os.getpid(), processes.snapshot())
-        return [one for one in found if self._orders.kills_keepers or not one.exits_by_itself]
-
     def _has_keepers(self) -> bool:
-        found = processes.descendants(os.getpid(), processes.snapshot())
+        found = processes.rest(with_keepers=True)
         if self._mounts is not None:  # uploaders have a deadline of their own
             return any(one.is_keeper for one in found)
         return any(one.exits_by_itself for one in found)

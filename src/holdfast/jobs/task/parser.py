@@ -39,7 +39,7 @@ from holdfast.jobs.task.document import (
     unfolded,
 )
 from holdfast.jobs.task.problems import find_problems, format_problems
-from holdfast.jobs.task.sky_workdir import path_in_workdir
+from holdfast.jobs.task.model import path_in_workdir
 from holdfast.system.documents import decode_text
 
 _HEADERS = ({"name"}, {"name", "execution"})  # keys of a header. With others too, it is a task.

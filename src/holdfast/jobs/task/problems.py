@@ -20,7 +20,7 @@ from holdfast.jobs.task.document import (
     parse_variables,
     places,
 )
-from holdfast.jobs.task.sky_workdir import path_in_workdir
+from holdfast.jobs.task.model import path_in_workdir
 
 MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
 _MAX_LISTED = 10

@@ -103,7 +103,7 @@ def make_plan(folder: Path, temporary: Path, homes: Sequence[str] = (), num_node
     plan[f"disk {temporary}"] = lambda: check_disk(temporary, num_bytes=num_bytes, stops=False)
     for home in homes[:_MAX_HOMES]:
         plan[f"disk {home}"] = lambda home=home: check_home(home, _num_bytes(Path(home), folder), num_nodes)
-    plan["product memory"] = lambda: itertools.chain([check_products()], check_memory(0))
+    plan["product memory"] = lambda: itertools.chain([check_products()], check_memory())
     return plan
 
 
@@ -221,10 +221,10 @@ def check_free_memory(available: int, needed: int) -> Check:
     return Check("memory", "free", trouble, values=values)
 
 
-def check_memory(needed: int) -> Iterator[Check]:
-    """Yield the results of all checks of the memory; see `check_free_memory`."""
+def check_memory() -> Iterator[Check]:
+    """Yield the results of all checks of the memory."""
     available = available_bytes()
-    yield check_free_memory(available, needed)
+    yield check_free_memory(available, 0)
     yield check_copy(available)
 
 

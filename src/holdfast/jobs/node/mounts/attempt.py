@@ -17,8 +17,7 @@ from typing_extensions import override
 from holdfast.errors import Conflict
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
-from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs, unmount_below
 from holdfast.jobs.node.roles import Server
 from holdfast.jobs.node_spec import read_environment
 
@@ -100,7 +99,7 @@ class Mounts(Server):
             if time.monotonic() > self._give_up_s:  # it hangs
                 self.kill()
             return False
-        fuse.unmount_below(self.job.path)
+        unmount_below(self.job.path)
         if not self._caches:
             return True
         self._keepers_s = self._keepers_s or time.monotonic() + _KEEPERS_LIMIT_S

@@ -15,7 +15,7 @@ from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder, bucket_folder
 from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
-from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_records import why_not_mountable
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
@@ -80,7 +80,7 @@ def _check_source(mount: FileMount, state: Path, *, runs_here: bool) -> None:
         check_endpoint(mount.source, "The task file")
         open_store(mount.source)
         needs_fuse = runs_here and mount.mode is MountMode.MOUNT
-        if needs_fuse and (why := fuse.why_not_mountable(mount.source)):
+        if needs_fuse and (why := why_not_mountable(mount.source)):
             raise Unsupported(f"{why} Nothing was started.")
     place = None if mount.is_remote else _local_place(mount, state)
     if mount.mode is MountMode.MOUNT_CACHED:

@@ -15,7 +15,7 @@ from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address, parse_add
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_records import is_mounted, unmount_below, why_not_mountable
 from holdfast.jobs.node.mounts.attempt import HOLDERS, READY, UNSENT, UPLOADS, UnsentFiles
 from holdfast.jobs.node.mounts.download import BucketCopy
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, caches, read_mount_specs
@@ -232,14 +232,14 @@ class BucketMount:
     @property
     def is_open(self) -> bool:
         """True if the bucket is mounted and rclone is running."""
-        return self._process is not None and self._process.poll() is None and fuse.is_mounted(self._path)
+        return self._process is not None and self._process.poll() is None and is_mounted(self._path)
 
     def open(self, is_wanted: Callable[[], bool]) -> None:
         """Mount the bucket, after unmounting what a dead rclone has left."""
-        if why := fuse.why_not_mountable(self._spec.place):
+        if why := why_not_mountable(self._spec.place):
             raise Unsupported(f"{self._spec.key}: {why}")
         self.close()
-        fuse.unmount_below(self._path)
+        unmount_below(self._path)
         self._path.mkdir(parents=True, exist_ok=True)
         self._path.chmod(0o500)  # files written here without a mount would be hidden by it
         address = parse_address(self._spec.place)
@@ -255,7 +255,7 @@ class BucketMount:
                 )
             except FileNotFoundError as error:
                 raise Unsupported("rclone is no longer installed. Install it again.") from error
-        if not self._wait_until(lambda: fuse.is_mounted(self._path), is_wanted):
+        if not self._wait_until(lambda: is_mounted(self._path), is_wanted):
             status = self._process.poll()
             how = "is not ready" if status is None else f"ended with status {status}"
             raise self._failure(f"Cannot mount {self._spec.place} at {self._path}: rclone {how}.")
@@ -275,7 +275,7 @@ class BucketMount:
                 self._process.kill()
                 self._process.wait()
             self._process = None
-        fuse.unmount_below(self._path)
+        unmount_below(self._path)
 
     def _words(self, address: Address) -> list[str]:
         words = ["rclone", "mount", f"{_REMOTE}:{address.bucket}/{address.prefix}", str(self._path)]

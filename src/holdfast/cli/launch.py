@@ -279,8 +279,7 @@ def read_tasks(args: argparse.Namespace) -> TaskFile:
             "training, or give --workdir FOLDER. Nothing was started."
         )
     # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
-    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
-    return TaskFile(task.name, (task,), task.path)
+    return command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
 
 
 def _file_variables(path: str | None) -> dict[str, str]:

@@ -217,9 +217,9 @@ from pathlib import Path
 from holdfast.errors import Denied
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import create_workdir
-from holdfast.jobs.task.parser import parse_task, Overrides
+from holdfast.jobs.task.parser import parse_tasks, Overrides
 os.setgid(65534), os.setuid(65534)
-task = parse_task(f"workdir: {sys.argv[1]}\\nrun: x", "task.yaml", Overrides())
+task = parse_tasks(f"workdir: {sys.argv[1]}\\nrun: x", "task.yaml", Overrides()).only()
 try:
     create_workdir(task, job_folder(Path("/nowhere"), 1))
 except Denied as error:

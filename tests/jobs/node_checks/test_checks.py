@@ -31,7 +31,7 @@ from holdfast.jobs.node.checks.gate import (
     make_plan,
 )
 from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode
-from holdfast.jobs.task.parser import parse_task
+from holdfast.jobs.task.parser import parse_tasks
 from small_disk import small_disk
 
 
@@ -296,5 +296,5 @@ def test_the_mode_is_a_word(text: str | None, mode: str | None) -> None:
 
 
 def test_an_unquoted_off_of_a_task_file_is_the_word(tmp_path: Path) -> None:
-    task = parse_task("envs: {HOLDFAST_NODE_CHECKS: off}\nrun: 'true'\n", str(tmp_path / "task.yaml"))
+    task = parse_tasks("envs: {HOLDFAST_NODE_CHECKS: off}\nrun: 'true'\n", str(tmp_path / "task.yaml")).only()
     assert read_mode(task.envs["HOLDFAST_NODE_CHECKS"]) == "off"

@@ -10,7 +10,7 @@ import pytest
 from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.slurm.engine import SlurmEngine, batch_script, grace_s, wanted_options
 from holdfast.jobs.task.model import Task, TaskFile, memory_mib
-from holdfast.jobs.task.parser import parse_task
+from holdfast.jobs.task.parser import parse_tasks
 from jobs.harness import write_program
 
 FULL = """
@@ -68,7 +68,7 @@ exit "$status"
 
 
 def task(text: str) -> Task:
-    return parse_task(text if "run:" in text else f"{text}\nrun: x\n", "task.yaml")
+    return parse_tasks(text if "run:" in text else f"{text}\nrun: x\n", "task.yaml").only()
 
 
 def test_the_script_contains_all_options() -> None:

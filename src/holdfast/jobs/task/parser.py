@@ -92,15 +92,10 @@ def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> Tas
     return TaskFile(title, tuple(parsed), name)
 
 
-def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task:
-    """Parse the only task of a file; see `parse_tasks`."""
-    return parse_tasks(text, name, overrides).only()
-
-
-def command_task(command: str, overrides: Overrides | None = None) -> Task:
+def command_task(command: str, overrides: Overrides | None = None) -> TaskFile:
     """Return the task of one shell command, in a copy of the current directory."""
     document = {"name": "command", "workdir": ".", "run": command}
-    return parse_task(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
+    return parse_tasks(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
 
 
 def _edit(task: TaskDocument, given: Overrides) -> None:

@@ -24,7 +24,6 @@ class RestartPolicy(Struct, frozen=True):
     num_nodes: int = 1
     max_restarts: int = 0  # after the job's own errors
     free_codes: frozenset[int] = frozenset()  # exit codes after which restarts are not counted
-    max_barren: int = MAX_BARREN
     max_same: int = MAX_SAME  # attempts in a row with the same cause; 0: no limit
     grace_s: float = GRACE_S
 
@@ -179,7 +178,7 @@ def _start(state: JobState) -> tuple[JobState, Timers]:
         recoveries=state.recoveries + (number > 1),
         reason=state.reason if number > 1 else "",
     )
-    return state, Timers(start=number)  # what was due for the attempt before is obsolete
+    return state, Timers()  # what was due for the attempt before is obsolete
 
 
 def _wait_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float | None:
@@ -265,7 +264,7 @@ def _recover(
     else:
         num_barren, num_hurried = state.num_barren + is_barren, state.num_hurried + 1
     state = replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
-    if is_barren and num_barren >= policy.max_barren:
+    if is_barren and num_barren >= MAX_BARREN:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"

@@ -210,16 +210,9 @@ class SlurmEngine(NodeEngine):
         records.set_engine_job_id(submission.number, slurm_id)
 
     def _script(self, task: Task, number: str, task_id: str) -> str:
-        folder = self._state / "jobs" / number
-        return batch_script(
-            task.name,
-            task_id,
-            task.num_nodes,
-            wanted_options(task),
-            command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()),
-            folder=str(folder),
-            output=str(JobFiles(folder).output),
-        )
+        files = JobFiles(self._state / "jobs" / number)
+        words = command("holdfast.jobs.slurm", "controller", str(files.path), python=own_python())
+        return batch_script(task, task_id, files, words)
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
@@ -313,30 +306,21 @@ class SlurmEngine(NodeEngine):
         return JobFiles(job_folder(self._state, number).path)
 
 
-def batch_script(
-    name: str,
-    task_id: str,
-    num_nodes: int,
-    options: Options,
-    controller: Sequence[str],
-    *,
-    folder: str,
-    output: str,
-) -> str:
+def batch_script(task: Task, task_id: str, files: JobFiles, controller: Sequence[str]) -> str:
     """Return the script for sbatch. The paths of the controller's command line exist on every node."""
     ours: Options = {
-        "job-name": name,
+        "job-name": task.name,
         "comment": task_id,
-        "nodes": str(num_nodes),
+        "nodes": str(task.num_nodes),
         "ntasks-per-node": "1",
-        "chdir": folder,
-        "output": output,
+        "chdir": str(files.path),
+        "output": str(files.output),
         "open-mode": "append",  # otherwise each start would truncate it
         "requeue": None,
     }
     lines = [
         f"#SBATCH --{option}" + ("" if value is None else f"={_quoted(value)}")
-        for option, value in {**ours, **options}.items()
+        for option, value in {**ours, **wanted_options(task)}.items()
     ]
     head = "\n".join(["#!/bin/bash", *lines])
     return f"{head}\n\n" + _BODY.format(controller=shlex.join(controller))

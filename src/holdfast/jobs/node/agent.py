@@ -40,7 +40,7 @@ _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
-_UNFIT = 1
+_NOT_STARTED = 1
 _MAX_WHY = 400  # characters of the reason why commands cannot start
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 _LOOK_S = 1.0  # interval for checking the processes that the node needs
@@ -132,7 +132,7 @@ class Agent:
         if why := self._not_ready(*self._servers) or self._prepare_venv():
             return self._refuse(why)
         if why := checks(self._poll):
-            return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
+            return Outcome(Phase.SETUP, code=_NOT_STARTED, unfit=why)
         return None
 
     def _not_ready(self, *servers: Server) -> str:
@@ -141,7 +141,7 @@ class Agent:
     def _refuse(self, why: str) -> Outcome:
         """Return the outcome of commands that cannot start."""
         self._write(f"the job cannot start: {why}")
-        return Outcome(Phase.SETUP, code=_UNFIT, unstarted=why.partition("\n")[0][:_MAX_WHY])
+        return Outcome(Phase.SETUP, code=_NOT_STARTED, unstarted=why.partition("\n")[0][:_MAX_WHY])
 
     def _write(self, line: str) -> None:
         os.write(self._log, f"holdfast: {line}\n".encode())

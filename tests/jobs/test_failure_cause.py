@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase, find_cause, is_same, max_same
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS

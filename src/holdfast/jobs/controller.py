@@ -13,12 +13,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError
-from holdfast.jobs.outcome import FailureCause, find_cause, own_ends
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
 from holdfast.jobs.machines import add_events, attempt_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications import announce
+from holdfast.jobs.outcome import FailureCause, find_cause, own_ends
 from holdfast.jobs.output import last_lines
 from holdfast.jobs.records import JobRequest, Submission
 from holdfast.jobs.state_machine import (

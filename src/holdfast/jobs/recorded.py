@@ -18,18 +18,23 @@ from typing_extensions import override
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, Line, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id, tag
-from holdfast.jobs.outcome import max_same
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import containers, release_containers
-from holdfast.jobs.node.mounts.mount_records import mounted_below, unmount_below
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
-from holdfast.jobs.node.mounts.mount_records import private_mounts, private_note, remove_links
+from holdfast.jobs.node.mounts.mount_records import (
+    mounted_below,
+    private_mounts,
+    private_note,
+    remove_links,
+    unmount_below,
+)
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
+from holdfast.jobs.outcome import max_same
 from holdfast.jobs.output import (
     FolderWatch,
     LogReader,

@@ -27,7 +27,9 @@ ROOTLESS = '["name=rootless","name=cgroupns"]'
 
 def notes(harness: JobHarness, text: str = RUN) -> list[str]:
     """Return the keys that a launch of a task notes."""
-    return [one.key for one in harness.engine.unsupported_keys(parse_tasks(text, "task.yaml", Overrides()).only())]
+    return [
+        one.key for one in harness.engine.unsupported_keys(parse_tasks(text, "task.yaml", Overrides()).only())
+    ]
 
 
 def without_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

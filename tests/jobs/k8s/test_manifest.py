@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.k8s.engine import K8sEngine, KubeflowEngine, ManifestEngine

@@ -13,8 +13,8 @@ import pytest
 
 from holdfast.jobs.environment import create_task_id, setup_variables, tag
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.local.controller import addresses
+from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node_spec import Environment

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 import holdfast
 from holdfast.checkpoint.home.inventory import measure_space

@@ -112,7 +112,9 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends(
 
 def notes(slurm: SlurmHarness, head: str) -> list[str]:
     """Return the keys that a launch of a task notes."""
-    return [one.key for one in slurm.engine.unsupported_keys(parse_tasks(f"{head}\nrun: x", "task.yaml").only())]
+    return [
+        one.key for one in slurm.engine.unsupported_keys(parse_tasks(f"{head}\nrun: x", "task.yaml").only())
+    ]
 
 
 def test_a_launch_notes_images_that_holdfast_does_not_run(slurm: SlurmHarness) -> None:

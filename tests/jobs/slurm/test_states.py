@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRequest

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.model import Accelerators, MountMode, Task, parse_accelerators
 from holdfast.jobs.task.document import to_yaml
+from holdfast.jobs.task.model import Accelerators, MountMode, Task, parse_accelerators
 from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_tasks
 from holdfast.jobs.task.problems import RESOURCES, STORAGE, TASK
 from jobs.task.guide import SNIPPETS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.task.parser import parse_tasks
 from holdfast.jobs.task.model import is_plain, path_in_workdir, replace_sky_workdir
+from holdfast.jobs.task.parser import parse_tasks
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ def test_skypilot_accepts_rendered_tasks(tmp_path: Path) -> None:
 def test_skypilot_accepts_what_the_engine_submits(tmp_path: Path) -> None:
     """Including the additions: Holdfast's id, status 75, a hook, and caches with sequential uploads."""
     envs = Overrides(envs={"WANDB_API_KEY": "key"})
-    tasks = {name: parse_tasks(text, f"{name}.yaml", envs).only() for name, text in {**SNIPPETS, **MORE}.items()}
+    tasks = {
+        name: parse_tasks(text, f"{name}.yaml", envs).only() for name, text in {**SNIPPETS, **MORE}.items()
+    }
     (tmp_path / "transformers").mkdir()
     texts = {name: render_document(task, "sky-managed-x_1-0", "1") for name, task in tasks.items()}
     told = parse({name: _with_folder(text, tmp_path) for name, text in texts.items()}, tmp_path)

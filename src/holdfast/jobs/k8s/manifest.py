@@ -25,8 +25,8 @@ from holdfast.jobs.environment import (
     setup_variables,
     sky_variables,
 )
-from holdfast.jobs.task.model import SKY_WORKDIR, Task, image_id, memory_mib, parse_cpus, value_at
 from holdfast.jobs.task.document import fill_in
+from holdfast.jobs.task.model import SKY_WORKDIR, Task, image_id, memory_mib, parse_cpus, value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
 Object = dict[str, Any]  # object of Kubernetes

@@ -13,19 +13,6 @@ import yaml
 from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.model import (
-    Accelerators,
-    FileMount,
-    JobRecovery,
-    MountMode,
-    Repository,
-    Task,
-    TaskFile,
-    memory_mib,
-    parse_accelerators,
-    parse_cpus,
-    value_at,
-)
 from holdfast.jobs.task.document import (
     TaskDocument,
     fill_in,
@@ -38,8 +25,21 @@ from holdfast.jobs.task.document import (
     set_value,
     unfolded,
 )
+from holdfast.jobs.task.model import (
+    Accelerators,
+    FileMount,
+    JobRecovery,
+    MountMode,
+    Repository,
+    Task,
+    TaskFile,
+    memory_mib,
+    parse_accelerators,
+    parse_cpus,
+    path_in_workdir,
+    value_at,
+)
 from holdfast.jobs.task.problems import find_problems, format_problems
-from holdfast.jobs.task.model import path_in_workdir
 from holdfast.system.documents import decode_text
 
 _HEADERS = ({"name"}, {"name", "execution"})  # keys of a header. With others too, it is a task.

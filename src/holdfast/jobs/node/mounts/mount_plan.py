@@ -14,8 +14,6 @@ from holdfast.checkpoint.store.address import hide_secrets
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder, bucket_folder
-from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
-from holdfast.jobs.node.mounts.mount_records import why_not_mountable
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
@@ -25,10 +23,12 @@ from holdfast.jobs.node.mounts.mount_records import (
     is_private_target,
     normal_target,
     private_mounts,
+    why_not_mountable,
     why_unavailable,
     write_links,
     write_mount_specs,
 )
+from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
 from holdfast.jobs.task.model import FileMount, MountMode, Task, memory_mib
 from holdfast.system.units import format_bytes
 

@@ -15,10 +15,17 @@ from holdfast.checkpoint.store.address import AZURE, GCS, S3, Address, parse_add
 from holdfast.errors import HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.mounts.mount_records import is_mounted, unmount_below, why_not_mountable
 from holdfast.jobs.node.mounts.attempt import HOLDERS, READY, UNSENT, UPLOADS, UnsentFiles
 from holdfast.jobs.node.mounts.download import BucketCopy
-from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, caches, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import (
+    MountKind,
+    MountSpec,
+    caches,
+    is_mounted,
+    read_mount_specs,
+    unmount_below,
+    why_not_mountable,
+)
 from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.node.mounts.uploads import WriteBack, remove_copies, uploading
 from holdfast.jobs.node.roles import log_line, start_controller

@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import encode, read_document
-from holdfast.jobs.node.mounts.mount_records import unmount_below
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
     caches,
     read_links,
     read_mount_specs,
+    unmount_below,
     visible_links,
     write_links,
     write_mount_specs,

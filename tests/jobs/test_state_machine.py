@@ -214,7 +214,7 @@ def test_a_notice_makes_any_end_a_preemption() -> None:
     scenario = Scenario()
     scenario.begin(NoticeReceived(30.0))
     until_s = NOW_S + 30.0
-    assert scenario.due == Timers(1, until_s, "holdfast preempt", until_s, kill_keepers=True)
+    assert scenario.due == Timers(until_s, "holdfast preempt", until_s, kill_keepers=True)
     assert scenario.apply(NodeExited(1, 0, FAILED), AttemptExited(1, True)) is JobStatus.RECOVERING
     assert scenario.due == Timers(wake_unix_s=NOW_S)
     assert "notice" in scenario.job_state.reason
@@ -254,7 +254,7 @@ def test_cancelling_leaves_time_to_save() -> None:
     scenario = Scenario()
     assert scenario.begin(CancelRequested()) is JobStatus.CANCELLING
     until_s = NOW_S + RestartPolicy().grace_s
-    due = Timers(1, until_s, "holdfast cancel", until_s)
+    due = Timers(until_s, "holdfast cancel", until_s)
     assert scenario.due == due
     assert scenario.apply(NoticeReceived(1.0), CancelRequested()) is JobStatus.CANCELLING
     assert scenario.due == due

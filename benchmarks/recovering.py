@@ -29,7 +29,7 @@ from holdfast.jobs.environment import tag  # noqa: E402
 from holdfast.jobs.folder import job_folder, state_dir  # noqa: E402
 from holdfast.jobs.local.engine import LocalEngine  # noqa: E402
 from holdfast.jobs.node import processes  # noqa: E402
-from holdfast.jobs.task.parser import Overrides, parse_task  # noqa: E402
+from holdfast.jobs.task.parser import Overrides, parse_tasks  # noqa: E402
 
 EVERY = 20  # steps from save to save
 STEP_S = 0.02
@@ -146,7 +146,8 @@ class Bench:
 
     def _submit(self, run: str) -> Job:
         lines = "".join(f"  {line}\n" for line in run.splitlines())
-        return self.engine.submit(parse_task(f"{RESTARTS}run: |\n{lines}", "recovering.yaml", Overrides()))
+        file = parse_tasks(f"{RESTARTS}run: |\n{lines}", "recovering.yaml", Overrides())
+        return self.engine.submit_file(file)[0]
 
     def _started(self, job: Job, attempt: int) -> Start:
         """When an attempt began to run the user's code."""

@@ -12,7 +12,6 @@ import torch
 from holdfast.adapters.nebula.tag_writer import own_rank, world
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.errors import InvalidInput
-from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.records import JobSpec, Submission, write_submission
@@ -73,21 +72,21 @@ def test_variables_of_torchrun_are_checked(monkeypatch: pytest.MonkeyPatch, read
         read()
 
 
-STARTS: dict[str, Callable[[JobFolder], Any]] = {
+STARTS: dict[str, Callable[[JobFiles], Any]] = {
     "SLURM_NODEID": lambda folder: run_node(folder, 1, ["127.0.0.1"], 30.0),
     "SLURM_GPUS_ON_NODE": lambda folder: run_node(folder, 1, ["127.0.0.1"], 30.0),
-    "SLURM_RESTART_COUNT": lambda folder: SlurmController(JobFiles(folder.path)),
+    "SLURM_RESTART_COUNT": SlurmController,
 }
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_variables_of_slurm_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    folder = JobFolder(tmp_path / "3")
+    folder = JobFiles(tmp_path / "3")
     folder.path.mkdir()
     policy = RestartPolicy(2, 1, frozenset(), grace_s=9.0)
     write_submission(folder, Submission(3, "n", "id", "slurm", JobSpec(1, 0, False, "me"), policy, 1.0))
     write_document(folder.environment, Environment({}, {}))
-    JobFiles(folder.path).create()
+    folder.create()
     monkeypatch.setenv(name, "many")
     with pytest.raises(InvalidInput, match=f"{name} is 'many'"):
         STARTS[name](folder)

@@ -38,8 +38,8 @@ FLOORS = {
     "watch": "* | pace | defaults report",
     "jobs": """
         environment folder journal outcome output status timers writeback
-        | failure_cause node_spec task | state_machine | history
-        | records | engine node | machines notifications unsupported_keys
+        | node_spec task | state_machine | history
+        | records | engine node | machines notifications
         | controller description recorded | registry | interface k8s local sky slurm
         | __main__ dash service
     """,

@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.local.engine import LocalEngine
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
 from .progress import Progress, sum_up
 from .schedule import Event, Schedule
@@ -47,7 +47,7 @@ class Replay:
             steps=f"--steps {steps}" if steps else "",
         )
         self._engine = LocalEngine()
-        self._job = self._engine.submit(parse_task(text, "goodput.yaml", Overrides()))
+        (self._job,) = self._engine.submit_file(parse_tasks(text, "goodput.yaml", Overrides()))
         self._troubles = Troubles(self._engine, self._job, script=SCRIPT.name, folder=folder)
 
     def run(self, schedule: Schedule, seed: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dash.client import Client
-from holdfast.jobs.dash import job_board, run_view
+from holdfast.jobs.dash import pages
 from jobs.conftest import harness as jobs
 
 __all__ = ["jobs"]
@@ -19,9 +19,8 @@ WAITS = "until [ -e go ]; do sleep 0.02; done"
 def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Client]:
     """Start an application with homes, which reads jobs and runs again for every request."""
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
-    for module in (job_board, run_view):
-        monkeypatch.setattr(module, "_MIN_AGE_S", 0.0)
-        monkeypatch.setattr(module, "_REST", 0.0)
+    for name in ("_MIN_AGE_S", "_REST", "_RUN_AGE_S", "_RUN_REST"):
+        monkeypatch.setattr(pages, name, 0.0)
     return Client
 
 

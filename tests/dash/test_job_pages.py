@@ -14,8 +14,8 @@ from dash.conftest import WAITS
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import RetryLater
 from holdfast.jobs import description, folder, interface
-from holdfast.jobs.dash import job_board, output_feed
-from holdfast.jobs.dash.run_view import RunPlace
+from holdfast.jobs.dash import pages
+from holdfast.jobs.dash.pages import RunPlace
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
 from making import make_home
@@ -97,7 +97,7 @@ def test_texts_of_strangers_are_data(jobs: JobHarness, client: Client) -> None:
 def test_of_many_ended_jobs_the_newest_are_listed(
     jobs: JobHarness, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_board, "MAX_ENDED", 1)
+    monkeypatch.setattr(pages, "MAX_ENDED", 1)
     ended = [jobs.wait(jobs.submit("true")) for _ in range(2)]
     found = client.get("api/jobs").json
     assert ([row["id"] for row in found["jobs"]], found["left_out"]) == ([ended[1].id], 1)
@@ -113,7 +113,7 @@ def test_an_engine_that_does_not_answer_is_reported_and_its_jobs_stay(
     def fail(*, on: str) -> list[interface.Job]:
         raise RetryLater("squeue did not answer.")
 
-    monkeypatch.setattr(job_board, "queue", fail)
+    monkeypatch.setattr(pages, "queue", fail)
     found = client.get("api/jobs").json
     assert [row["id"] for row in found["jobs"]] == [job.id]
     assert found["problems"] == ["Jobs on local: squeue did not answer."]
@@ -132,7 +132,7 @@ def test_a_damaged_record_is_reported(jobs: JobHarness, client: Client) -> None:
 def test_jobs_are_read_once_for_several_pages(
     jobs: JobHarness, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_board, "_MIN_AGE_S", 1e6)
+    monkeypatch.setattr(pages, "_MIN_AGE_S", 1e6)
     job = jobs.wait(jobs.submit("true"))
     calls: list[str] = []
 
@@ -140,7 +140,7 @@ def test_jobs_are_read_once_for_several_pages(
         calls.append(on)
         return interface.queue(on=on)
 
-    monkeypatch.setattr(job_board, "queue", count)
+    monkeypatch.setattr(pages, "queue", count)
     client = connect()
     for path in ("api/jobs", f"api/jobs/{job.id}", f"api/jobs/{job.id}/output", "api/jobs"):
         assert client.get(path).status == 200
@@ -158,7 +158,7 @@ def test_a_state_folder_that_does_not_answer_stops_no_page(
     curves = f"homes/{RunPlace(str(home)).id}/curves"
     of_job = [f"api/jobs/{job.id}{path}" for path in ("", "/output", f"/{curves}")]
     early, late, answers = connect(str(home)), connect(str(home)), threading.Event()
-    monkeypatch.setattr(job_board, "WAIT_S", 600.0)
+    monkeypatch.setattr(pages, "WAIT_S", 600.0)
     rows = early.get("api/jobs").json["jobs"]
     assert [early.get(path).status for path in of_job] == [200] * 3
 
@@ -166,9 +166,9 @@ def test_a_state_folder_that_does_not_answer_stops_no_page(
         answers.wait(600)
         return folder.state_dir()
 
-    for module in (job_board, output_feed, description):
+    for module in (pages, description):
         monkeypatch.setattr(module, "state_dir", stalled)
-    monkeypatch.setattr(job_board, "WAIT_S", 0.05)
+    monkeypatch.setattr(pages, "WAIT_S", 0.05)
     for client, shown in ((early, rows), (late, [])):
         listed = client.get("api/jobs")
         assert (listed.status, listed.json["jobs"]) == (200, shown)
@@ -178,7 +178,7 @@ def test_a_state_folder_that_does_not_answer_stops_no_page(
             assert (answer.status, "has not answered for" in answer.json["error"]) == (503, True), path
         assert client.get(f"api/{curves}").status == 200
     answers.set()
-    monkeypatch.setattr(job_board, "WAIT_S", 600.0)
+    monkeypatch.setattr(pages, "WAIT_S", 600.0)
     for client in (early, late):
         assert [client.get(path).status for path in ("api/jobs", *of_job)] == [200] * 4
     assert early.get("api/jobs").json["jobs"] == rows

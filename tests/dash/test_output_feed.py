@@ -9,7 +9,7 @@ import pytest
 
 from dash.client import Client
 from dash.conftest import WAITS
-from holdfast.jobs.dash.output_feed import MAX_BYTES, MAX_CHARS, MAX_LINES, plain_text
+from holdfast.jobs.dash.pages import MAX_BYTES, MAX_CHARS, MAX_LINES, plain_text
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness

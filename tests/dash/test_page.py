@@ -15,8 +15,8 @@ from dash.conftest import WAITS
 from dash.driver import Page, browsing, missing_browser
 from dash.serving import serving
 from holdfast.checkpoint.store import open_store
-from holdfast.jobs.dash import job_board
-from holdfast.jobs.dash.run_view import RunPlace
+from holdfast.jobs.dash import pages
+from holdfast.jobs.dash.pages import RunPlace
 from holdfast.jobs.engine import Job
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness
@@ -248,7 +248,7 @@ def test_a_server_that_has_ended_is_reported(story: Story) -> None:
 
 
 def test_many_jobs_are_filtered(story: Story) -> None:
-    assert job_board.MAX_ENDED == 200
+    assert pages.MAX_ENDED == 200
     for name in ("alpha", "beta"):
         story.jobs.wait(story.launch("true", name=name))
     page = story.page

@@ -13,8 +13,8 @@ from dash.client import Client
 from faulty_store import FaultyStore
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import NotFound
-from holdfast.jobs.dash import run_view
-from holdfast.jobs.dash.run_view import RunPlace, find_place
+from holdfast.jobs.dash import pages
+from holdfast.jobs.dash.pages import RunPlace, find_place
 from holdfast.watch.report import kept_readings
 from holdfast.watch.report.figures.curves import curves
 from holdfast.watch.report.style import framed
@@ -99,7 +99,7 @@ def test_a_home_that_does_not_answer_delays_no_other_page(
     make_home(store)
     gate = store.hold("size")
     stores = {stalled: store}
-    monkeypatch.setattr(run_view, "open_store", lambda place: stores.get(place) or open_store(place))
+    monkeypatch.setattr(pages, "open_store", lambda place: stores.get(place) or open_store(place))
     monkeypatch.setattr(kept_readings, "_WAIT_S", 0.05)
     client, path = connect(stalled, str(home)), f"api/homes/{RunPlace(stalled).id}/curves"
     asking = threading.Thread(target=client.get, args=(path,), daemon=True)

@@ -17,7 +17,7 @@ import pytest
 
 from dash.serving import serving
 from holdfast.cli import main
-from holdfast.jobs.dash import server
+from holdfast.jobs.dash import application
 
 pytest.importorskip("waitress", reason="needs the extra `dash`")
 
@@ -91,7 +91,7 @@ def test_the_extra_is_named_if_it_is_missing(
     ],
 )
 def test_a_browser_is_opened_on_a_desktop_only(env: dict[str, str], shown: bool) -> None:
-    assert server.has_desktop(env) is shown
+    assert application.has_desktop(env) is shown
 
 
 def test_the_token_is_not_among_the_arguments_of_the_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -100,7 +100,7 @@ def test_the_token_is_not_among_the_arguments_of_the_browser(monkeypatch: pytest
     (tmp_path / "files").mkdir()
     seen: list[str] = []
     monkeypatch.setattr(webbrowser, "open", seen.append)
-    with server.opened("http://127.0.0.1:1/x/?token=the-token"):
+    with application.opened("http://127.0.0.1:1/x/?token=the-token"):
         (url,) = seen
         assert "the-token" not in url
         (folder,) = (tmp_path / "files").iterdir()

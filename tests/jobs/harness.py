@@ -19,11 +19,11 @@ from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import why_unavailable
 from holdfast.jobs.node.processes import AGENT, Process
-from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.output import FolderWatch
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
 LIMIT_S = 600.0
 _WHY = why_unavailable()
@@ -71,7 +71,8 @@ class Harness:
         text = f"{textwrap.dedent(head)}\nrun: |\n{textwrap.indent(textwrap.dedent(run), '  ')}\n"
         if setup:
             text += f"setup: |\n{textwrap.indent(textwrap.dedent(setup), '  ')}\n"
-        return self.engine.submit(parse_task(text, str(self.folder / "task.yaml"), Overrides(envs=envs)))
+        file = parse_tasks(text, str(self.folder / "task.yaml"), Overrides(envs=envs))
+        return self.engine.submit_file(file)[0]
 
     def submit_and_kill(self, point: str, submit: Callable[[], Job]) -> Job:
         """Submit a job, one of whose processes is killed at a failpoint, and return it after that."""

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, find_cause, is_same, max_same
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase, find_cause, is_same, max_same
 
 FAILED = {0: Outcome(Phase.RUN, code=1)}
 IMPORT_ERROR = """\

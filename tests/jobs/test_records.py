@@ -40,7 +40,7 @@ def test_records_are_read_back_as_written(tmp_path: Path) -> None:
         records.get(number)
     records.complete(Submission(number, "name", "task-id", "local", SPEC, policy, 1.0))
     job_state = JobState(JobStatus.RUNNING, 2, True, 1, outcomes={0: Outcome(Phase.RUN, code=1)}, reason="x")
-    due = Timers(start=2, kill_unix_s=7.5, kill_keepers=True)
+    due = Timers(kill_unix_s=7.5, kill_keepers=True)
     records.ask(number, "preempt", 1.5)
     (request,) = records.requests(records.get(number))
     assert (request.kind, request.lead_s) == ("preempt", 1.5)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
-from holdfast.jobs.failure_cause import MAX_SAME, FailureCause
-from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs import state_machine
+from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase
 from holdfast.jobs.state_machine import (
     MAX_BARREN,
     MAX_WAIT_S,
@@ -85,10 +85,10 @@ def test_a_job_that_finishes_goes_through_its_statuses() -> None:
     scenario = Scenario()
     assert scenario.job_state.status is JobStatus.PENDING
     assert scenario.apply(AttemptDue()) is JobStatus.STARTING
-    assert scenario.due == Timers(start=1)
+    assert scenario.due == Timers()
     assert scenario.apply(NodesRunning(1)) is JobStatus.RUNNING
     assert scenario.apply(NodeExited(1, 0, DONE)) is JobStatus.RUNNING
-    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S), "what it left behind is ended"
+    assert scenario.due == Timers(kill_unix_s=NOW_S), "what it left behind is ended"
     assert scenario.apply(AttemptExited(1, None)) is JobStatus.SUCCEEDED
     assert scenario.job_state.recoveries == 0
 
@@ -214,7 +214,7 @@ def test_a_notice_makes_any_end_a_preemption() -> None:
     scenario = Scenario()
     scenario.begin(NoticeReceived(30.0))
     until_s = NOW_S + 30.0
-    assert scenario.due == Timers(1, until_s, "holdfast preempt", until_s, kill_keepers=True)
+    assert scenario.due == Timers(until_s, "holdfast preempt", until_s, kill_keepers=True)
     assert scenario.apply(NodeExited(1, 0, FAILED), AttemptExited(1, True)) is JobStatus.RECOVERING
     assert scenario.due == Timers(wake_unix_s=NOW_S)
     assert "notice" in scenario.job_state.reason
@@ -247,14 +247,14 @@ def test_one_failed_node_stops_the_others_after_a_moment() -> None:
 def test_a_lost_node_stops_the_others_at_once() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
     scenario.begin(NodeExited(1, 1, LOST))
-    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
+    assert scenario.due == Timers(kill_unix_s=NOW_S)
 
 
 def test_cancelling_leaves_time_to_save() -> None:
     scenario = Scenario()
     assert scenario.begin(CancelRequested()) is JobStatus.CANCELLING
     until_s = NOW_S + RestartPolicy().grace_s
-    due = Timers(1, until_s, "holdfast cancel", until_s)
+    due = Timers(until_s, "holdfast cancel", until_s)
     assert scenario.due == due
     assert scenario.apply(NoticeReceived(1.0), CancelRequested()) is JobStatus.CANCELLING
     assert scenario.due == due
@@ -292,18 +292,20 @@ def test_a_failed_controller_kills_what_is_running() -> None:
     scenario = Scenario()
     status = scenario.apply(AttemptDue(), ControllerFailed("disk on fire"))
     assert status is JobStatus.FAILED_CONTROLLER
-    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
+    assert scenario.due == Timers(kill_unix_s=NOW_S)
     assert scenario.job_state.reason == "disk on fire"
 
 
 @given(st.lists(st.sampled_from([LOST, KILLED, PREEMPTED]), min_size=1, max_size=30), st.data())
 def test_preemptions_and_lost_nodes_never_count_as_a_repetition(ends: list[Outcome], data: st.DataObject):
-    scenario = Scenario(RestartPolicy(max_restarts=100, max_barren=1000))
-    assert scenario.run(FAILED, has_advanced=False, cause=CAUSES[0]) is JobStatus.RECOVERING
-    for one in ends:
-        cause = data.draw(st.sampled_from([None, *CAUSES]))
-        assert scenario.run(one, has_advanced=False, cause=cause) is JobStatus.RECOVERING
-        assert scenario.job_state.num_same == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_machine, "MAX_BARREN", 1000)
+        scenario = Scenario(RestartPolicy(max_restarts=100))
+        assert scenario.run(FAILED, has_advanced=False, cause=CAUSES[0]) is JobStatus.RECOVERING
+        for one in ends:
+            cause = data.draw(st.sampled_from([None, *CAUSES]))
+            assert scenario.run(one, has_advanced=False, cause=cause) is JobStatus.RECOVERING
+            assert scenario.job_state.num_same == 1
 
 
 @given(
@@ -311,28 +313,30 @@ def test_preemptions_and_lost_nodes_never_count_as_a_repetition(ends: list[Outco
 )
 def test_only_one_cause_that_repeats_ends_a_job_early(ends: list[tuple[bool | None, FailureCause | None]]):
     """Compared with a count that is kept apart: the last MAX_SAME ends agree, and none has advanced."""
-    scenario = Scenario(RestartPolicy(max_restarts=1000, max_barren=1000))
-    seen: list[tuple[bool | None, FailureCause | None]] = []
-    for has_advanced, cause in ends:
-        status = scenario.run(FAILED, has_advanced=has_advanced, cause=cause)
-        seen = [] if has_advanced else [*seen, (has_advanced, cause)]
-        last = seen[-MAX_SAME:]
-        has_repeated = len(last) == MAX_SAME and all(
-            before is not None
-            and now is not None
-            and before.key == now.key
-            and (advanced is False or before.exact == now.exact)
-            for (_, before), (advanced, now) in itertools.pairwise(last)
-        )
-        assert (status is JobStatus.FAILED) == has_repeated
-        if status.is_final:
-            return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_machine, "MAX_BARREN", 1000)
+        scenario = Scenario(RestartPolicy(max_restarts=1000))
+        seen: list[tuple[bool | None, FailureCause | None]] = []
+        for has_advanced, cause in ends:
+            status = scenario.run(FAILED, has_advanced=has_advanced, cause=cause)
+            seen = [] if has_advanced else [*seen, (has_advanced, cause)]
+            last = seen[-MAX_SAME:]
+            has_repeated = len(last) == MAX_SAME and all(
+                before is not None
+                and now is not None
+                and before.key == now.key
+                and (advanced is False or before.exact == now.exact)
+                for (_, before), (advanced, now) in itertools.pairwise(last)
+            )
+            assert (status is JobStatus.FAILED) == has_repeated
+            if status.is_final:
+                return
 
 
 def test_an_unfit_node_restarts_the_job_elsewhere_but_not_forever() -> None:
     scenario = Scenario(RestartPolicy(num_nodes=2))
     scenario.apply(AttemptDue(), NodeExited(1, 1, UNFIT))
-    assert scenario.due == Timers(start=1, kill_unix_s=NOW_S)
+    assert scenario.due == Timers(kill_unix_s=NOW_S)
     assert scenario.apply(NodeExited(1, 0, STOPPED), AttemptExited(1, False)) is JobStatus.RECOVERING
     assert scenario.job_state.reason == "node 1 is not fit for the job: the next save does not fit"
     assert scenario.job_state.num_errors == 0
@@ -395,9 +399,11 @@ def test_the_invariants_hold_in_every_sequence_of_events(allowed: RestartPolicy,
         job_state, due = advance(before, due, event, allowed, NOW_S)
         if before.status.is_final:
             assert (job_state, due) == (before, due_before), "the end is the end"
-        if is_start := due.start not in (None, due_before.start):
+        if is_start := job_state.attempt != before.attempt:
+            assert isinstance(event, AttemptDue)
+            assert job_state.is_active
             assert not before.is_active, "never two attempts at once"
-            assert due == Timers(start=job_state.attempt), "nothing is left of the attempt before"
+            assert due == Timers(), "nothing is left of the attempt before"
         assert job_state.attempt == before.attempt + is_start, "an attempt for each start"
         assert job_state.num_errors <= allowed.max_restarts
         assert job_state.recoveries == max(0, job_state.attempt - 1)

@@ -33,9 +33,8 @@ from holdfast.cli.tables import print_result
 )
 def run(args: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C."""
-    from holdfast.jobs.dash.application import Application
+    from holdfast.jobs.dash.application import Application, has_desktop, listen, opened
     from holdfast.jobs.dash.messages import AccessKeys
-    from holdfast.jobs.dash.server import has_desktop, listen, opened
 
     homes = [absolute_place(place) for place in args.homes]
     for place in homes:

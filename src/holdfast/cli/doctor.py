@@ -20,8 +20,7 @@ from holdfast.cli.commands import PATIENCE, argument, command
 from holdfast.cli.tables import Column, print_result, print_table, print_text
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import describe_check
-from holdfast.jobs.node.checks.disk import NUM_BYTES
-from holdfast.jobs.node.checks.gate import GPU, GPU_DEVICES, NodeGate, check_home, make_plan
+from holdfast.jobs.node.checks.gate import GPU, GPU_DEVICES, NUM_BYTES, NodeGate, check_home, make_plan
 from holdfast.jobs.node.checks.gpu_script import check_device
 from holdfast.jobs.node.checks.result import Check
 from holdfast.jobs.node_spec import machine_name

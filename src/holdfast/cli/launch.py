@@ -19,11 +19,11 @@ from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_result, print_table, write_output
 from holdfast.errors import InvalidInput, NotFound
 from holdfast.jobs.engine import Job
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.registry import get_engine
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.edits import is_variable_name
+from holdfast.jobs.task.document import is_variable_name
 from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
 from holdfast.system.documents import decode_text, to_plain
@@ -251,7 +251,7 @@ def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
 
 def read_tasks(args: argparse.Namespace) -> TaskFile:
     """Return the task of a command line, or the tasks of a pipeline."""
-    from holdfast.jobs.task.amounts import parse_accelerators
+    from holdfast.jobs.task.model import parse_accelerators
     from holdfast.jobs.task.parser import Overrides, command_task, load_tasks
 
     gpus, workdir, words = args.gpus, args.workdir, args.command_line
@@ -279,8 +279,7 @@ def read_tasks(args: argparse.Namespace) -> TaskFile:
             "training, or give --workdir FOLDER. Nothing was started."
         )
     # One word is text for the shell, such as 'a && b'. Several are a program and its arguments.
-    task = command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
-    return TaskFile(task.name, (task,), task.path)
+    return command_task(words[0] if len(words) == 1 else shlex.join(words), overrides)
 
 
 def _file_variables(path: str | None) -> dict[str, str]:

@@ -12,7 +12,7 @@ from holdfast.cli.commands import argument, command, step_number
 from holdfast.cli.jobs import JOB
 from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
-from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection, format_second, texts, with_prefix
+from holdfast.jobs.output import OutputBlock, OutputSelection, format_second, texts, with_prefix
 from holdfast.jobs.registry import get_engine
 
 _ERASE = b"\r\x1b[K"

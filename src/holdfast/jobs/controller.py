@@ -13,14 +13,13 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError
-from holdfast.jobs.failure_cause import FailureCause, find_cause
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.history import add_change
 from holdfast.jobs.machines import add_events, attempt_events
 from holdfast.jobs.node.checks.result import read_checks
 from holdfast.jobs.notifications import announce
-from holdfast.jobs.outcome import own_ends
-from holdfast.jobs.output.log_reader import last_lines
+from holdfast.jobs.outcome import FailureCause, find_cause, own_ends
+from holdfast.jobs.output import last_lines
 from holdfast.jobs.records import JobRequest, Submission
 from holdfast.jobs.state_machine import (
     AttemptDue,
@@ -271,10 +270,10 @@ class Controller(ABC):
 
     def _cause(self) -> FailureCause | None:
         outcomes = self.state.outcomes
-        rank = next((rank for rank, one in sorted(outcomes.items()) if one.is_own_error), None)
-        if rank is None:
+        failed = [rank for rank, one in own_ends(outcomes).items() if one.is_failed_command]
+        if not failed:
             return None
-        lines = last_lines(self._folder.log(rank), _NUM_LINES)
+        lines = last_lines(self._folder.log(min(failed)), _NUM_LINES)
         begin = 0  # of the newest attempt, without its first line
         for number, line in enumerate(lines, 1):
             if line.startswith(HEADLINE) and " attempt " in line and " starts" in line:

@@ -14,11 +14,11 @@ from holdfast.errors import HoldfastError
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir, state_path
 from holdfast.jobs.history import Change, Durations, JobAttempt, list_attempts, measure, read_changes
-from holdfast.jobs.node.checks.disk import FEW_BYTES
+from holdfast.jobs.node.checks.gate import FEW_BYTES
 from holdfast.jobs.node.checks.result import Check, NodeChecks, describe_failures, read_checks
 from holdfast.jobs.node.mounts.mount_records import outside_path, read_links
 from holdfast.jobs.notifications import Delivery, read_deliveries
-from holdfast.jobs.output.log_reader import last_lines
+from holdfast.jobs.output import last_lines
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.system.environment import read_progress
 from holdfast.system.units import format_bytes, plural

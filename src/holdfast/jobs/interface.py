@@ -12,7 +12,7 @@ from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.machines import MachineEvent, NodeStanding, add_events, judge, read_events
-from holdfast.jobs.output.log_reader import FolderWatch, OutputSelection
+from holdfast.jobs.output import FolderWatch, OutputSelection
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural
@@ -56,7 +56,8 @@ def launch(
 
     overrides = Overrides(name, dict(envs or {}), dict(secrets or {}), priority=priority)
     engine, file = get_engine(on), load_tasks(task, overrides)
-    return engine.submit(engine.subscribed(file, notify, notify_on).only())
+    file.only()  # raises for a pipeline
+    return engine.submit_file(engine.subscribed(file, notify, notify_on))[0]
 
 
 def queue(*, on: str | None = None, statuses: Collection[JobStatus | str] = ()) -> list[Job]:

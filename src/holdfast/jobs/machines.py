@@ -78,9 +78,9 @@ def add_events(state: Path, events: Iterable[MachineEvent]) -> None:
             write_atomic(path, "".join(f"{journal.encode(one)}\n" for one in kept))
 
 
-def read_events(state: Path, *, now_unix_s: float | None = None) -> list[MachineEvent]:
+def read_events(state: Path) -> list[MachineEvent]:
     """Return the events that are neither forgotten nor cleared, oldest first, without damaged lines."""
-    oldest_s = (time.time() if now_unix_s is None else now_unix_s) - REMEMBERED_S
+    oldest_s = time.time() - REMEMBERED_S
     try:
         found = journal.read_values(state / _FILE, MachineEvent, tail_bytes=2 * MAX_BYTES)
     except OSError:

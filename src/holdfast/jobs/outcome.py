@@ -1,16 +1,17 @@
-"""Outcome of one node in an attempt."""
+"""Outcome of one node in an attempt, and the cause of a failed one, beside that of the one before; pure."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, redact
 
-_MAX_CHARS = 400
 _NOTICED = (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 """Exit codes of a shell whose command has died of a notice, as before its Checkpointer was made."""
 
@@ -50,11 +51,6 @@ class Outcome(Struct, frozen=True):
         return not (self.is_success or self.is_lost or self.is_preempted or self.is_hung or self.unfit)
 
     @property
-    def is_own_error(self) -> bool:
-        """True if the commands of the node have failed by themselves."""
-        return self.is_failed_command and not self.is_stopped
-
-    @property
     def is_preempted(self) -> bool:
         """True if the node exited with a preemption's status, or was killed from outside."""
         return self.code in (PREEMPTED_STATUS, *_NOTICED) or self.killed_by is not None
@@ -87,12 +83,6 @@ class Outcome(Struct, frozen=True):
         return f"failed in {self.phase.value} with status {self.code}{_hint(self.code or 0)}"
 
 
-def unstarted(why: str) -> Outcome:
-    """Return the outcome of a node whose commands could not be started."""
-    line = why.partition("\n")[0]
-    return Outcome(Phase.SETUP, code=1, unstarted=line[:_MAX_CHARS])
-
-
 def own_ends(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
     """Return the outcomes of nodes that failed by themselves, the first to end first."""
     return {node: one for node, one in outcomes.items() if not one.is_success and not one.is_stopped}
@@ -109,3 +99,89 @@ def _hint(code: int) -> str:
     if code == 128 + signal.SIGKILL:
         return " (killed by SIGKILL: usually out of memory)"
     return f" ({_name(code - 128)})" if 128 < code < 128 + 65 else ""
+
+
+MAX_SAME = 3  # attempts in a row with the same cause, without a newer checkpoint, before the job fails
+SAME_FAILURES = "HOLDFAST_SAME_FAILURES"  # variable that replaces `MAX_SAME`: a number, or `any` for no limit
+NO_LIMIT = "any"
+_NUM_LINES = 20  # lines at the end of an attempt's output that are compared
+_MAX_SHOWN = 200
+_MAX_SAME_DIGITS = 6
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]")
+_PROGRESS = re.compile(r"\d%\||\dit/s|\ds/it")
+_PREFIX = re.compile(r"^(\[\w+\]:?\s|\(\w+[^)]{0,60}pid=\d+[^)]{0,60}\)\s)+")
+_VARYING = (
+    (re.compile(r"(?:~|\.{0,2})(?:/[^\s/:\"'(),;\[\]]+)*/([^\s/:\"'(),;\[\]]+)"), r"PATH/\1"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d\b|\b\d{1,2}:\d\d(?::\d\d(?:[.,]\d+)?)?\b"), "TIME"),
+    (
+        re.compile(r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)\b"),
+        "TIME",
+    ),
+    (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.IGNORECASE), "ID"),
+    (re.compile(r"\b0x[0-9a-f]+\b", re.IGNORECASE), "ADDRESS"),
+    (re.compile(r"\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{8,}\b", re.IGNORECASE), "ID"),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"), "HOST"),
+    (re.compile(r"\b(pid|process|thread|port)([\s:=-]{1,3})\d+", re.IGNORECASE), r"\1\2N"),
+    (re.compile(r"\btmp[._-]?\w{6,}"), "TMP"),
+)
+"""Text that differs between two attempts with the same error, even at the same step."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_ERROR = re.compile(
+    r"^[\w.]*(?:Error|Exception|Interrupt|Exit|Fault)\b|^holdfast\.errors\.\w+|^(?:error|fatal)\b",
+    re.IGNORECASE,
+)
+
+
+class FailureCause(Struct, frozen=True):
+    """Cause of a failed attempt."""
+
+    what: str  # line that names the error, or else the last one, for people
+    key: str  # equal for errors that differ only in numbers, addresses, times and paths
+    exact: str  # equal for errors whose numbers are equal too
+
+    @property
+    def error(self) -> str:
+        """The line that names the error, or "" if it does not."""
+        return self.what if _ERROR.search(self.what) else ""
+
+
+def find_cause(outcomes: Mapping[int, Outcome], lines: Sequence[str]) -> FailureCause | None:
+    """Return the cause of a failed attempt from the output of its first failed node; None without one."""
+    own = [outcome for _, outcome in sorted(own_ends(outcomes).items())]
+    bare = [_PREFIX.sub("", _ESCAPES.sub("", line).rstrip()) for line in lines]  # without the name of a rank
+    texts = [text for text in bare if text and not _PROGRESS.search(text)]
+    if not own or not texts:
+        return None
+    named = [text for text in texts[-_NUM_LINES:] if _ERROR.search(text)]
+    ends = [f"{one.phase.value} {one.code} {one.killed_by}" for one in own]
+    compared = texts[-_NUM_LINES:]
+    for pattern, word in _VARYING:
+        compared = [pattern.sub(word, text) for text in compared]
+    return FailureCause(
+        what=redact((named or texts)[-1].strip())[:_MAX_SHOWN],
+        key=_digest(ends, [_NUMBER.sub("#", text) for text in compared]),
+        exact=_digest(ends, compared),
+    )
+
+
+def is_same(before: FailureCause | None, now: FailureCause | None, *, at_same_step: bool) -> bool:
+    """Return True if two attempts failed with the same cause."""
+    if before is None or now is None or before.key != now.key:
+        return False
+    # Training that made a checkpoint in between may print its step: then numbers must be equal too.
+    return at_same_step or before.exact == now.exact
+
+
+def max_same(environment: Mapping[str, str]) -> int:
+    """Return the limit of attempts with the same cause from the variables of a job. 0: no limit."""
+    wanted = environment.get(SAME_FAILURES, "").strip().lower()
+    if wanted == NO_LIMIT:
+        return 0
+    is_number = wanted.isascii() and wanted.isdecimal() and len(wanted) <= _MAX_SAME_DIGITS
+    return int(wanted) if is_number and int(wanted) > 0 else MAX_SAME
+
+
+def _digest(ends: Sequence[str], texts: Sequence[str]) -> str:
+    # A set, as ranks print the same error in any order and number.
+    return hashlib.sha256("\n".join([*ends, *sorted(set(texts))]).encode()).hexdigest()[:32]

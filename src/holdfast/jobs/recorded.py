@@ -1,14 +1,15 @@
-"""Interface and shared part of all engines: jobs in this user's records, and output in the jobs' folders."""
+"""Shared part of all engines: jobs in this user's records, their output, and unsupported keys of a task."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -17,19 +18,24 @@ from typing_extensions import override
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, Line, UnsupportedKey, each
 from holdfast.jobs.environment import JobPipeline, create_task_id, tag
-from holdfast.jobs.failure_cause import max_same
 from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import containers, release_containers
-from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
-from holdfast.jobs.node.mounts.mount_records import remove_links
+from holdfast.jobs.node.mounts.mount_records import (
+    mounted_below,
+    private_mounts,
+    private_note,
+    remove_links,
+    unmount_below,
+)
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
-from holdfast.jobs.output.log_reader import (
+from holdfast.jobs.outcome import max_same
+from holdfast.jobs.output import (
     FolderWatch,
     LogReader,
     OutputBlock,
@@ -39,8 +45,7 @@ from holdfast.jobs.output.log_reader import (
 )
 from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
 from holdfast.jobs.state_machine import GRACE_S, RestartPolicy
-from holdfast.jobs.task.image import docker_image, in_image
-from holdfast.jobs.task.model import Task, TaskFile
+from holdfast.jobs.task.model import Task, TaskFile, docker_image, in_image, value_at
 from holdfast.jobs.task.subscription import subscribe
 from holdfast.system.environment import NOTIFY, read_progress
 from holdfast.system.linux import locks
@@ -84,13 +89,6 @@ class RecordedEngine(ABC):
     def check(self, task: Task) -> None:
         """Check that the engine can run a task, without changing or sending anything."""
 
-    @abstractmethod
-    def submit(self, task: Task) -> Job:
-        """Submit a task. From then on the job is independent of the calling process.
-
-        Blocks: while the workdir is copied.
-        """
-
     def check_file(self, file: TaskFile) -> None:
         """Check that the engine can run all tasks of a file; see `check`."""
         if file.is_pipeline and self.no_pipelines:
@@ -99,10 +97,14 @@ class RecordedEngine(ABC):
         for task in file.tasks:
             self.check(task)
 
+    @abstractmethod
     def submit_file(self, file: TaskFile) -> list[Job]:
-        """Submit the tasks of a file; see `submit`. Each starts once the one before has succeeded."""
-        self.check_file(file)
-        return [self.submit(task) for task in file.tasks]
+        """Submit the tasks of a file. Each starts once the one before has succeeded.
+
+        From then on the jobs are independent of the calling process.
+
+        Blocks: while the workdirs are copied.
+        """
 
     def subscribed(
         self, file: TaskFile, targets: Sequence[str] | None, statuses: Sequence[str] | None
@@ -170,7 +172,7 @@ class RecordedEngine(ABC):
                 )
             _remove_containers(folder, number)
             # Before anything is removed: below a mount are the bucket's files.
-            fuse.unmount_below(folder.path)
+            unmount_below(folder.path)
             remove_links(folder)
             _remove_folder(records.set_aside(number))
         finally:
@@ -271,11 +273,6 @@ class NodeEngine(RecordedEngine):
 
     def _check_place(self) -> None:
         """Check that jobs can be submitted here."""
-
-    @override
-    def submit(self, task: Task) -> Job:
-        (job,) = self.submit_file(TaskFile(task.name, (task,), task.path))
-        return job
 
     @override
     def submit_file(self, file: TaskFile) -> list[Job]:
@@ -387,7 +384,7 @@ def _remove_containers(folder: JobFolder, number: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    if mounted := fuse.mounted_below(folder):
+    if mounted := mounted_below(folder):
         raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
     try:
         shutil.rmtree(folder)
@@ -398,3 +395,59 @@ def _remove_folder(folder: Path) -> None:
             f"Cannot remove {folder}: {error}. The job is no longer listed. The next `holdfast "
             "forget` tries again, or remove the folder yourself."
         ) from error
+
+
+_NO_VOLUMES = "no volumes are created; kept for other engines"
+_NO_DISK = "no disk is created; kept for other engines"
+UNUSED_KEYS: Mapping[str, str] = {
+    "event_callback": "not called",
+    "managed_secrets": "not fetched",
+    "inputs": "not used",
+    "outputs": "not used",
+    "volumes": _NO_VOLUMES,
+    "volume_mounts": _NO_VOLUMES,
+    "api_server_access": "there is no API server",
+    "resources.disk_size": _NO_DISK,
+    "resources.disk_tier": _NO_DISK,
+    "resources.max_hourly_cost": "nothing is bought",
+    "resources.ports": "ports are neither opened nor closed",
+    "resources.volumes": _NO_VOLUMES,
+}
+"""Keys that have no use without a cloud, and why."""
+_CHOICES = ("cloud", "region", "zone", "instance_type", "local_disk", "accelerator_args", "any_of", "ordered")
+CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)  # keys that choose a machine
+IMAGE = "resources.image_id"
+_IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
+_CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
+_NO_BASHRC = "~/.bashrc is not read by commands, and keeps what is written; set variables in envs or run"
+_OWN_PACKAGES = "`uv pip` sees only the job's own packages, and may install others again; pip sees all"
+_BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profile|profile)\b")
+_UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
+
+
+def find_unsupported(task: Task, table: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a task with their effects in a table, by a path such as resources.use_spot."""
+    for key, what in table.items():
+        is_used = key == IMAGE and task.image is not None
+        if key in task.lines and not is_used and value_at(task.document, key) is not None:
+            yield key, what
+
+
+def find_on_machines(task: Task, table: Mapping[str, str], *, bucket: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys that an engine which runs the commands itself ignores or changes, and how."""
+    yield from find_unsupported(task, table)
+    for key, text in (("setup", task.setup), ("run", task.run)):
+        if _BASHRC.search(text):
+            yield key, _NO_BASHRC
+        if task.image is None and _UV_PIP.search(text):
+            yield key, _OWN_PACKAGES
+    private = list(private_mounts(task))
+    for mount in task.file_mounts:
+        if mount.is_in_place:
+            yield mount.key, _IN_PLACE
+        if value_at(mount.spec, "config.mount_cached"):
+            yield f"{mount.key}.config.mount_cached", _CACHED
+        if mount.source is None and mount.bucket:
+            yield mount.key, f"{bucket} replaces the bucket {mount.bucket!r}"
+        if mount in private:
+            yield mount.key, private_note()

@@ -207,7 +207,8 @@ class Records:
         """Return a job's record."""
         with self._translate_errors():
             try:
-                submission = self._submission(number)
+                if (submission := read_submission(self._folder(number))) is None:
+                    raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
                 return JobRecord(submission, self._stored(submission))
             except OSError as error:
                 if error.errno not in _NO_RECORD:
@@ -264,16 +265,11 @@ class Records:
     def requests(self, record: JobRecord) -> list[JobRequest]:
         """Return the open requests to a job."""
         with self._translate_errors():
-            found = read_requests(self._folder(record.job.number))
+            found = read_values(self._folder(record.job.number).requests, JobRequest)
             return [one for one in found if one.id not in record.state.answered]
 
     def _folder(self, number: int) -> JobFolder:
         return job_folder(self._state, number)
-
-    def _submission(self, number: int) -> Submission:
-        if (found := read_submission(self._folder(number))) is None:
-            raise NotFound(f"Job {number} does not exist. See `holdfast queue`.")
-        return found
 
     def _stored(self, submission: Submission) -> StoredState:
         """Return the newest state, rebuilt if the journal is lost or older than the attempts."""
@@ -354,11 +350,6 @@ def newest_state(folder: JobFolder) -> StoredState | None:
     return None
 
 
-def read_requests(folder: JobFolder) -> list[JobRequest]:
-    """Return all requests so far, oldest first. Damaged ones are skipped."""
-    return read_values(folder.requests, JobRequest)
-
-
 def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     """Return the state of a job whose journal does not have it; its newest attempt may be running.
 
@@ -368,7 +359,7 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     plan = _newest_plan(folder, submission, attempt)
     if attempt == 1 and plan is None:
         attempt = 0  # killed before any node was started: the job has no process, and no claim
-    preempted = tuple(one.id for one in read_requests(folder) if one.kind == "preempt")
+    preempted = tuple(one.id for one in read_values(folder.requests, JobRequest) if one.kind == "preempt")
     started_s = _modified_unix_s(folder.attempt(1)) if attempt else None
     job_state = JobState()
     ended_s: float | None = None

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.jobs.failure_cause import MAX_SAME, FailureCause, is_same
-from holdfast.jobs.outcome import Outcome, Phase, own_ends
+from holdfast.jobs.outcome import MAX_SAME, FailureCause, Outcome, Phase, is_same, own_ends
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
 from holdfast.system import backoff
@@ -25,7 +24,6 @@ class RestartPolicy(Struct, frozen=True):
     num_nodes: int = 1
     max_restarts: int = 0  # after the job's own errors
     free_codes: frozenset[int] = frozenset()  # exit codes after which restarts are not counted
-    max_barren: int = MAX_BARREN
     max_same: int = MAX_SAME  # attempts in a row with the same cause; 0: no limit
     grace_s: float = GRACE_S
 
@@ -180,7 +178,7 @@ def _start(state: JobState) -> tuple[JobState, Timers]:
         recoveries=state.recoveries + (number > 1),
         reason=state.reason if number > 1 else "",
     )
-    return state, Timers(start=number)  # what was due for the attempt before is obsolete
+    return state, Timers()  # what was due for the attempt before is obsolete
 
 
 def _wait_s(state: JobState, outcome: Outcome, policy: RestartPolicy) -> float | None:
@@ -208,8 +206,9 @@ def _attempt_exited(
         if event.lost_uploads:  # the results of the work are not where they belong, so it is repeated
             return _recover(state, "", event, policy, is_barren=True, is_external=True)
         return replace(state, status=JobStatus.SUCCEEDED, reason=""), None
-    own = own_ends(outcomes).values()
-    summary = describe_outcomes(outcomes)
+    ends = own_ends(outcomes)
+    own = ends.values()
+    summary = "; ".join(f"node {node} {one.describe()}" for node, one in sorted(ends.items()))
     last_hung, hung = state.hung, next((one.hung for one in own if one.is_hung), "")
     state = replace(state, hung=hung)
     if hung and hung == last_hung and not event.has_advanced:
@@ -265,7 +264,7 @@ def _recover(
     else:
         num_barren, num_hurried = state.num_barren + is_barren, state.num_hurried + 1
     state = replace(state, num_barren=num_barren, num_hurried=num_hurried, reason=why)
-    if is_barren and num_barren >= policy.max_barren:
+    if is_barren and num_barren >= MAX_BARREN:
         reason = (
             f"{why}; {num_barren} attempts in a row exited without a newer checkpoint, so "
             "the job is not restarted"
@@ -278,11 +277,6 @@ def pause_s(num_hurried: int, is_external: bool) -> float:
     """Return the backoff before the next attempt. The first retry after a preemption does not wait."""
     num_failures = num_hurried - is_external
     return 0.0 if num_failures < 1 else backoff.doubled(num_failures, 1.0, MAX_WAIT_S)
-
-
-def describe_outcomes(outcomes: Mapping[int, Outcome]) -> str:
-    """Return why the attempt ended, for people."""
-    return "; ".join(f"node {node} {one.describe()}" for node, one in sorted(own_ends(outcomes).items()))
 
 
 def exit_status(state: JobState) -> int:

@@ -75,7 +75,6 @@ class JobClock:
 class Timers(Struct, frozen=True):
     """Actions that are due, with deadlines on the job's clock."""
 
-    start: int | None = None  # attempt to start
     notice_until_unix_s: float | None = None  # deadline of a notice to send
     notice_source: str = ""
     kill_unix_s: float | None = None  # deadline for all processes of the attempt

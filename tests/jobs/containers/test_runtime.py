@@ -14,8 +14,8 @@ from holdfast.jobs.node.containers import node_container
 from holdfast.jobs.node.containers.container import ContainerRuntime, ImageSpec, make_image_spec
 from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, write_mount_specs
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.image import qualified
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.model import qualified
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.containers.stand_in import StandIn
 from jobs.harness import JobHarness, needs_namespaces, write_program
 
@@ -27,7 +27,9 @@ ROOTLESS = '["name=rootless","name=cgroupns"]'
 
 def notes(harness: JobHarness, text: str = RUN) -> list[str]:
     """Return the keys that a launch of a task notes."""
-    return [one.key for one in harness.engine.unsupported_keys(parse_task(text, "task.yaml", Overrides()))]
+    return [
+        one.key for one in harness.engine.unsupported_keys(parse_tasks(text, "task.yaml", Overrides()).only())
+    ]
 
 
 def without_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.k8s.engine import K8sEngine, KubeflowEngine, ManifestEngine
-from holdfast.jobs.k8s.refusal import escape, to_manifest
+from holdfast.jobs.k8s.manifest import escape, to_manifest
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.task.parser import Overrides, load_tasks, parse_task
+from holdfast.jobs.task.parser import Overrides, load_tasks, parse_tasks
 from jobs.k8s.published import (
     CRDS,
     JOBSET,
@@ -39,7 +39,7 @@ def task(text: str) -> Task:
     elif "image_id" not in text:
         text = text.replace("resources: {", "resources: {image_id: docker:a, ")
     text = text if "run:" in text else f"{text}\nrun: x\n"
-    return parse_task(text, "task.yaml", Overrides(secrets={"TOKEN": SECRET}))
+    return parse_tasks(text, "task.yaml", Overrides(secrets={"TOKEN": SECRET})).only()
 
 
 def manifest(asked: Task, engine: ManifestEngine) -> str:
@@ -351,7 +351,7 @@ tasks = st.builds(
 @given(tree=tasks)
 def test_any_task_has_a_valid_manifest_or_is_refused(engine: ManifestEngine, tree: Any) -> None:
     try:
-        asked = parse_task(yaml.safe_dump(tree), "task.yaml")
+        asked = parse_tasks(yaml.safe_dump(tree), "task.yaml").only()
         engine.check(asked)
     except (InvalidInput, Unsupported):
         return

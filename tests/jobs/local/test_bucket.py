@@ -12,8 +12,9 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.address import parse_address
 from holdfast.errors import Unsupported
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.rclone import rclone_environment, settings
+from holdfast.jobs.node.mounts import mount_records
+from holdfast.jobs.node.mounts.mount_records import mounted_below
+from holdfast.jobs.node.mounts.mounter import rclone_environment, settings
 from jobs.harness import JobHarness, command_line, needs_namespaces
 from servers import Server
 
@@ -55,7 +56,7 @@ def test_a_bucket_is_mounted_and_is_unmounted_when_the_job_ends(harness: JobHarn
     harness.let_go(job)
     harness.succeed(job)
     assert "seen" in harness.log(job)
-    assert fuse.mounted_below(harness.state) == []
+    assert mounted_below(harness.state) == []
     assert rclones(path) == []
     assert store.get("in/x") == b"seen"
 
@@ -101,7 +102,7 @@ def test_no_kill_leaves_a_stale_mount(harness: JobHarness, trusted: Server, what
     ended = harness.succeed(job)
     assert "seen" in harness.log(job)
     assert ended.recoveries == (what in ("node", "all"))
-    assert fuse.mounted_below(harness.state) == []
+    assert mounted_below(harness.state) == []
     assert rclones(path) == []
 
 
@@ -109,7 +110,7 @@ def test_missing_programs_for_a_mounted_bucket_are_reported(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(harness.folder))
-    monkeypatch.setattr(fuse, "_DEVICE", harness.folder / "fuse")
+    monkeypatch.setattr(mount_records, "_DEVICE", harness.folder / "fuse")
     with pytest.raises(Unsupported, match=r"rclone.*fusermount3.*fuse.*MOUNT_CACHED"):
         harness.submit("true", head="file_mounts: {b: {source: 's3://bucket/x', mode: MOUNT}}")
     assert harness.engine.jobs() == []

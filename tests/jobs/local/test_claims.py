@@ -15,7 +15,7 @@ from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.job_secrets import has_secrets
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import Overrides, parse_task, parse_tasks
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.harness import JobHarness
 
 HOLD = 'echo "has $CUDA_VISIBLE_DEVICES"; until [ -e $GO ]; do sleep 0.05; done'
@@ -225,8 +225,8 @@ def test_launches_at_the_same_moment_never_get_the_same_gpu(harness: JobHarness)
 
     def submit(number: int) -> Job:
         text = f"resources: {{accelerators: A100:{1 + number % 3}}}\nrun: |\n{run}"
-        task = parse_task(text, str(harness.folder / "task.yaml"), Overrides(envs={"USED": str(used)}))
-        return LocalEngine().submit(task)
+        file = parse_tasks(text, str(harness.folder / "task.yaml"), Overrides(envs={"USED": str(used)}))
+        return LocalEngine().submit_file(file)[0]
 
     with ThreadPoolExecutor(6) as pool:
         jobs = list(pool.map(submit, range(12)))

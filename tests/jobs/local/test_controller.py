@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.errors import PREEMPTED_STATUS, Conflict, InvalidInput, NotFound
 from holdfast.jobs.history import read_changes
-from holdfast.jobs.local.nodes import addresses
+from holdfast.jobs.local.controller import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness, command_line

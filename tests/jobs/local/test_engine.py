@@ -13,12 +13,12 @@ import pytest
 
 from holdfast.jobs.environment import create_task_id, setup_variables, tag
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.local.controller import addresses
 from holdfast.jobs.local.engine import visible_gpus
-from holdfast.jobs.local.nodes import addresses
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.output.log_reader import FolderWatch
+from holdfast.jobs.output import FolderWatch
 from holdfast.jobs.records import JobSpec, Submission
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.timers import Timers
@@ -66,8 +66,9 @@ def test_several_wakeups_are_cleared_at_once(tmp_path: Path) -> None:
 
 
 def test_the_earliest_of_several_deadlines_counts() -> None:
-    due = Timers(start=3).with_notice(130.0, "x", kills_keepers=True)
-    assert (due.start, due.notice_until_unix_s, due.kill_unix_s, due.kill_keepers) == (3, 130.0, 130.0, True)
+    due = Timers(wake_unix_s=3.0).with_notice(130.0, "x", kills_keepers=True)
+    assert (due.wake_unix_s, due.notice_until_unix_s, due.kill_unix_s) == (3.0, 130.0, 130.0)
+    assert due.kill_keepers
     assert due.with_kill(190.0) == due
     assert due.with_kill(101.0).kill_unix_s == 101.0
     assert Timers().next_unix_s() is None

@@ -10,7 +10,7 @@ import pytest
 from holdfast.jobs.description import describe_job
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.status import JobStatus
 from jobs.harness import JobHarness, holders
 

@@ -12,7 +12,7 @@ from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
 from holdfast.jobs.node.mounts import mount_plan
 from holdfast.jobs.node.mounts.mount_records import private_note
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.harness import JobHarness, needs_namespaces
 
 TARGET = f"/holdfast-test-{os.getpid()}"
@@ -105,7 +105,7 @@ def test_paths_of_checkpoints_are_described_as_they_are_outside(harness: JobHarn
 
 def test_a_launch_notes_what_the_job_alone_sees(harness: JobHarness) -> None:
     mounts = f"{TARGET}: {{name: noted, mode: MOUNT}}, ~/other: {{name: noted, mode: MOUNT}}"
-    task = parse_task(f"file_mounts: {{{mounts}}}\nrun: 'true'", "task.yaml", Overrides())
+    task = parse_tasks(f"file_mounts: {{{mounts}}}\nrun: 'true'", "task.yaml", Overrides()).only()
     noted = [one.key for one in harness.engine.unsupported_keys(task) if one.what == private_note()]
     assert noted == [f"file_mounts.{TARGET}"]
 

@@ -13,9 +13,8 @@ import pytest
 
 from holdfast.errors import InvalidInput, NotFound, RetryLater
 from holdfast.jobs.folder import job_folder
-from holdfast.jobs.node import copies
-from holdfast.jobs.node.copies import copy_tree
-from holdfast.jobs.node.workdir import ignored_paths, left_out_of_workdir
+from holdfast.jobs.node import workdir
+from holdfast.jobs.node.workdir import copy_tree, ignored_paths, left_out_of_workdir
 from jobs.harness import JobHarness
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -202,7 +201,7 @@ def test_a_workdir_has_a_limit_and_its_largest_file_is_shown(
     with pytest.raises(InvalidInput, match=r"1.0 MB in 2 files, copied 2 times.*data/big.*\.skyignore"):
         harness.submit("true", head=head % "1500KiB")
     assert harness.engine.jobs() == []
-    monkeypatch.setattr(copies, "_SHOWN_BYTES", 1 << 20)
+    monkeypatch.setattr(workdir, "_SHOWN_BYTES", 1 << 20)
     job = harness.submit("true", head=head % "none")
     shown = capsys.readouterr().err
     assert "1.0 MB in 2 files, copied 2 times" in shown
@@ -218,9 +217,9 @@ from pathlib import Path
 from holdfast.errors import Denied
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import create_workdir
-from holdfast.jobs.task.parser import parse_task, Overrides
+from holdfast.jobs.task.parser import parse_tasks, Overrides
 os.setgid(65534), os.setuid(65534)
-task = parse_task(f"workdir: {sys.argv[1]}\\nrun: x", "task.yaml", Overrides())
+task = parse_tasks(f"workdir: {sys.argv[1]}\\nrun: x", "task.yaml", Overrides()).only()
 try:
     create_workdir(task, job_folder(Path("/nowhere"), 1))
 except Denied as error:
@@ -253,11 +252,11 @@ def test_what_could_not_be_copied_is_named_in_words(tmp_path: Path) -> None:
         return []
 
     with pytest.raises(OSError, match=r"could not copy .*/source/a: .*No such file"):
-        copies.copy_tree(tmp_path / "source", tmp_path / "to" / "copy", vanishing)
+        copy_tree(tmp_path / "source", tmp_path / "to" / "copy", vanishing)
 
 
 def test_pipes_and_sockets_are_left_out_of_a_copy(tmp_path: Path) -> None:
     put(tmp_path / "source", a="text")
     os.mkfifo(tmp_path / "source" / "pipe")
-    copies.copy_tree(tmp_path / "source", tmp_path / "copy")
+    copy_tree(tmp_path / "source", tmp_path / "copy")
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["a"]

@@ -22,10 +22,17 @@ import holdfast
 from holdfast.checkpoint.home.inventory import measure_space
 from holdfast.jobs.journal import encode
 from holdfast.jobs.node.checks import gate, gpu_script
-from holdfast.jobs.node.checks.disk import NUM_BYTES, check_disk, clock_offset_s, first_difference
-from holdfast.jobs.node.checks.gate import NodeGate, Plan, make_plan
+from holdfast.jobs.node.checks.gate import (
+    NUM_BYTES,
+    NodeGate,
+    Plan,
+    check_disk,
+    clock_offset_s,
+    first_difference,
+    make_plan,
+)
 from holdfast.jobs.node.checks.result import Check, NodeChecks, read_checks, read_mode
-from holdfast.jobs.task.parser import parse_task
+from holdfast.jobs.task.parser import parse_tasks
 from small_disk import small_disk
 
 
@@ -121,10 +128,10 @@ def test_a_clock_that_is_off_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_memory_is_copied_and_too_little_is_named() -> None:
-    found = by_name(gate.check_memory(0))
+    found = by_name(gate.check_memory())
     assert found["copy"].trouble == found["memory"].trouble == ""
     assert found["copy"].values["copy_s"] > 0
-    short = by_name(gate.check_memory(1 << 60))["memory"]
+    short = gate.check_free_memory(1 << 30, 1 << 60)
     assert "staging the next save takes" in short.trouble
     assert not short.stops
 
@@ -290,5 +297,5 @@ def test_the_mode_is_a_word(text: str | None, mode: str | None) -> None:
 
 
 def test_an_unquoted_off_of_a_task_file_is_the_word(tmp_path: Path) -> None:
-    task = parse_task("envs: {HOLDFAST_NODE_CHECKS: off}\nrun: 'true'\n", str(tmp_path / "task.yaml"))
+    task = parse_tasks("envs: {HOLDFAST_NODE_CHECKS: off}\nrun: 'true'\n", str(tmp_path / "task.yaml")).only()
     assert read_mode(task.envs["HOLDFAST_NODE_CHECKS"]) == "off"

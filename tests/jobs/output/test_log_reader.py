@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.output import log_times
-from holdfast.jobs.output.log_reader import LogReader, interleaved, last_lines, last_texts, with_prefix
-from holdfast.jobs.output.log_times import LogSampler, add_sample, read_samples, times_path
+from holdfast.jobs.output import (
+    LogReader,
+    LogSampler,
+    add_sample,
+    interleaved,
+    last_lines,
+    last_texts,
+    limit_bytes,
+    read_samples,
+    times_path,
+    with_prefix,
+)
+from holdfast.system.linux.files import punch_hole
 
 BAR = b"\r 10%|#         | 1/10\r 50%|#####     | 5/10\r100%|##########| 10/10\n"
 
@@ -164,7 +174,7 @@ def test_a_part_that_was_removed_within_a_block_is_not_read(tmp_path: Path) -> N
     hole, line = (64 << 10, 128 << 10), b"x" * 63 + b"\n"
     path.write_bytes(line * (256 << 4))
     with path.open("r+b") as file:
-        log_times.punch(file.fileno(), hole[0], hole[1] - hole[0])
+        punch_hole(file.fileno(), hole[0], hole[1] - hole[0])
     found = read(path)
     assert b"\0" not in found
     assert found.count(line) == (256 << 4) - (hole[1] - hole[0]) // len(line)
@@ -181,7 +191,7 @@ def test_a_log_within_its_limit_is_left_alone(tmp_path: Path) -> None:
     assert read(path)[: 3 << 20] == b"x" * (3 << 20)
     assert b"HOLDFAST_LOG_LIMIT must be a size" in read(path)
     with pytest.raises(InvalidInput, match="at least 1MiB"):
-        log_times.limit_bytes("1kB")
+        limit_bytes("1kB")
 
 
 def test_a_log_that_its_owner_empties_has_the_times_of_its_new_lines(tmp_path: Path) -> None:
@@ -198,7 +208,7 @@ def test_a_log_that_its_owner_empties_has_the_times_of_its_new_lines(tmp_path: P
 
 
 def test_times_are_thinned_out_when_they_become_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.jobs.output.log_times._MAX_BYTES", 1600)
+    monkeypatch.setattr("holdfast.jobs.output._MAX_TIMES_BYTES", 1600)
     path = tmp_path / "log"
     for number in range(1, 1001):
         add_sample(path, number, float(number))

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.jobs.engine import Job
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import parse_task
+from holdfast.jobs.task.parser import parse_tasks
 from jobs.sky.onebox import SkyBox, missing, sky_box
 from jobs.slurm.harness import command
 
@@ -64,7 +64,7 @@ def test_training_resumes_from_its_checkpoint_after_its_allocation_is_killed(box
     places = {"source": ROOT / "src", "folder": tmp_path, "python": sys.executable, "training": TRAINING}
     text = TASK.format(**places, total=TOTAL)
     engine = SkyEngine()
-    job = engine.submit(parse_task(text, str(tmp_path / "task.yaml")))
+    (job,) = engine.submit_file(parse_tasks(text, str(tmp_path / "task.yaml")))
     steps = tmp_path / "progress.log"
     wait_for(engine, job, lambda: len(lines(steps)) >= 30, "30 steps")
     ((task_id, first),) = lines(tmp_path / "starts")

@@ -13,7 +13,7 @@ from holdfast.jobs.sky.commands import parse_queue
 from holdfast.jobs.sky.engine import SkyEngine, managed_name, render_document
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
 TASK = """
 name: gpt
@@ -95,7 +95,7 @@ run: |
 
 
 def task(text: str) -> Task:
-    return parse_task(text, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))
+    return parse_tasks(text, "task.yaml", Overrides(secrets={"TOKEN": "abc123"})).only()
 
 
 def test_the_file_makes_preemptions_lose_nothing_and_contains_no_secret() -> None:

@@ -12,11 +12,11 @@ import yaml
 
 from holdfast.errors import Conflict, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import job_folder, state_dir
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.registry import find_engine
 from holdfast.jobs.sky.engine import SkyEngine
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
 PROGRAM = """#!/bin/bash
 cd {folder}
@@ -69,7 +69,8 @@ def sky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSky:
 
 def submit() -> tuple[SkyEngine, int]:
     engine = SkyEngine()
-    return engine, engine.submit(parse_task(TASK, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))).id
+    file = parse_tasks(TASK, "task.yaml", Overrides(secrets={"TOKEN": "abc123"}))
+    return engine, engine.submit_file(file)[0].id
 
 
 def test_a_job_is_submitted_with_its_secrets_in_the_environment_only(

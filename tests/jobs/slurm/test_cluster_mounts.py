@@ -8,7 +8,7 @@ import pytest
 
 from fault_proxy import FaultProxy
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_records import mounted_below
 from holdfast.jobs.status import JobStatus
 from jobs.bucket import MANY_SAVES, SAVES, Bucket, Watcher
 from jobs.local.test_bucket import needs_fuse
@@ -49,7 +49,7 @@ def test_a_bucket_is_mounted_and_copied_on_two_nodes(slurm: SlurmHarness, bucket
     assert "seenseen" in slurm.log(job, 0)
     assert "seenseen" in slurm.log(job, 1)
     assert bucket.names() == {"in/x", "from-0", "from-1"}
-    assert fuse.mounted_below(slurm.folder) == []
+    assert mounted_below(slurm.folder) == []
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 
 

@@ -12,7 +12,7 @@ from holdfast.errors import RetryLater
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.engine import SlurmEngine
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.harness import write_program
 
 
@@ -69,9 +69,9 @@ def test_the_queue_shows_once_that_slurm_is_away(
     away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     for name, text in {"sbatch": "echo 101", "squeue": f"echo '{away}' >&2\nexit 1"}.items():
         write_program(tmp_path / name, text)
-    task = parse_task("name: gpt\nrun: sleep 1", "task.yaml", Overrides())
+    file = parse_tasks("name: gpt\nrun: sleep 1", "task.yaml", Overrides())
     for _ in range(3):
-        SlurmEngine().submit(task)
+        SlurmEngine().submit_file(file)
     assert main(["queue"]) == 0
     shown = capsys.readouterr()
     rows = shown.out.splitlines()[1:]

@@ -12,7 +12,7 @@ from holdfast.errors import InvalidInput
 from holdfast.jobs import describe
 from holdfast.jobs.node import processes
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import parse_task
+from holdfast.jobs.task.parser import parse_tasks
 from jobs.containers.images import IMAGE
 from jobs.containers.stand_in import StandIn as RuntimeStandIn
 from jobs.harness import needs_namespaces, write_program
@@ -112,7 +112,9 @@ def test_a_job_that_is_cancelled_while_its_image_is_pulled_ends(
 
 def notes(slurm: SlurmHarness, head: str) -> list[str]:
     """Return the keys that a launch of a task notes."""
-    return [one.key for one in slurm.engine.unsupported_keys(parse_task(f"{head}\nrun: x", "task.yaml"))]
+    return [
+        one.key for one in slurm.engine.unsupported_keys(parse_tasks(f"{head}\nrun: x", "task.yaml").only())
+    ]
 
 
 def test_a_launch_notes_images_that_holdfast_does_not_run(slurm: SlurmHarness) -> None:

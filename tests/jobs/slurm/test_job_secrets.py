@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import NotFound, RetryLater
 from holdfast.jobs.description import describe_job
-from holdfast.jobs.output.log_reader import OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.slurm import controller
 from holdfast.jobs.status import JobStatus
 from jobs.harness import holders
@@ -20,9 +20,9 @@ from jobs.slurm.stand_in import StandIn
 SECRET = "s3cret-7f1c"
 SUBMIT = """
 from holdfast.jobs.slurm.engine import SlurmEngine
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
-SlurmEngine().submit(parse_task("run: x", "task.yaml", Overrides(secrets={"TOKEN": "s3cret-7f1c"})))
+SlurmEngine().submit_file(parse_tasks("run: x", "task.yaml", Overrides(secrets={"TOKEN": "s3cret-7f1c"})))
 """
 
 

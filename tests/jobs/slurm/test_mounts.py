@@ -15,7 +15,7 @@ from fault_proxy import FaultProxy
 from holdfast.errors import Conflict, InvalidInput
 from holdfast.jobs.engine import Job
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts import fuse
+from holdfast.jobs.node.mounts.mount_records import mounted_below
 from holdfast.jobs.node.mounts.scratch import scratch_folder
 from holdfast.jobs.status import JobStatus
 from jobs.bucket import SAVES, Bucket
@@ -432,7 +432,7 @@ def test_a_bucket_is_mounted_on_each_node(slurm: SlurmHarness, bucket: Bucket) -
     end(slurm, job)
     assert "seen" in slurm.log(job, 0)
     assert bucket.names() == {"in/x", "from-0", "from-1"}
-    assert fuse.mounted_below(slurm.folder) == []
+    assert mounted_below(slurm.folder) == []
     assert left_on(slurm, "n1") == left_on(slurm, "n2") == []
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.slurm.engine import SlurmEngine, batch_script
-from holdfast.jobs.slurm.options import grace_s, wanted_options
-from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.task.parser import parse_task
+from holdfast.jobs.slurm.engine import SlurmEngine, batch_script, grace_s, wanted_options
+from holdfast.jobs.slurm.job_files import JobFiles
+from holdfast.jobs.task.model import Task, TaskFile, memory_mib
+from holdfast.jobs.task.parser import parse_tasks
 from jobs.harness import write_program
 
 FULL = """
@@ -70,23 +69,20 @@ exit "$status"
 
 
 def task(text: str) -> Task:
-    return parse_task(text if "run:" in text else f"{text}\nrun: x\n", "task.yaml")
+    return parse_tasks(text if "run:" in text else f"{text}\nrun: x\n", "task.yaml").only()
 
 
 def test_the_script_contains_all_options() -> None:
     asked = task(FULL)
     folder = "/shared/jobs/3"
     words = ("/opt/venv/bin/python", "/opt/holdfast/entry.py", "holdfast.jobs.slurm", "controller", folder)
-    facts = (asked.name, "task-id", asked.num_nodes, wanted_options(asked), words)
-    script = batch_script(*facts, folder=folder, output=f"{folder}/slurm.log")
-    assert script == SCRIPT
+    assert batch_script(asked, "task-id", JobFiles(Path(folder)), words) == SCRIPT
     assert grace_s(wanted_options(asked)) == 300.0
 
 
 def test_names_with_spaces_are_quoted() -> None:
-    script = batch_script(
-        "my job's", "id", 1, {}, ("/a b/python", "controller", "/c d"), folder="/c d", output="/c d/log"
-    )
+    words = ("/a b/python", "controller", "/c d")
+    script = batch_script(task('name: "my job\'s"'), "id", JobFiles(Path("/c d")), words)
     assert """#SBATCH --job-name='my job'"'"'s'""" in script
     assert "#SBATCH --chdir='/c d'" in script
     assert "'/a b/python' controller '/c d' &" in script
@@ -97,8 +93,7 @@ def fake_controller(folder: Path, body: str, state: str = "RUNNING") -> Path:
     write_program(folder / "python", body)
     write_program(folder / "scontrol", f'echo "$@" >> {folder}/told')
     write_program(folder / "squeue", f"echo {state}")
-    words = (str(folder / "python"),)
-    text = batch_script("n", "id", 1, {}, words, folder=str(folder), output=str(folder / "log"))
+    text = batch_script(task("name: n"), "id", JobFiles(folder), (str(folder / "python"),))
     (folder / "sbatch.sh").write_text(text)
     return folder / "sbatch.sh"
 
@@ -233,5 +228,5 @@ def test_without_slurm_nothing_is_started(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unsupported, match="sbatch is not on the PATH"):
-        SlurmEngine().submit(task("name: x"))
+        SlurmEngine().submit_file(TaskFile("x", (task("name: x"),)))
     assert SlurmEngine().jobs() == []

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 
 from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRequest
-from holdfast.jobs.slurm.commands import Queued, current_state
-from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads, SlurmJobState
-from holdfast.jobs.slurm.messages import Inbox, NodeReport, Orders, UploadTerms, write
+from holdfast.jobs.slurm.commands import Queued
+from holdfast.jobs.slurm.engine import current_state
+from holdfast.jobs.slurm.job_files import (
+    Inbox,
+    JobFiles,
+    NodeReport,
+    NodeUploads,
+    Orders,
+    SlurmJobState,
+    UploadTerms,
+    as_line,
+)
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 
@@ -91,7 +100,7 @@ def test_reports_and_orders_are_parsed_however_the_bytes_are_split(
     kind: type[Any], values: list[Any], data: st.DataObject
 ) -> None:
     sent = data.draw(st.lists(st.sampled_from(values)))
-    received = b"slurmstepd: hello\n" + b"".join(map(write, sent))
+    received = b"slurmstepd: hello\n" + b"".join(map(as_line, sent))
     inbox, found = Inbox(kind), []
     for cut in [*data.draw(st.lists(st.integers(1, 40))), len(received)]:
         found += inbox.feed(received[:cut])

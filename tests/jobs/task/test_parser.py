@@ -11,16 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.amounts import Accelerators, parse_accelerators
 from holdfast.jobs.task.document import to_yaml
-from holdfast.jobs.task.model import MountMode, Task
-from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_task, parse_tasks
+from holdfast.jobs.task.model import Accelerators, MountMode, Task, parse_accelerators
+from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_tasks
 from holdfast.jobs.task.problems import RESOURCES, STORAGE, TASK
 from jobs.task.guide import SNIPPETS
 
 
 def task_of(text: str, **envs: str) -> Task:
-    return parse_task(text, "task.yaml", Overrides(envs=envs))
+    return parse_tasks(text, "task.yaml", Overrides(envs=envs)).only()
 
 
 def refusal(text: str) -> str:
@@ -102,7 +101,7 @@ def test_an_invalid_amount_is_rejected(text: str, value: str) -> None:
 
 @pytest.mark.parametrize("resources", ["cpus: 4+, memory: 32+", "cpus: 0.5, memory: 4x", "memory: 128GB"])
 def test_amounts_of_skypilot_are_accepted(resources: str) -> None:
-    assert parse_task(f"run: x\nresources: {{{resources}}}", "task.yaml", Overrides()).run == "x"
+    assert parse_tasks(f"run: x\nresources: {{{resources}}}", "task.yaml", Overrides()).only().run == "x"
 
 
 def test_problems_have_a_line_a_path_an_expectation_and_the_nearest_word() -> None:
@@ -193,7 +192,7 @@ def test_a_file_may_be_mounted_at_its_own_path() -> None:
 
 
 def overridden(text: str, **options: object) -> Task:
-    return parse_task(text, "task.yaml", Overrides(**options))  # pyright: ignore[reportArgumentType]
+    return parse_tasks(text, "task.yaml", Overrides(**options)).only()  # pyright: ignore[reportArgumentType]
 
 
 def test_options_of_the_command_line_take_the_place_of_keys() -> None:
@@ -217,7 +216,7 @@ def test_gpus_of_the_command_line_are_those_of_all_alternatives() -> None:
 
 
 def test_a_command_is_a_task() -> None:
-    task = command_task("echo 'a: b' # \u00e9\U0001f600", Overrides(envs={"A": "1"}))
+    task = command_task("echo 'a: b' # \u00e9\U0001f600", Overrides(envs={"A": "1"})).only()
     assert (task.name, task.run, task.envs) == ("command", "echo 'a: b' # \u00e9\U0001f600", {"A": "1"})
     assert task.workdir == str(Path.cwd())
 
@@ -276,7 +275,7 @@ def test_variables_are_filled_in_in_paths() -> None:
 
 
 def test_secrets_are_never_written_out() -> None:
-    task = parse_task("secrets: {TOKEN: abc}\nrun: x\n", "t.yaml", Overrides())
+    task = parse_tasks("secrets: {TOKEN: abc}\nrun: x\n", "t.yaml", Overrides()).only()
     assert task.secrets == {"TOKEN": "abc"}
     assert "abc" not in to_yaml(task)
 

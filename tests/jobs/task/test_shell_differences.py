@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from holdfast.jobs.registry import get_engine
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 
 
 def notes(engine: str, setup: str) -> list[str]:
-    task = parse_task(f"run: x\nsetup: |\n  {setup}\n", "task.yaml", Overrides())
+    task = parse_tasks(f"run: x\nsetup: |\n  {setup}\n", "task.yaml", Overrides()).only()
     return [one.what for one in get_engine(engine).unsupported_keys(task) if one.key == "setup"]
 
 

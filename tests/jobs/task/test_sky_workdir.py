@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.jobs.task.parser import parse_task
-from holdfast.jobs.task.sky_workdir import is_plain, path_in_workdir, replace_sky_workdir
+from holdfast.jobs.task.model import is_plain, path_in_workdir, replace_sky_workdir
+from holdfast.jobs.task.parser import parse_tasks
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_paths_that_a_shell_would_change_are_recognized() -> None:
 
 
 def test_a_mount_below_it_is_in_the_workdir() -> None:
-    task = parse_task("run: x\nfile_mounts: {~/sky_workdir/data/a: /tmp, ~/b: /tmp}\n", "task.yaml")
+    task = parse_tasks("run: x\nfile_mounts: {~/sky_workdir/data/a: /tmp, ~/b: /tmp}\n", "task.yaml").only()
     assert [mount.target for mount in task.file_mounts] == ["data/a", "~/b"]
     assert path_in_workdir("~/sky_workdir/../a") is None
     with pytest.raises(InvalidInput, match="this is the workdir itself"):
-        parse_task("run: x\nfile_mounts: {~/sky_workdir: /tmp}\n", "task.yaml")
+        parse_tasks("run: x\nfile_mounts: {~/sky_workdir: /tmp}\n", "task.yaml")

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.jobs.sky.engine import render_document
 from holdfast.jobs.task.document import to_yaml
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.sky.installed import skypilot
 from jobs.task.guide import SNIPPETS
 
@@ -100,9 +100,9 @@ def parse(files: dict[str, str], folder: Path) -> dict[str, object]:
 @pytest.mark.slow
 def test_skypilot_accepts_rendered_tasks(tmp_path: Path) -> None:
     tasks = {
-        name: parse_task(
+        name: parse_tasks(
             text, f"{name}.yaml", Overrides(envs={"WANDB_API_KEY": "key"} if name == "bert" else {})
-        )
+        ).only()
         for name, text in {**SNIPPETS, **MORE}.items()
     }
     (tmp_path / "transformers").mkdir()
@@ -121,7 +121,9 @@ def test_skypilot_accepts_rendered_tasks(tmp_path: Path) -> None:
 def test_skypilot_accepts_what_the_engine_submits(tmp_path: Path) -> None:
     """Including the additions: Holdfast's id, status 75, a hook, and caches with sequential uploads."""
     envs = Overrides(envs={"WANDB_API_KEY": "key"})
-    tasks = {name: parse_task(text, f"{name}.yaml", envs) for name, text in {**SNIPPETS, **MORE}.items()}
+    tasks = {
+        name: parse_tasks(text, f"{name}.yaml", envs).only() for name, text in {**SNIPPETS, **MORE}.items()
+    }
     (tmp_path / "transformers").mkdir()
     texts = {name: render_document(task, "sky-managed-x_1-0", "1") for name, task in tasks.items()}
     told = parse({name: _with_folder(text, tmp_path) for name, text in texts.items()}, tmp_path)

@@ -9,14 +9,17 @@ from typing_extensions import override
 
 from holdfast.errors import Unsupported
 from holdfast.jobs.engine import Job
-from holdfast.jobs.k8s.manifest import make_object, secret_name
-from holdfast.jobs.k8s.pod_config import gpu_choice
-from holdfast.jobs.k8s.refusal import POD_CONFIG, object_name, to_manifest
-from holdfast.jobs.recorded import RecordedEngine
+from holdfast.jobs.k8s.manifest import (
+    POD_CONFIG,
+    gpu_choice,
+    make_object,
+    object_name,
+    secret_name,
+    to_manifest,
+)
+from holdfast.jobs.recorded import CHOICE_KEYS, UNUSED_KEYS, RecordedEngine, find_unsupported
 from holdfast.jobs.records import JobRecord
-from holdfast.jobs.task.amounts import memory_mib, parse_cpus
-from holdfast.jobs.task.model import Task, value_at
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, UNUSED_KEYS, find_unsupported
+from holdfast.jobs.task.model import Task, TaskFile, memory_mib, parse_cpus, value_at
 
 _CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
 _UNSUPPORTED_KEYS: Mapping[str, str] = {
@@ -74,11 +77,11 @@ class ManifestEngine(RecordedEngine):
         return ["$ kubectl apply -f job.yaml", *to_manifest(found, comments).split("\n")[:-1]]
 
     @override
-    def submit(self, task: Task) -> Job:
-        self.check(task)
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        self.check_file(file)
         raise Unsupported(
             "This version does not submit jobs to Kubernetes itself. Write the manifest with "
-            f"`holdfast launch {task.path} --on {self.name} --dry-run -o job.yaml`, and submit it with "
+            f"`holdfast launch {file.path} --on {self.name} --dry-run -o job.yaml`, and submit it with "
             "`kubectl apply -f job.yaml`. Nothing was started."
         )
 

@@ -1,17 +1,22 @@
-"""Objects of Kubernetes that run a task, from the templates in `objects.yaml`."""
+"""Manifests of Kubernetes: objects that run a task, from `objects.yaml` and the user's own settings.
+
+Source: SkyPilot, whose key `config.kubernetes.pod_config` has these settings. Maps are merged, lists are
+joined, and the first container is the training's.
+"""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
 
 import yaml
+from typing_extensions import override
 
-from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, InvalidInput, Unsupported
 from holdfast.jobs.environment import (
     TAG,
     UNBUFFERED,
@@ -20,12 +25,8 @@ from holdfast.jobs.environment import (
     setup_variables,
     sky_variables,
 )
-from holdfast.jobs.k8s import pod_config as pods
-from holdfast.jobs.k8s.refusal import escape, invalid, is_subdomain, labels, object_name, unsupported
-from holdfast.jobs.task.edits import fill_in
-from holdfast.jobs.task.image import image_id
-from holdfast.jobs.task.model import Task, value_at
-from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
+from holdfast.jobs.task.document import fill_in
+from holdfast.jobs.task.model import SKY_WORKDIR, Task, image_id, memory_mib, parse_cpus, value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
 Object = dict[str, Any]  # object of Kubernetes
@@ -126,9 +127,9 @@ def _pod(
 ) -> Object:
     """Return the template of a task's pods; see `pod_arguments`. Without `rank`, their script derives it."""
     _check_files(task)
-    time_s = pods.grace_s(task)
+    time_s = _grace_s(task)
     volumes = _volumes(task)
-    chosen = set(pods.pod_config(task).get("spec", {}))
+    chosen = set(_pod_config(task).get("spec", {}))
     arguments = pod_arguments(task, status=status, in_place=in_place, grace_s=time_s)
     values = {
         "labels": labels(task),
@@ -145,14 +146,14 @@ def _pod(
         "volumes": [{"name": name, **source} for name, _, source in volumes],
         "workdir": None if task.repository is None else _WORKDIR,
         "ref": task.repository and escape(task.repository.ref or ""),
-        "resources": pods.requirements(task) or None,
-        "affinity": None if chosen & {"affinity", "nodeSelector"} else pods.affinity(task) or None,
+        "resources": _requirements(task) or None,
+        "affinity": None if chosen & {"affinity", "nodeSelector"} else _affinity(task) or None,
         "priority class": _priority_class(task),
     }
     values["clone"] = None if task.repository is None else _template("clone", values)
     found = _template("pod", values)
     _check_sizes(task, found["spec"]["containers"][0])
-    return pods.merge_pod_config(task, found, pods.pod_config(task))
+    return _merged(task, found, _pod_config(task))
 
 
 def _priority_class(task: Task) -> str | None:
@@ -167,7 +168,7 @@ def _environment(
     task: Task, addresses: list[str], rank: Mapping[str, Any] | None, grace_s: int
 ) -> list[dict[str, Any]]:
     """Return the variables of the task, SkyPilot's and Holdfast's. Each may refer to those before it."""
-    _, num_gpus = pods.gpu_choice(task)
+    _, num_gpus = gpu_choice(task)
     first = {
         _NAMESPACE: _value_from("fieldRef", fieldPath="metadata.namespace"),
         TAG: _value_from("fieldRef", fieldPath="metadata.name"),
@@ -276,3 +277,236 @@ def _check_sizes(task: Task, training: Mapping[str, Any]) -> None:
         if len(word.encode()) > _MAX_WORD_BYTES:
             what = f"expected scripts, variables and lists of nodes of less than {_MAX_WORD_BYTES} bytes, "
             raise invalid(task, "run", f"{what}found one with {len(word.encode())}: {word[:60]!r}...")
+
+
+_GRACE_S = 120  # default time between SIGTERM and the end of a pod. A cloud may reclaim a machine sooner.
+_MAX_GRACE_S = 2**31 - 1
+_IDENTITY = {"volumeMounts": "mountPath", "tolerations": "", "imagePullSecrets": "name"}
+"""Member that identifies an item of a list, if it is not `name`. Empty: items are never merged."""
+_KINDS = {dict: "map", list: "list"}
+_OURS = ("restartPolicy", "hostname", "subdomain")
+
+
+def _pod_config(task: Task) -> Mapping[str, Any]:
+    """Return the user's settings. Their form is checked, and most of their content is not."""
+    asked = value_at(task.document, POD_CONFIG)
+    if asked is None:
+        return {}
+    if not _is_plain(asked) or not isinstance(asked, Mapping) or not set(asked) <= {"metadata", "spec"}:
+        raise invalid(task, POD_CONFIG, "expected a map with metadata and spec of a pod.")
+    for key in ("metadata", "spec"):
+        if not isinstance(asked.get(key, {}), Mapping):
+            raise invalid(task, POD_CONFIG, f"expected a map as {key}.")
+    _check_spec(task, asked.get("spec", {}))
+    return asked
+
+
+def _grace_s(task: Task) -> int:
+    """Return the time between SIGTERM and the end of a pod."""
+    found = _pod_config(task).get("spec", {}).get("terminationGracePeriodSeconds", _GRACE_S)
+    if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= _MAX_GRACE_S:
+        what = f"expected a positive number of seconds as terminationGracePeriodSeconds, found {found!r}."
+        raise invalid(task, POD_CONFIG, what)
+    return found
+
+
+def _check_spec(task: Task, spec: Mapping[str, Any]) -> None:
+    containers = spec.get("containers", [{}])
+    if not isinstance(containers, list) or not all(isinstance(one, Mapping) for one in containers):
+        raise invalid(task, POD_CONFIG, "expected a list of maps as spec.containers.")
+    if len(containers) > 1:
+        what = (
+            "expected one container in spec.containers, whose settings are those of the training: a pod with "
+            "a second one would not end. Use spec.initContainers for others."
+        )
+        raise invalid(task, POD_CONFIG, what)
+    found = [f"spec.{key}" for key in _OURS if key in spec]
+    found += [f"spec.containers[0].{key}" for one in containers for key in ("command", "args") if key in one]
+    if found:
+        raise invalid(task, POD_CONFIG, f"Holdfast sets {found[0]} itself.")
+
+
+def _merged(task: Task, ours: Any, theirs: Any, where: str = "") -> Any:
+    """Return Holdfast's part of a pod template, merged with the user's part at the same place."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        merged = dict(ours)
+        for key, value in theirs.items():
+            path = f"{where}.{key}" if where else key
+            merged[key] = _merged(task, ours[key], value, path) if key in ours else value
+        return merged
+    if where == "spec.containers":
+        (training,) = ours
+        settings = {key: value for one in theirs for key, value in one.items() if key != "name"}
+        return [_merged(task, training, settings, f"{where}[0]")]
+    if isinstance(ours, list) and isinstance(theirs, list):
+        identity = _IDENTITY.get(where.rpartition(".")[2], "name")
+        if not all(isinstance(one, Mapping) for one in [*ours, *theirs]):
+            return [*ours, *theirs]
+        # Of two items of the same name, the user's replaces Holdfast's.
+        names = {one.get(identity) for one in theirs if identity in one}
+        return [one for one in ours if one.get(identity) not in names or identity not in one] + theirs
+    expected, found = (_KINDS.get(type(one), "single value") for one in (ours, theirs))
+    if "map" in (expected, found) or "list" in (expected, found):
+        raise invalid(task, POD_CONFIG, f"expected a {expected} as {where}, found a {found}.")
+    return theirs
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True if a value is one of JSON."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    is_number = isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
+    return value is None or is_number or isinstance(value, str)
+
+
+GPU = "nvidia.com/gpu"  # name of NVIDIA's GPUs as a resource
+_OTHER_VENDORS = re.compile(r"tpu|mi\d|gaudi|trainium|inferentia", re.I)
+_MAX_GPUS = 1024
+_LABEL = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?", re.A)
+
+
+def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
+    """Return the models of GPU that a pod may have, and their number, which is that of the first choice."""
+    choices = task.accelerators.choices
+    if not choices:
+        return (), 0
+    key = "resources.accelerators"
+    name, count = choices[0]
+    if _OTHER_VENDORS.match(name):
+        what = f"expected a model of NVIDIA GPU, found {name!r}. Only those are supported."
+        raise unsupported(task, key, what)
+    if count != int(count) or not 1 <= count <= _MAX_GPUS:
+        what = f"expected a whole number of GPUs from 1 to {_MAX_GPUS}, found {count:g}: "
+        raise invalid(task, key, f"{what}Kubernetes shares none.")
+    models = tuple(model for model, number in choices if number == count and not _OTHER_VENDORS.match(model))
+    too_long = [model for model in models if not _LABEL.fullmatch(model)]
+    if too_long:
+        raise invalid(task, key, f"expected a model that can be the value of a label, found {too_long[0]!r}.")
+    return models, int(count)
+
+
+def _requirements(task: Task) -> dict[str, Any]:
+    """Return the `resources` of the container. Limits of CPUs or memory could throttle or kill a training."""
+    asked = task.document.get("resources") or {}
+    requests: dict[str, str] = {}
+    cpus = parse_cpus(asked.get("cpus"))
+    if cpus is not None:
+        thousandths = max(1, round(cpus * 1000))
+        requests["cpu"] = f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
+    memory = memory_mib(asked.get("memory"))
+    if memory:
+        requests["memory"] = f"{memory}Mi"
+    _, num_gpus = gpu_choice(task)
+    found: dict[str, Any] = {"requests": requests} if requests else {}
+    return {**found, "limits": {GPU: str(num_gpus)}} if num_gpus else found
+
+
+def _affinity(task: Task) -> dict[str, Any]:
+    """Return the affinity for nodes with the GPUs of a task, by any label; empty if it needs none."""
+    models, _ = gpu_choice(task)
+    values = {"skypilot.co/accelerator": [model.lower() for model in models]}
+    for label, names in _labels().items():
+        values[label] = [name for model in models for name in names.get(model.upper(), ())]
+    # Terms are alternatives: a cluster has one of these labels, and usually not the others.
+    terms = [
+        {"matchExpressions": [{"key": label, "operator": "In", "values": found}]}
+        for label, found in values.items()
+        if found
+    ]
+    wanted = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    return {"nodeAffinity": wanted} if terms else {}
+
+
+@cache
+def _labels() -> Mapping[str, Mapping[str, list[str]]]:
+    return yaml.safe_load((resources.files("holdfast.jobs.k8s") / "gpu_labels.yaml").read_text())
+
+
+POD_CONFIG = "config.kubernetes.pod_config"  # the user's own settings of pods, in SkyPilot's form
+_MAX_NAME = 40  # longest name of a job: pods and services append to it, and have at most 63 characters
+_LABEL_KEY = re.compile(
+    r"(?:(?=.{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/)?(?=.{1,63}$)\w(?:[\w.-]*\w)?", re.A
+)
+_LABEL_VALUE = re.compile(r"(?=.{0,63}$)(?:\w(?:[\w.-]*\w)?)?", re.A)
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+
+
+def invalid(task: Task, key: str, what: str) -> InvalidInput:
+    """Return the error for an invalid value."""
+    return InvalidInput(f"{task.where(key)}: {what} Nothing was started.")
+
+
+def unsupported(task: Task, key: str, what: str) -> Unsupported:
+    """Return the error for a key that Kubernetes cannot provide; see `invalid`."""
+    return Unsupported(f"{task.where(key)}: {what} Nothing was started.")
+
+
+def object_name(task: Task) -> str:
+    """Return the name of a task's job: a DNS label that begins with a letter."""
+    plain = re.sub(r"[^a-z0-9]+", "-", task.name.lower()).strip("-")
+    found = plain if plain[:1].isalpha() else f"job-{plain}".rstrip("-")
+    # A shortened name could be that of another job, whose checkpoints this one would then continue.
+    if not plain or len(found) > _MAX_NAME:
+        what = (
+            f"expected a name of at most {_MAX_NAME} letters, digits and dashes, found {task.name[:100]!r}. "
+            "Give another one with --name."
+        )
+        raise invalid(task, "name", what)
+    return found
+
+
+def labels(task: Task) -> dict[str, str]:
+    """Return the labels of a task's objects: Holdfast's, and those in `resources.labels`."""
+    ours = {"app.kubernetes.io/name": object_name(task), "app.kubernetes.io/managed-by": "holdfast"}
+    asked = (task.document.get("resources") or {}).get("labels") or {}
+    for key, plain in asked.items():
+        value = "" if plain is None else str(plain)
+        if not _LABEL_KEY.fullmatch(str(key)) or not _LABEL_VALUE.fullmatch(value):
+            what = f"expected a label that Kubernetes accepts, found {str(key)[:100]!r}: {value[:100]!r}."
+            raise invalid(task, "resources.labels", what)
+        ours.setdefault(str(key), value)
+    return ours
+
+
+def is_subdomain(name: str) -> bool:
+    """Return True if an object of Kubernetes may have this name."""
+    return _SUBDOMAIN.fullmatch(name) is not None
+
+
+# Readers differ about words such as y, on and 1e3. So only words that cannot be anything else are not quoted.
+_PLAIN = re.compile(r"[A-Za-z/][\w./-]*", re.A)
+_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"))
+_OTHER_BREAKS = re.compile("[\r\x85\u2028\u2029]")  # line breaks in YAML 1.1 only
+_NEVER_FOLDED = 10**9
+_REPLACED = re.compile(r"\$(?=[$(])")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Dumper without anchors that quotes text unless it cannot be anything else."""
+
+    @override
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> Any:
+    is_plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    is_block = "\n" in text and not _OTHER_BREAKS.search(text)
+    style = "|" if is_block else None if is_plain else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent)
+
+
+def to_manifest(document: Mapping[str, Any], comments: Iterable[str]) -> str:
+    """Return a manifest that begins with comments."""
+    body = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=_NEVER_FOLDED)
+    return "".join(f"# {line}\n" for line in comments) + body
+
+
+def escape(text: str) -> str:
+    """Return text that Kubernetes turns back into `text`: it replaces `$(NAME)`, and `$$` by `$`."""
+    return _REPLACED.sub("$$", text)

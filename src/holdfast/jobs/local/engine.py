@@ -22,12 +22,19 @@ from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.recorded import NodeEngine, check_active, no_process
+from holdfast.jobs.recorded import (
+    CHOICE_KEYS,
+    IMAGE,
+    UNUSED_KEYS,
+    NodeEngine,
+    check_active,
+    find_on_machines,
+    no_process,
+)
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
 from holdfast.jobs.timers import is_of_earlier_boot
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.units import plural
 

@@ -29,9 +29,8 @@ from holdfast.jobs.node.virtual_environment import (
     make_virtual_environment,
 )
 from holdfast.jobs.node_spec import NodeSpec, reserve_outcome, write_outcome
-from holdfast.jobs.outcome import Outcome, Phase, unstarted
-from holdfast.jobs.output import log_times
-from holdfast.jobs.output.log_times import LogSampler
+from holdfast.jobs.outcome import Outcome, Phase
+from holdfast.jobs.output import DEFAULT_LOG_LIMIT, LOG_LIMIT, LogSampler
 from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
@@ -41,7 +40,8 @@ _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that a trainer may have received with its shell, and may handle."""
 _CANNOT_START = 126
-_UNFIT = 1
+_NOT_STARTED = 1
+_MAX_WHY = 400  # characters of the reason why commands cannot start
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 _LOOK_S = 1.0  # interval for checking the processes that the node needs
 _SAVE_LOOK_S = 0.2  # the same while processes complete a save
@@ -93,7 +93,7 @@ class Agent:
             self._container = Container(self._job, files, log)
             self._servers.append(self._container)
         self._log = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._sampler = LogSampler(log, self._log, plan.environment.get(log_times.LIMIT, log_times.DEFAULT))
+        self._sampler = LogSampler(log, self._log, plan.environment.get(LOG_LIMIT, DEFAULT_LOG_LIMIT))
         self._is_preempted: Callable[[], bool] = lambda: False  # the newest report of the training
         self._signalled: set[Process] = set()
 
@@ -132,7 +132,7 @@ class Agent:
         if why := self._not_ready(*self._servers) or self._prepare_venv():
             return self._refuse(why)
         if why := checks(self._poll):
-            return Outcome(Phase.SETUP, code=_UNFIT, unfit=why)
+            return Outcome(Phase.SETUP, code=_NOT_STARTED, unfit=why)
         return None
 
     def _not_ready(self, *servers: Server) -> str:
@@ -141,7 +141,7 @@ class Agent:
     def _refuse(self, why: str) -> Outcome:
         """Return the outcome of commands that cannot start."""
         self._write(f"the job cannot start: {why}")
-        return unstarted(why)
+        return Outcome(Phase.SETUP, code=_NOT_STARTED, unstarted=why.partition("\n")[0][:_MAX_WHY])
 
     def _write(self, line: str) -> None:
         os.write(self._log, f"holdfast: {line}\n".encode())
@@ -203,20 +203,20 @@ class Agent:
             outcome = Outcome(phase, code=outcome.code, killed_by=outcome.killed_by, diverged=reason)
         if _may_still_save(outcome, notice):
             self._end_orphans()
-            saving, deadline = _rest(), time.monotonic() + self._plan.grace_s
+            saving, deadline = processes.rest(), time.monotonic() + self._plan.grace_s
             while not processes.wait_exited(saving, _SAVE_LOOK_S) and time.monotonic() < deadline:
                 self._on_look()
         deadline = time.monotonic() + _SWEEP_S
-        while (rest := _rest()) and time.monotonic() < deadline:  # a process may have started others
-            processes.kill(rest)
+        while (left := processes.rest()) and time.monotonic() < deadline:  # a process may have started others
+            processes.kill(left)
             processes.reap()
         return outcome
 
     def _end_orphans(self, shell: int | None = None) -> None:
         """Send SIGTERM, once, to the children of trainers that have exited after a preemption."""
         if self._is_preempted():  # they may keep a pipe open; one that handles the signal may still save
-            for child in processes.children(os.getpid()):
-                if child.pid != shell and not child.exits_by_itself and child not in self._signalled:
+            for child in processes.rest():
+                if child.parent == os.getpid() and child.pid != shell and child not in self._signalled:
                     self._signalled.add(child)
                     processes.send(child, signal.SIGTERM)
 
@@ -279,10 +279,3 @@ def _may_still_save(outcome: Outcome, notice: Path) -> bool:
     if outcome.killed_by is not None:
         return outcome.killed_by in _TOLD_BY or notice.exists()
     return outcome.is_preempted or outcome.is_hung or notice.exists()
-
-
-def _rest() -> list[Process]:
-    """Return what is left of the node, except keepers and uploaders, which exit by themselves."""
-    return [
-        one for one in processes.descendants(os.getpid(), processes.snapshot()) if not one.exits_by_itself
-    ]

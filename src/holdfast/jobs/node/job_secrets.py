@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -76,13 +75,10 @@ def remove_secrets(folder: JobFolder) -> None:
 def remove_secrets_of_ended(folder: JobFolder) -> None:
     """Remove the secrets of an ended job, unless its controller is running, which does so itself."""
     if has_secrets(folder):
-        with suppress(OSError):  # the job is being removed, or the next call tries again
-            lock = locks.acquire(folder.lock)
+        # An error: the job is being removed, or the next call tries again.
+        with suppress(OSError), locks.held(folder.lock) as lock:
             if lock is not None:
-                try:
-                    remove_secrets(folder)
-                finally:
-                    os.close(lock)
+                remove_secrets(folder)
 
 
 def _remove_environment(path: Path) -> None:

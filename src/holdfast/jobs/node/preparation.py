@@ -29,8 +29,7 @@ from holdfast.jobs.node.virtual_environment import install_here, is_wanted
 from holdfast.jobs.node.workdir import create_workdir
 from holdfast.jobs.node_spec import Environment, NodeSpec
 from holdfast.jobs.records import Records, Submission
-from holdfast.jobs.task.model import Task
-from holdfast.jobs.task.sky_workdir import SKY_WORKDIR, is_plain, replace_sky_workdir
+from holdfast.jobs.task.model import SKY_WORKDIR, Task, is_plain, replace_sky_workdir
 from holdfast.system.environment import PREEMPTION, PROGRESS
 from holdfast.system.linux.files import write_atomic
 

@@ -98,9 +98,10 @@ def descendants(root: int, table: dict[int, Process]) -> list[Process]:
     return found
 
 
-def children(pid: int) -> list[Process]:
-    """Return the children of a process, without servants."""
-    return [one for one in descendants(pid, snapshot()) if one.parent == pid]
+def rest(*, with_keepers: bool = False) -> list[Process]:
+    """Return the descendants of this process, by default without keepers and uploaders, which exit alone."""
+    found = descendants(os.getpid(), snapshot())
+    return [one for one in found if with_keepers or not one.exits_by_itself]
 
 
 def tagged(mark: str, table: dict[int, Process]) -> list[Process]:

@@ -55,16 +55,11 @@ class Server:
 
     def start(self) -> bool:
         """Start the process, unless it is running. Return True if it was started."""
-        lock = locks.acquire(self._lock)
-        if lock is None:
-            return False
-        try:
-            environment = self._prepare()
-            if environment is not None:
-                spawn(self.role, self.folder, self.log, lock=lock, environment=environment)
-        finally:
-            os.close(lock)  # the process has inherited it: there is no moment for another one
-        return environment is not None
+        with locks.held(self._lock) as lock:  # which the process inherits: no moment is left for another one
+            if lock is None or (environment := self._prepare()) is None:
+                return False
+            spawn(self.role, self.folder, self.log, lock=lock, environment=environment)
+        return True
 
     def poll(self) -> None:
         """Replace a process that was killed."""

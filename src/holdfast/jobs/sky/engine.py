@@ -18,14 +18,14 @@ from holdfast.jobs.engine import Job
 from holdfast.jobs.environment import add_notice_file, create_task_id
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.output.log_reader import OutputBlock, OutputSelection
+from holdfast.jobs.output import OutputBlock, OutputSelection
 from holdfast.jobs.recorded import RecordedEngine, check_active
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.commands import ManagedJob
 from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.task.document import to_yaml
-from holdfast.jobs.task.model import MountMode, Task, value_at
+from holdfast.jobs.task.model import MountMode, Task, TaskFile, value_at
 from holdfast.system.environment import PREEMPTION
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.log import get_logger
@@ -71,8 +71,9 @@ class SkyEngine(RecordedEngine):
         check_workdir(task)
 
     @override
-    def submit(self, task: Task) -> Job:
-        self.check(task)
+    def submit_file(self, file: TaskFile) -> list[Job]:
+        self.check_file(file)
+        task = file.only()
         _log.info("submitting the job to %s; this may take minutes", commands.version())
         now_s = time.time()
         spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
@@ -94,7 +95,7 @@ class SkyEngine(RecordedEngine):
             raise
         if engine_job_id is not None:
             records.set_engine_job_id(number, engine_job_id)
-        return self.job(number)
+        return [self.job(number)]
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:

@@ -6,12 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.slurm.job_files import JobFiles
 
 
 def main() -> int:
     """Run the process with the role of the first argument, and return its exit status."""
-    role, folder = sys.argv[1], JobFolder(Path(sys.argv[2]))
+    role, folder = sys.argv[1], JobFiles(Path(sys.argv[2]))
     os.chdir("/")  # do not keep any directory busy
     if role == "controller":
         from holdfast.jobs.slurm.controller import supervise
@@ -21,9 +21,8 @@ def main() -> int:
         return supervise(folder)
     if role == "sweep":
         from holdfast.jobs.node.processes import end_other_attempts
-        from holdfast.jobs.slurm.job_files import JobFiles
 
-        end_other_attempts(JobFiles(folder.path).read_job().task_id, None)
+        end_other_attempts(folder.read_job().task_id, None)
     else:
         from holdfast.jobs.slurm.runner import run_node
 

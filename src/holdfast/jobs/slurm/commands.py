@@ -11,13 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from holdfast.errors import RetryLater, Unsupported
 from holdfast.jobs.machines import NodeStanding, judge, read_events
 from holdfast.jobs.records import JobSpec
-from holdfast.jobs.state_machine import JobState
-from holdfast.jobs.status import JobStatus
 from holdfast.system.entry import command
 from holdfast.system.environment import NOTIFY, NOTIFY_ON
 from holdfast.system.linux.program_runs import run_program
@@ -41,13 +38,6 @@ _FIXES = {
     "invalid qos": "Give a QOS of your account as qos in config.slurm.sbatch_options.",
 }
 """Advice by words of sbatch's refusals."""
-_WAITING = frozenset(
-    {
-        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
-        *("SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"),  # Slurm requeues the job by itself
-    }
-)
-_THERE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
 
 
 class Queued(Struct, frozen=True):
@@ -246,38 +236,3 @@ def choose_excluded(
     room = min(max(1, int(len(usable) * MAX_SHARE)), len(usable) - num_nodes)
     chosen = [one.name for one in standings if one.stands_out and one.name in usable]
     return tuple(chosen[: max(0, room)])
-
-
-def current_state(
-    job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
-) -> JobState:
-    """Return the current state of a job from that recorded by its controller, unless that is final."""
-    if job_state.status.is_final:
-        return job_state
-    state = None if queued is None else queued.state
-    if state in _THERE:
-        status = JobStatus.STARTING if job_state.status is JobStatus.PENDING else job_state.status
-        return replace(job_state, status=status)
-    if queued is not None and state in _WAITING:
-        if is_cancelled:
-            return replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
-        why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
-        status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
-        return replace(job_state, status=status, reason=_joined(job_state.reason, why))
-    # Slurm has ended the job before its controller could record why.
-    if is_cancelled or (state or "").startswith("CANCELLED"):
-        status, reason = JobStatus.CANCELLED, "cancelled" if is_cancelled else "cancelled in Slurm"
-    else:
-        found = "Slurm has forgotten the job" if state is None else f"Slurm reports {state}"
-        cause = (
-            "the job's controller did not record how it ended"
-            if job_state.attempt
-            else "its nodes sent no message: is the folder on a file system that they share "
-            "(HOLDFAST_STATE), and Python at the same path there?"
-        )
-        status, reason = JobStatus.FAILED_CONTROLLER, f"{found}, and {cause} (see {output})"
-    return replace(job_state, status=status, is_active=False, reason=_joined(reason, missing))
-
-
-def _joined(*reasons: str) -> str:
-    return "; ".join(filter(None, reasons))

@@ -6,6 +6,8 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +27,7 @@ from holdfast.jobs.outcome import Outcome, Phase, own_ends
 from holdfast.jobs.records import JobRequest, Records
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import choose_left_out, joined
-from holdfast.jobs.slurm.job_files import JobFiles
-from holdfast.jobs.slurm.messages import Step, UploadTerms
+from holdfast.jobs.slurm.job_files import Inbox, JobFiles, NodeReport, Orders, UploadTerms, as_line
 from holdfast.jobs.slurm.mounts import ClusterMounts
 from holdfast.jobs.state_machine import (
     AttemptDue,
@@ -43,6 +44,7 @@ from holdfast.jobs.state_machine import (
 )
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import Timers
+from holdfast.system.entry import command
 from holdfast.system.environment import read_integer
 from holdfast.system.log import get_logger
 
@@ -58,16 +60,85 @@ FAILED = 1
 _T = TypeVar("_T")
 
 
-def supervise(folder: JobFolder) -> int:
+def supervise(files: JobFiles) -> int:
     """Run the controller of a job, and return the exit status of its batch script."""
-    controller = SlurmController(JobFiles(folder.path))
+    controller = SlurmController(files)
     controller.serve_or_give_up()
     if controller.has_ended:
-        controller.remove_links()
-        remove_secrets(folder)
+        remove_shared_links(files, files.read_job().task_id)  # they lead to files on the nodes
+        remove_secrets(files)
         # Slurm ends the processes of the job with this script. The next command sends the rest.
-        wait_for_notifier(folder, limit_s=_NOTIFIER_S)
+        wait_for_notifier(files, limit_s=_NOTIFIER_S)
     return 0 if controller.state.status is JobStatus.SUCCEEDED else FAILED
+
+
+class Step:
+    """srun process that runs the nodes of one attempt."""
+
+    def __init__(self, folder: JobFolder, attempt: int, num_nodes: int, kill_wait_s: float) -> None:
+        # Created here, once: other nodes' file systems may cache for long that it does not exist.
+        folder.attempt(attempt).mkdir(mode=0o700, parents=True, exist_ok=True)
+        addresses = commands.addresses(os.environ["SLURM_JOB_NODELIST"])
+        # srun uses the job's options, except for CPUs per task, which it needs again (since 22.05).
+        cpus = os.environ.get("SLURM_CPUS_PER_TASK")
+        self._srun = subprocess.Popen(
+            [
+                "srun",
+                f"--nodes={num_nodes}",
+                f"--ntasks={num_nodes}",
+                "--ntasks-per-node=1",
+                *([f"--cpus-per-task={cpus}"] if cpus else []),
+                "--kill-on-bad-exit=1",  # a runner only fails if it was killed, and its peers wait in vain
+                "--wait=0",
+                "--unbuffered",
+                *command(
+                    *("holdfast.jobs.slurm", "runner", str(folder.path), str(attempt)),
+                    ",".join(addresses),
+                    str(kill_wait_s),
+                ),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # srun would forward a signal, or end everything
+        )
+        assert self._srun.stdin is not None
+        assert self._srun.stdout is not None
+        self._in, self._out = self._srun.stdin, self._srun.stdout
+        self._inbox = Inbox(NodeReport)
+        self.reports: dict[int, NodeReport] = {}  # the newest of each node
+        self.orders = Orders()  # the newest
+        self.has_ended = False  # true once no runner is left
+
+    @property
+    def fd(self) -> int:
+        """Descriptor that is readable when a node has sent a report."""
+        return self._out.fileno()
+
+    def receive(self) -> None:
+        """Receive the nodes' reports since the last call."""
+        if not select.select([self._out], [], [], 0)[0]:
+            return
+        data = os.read(self._out.fileno(), 1 << 16)
+        if not data:
+            self._srun.wait()
+            self.has_ended = True
+        self.reports.update((report.node, report) for report in self._inbox.feed(data))
+        for line in self._inbox.others:
+            sys.stderr.write(f"{line}\n")
+        self._inbox.others.clear()
+
+    def order(self, **changes: Any) -> None:
+        """Change the orders of all nodes."""
+        orders = replace(self.orders, **changes)
+        if orders != self.orders:
+            self.orders = orders
+            with contextlib.suppress(OSError):
+                os.write(self._in.fileno(), as_line(orders))
+
+    def close(self) -> None:
+        """Close the pipes to srun."""
+        self._in.close()
+        self._out.close()
 
 
 class SlurmController(Controller):
@@ -147,7 +218,7 @@ class SlurmController(Controller):
     @override
     def _prepare_attempt(self) -> None:
         self._noticed, self._has_reports = {}, False
-        self._mounts.forget()
+        self._mounts = ClusterMounts(self._files, self._job.spec.num_nodes, {})
         self._num_resumed = 0
         if self._stored.uploads:
             self._store(uploads={})
@@ -335,10 +406,6 @@ class SlurmController(Controller):
         yield AttemptExited(before.attempt, self._has_advanced(), lost, self._cause())
         if self.state.status is JobStatus.RECOVERING and leaves:
             self._requeue()
-
-    def remove_links(self) -> None:
-        """Remove the links of the mounts, which lead to files on the nodes."""
-        remove_shared_links(self._files, self._job.task_id)
 
     def _requeue(self) -> None:
         """Let Slurm start the job again, on the machines that it then finds."""

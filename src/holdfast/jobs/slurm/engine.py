@@ -1,7 +1,8 @@
-"""The engine of Slurm clusters."""
+"""The engine of Slurm clusters, its batch script, and the options of sbatch for a task."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 from typing_extensions import override
 
-from holdfast.errors import Conflict, HoldfastError, RetryLater, Unsupported
+from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, each
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets
@@ -20,21 +21,65 @@ from holdfast.jobs.node.mounts.mount_records import create_links, is_private_tar
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.recorded import NodeEngine, check_active, no_process
+from holdfast.jobs.recorded import (
+    CHOICE_KEYS,
+    IMAGE,
+    UNUSED_KEYS,
+    NodeEngine,
+    check_active,
+    find_on_machines,
+    no_process,
+)
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.slurm import commands
-from holdfast.jobs.slurm.commands import Queued, choose_left_out, current_state, joined
+from holdfast.jobs.slurm.commands import Queued, choose_left_out, joined
 from holdfast.jobs.slurm.job_files import JobFiles, SlurmJobState
 from holdfast.jobs.slurm.mounts import ClusterMounts
-from holdfast.jobs.slurm.options import CONTAINERS, FURTHER, NODES, Options, grace_s, wanted_options
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.model import Task, value_at
-from holdfast.jobs.unsupported_keys import CHOICE_KEYS, IMAGE, UNUSED_KEYS, find_on_machines
+from holdfast.jobs.task.model import Task, memory_mib, parse_cpus, value_at
 from holdfast.system.entry import command
 from holdfast.system.linux.files import write_atomic
 
+GRACE_S = 60  # default time before the end at which Slurm sends its notice
+FURTHER = "config.slurm.sbatch_options"
+"""Key of a task file for more options, which SkyPilot's parser accepts."""
+_NODES_WAY = "the number of nodes is `num_nodes`, and `run` starts once on each"
+_LOGS_WAY = "the output of all nodes is in `holdfast logs`"
+_REQUEUE_WAY = "it requeues a job after a preemption and, as `resources.job_recovery` says, after errors"
+_OURS = {
+    "job-name": "use `name`, or --name",
+    "comment": "it recognises its jobs by it",
+    "nodes": _NODES_WAY,
+    "ntasks-per-node": _NODES_WAY,
+    "chdir": "commands start in the workdir, which `workdir` names",
+    "output": _LOGS_WAY,
+    "open-mode": _LOGS_WAY,
+    "requeue": _REQUEUE_WAY,
+    "parsable": "it reads what sbatch prints",
+}
+"""Options that Holdfast sets, with the way to what a user may want."""
+_REFUSED = {
+    "array": (
+        "launch the file once for each value: "
+        "`for i in 1 2 3; do holdfast launch FILE --on slurm --env I=$i; done`"
+    ),
+    "ntasks": _NODES_WAY,
+    "error": _LOGS_WAY,
+    "input": "standard input is empty; read a file instead",
+    "no-requeue": _REQUEUE_WAY,
+    "wrap": "the commands are those of `run`",
+    "wait": "use `holdfast launch --attach` or `holdfast wait`",
+    "hold": "use `begin` with a time, or `scontrol hold` after the launch",
+    "export": "use `envs` and `secrets`, or --env and --secret",
+}
+"""Options that would break a job, with the way to what a user may want."""
+CONTAINERS = frozenset({"container", "container-image"})
+"""Options with which Slurm itself, or Pyxis, a plugin for it, runs a job in a container."""
+NODES = frozenset({"nodelist", "nodefile"})  # options that name the nodes of a job
+_SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
+
+Options = dict[str, str | None]  # options by name without dashes. None: the option has no value
 _BODY = """\
 # Slurm may signal this shell only. A shell runs a trap only while it waits, never while a child
 # runs in its foreground.
@@ -68,6 +113,13 @@ _UNSUPPORTED_KEYS: Mapping[str, str] = {
     "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
     "resources.priority_class": f"not passed on; use sbatch's own option, see {FURTHER}",
 }
+_WAITING = frozenset(
+    {
+        *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
+        *("SPECIAL_EXIT", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL"),  # Slurm requeues the job by itself
+    }
+)
+_THERE = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
 
 
 class SlurmEngine(NodeEngine):
@@ -158,16 +210,9 @@ class SlurmEngine(NodeEngine):
         records.set_engine_job_id(submission.number, slurm_id)
 
     def _script(self, task: Task, number: str, task_id: str) -> str:
-        folder = self._state / "jobs" / number
-        return batch_script(
-            task.name,
-            task_id,
-            task.num_nodes,
-            wanted_options(task),
-            command("holdfast.jobs.slurm", "controller", str(folder), python=own_python()),
-            folder=str(folder),
-            output=str(JobFiles(folder).output),
-        )
+        files = JobFiles(self._state / "jobs" / number)
+        words = command("holdfast.jobs.slurm", "controller", str(files.path), python=own_python())
+        return batch_script(task, task_id, files, words)
 
     @override
     def _current(self, records: list[JobRecord]) -> list[Job]:
@@ -261,30 +306,21 @@ class SlurmEngine(NodeEngine):
         return JobFiles(job_folder(self._state, number).path)
 
 
-def batch_script(
-    name: str,
-    task_id: str,
-    num_nodes: int,
-    options: Options,
-    controller: Sequence[str],
-    *,
-    folder: str,
-    output: str,
-) -> str:
+def batch_script(task: Task, task_id: str, files: JobFiles, controller: Sequence[str]) -> str:
     """Return the script for sbatch. The paths of the controller's command line exist on every node."""
     ours: Options = {
-        "job-name": name,
+        "job-name": task.name,
         "comment": task_id,
-        "nodes": str(num_nodes),
+        "nodes": str(task.num_nodes),
         "ntasks-per-node": "1",
-        "chdir": folder,
-        "output": output,
+        "chdir": str(files.path),
+        "output": str(files.output),
         "open-mode": "append",  # otherwise each start would truncate it
         "requeue": None,
     }
     lines = [
         f"#SBATCH --{option}" + ("" if value is None else f"={_quoted(value)}")
-        for option, value in {**ours, **options}.items()
+        for option, value in {**ours, **wanted_options(task)}.items()
     ]
     head = "\n".join(["#!/bin/bash", *lines])
     return f"{head}\n\n" + _BODY.format(controller=shlex.join(controller))
@@ -320,3 +356,102 @@ def _further_keys(task: Task) -> Iterator[tuple[str, str]]:
     for name in config if isinstance(config, Mapping) else ():
         if name != "slurm":
             yield f"config.{name}", "settings of clouds and clusters; kept for other engines"
+
+
+def wanted_options(task: Task) -> Options:
+    """Return the options of sbatch for a task."""
+    found: Options = dict(_from_resources(task))
+    found["signal"] = f"USR1@{GRACE_S}"
+    further = value_at(task.document, FURTHER)
+    if further is not None and not isinstance(further, Mapping):
+        raise InvalidInput(
+            f"{task.where(FURTHER)}: expected a map of options, found {further!r}. Nothing was started."
+        )
+    for name, value in (further or {}).items():
+        option = str(name).replace("_", "-").lstrip("-")
+        _check(task, option, value)
+        if value is False:
+            found.pop(option, None)
+        else:
+            has_no_value = value is None or value is True or value == ""  # 1 equals True, and is a value
+            found[option] = None if has_no_value else str(value)
+    return found
+
+
+def grace_s(options: Options) -> float:
+    """Return how long before its end a job is notified, in seconds."""
+    match = _SIGNAL.fullmatch(options.get("signal") or "")
+    return float(match[1]) if match else float(GRACE_S)
+
+
+def _check(task: Task, option: str, value: Any) -> None:
+    where = f"{task.path}:{task.line_of(f'{FURTHER}.{option}')}: {FURTHER}"
+    if way := _OURS.get(option):
+        raise InvalidInput(f"{where}: Holdfast sets --{option} itself: {way}. Nothing was started.")
+    if way := _REFUSED.get(option):
+        raise InvalidInput(f"{where}: --{option} is not possible here: {way}. Nothing was started.")
+    if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
+        raise InvalidInput(
+            f"{where}: expected an option of sbatch and its value, found {option!r}: {value!r}."
+        )
+    if option == "signal" and not _SIGNAL.fullmatch(str(value)):
+        raise InvalidInput(
+            f"{where}: expected USR1@SECONDS, found {value!r}: SIGUSR1 is the preemption notice."
+        )
+
+
+def _from_resources(task: Task) -> Iterator[tuple[str, str]]:
+    resources = task.document.get("resources") or {}
+    cpus = parse_cpus(resources.get("cpus"))
+    if cpus is not None:
+        yield "cpus-per-task", str(max(1, int(cpus)))
+    memory = memory_mib(resources.get("memory"))
+    if memory is not None:
+        yield "mem", f"{memory}M"
+    if task.accelerators.choices:
+        name, count = task.accelerators.choices[0]
+        yield "gres", f"gpu:{name.lower()}:{max(1, int(count))}"
+    partition = _partition(task, resources)
+    if partition:
+        yield "partition", partition
+
+
+def _partition(task: Task, resources: Mapping[str, Any]) -> str | None:
+    """Return the partition of `infra: slurm/CLUSTER/PARTITION`, or SkyPilot's one for CPU-only jobs."""
+    parts = str(resources.get("infra") or "").split("/")
+    if len(parts) == 3 and parts[0].lower() == "slurm" and parts[2] not in ("", "*"):
+        return parts[2]
+    named = value_at(task.document, "config.slurm.cpu_partition")
+    return str(named) if named and not task.accelerators.choices else None
+
+
+def current_state(
+    job_state: JobState, queued: Queued | None, *, is_cancelled: bool, output: str, missing: str = ""
+) -> JobState:
+    """Return the current state of a job from that recorded by its controller, unless that is final."""
+    if job_state.status.is_final:
+        return job_state
+    state = None if queued is None else queued.state
+    if state in _THERE:
+        status = JobStatus.STARTING if job_state.status is JobStatus.PENDING else job_state.status
+        return replace(job_state, status=status)
+    if queued is not None and state in _WAITING:
+        if is_cancelled:
+            return replace(job_state, status=JobStatus.CANCELLING, reason="cancelled")
+        why = f"waits in Slurm ({queued.reason})" if queued.reason not in ("", "None") else "waits in Slurm"
+        status = JobStatus.RECOVERING if job_state.attempt else JobStatus.PENDING
+        return replace(job_state, status=status, reason="; ".join(filter(None, (job_state.reason, why))))
+    # Slurm has ended the job before its controller could record why.
+    if is_cancelled or (state or "").startswith("CANCELLED"):
+        status, reason = JobStatus.CANCELLED, "cancelled" if is_cancelled else "cancelled in Slurm"
+    else:
+        found = "Slurm has forgotten the job" if state is None else f"Slurm reports {state}"
+        cause = (
+            "the job's controller did not record how it ended"
+            if job_state.attempt
+            else "its nodes sent no message: is the folder on a file system that they share "
+            "(HOLDFAST_STATE), and Python at the same path there?"
+        )
+        status, reason = JobStatus.FAILED_CONTROLLER, f"{found}, and {cause} (see {output})"
+    reason = "; ".join(filter(None, (reason, missing)))
+    return replace(job_state, status=status, is_active=False, reason=reason)

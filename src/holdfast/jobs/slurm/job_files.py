@@ -1,17 +1,25 @@
-"""Files of a Slurm job, shared by login node, controller and runners."""
+"""Files of a Slurm job, shared by login node, controller and runners, and the messages of the latter two.
+
+Each message, a report or orders, is the whole state, sent again when it changes, so a receiver needs only the
+newest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct, field
 
 from holdfast.errors import Corrupt, Internal
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import append_value, load_document, read_values, write_document
+from holdfast.jobs.outcome import Outcome
 from holdfast.jobs.records import JobRequest, Submission, read_submission
 from holdfast.jobs.state_machine import JobState
+from holdfast.system.documents import decode_as, read_as, to_plain
 
 
 class NodeUploads(Struct, frozen=True):
@@ -86,3 +94,63 @@ class JobFiles(JobFolder):
     def is_cancelled(self) -> bool:
         """True if a user has cancelled the job."""
         return any(one.kind == "cancel" for one in self.read_requests())
+
+
+class NodeReport(Struct, frozen=True):
+    """State of a node, from its runner to the controller."""
+
+    node: int
+    are_leftovers_sent: bool = False  # what earlier attempts have left on the machine is uploaded
+    is_running: bool = False  # `run` has started
+    notice: str = ""  # source of a preemption notice that the machine has received
+    notice_lead_s: float = 0.0
+    notified_unix_s: float | None = None  # deadline of the newest notice that the processes have received
+    num_listening: int = 0  # processes that handle it
+    outcome: Outcome | None = None  # once the commands have ended
+    uploads: NodeUploads | None = None  # once its scratch folder is open
+    uploading: str = ""  # files that are still uploaded after that, for people
+
+
+class UploadTerms(Struct, frozen=True):
+    """Terms of the uploads of all nodes, once all commands have ended."""
+
+    until_unix_s: float | None  # None: as long as it takes
+    removes: bool  # remove the scratch folder, as the job leaves the machine
+
+
+class Orders(Struct, frozen=True):
+    """All that the nodes are to do besides their commands, from the controller to the runners."""
+
+    notice: str = ""  # source of a notice for all processes; empty: there is none
+    notice_unix_s: float = 0.0  # its deadline
+    kills: bool = False  # kill all processes
+    kills_keepers: bool = False  # keepers too
+    opens_mounts: bool = False  # mount: all nodes have uploaded what earlier attempts have left
+    uploads: UploadTerms | None = None  # unmount, and upload
+
+
+_T = TypeVar("_T", NodeReport, Orders)
+
+
+def as_line(state: NodeReport | Orders) -> bytes:
+    """Return a report or orders as a line."""
+    return json.dumps({"holdfast": to_plain(state)}).encode() + b"\n"
+
+
+class Inbox(Generic[_T]):
+    """Parser of received bytes into reports or orders. Other lines are collected separately."""
+
+    def __init__(self, kind: type[_T]) -> None:
+        self._kind, self._rest = kind, b""
+        self.others: list[str] = []  # output of srun or a site's own programs
+
+    def feed(self, data: bytes) -> Iterator[_T]:
+        """Yield the values that these bytes complete."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            try:
+                members = decode_as(dict[str, Any], line, "a line", any_text=True)
+                yield read_as(self._kind, members["holdfast"], "a message")
+            except (Corrupt, KeyError):
+                if line.strip():
+                    self.others.append(line.decode("utf-8", "replace"))

@@ -30,8 +30,7 @@ from holdfast.jobs.node.mounts.scratch import (
 from holdfast.jobs.node.mounts.uploads import upload_status, wait_without_uploader
 from holdfast.jobs.node_spec import machine_name
 from holdfast.jobs.records import Submission
-from holdfast.jobs.slurm.job_files import NodeUploads
-from holdfast.jobs.slurm.messages import NodeReport
+from holdfast.jobs.slurm.job_files import NodeReport, NodeUploads
 from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.writeback import status_of
@@ -136,11 +135,6 @@ class ClusterMounts:
         self.uploads = dict(uploads)
         self.limit_unix_s: float | None = None  # of the uploads, if Slurm is about to take the machines
         self._ended_unix_s: float | None = None
-
-    def forget(self) -> None:
-        """Forget the attempt, as a new one begins."""
-        self.uploads.clear()
-        self.limit_unix_s = self._ended_unix_s = None
 
     def note(self, reports: Mapping[int, NodeReport]) -> bool:
         """Note the newest reports of the runners. Return True if `uploads` has changed."""

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.jobs.environment import container_base
-from holdfast.jobs.folder import JobFolder, NodeFolder
+from holdfast.jobs.folder import NodeFolder
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.agent import Agent
@@ -33,9 +33,15 @@ from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node.roles import STOPPED
 from holdfast.jobs.node_spec import Environment, NodeSpec, machine_name, read_environment, read_outcome
 from holdfast.jobs.outcome import Outcome, Phase
-from holdfast.jobs.slurm import messages
-from holdfast.jobs.slurm.job_files import JobFiles, NodeUploads
-from holdfast.jobs.slurm.messages import Inbox, write
+from holdfast.jobs.slurm.job_files import (
+    Inbox,
+    JobFiles,
+    NodeReport,
+    NodeUploads,
+    Orders,
+    UploadTerms,
+    as_line,
+)
 from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import adopt_orphans
@@ -57,7 +63,7 @@ _OF_DEVICES = frozenset(
 _HEARD = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 
 
-def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
+def run_node(folder: JobFiles, attempt: int, addresses: list[str], kill_wait_s: float) -> None:
     """Run this node's part of an attempt. Called by srun, once per node."""
     # Not in the job's folder, whose file system may not support pipes.
     with temporary_folder("node") as room, closing(WakeupPipe(room / "wakeup")) as wakeup:
@@ -67,7 +73,7 @@ def run_node(folder: JobFolder, attempt: int, addresses: list[str], kill_wait_s:
 class _Runner:
     def __init__(
         self,
-        folder: JobFolder,
+        folder: JobFiles,
         attempt: int,
         addresses: list[str],
         kill_wait_s: float,
@@ -76,7 +82,7 @@ class _Runner:
     ) -> None:
         self._folder, self._attempt, self._kill_wait_s = folder, attempt, kill_wait_s
         self._wakeup, self._wakeup_fifo = wakeup, fifo
-        self._job = JobFiles(folder.path).read_job()
+        self._job = folder.read_job()
         self._variables = read_environment(folder).task
         self._rank = read_integer("SLURM_NODEID", 0)
         self._num_gpus = read_integer("SLURM_GPUS_ON_NODE", self._job.spec.num_gpus)
@@ -85,9 +91,9 @@ class _Runner:
         self._mounts: NodeMounts | None = None  # once they are open
         container = Container(folder, self._node.container, Path(self._plan.log))
         self._container = container if self._job.spec.image else None
-        self._report = messages.NodeReport(self._rank)
-        self._orders = messages.Orders()
-        self._inbox = Inbox(messages.Orders)
+        self._report = NodeReport(self._rank)
+        self._orders = Orders()
+        self._inbox = Inbox(Orders)
         self._fds = [0, wakeup.fd]  # orders, and wakeups
         self._signals: list[int] = []
         self._is_notified = False
@@ -135,7 +141,7 @@ class _Runner:
         except Exception:  # noqa: BLE001 - the node is lost, and its files are uploaded all the same
             with contextlib.suppress(OSError), Path(self._plan.log).open("a") as log:
                 traceback.print_exc(file=log)
-            processes.kill(self._left())
+            processes.kill(processes.rest(with_keepers=self._orders.kills_keepers))
             return Outcome(Phase.RUN if self._node.running.exists() else Phase.SETUP)
 
     def _turn_until(self, is_over: Callable[[], bool], limit_s: float) -> None:
@@ -162,7 +168,7 @@ class _Runner:
             are_leftovers_sent=self._mounts is not None and self._mounts.are_leftovers_sent,
         )
         if self._orders.kills:
-            processes.kill(self._left())
+            processes.kill(processes.rest(with_keepers=self._orders.kills_keepers))
 
     def _make_plan(self, addresses: list[str]) -> NodeSpec:
         """Return the specification of the node's work."""
@@ -289,7 +295,7 @@ class _Runner:
         if not data:  # the controller is gone
             self._fds.remove(0)
             if orders.uploads is None:
-                terms = messages.UploadTerms(time.time() + self._job.policy.grace_s, removes=False)
+                terms = UploadTerms(time.time() + self._job.policy.grace_s, removes=False)
                 self._orders = replace(orders, uploads=terms)
         if self._mounts is not None and orders.opens_mounts:
             self._mounts.allow()
@@ -307,13 +313,8 @@ class _Runner:
             write_notice(self._node.notice, Notice(source, deadline_unix_s=deadline_unix_s))
         return sum(processes.send(one, signal.SIGTERM) for one in listening)
 
-    def _left(self) -> list[processes.Process]:
-        """Return the node's processes, without keepers unless these are killed too."""
-        found = processes.descendants(os.getpid(), processes.snapshot())
-        return [one for one in found if self._orders.kills_keepers or not one.exits_by_itself]
-
     def _has_keepers(self) -> bool:
-        found = processes.descendants(os.getpid(), processes.snapshot())
+        found = processes.rest(with_keepers=True)
         if self._mounts is not None:  # uploaders have a deadline of their own
             return any(one.is_keeper for one in found)
         return any(one.exits_by_itself for one in found)
@@ -327,7 +328,7 @@ class _Runner:
 
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # srun is gone, so Slurm ends the runner
-            os.write(1, write(self._report))
+            os.write(1, as_line(self._report))
 
 
 def step_variables(base: Mapping[str, str]) -> dict[str, str]:

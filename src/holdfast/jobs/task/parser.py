@@ -13,10 +13,10 @@ import yaml
 from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.amounts import Accelerators, memory_mib, parse_accelerators, parse_cpus
-from holdfast.jobs.task.document import TaskDocument, parse_documents
-from holdfast.jobs.task.edits import (
+from holdfast.jobs.task.document import (
+    TaskDocument,
     fill_in,
+    parse_documents,
     parse_variables,
     places,
     replace_aliases,
@@ -25,9 +25,21 @@ from holdfast.jobs.task.edits import (
     set_value,
     unfolded,
 )
-from holdfast.jobs.task.model import FileMount, JobRecovery, MountMode, Repository, Task, TaskFile, value_at
+from holdfast.jobs.task.model import (
+    Accelerators,
+    FileMount,
+    JobRecovery,
+    MountMode,
+    Repository,
+    Task,
+    TaskFile,
+    memory_mib,
+    parse_accelerators,
+    parse_cpus,
+    path_in_workdir,
+    value_at,
+)
 from holdfast.jobs.task.problems import find_problems, format_problems
-from holdfast.jobs.task.sky_workdir import path_in_workdir
 from holdfast.system.documents import decode_text
 
 _HEADERS = ({"name"}, {"name", "execution"})  # keys of a header. With others too, it is a task.
@@ -80,15 +92,10 @@ def parse_tasks(text: str, name: str, overrides: Overrides | None = None) -> Tas
     return TaskFile(title, tuple(parsed), name)
 
 
-def parse_task(text: str, name: str, overrides: Overrides | None = None) -> Task:
-    """Parse the only task of a file; see `parse_tasks`."""
-    return parse_tasks(text, name, overrides).only()
-
-
-def command_task(command: str, overrides: Overrides | None = None) -> Task:
+def command_task(command: str, overrides: Overrides | None = None) -> TaskFile:
     """Return the task of one shell command, in a copy of the current directory."""
     document = {"name": "command", "workdir": ".", "run": command}
-    return parse_task(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
+    return parse_tasks(yaml.safe_dump(document, allow_unicode=True), "command line", overrides)
 
 
 def _edit(task: TaskDocument, given: Overrides) -> None:

@@ -11,10 +11,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from holdfast.jobs.task.amounts import is_multiple, memory_mib, parse_accelerators, parse_cpus
-from holdfast.jobs.task.document import TaskDocument
-from holdfast.jobs.task.edits import ALTERNATIVES, fill_in, is_variable_name, parse_variables, places
-from holdfast.jobs.task.sky_workdir import path_in_workdir
+from holdfast.jobs.task.document import (
+    ALTERNATIVES,
+    TaskDocument,
+    fill_in,
+    is_variable_name,
+    parse_variables,
+    places,
+)
+from holdfast.jobs.task.model import is_multiple, memory_mib, parse_accelerators, parse_cpus, path_in_workdir
 
 MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
 _MAX_LISTED = 10

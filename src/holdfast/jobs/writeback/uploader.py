@@ -1,22 +1,29 @@
-"""Main loop of the uploader: queues changes of the directory, and exits after the last holder."""
+"""Main loop of the uploader: queues changes that inotify reports, and exits after the last holder.
+
+Source: inotify(7).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import select
+import struct
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from msgspec import Struct
+
 from holdfast.checkpoint.store import open_store
-from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater
-from holdfast.jobs.writeback import files, inotify
+from holdfast.errors import Conflict, HoldfastError, Internal, RetryLater, Unsupported
+from holdfast.jobs.writeback import files
 from holdfast.jobs.writeback.config import OPEN_LIMIT_S, UploaderConfig
-from holdfast.jobs.writeback.inotify import FileEvent, TreeWatch
 from holdfast.jobs.writeback.journal import FOLDER, JournaledQueue
 from holdfast.jobs.writeback.reconciliation import reconcile, record_attempt
 from holdfast.jobs.writeback.sender import Sender
@@ -170,35 +177,35 @@ class Uploader:
     def _read_events(self) -> None:
         for event in self._watch.read():
             self._pending.append(event)
-            if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
+            if event.kind in (CLOSED, MOVED_TO):
                 self._pending_closes[event.name] += 1
 
     def _handle_next(self) -> None:
         event = self._pending.popleft()
-        if event.kind in (inotify.CLOSED, inotify.MOVED_TO):
+        if event.kind in (CLOSED, MOVED_TO):
             self._pending_closes[event.name] -= 1
             if not self._pending_closes[event.name]:
                 del self._pending_closes[event.name]
-        if event.kind == inotify.LOST:
+        if event.kind == LOST:
             _log.info("file events were lost, scanning all files")
             self._scan_all()
         elif event.is_directory:
             self._handle_directory(event)
-        elif event.kind == inotify.MOVED_FROM:
+        elif event.kind == MOVED_FROM:
             self._handle_moved_from(event)
-        elif event.kind == inotify.DELETED:
+        elif event.kind == DELETED:
             self._remove(event.name)
-        elif event.kind == inotify.CREATED:
+        elif event.kind == CREATED:
             self._handle_created(event.name)
         else:
             self._capture(event.name)
 
     def _handle_directory(self, event: FileEvent) -> None:
-        if event.kind == inotify.CREATED:
+        if event.kind == CREATED:
             self._watch.add_tree(event.name)
             self._scan_all(event.name)  # files that were created before the watch
-        elif event.kind in (inotify.MOVED_FROM, inotify.MOVED_TO):
-            target = self._take_rename_target(event) if event.kind == inotify.MOVED_FROM else None
+        elif event.kind in (MOVED_FROM, MOVED_TO):
+            target = self._take_rename_target(event) if event.kind == MOVED_FROM else None
             self._watch.forget_tree(event.name)
             self._scan_all(renamed=(event.name, target.name) if target else None)
 
@@ -213,7 +220,7 @@ class Uploader:
 
     def _take_rename_target(self, event: FileEvent) -> FileEvent | None:
         """Return the second half of a rename, without its own event, if the file stayed in the directory."""
-        targets = (one for one in self._pending if one.kind == inotify.MOVED_TO and one.pair == event.pair)
+        targets = (one for one in self._pending if one.kind == MOVED_TO and one.pair == event.pair)
         if (found := next(targets, None)) is not None:
             self._pending.remove(found)
             self._pending_closes[found.name] -= 1
@@ -383,3 +390,100 @@ def _lock(folder: Path) -> int:
             raise Conflict(f"{folder.parent} already has an uploader.")
         time.sleep(0.01)
     return fd
+
+
+CLOSED, CREATED, DELETED, MOVED_FROM, MOVED_TO, LOST = 0x8, 0x100, 0x200, 0x40, 0x80, 0x4000
+"""Kinds of events: closed after writing, created, deleted, moved away, moved here, events lost."""
+_IGNORED, _IS_DIRECTORY = 0x8000, 0x40000000
+_ONLY_DIRECTORIES, _NO_LINKS, _NOT_AFTER_UNLINK = 0x01000000, 0x02000000, 0x04000000
+_KINDS = CLOSED | CREATED | DELETED | MOVED_FROM | MOVED_TO
+_WATCHED = _KINDS | _ONLY_DIRECTORIES | _NO_LINKS | _NOT_AFTER_UNLINK
+_HEAD = struct.Struct("iIII")
+_READ_BYTES = 1 << 20
+
+
+class FileEvent(Struct, frozen=True):
+    """Event of one name. Both events of a rename have the same `pair`."""
+
+    kind: int
+    name: str
+    is_directory: bool = False
+    pair: int = 0
+
+
+class TreeWatch:
+    """Watch of a directory and everything below it."""
+
+    def __init__(self, root: Path, is_excluded: Callable[[str], bool]) -> None:
+        self._root, self._is_excluded = root, is_excluded
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            reason = f"{os.strerror(ctypes.get_errno())}. You may have to raise fs.inotify.max_user_instances"
+            raise Unsupported(f"Cannot watch {root}: {reason}.")
+        self._names: dict[int, str] = {}
+
+    def fileno(self) -> int:
+        """Return the descriptor, which is readable when events are pending."""
+        return self._fd
+
+    def add_tree(self, name: str = "") -> None:
+        """Watch a directory and everything below it. Renews the names of directories already watched."""
+        pending = [name]
+        while pending:
+            below = pending.pop()
+            if not self._add(below):
+                continue
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._root / below) as entries:
+                for entry in entries:
+                    inner = f"{below}/{entry.name}" if below else entry.name
+                    if entry.is_dir(follow_symlinks=False) and not self._is_excluded(inner):
+                        pending.append(inner)
+
+    def forget_tree(self, name: str) -> None:
+        """Stop watching a directory that left the tree, and everything below it."""
+        for number, known in list(self._names.items()):
+            if known == name or known.startswith(f"{name}/"):
+                self._libc.inotify_rm_watch(self._fd, number)
+                del self._names[number]
+
+    def read(self) -> list[FileEvent]:
+        """Return the events since the last call, in order."""
+        events: list[FileEvent] = []
+        with suppress(BlockingIOError):
+            while data := os.read(self._fd, _READ_BYTES):
+                events += self._parse(data)
+        return events
+
+    def _add(self, name: str) -> bool:
+        """Watch one directory. Return False if it no longer exists."""
+        path = os.fsencode(self._root / name)
+        number = self._libc.inotify_add_watch(self._fd, path, _WATCHED)
+        if number >= 0:
+            self._names[number] = name
+            return True
+        reason = ctypes.get_errno()
+        if reason in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+            return False
+        if reason == errno.ENOSPC:
+            what = f"{self._root} has more directories than one user may watch"
+            raise Unsupported(f"{what}. Raise fs.inotify.max_user_watches.")
+        raise RetryLater(f"Cannot watch {self._root / name}: {os.strerror(reason)}.")
+
+    def _parse(self, data: bytes) -> list[FileEvent]:
+        events, at = [], 0
+        while at < len(data):
+            number, mask, pair, length = _HEAD.unpack_from(data, at)
+            at += _HEAD.size + length
+            if mask & LOST:
+                events.append(FileEvent(LOST, ""))
+            elif mask & _IGNORED:
+                self._names.pop(number, None)
+            elif number in self._names:
+                own = os.fsdecode(data[at - length : at].rstrip(b"\0"))
+                folder = self._names[number]
+                name = f"{folder}/{own}" if folder else own
+                if own and not self._is_excluded(name):
+                    kind = mask & _KINDS
+                    events.append(FileEvent(kind, name, bool(mask & _IS_DIRECTORY), pair))
+        return events

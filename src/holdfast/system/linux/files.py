@@ -18,7 +18,7 @@ NOT_A_FILE = frozenset(
     }
 )
 """Error numbers of `open_regular` for a path without a regular file. Others are failures to read it."""
-_KEEP_SIZE = 1  # of fallocate(2)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -48,6 +48,15 @@ def write_atomic(path: Path, data: str | bytes, *, is_durable: bool = True) -> N
 
 def reserve_space(fd: int, offset: int, num_bytes: int) -> None:
     """Reserve disk space for a part of a file, also beyond its end; its size stays (fallocate(2))."""
-    if _libc.fallocate(fd, _KEEP_SIZE, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
+    _fallocate(fd, _KEEP_SIZE, offset, num_bytes)
+
+
+def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
+    """Give a part of a file back to the file system. Its writers, which append, and its readers continue."""
+    _fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, num_bytes)
+
+
+def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> None:
+    if _libc.fallocate(fd, mode, ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

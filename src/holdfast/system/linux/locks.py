@@ -6,6 +6,8 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Two kinds. Those of flock(2) work on most network file systems. Those of open file descriptions, see
@@ -39,6 +41,17 @@ def acquire(path: Path) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+@contextmanager
+def held(path: Path) -> Iterator[int | None]:
+    """Hold a lock in the block, and yield its descriptor. Yield None if it is held already."""
+    fd = acquire(path)
+    try:
+        yield fd
+    finally:
+        if fd is not None:
+            os.close(fd)
 
 
 def is_held(path: Path) -> bool:

@@ -26,8 +26,7 @@ from holdfast.jobs.node.containers.container import ContainerRuntime, ContainerS
 from holdfast.jobs.node.mounts.mount_records import Link, read_links, write_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
 from holdfast.jobs.node.roles import log_line
-from holdfast.jobs.task.image import qualified
-from holdfast.jobs.task.sky_workdir import SKY_WORKDIR
+from holdfast.jobs.task.model import SKY_WORKDIR, qualified
 from holdfast.system.documents import Count, decode_as
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces

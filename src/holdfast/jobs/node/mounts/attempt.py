@@ -17,14 +17,13 @@ from typing_extensions import override
 from holdfast.errors import Conflict
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import read_document
-from holdfast.jobs.node.mounts import fuse
-from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import caches, read_mount_specs, unmount_below
 from holdfast.jobs.node.roles import Server
 from holdfast.jobs.node_spec import read_environment
 
 HOLDERS, READY, UPLOADS = "holders", "ready", "uploads"
-"""Files of the mounter: a FIFO whose writers keep it alive, its result for waiting nodes, and a file that
-exists if it is to upload what is left."""
+"""Files of the mounter: a FIFO whose writers keep it alive, why the mounts failed, which is empty if they are
+ready, and a file that exists if it is to upload what is left."""
 UNSENT = "unsent.json"  # file in the folder of the attempt, with the newest status of the uploads
 _RELEASE_LIMIT_S = 15.0  # time limit for a released mounter to unmount
 _KEEPERS_LIMIT_S = 60.0  # time limit for keepers to write the staged saves of a completed job
@@ -36,12 +35,6 @@ class UnsentFiles(Struct, frozen=True):
     is_settled: bool  # nothing more can be uploaded
     is_hopeless: bool  # no uploader will continue
     summary: str  # a sentence for each directory with missing files
-
-
-class MountResult(Struct, frozen=True):
-    """Result of a mounter for the nodes that wait: why the mounts failed; empty if they are ready."""
-
-    error: str = ""
 
 
 class Mounts(Server):
@@ -81,8 +74,7 @@ class Mounts(Server):
 
     @override
     def _result(self) -> str | None:
-        found = read_document(self.folder / READY, MountResult)
-        return None if found is None else found.error
+        return read_document(self.folder / READY, str)
 
     @override
     def _prepare(self) -> Mapping[str, str] | None:
@@ -107,7 +99,7 @@ class Mounts(Server):
             if time.monotonic() > self._give_up_s:  # it hangs
                 self.kill()
             return False
-        fuse.unmount_below(self.job.path)
+        unmount_below(self.job.path)
         if not self._caches:
             return True
         self._keepers_s = self._keepers_s or time.monotonic() + _KEEPERS_LIMIT_S

@@ -91,8 +91,8 @@ def _download_missing(
 ) -> None:
     """Download the objects that are not in a folder yet, and check the sizes of all."""
     # Here, because it takes as long to import as all else, and a launch needs only `exists`.
-    from holdfast.jobs.writeback.download import Download
     from holdfast.jobs.writeback.files import Fingerprint
+    from holdfast.jobs.writeback.reconciliation import Download
 
     present = {entry.name: _size(folder / entry.name) for entry in entries}
     missing = [entry for entry in entries if present[entry.name] != entry.num_bytes]

@@ -14,8 +14,6 @@ from holdfast.checkpoint.store.address import hide_secrets
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder, bucket_folder
-from holdfast.jobs.node.copies import check_copy, copy_file, copy_tree, left_out
-from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
@@ -25,12 +23,13 @@ from holdfast.jobs.node.mounts.mount_records import (
     is_private_target,
     normal_target,
     private_mounts,
+    why_not_mountable,
     why_unavailable,
     write_links,
     write_mount_specs,
 )
-from holdfast.jobs.task.amounts import memory_mib
-from holdfast.jobs.task.model import FileMount, MountMode, Task
+from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
+from holdfast.jobs.task.model import FileMount, MountMode, Task, memory_mib
 from holdfast.system.units import format_bytes
 
 _REMOTE = {
@@ -81,7 +80,7 @@ def _check_source(mount: FileMount, state: Path, *, runs_here: bool) -> None:
         check_endpoint(mount.source, "The task file")
         open_store(mount.source)
         needs_fuse = runs_here and mount.mode is MountMode.MOUNT
-        if needs_fuse and (why := fuse.why_not_mountable(mount.source)):
+        if needs_fuse and (why := why_not_mountable(mount.source)):
             raise Unsupported(f"{why} Nothing was started.")
     place = None if mount.is_remote else _local_place(mount, state)
     if mount.mode is MountMode.MOUNT_CACHED:

@@ -20,12 +20,12 @@ from msgspec.structs import replace
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import encode, read_document
-from holdfast.jobs.node.mounts import fuse
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
     caches,
     read_links,
     read_mount_specs,
+    unmount_below,
     visible_links,
     write_links,
     write_mount_specs,
@@ -114,7 +114,7 @@ def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
 
 def remove_scratch(scratch: JobFolder) -> bool:
     """Remove a scratch folder, unless it has files that are not uploaded. Return True if it was removed."""
-    fuse.unmount_below(scratch.path)
+    unmount_below(scratch.path)
     remove_copies(scratch)
     if any(Path(spec.path).exists() for spec in caches(scratch)):
         return False

@@ -1,1 +1,0 @@
-"""Output of jobs: a log per node, limited in size, with times, read in blocks of lines."""

@@ -24,7 +24,7 @@ from holdfast.jobs.outcome import Outcome, Phase
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.state_machine import JobState
 from holdfast.system.linux import locks
-from holdfast.watch.preemption.notice import Notice, write_notice
+from holdfast.watch.preemption.sources import Notice, write_notice
 
 _SWEEP_S = 60.0  # time limit for killing processes that do not disappear
 

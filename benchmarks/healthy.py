@@ -24,7 +24,7 @@ from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.store import open_store
 from holdfast.system.rawbytes import view_bytes
 from holdfast.watch.spike import Spike
-from holdfast.watch.values.contents import ContentCheck
+from holdfast.watch.values import ContentCheck
 
 HERE = Path(__file__).resolve().parent
 DTYPES = {

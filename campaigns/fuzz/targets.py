@@ -649,7 +649,7 @@ def _notice_seeds() -> list[bytes]:
 
 def _run_notice(data: bytes) -> None:
     from holdfast.watch.preemption import sources
-    from holdfast.watch.preemption.notice import Unreachable, read_notice
+    from holdfast.watch.preemption.sources import Unreachable, read_notice
 
     text = data.decode("utf-8", "replace")
     aws, azure = sources.Aws(), sources.Azure()

@@ -61,13 +61,13 @@ if TYPE_CHECKING:
     from holdfast.train.tuning.step_profile import tune as tune
     from holdfast.watch.compiled.trainer import CompileCache as CompileCache
     from holdfast.watch.defaults import default_watches as default_watches
-    from holdfast.watch.hang.trainer import Hang as Hang
+    from holdfast.watch.hang.watch import Hang as Hang
     from holdfast.watch.memory import HostMemory as HostMemory
-    from holdfast.watch.pace.trainer import SlowRanks as SlowRanks
+    from holdfast.watch.pace.watch import SlowRanks as SlowRanks
     from holdfast.watch.preemption.trainer import Preemption as Preemption
-    from holdfast.watch.replicas.trainer import Replicas as Replicas
+    from holdfast.watch.replicas import Replicas as Replicas
     from holdfast.watch.spike import Spike as Spike
-    from holdfast.watch.values.trainer import FiniteValues as FiniteValues
+    from holdfast.watch.values import FiniteValues as FiniteValues
 
 _NAMES = {
     "checkpoint.exchange": "export_checkpoint export_in_background import_checkpoint",
@@ -95,13 +95,13 @@ _NAMES = {
     "train.tuning.step_profile": "tune",
     "watch.compiled.trainer": "CompileCache",
     "watch.defaults": "default_watches",
-    "watch.hang.trainer": "Hang",
+    "watch.hang.watch": "Hang",
     "watch.memory": "HostMemory",
-    "watch.pace.trainer": "SlowRanks",
+    "watch.pace.watch": "SlowRanks",
     "watch.preemption.trainer": "Preemption",
-    "watch.replicas.trainer": "Replicas",
+    "watch.replicas": "Replicas",
     "watch.spike": "Spike",
-    "watch.values.trainer": "FiniteValues",
+    "watch.values": "FiniteValues",
 }
 """Public names by the module that has them."""
 _PLACES = {name: place for place, names in _NAMES.items() for name in names.split()}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.adapters.kit.attachment import check_versions, insert_class
+from holdfast.adapters.kit.run import check_versions, insert_class
 from holdfast.errors import Unsupported
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.watch.preemption.notice import Notice, write_notice
+from holdfast.watch.preemption.sources import Notice, write_notice
 from stage.training import make_checkpointer
 
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
-from holdfast.watch.compiled import build_environment
+from holdfast.watch.compiled import directory as directories
 from holdfast.watch.compiled import transfer as indices
-from holdfast.watch.compiled.build_environment import environment_key
-from holdfast.watch.compiled.directory import check_path
+from holdfast.watch.compiled.directory import check_path, environment_key
 from holdfast.watch.compiled.transfer import CacheIndex, IndexName, PackedFile, PackName, divide, pack, unpack
 
 KEY = "0123456789abcdef" * 2
@@ -152,19 +151,19 @@ def test_a_golden_index_stays_readable():
 
 
 def test_every_fact_changes_the_key():
-    here = build_environment.current_environment()
-    key = build_environment.environment_key(here)
+    here = directories.current_environment()
+    key = directories.environment_key(here)
     assert len(key) == 32
-    assert build_environment.environment_key(dict(reversed(here.items()))) == key
+    assert directories.environment_key(dict(reversed(here.items()))) == key
     for name in here:
         other = here | {name: "another"}
-        assert build_environment.environment_key(other) != key
-        assert build_environment.format_difference(here, other) == name
+        assert directories.environment_key(other) != key
+        assert directories.format_difference(here, other) == name
     assert {"torch", "python", "cpu", "compiler", "gpu", "cuda", "triton"} <= here.keys()
 
 
 def test_the_environment_has_this_processor_and_compiler():
-    here = build_environment.current_environment()
+    here = directories.current_environment()
     if Path("/proc/cpuinfo").exists():
         assert here["cpu"]
     assert "+" in here["torch"] or "." in here["torch"]
@@ -173,20 +172,18 @@ def test_the_environment_has_this_processor_and_compiler():
 def test_the_order_of_the_kernels_flags_does_not_matter():
     first = "vendor_id\t: X\nflags\t\t: fpu avx2 amx\n\nvendor_id\t: X\nflags\t\t: fpu avx2 amx\n"
     second = "flags : amx fpu avx2\nvendor_id : X\nbogomips : 12\n"
-    assert (
-        build_environment._cpu(first) == build_environment._cpu(second) == "flags: amx avx2 fpu; vendor_id: X"
-    )
-    assert build_environment._cpu(first) != build_environment._cpu(first.replace(" amx", ""))
+    assert directories._cpu(first) == directories._cpu(second) == "flags: amx avx2 fpu; vendor_id: X"
+    assert directories._cpu(first) != directories._cpu(first.replace(" amx", ""))
 
 
 def test_a_missing_or_silent_compiler_is_not_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    assert build_environment._compiler() == ""
+    assert directories._compiler() == ""
     script = tmp_path / "c++"
     script.write_text("#!/bin/sh\necho 'c++ 99'\necho more\n")
     script.chmod(0o755)
     monkeypatch.setenv("CXX", f"{script} -pipe")
-    assert build_environment._compiler() == "c++ 99"
+    assert directories._compiler() == "c++ 99"
 
 
 def test_gpus_come_from_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -194,6 +191,6 @@ def test_gpus_come_from_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         folder = tmp_path / "nvidia" / f"0000:0{number}"
         folder.mkdir(parents=True)
         (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   12\n")
-    monkeypatch.setattr(build_environment, "_NVIDIA", tmp_path / "nvidia")
-    monkeypatch.setattr(build_environment, "_AMD", tmp_path / "none")
-    assert build_environment._gpus() == "NVIDIA H200, NVIDIA T4"
+    monkeypatch.setattr(directories, "_NVIDIA", tmp_path / "nvidia")
+    monkeypatch.setattr(directories, "_AMD", tmp_path / "none")
+    assert directories._gpus() == "NVIDIA H200, NVIDIA T4"

@@ -16,8 +16,7 @@ from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.watch import SharedPlace
 from holdfast.errors import RetryLater
 from holdfast.watch.compiled import transfer
-from holdfast.watch.compiled.build_environment import current_environment, environment_key
-from holdfast.watch.compiled.directory import Directory
+from holdfast.watch.compiled.directory import Directory, current_environment, environment_key
 from holdfast.watch.compiled.trainer import CompileCache
 from holdfast.watch.compiled.transfer import (
     FOLDER,

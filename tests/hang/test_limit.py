@@ -18,7 +18,7 @@ from holdfast.checkpoint.keeper.pulse import (
     TrainerProgress,
 )
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.watch.hang.limit import MIN_STEPS, HangLimits, StallClock, learn_limit
+from holdfast.watch.hang.watch import MIN_STEPS, HangLimits, StallClock, learn_limit
 
 TRAINING = TrainerProgress(
     is_training=True, beats=50, beats_here=50, step=50, beat_ns=0, phase="", phase_count=0, phase_ns=0,
@@ -95,7 +95,7 @@ def test_a_phase_has_a_limit_that_follows_the_longest_of_its_name() -> None:
 def test_an_extended_limit_ends_with_the_next_progress() -> None:
     clock = StallClock(HangLimits(step_s=5.0, phase_s=50.0))
     ticks(clock, TRAINING, 5)
-    clock.extend()
+    clock.extend(50.0)
     assert not ticks(clock, TRAINING, 40)
     assert ticks(clock, TRAINING, 10)
     assert ticks(clock, changed(beats=51), 7)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.format.dtypes import TORCH_NAMES
 from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.format.sections import UNKNOWN, Health, Mark, Section, health_of
-from holdfast.watch.values.contents import ContentCheck, Squares, TensorHealth, judge
+from holdfast.system.documents import to_plain
+from holdfast.watch.values import ContentCheck, Squares, TensorHealth, judge
 from making import raw_bytes
 
 NAMES = {
@@ -145,8 +146,7 @@ STEADY, SPIKE, FEW = (
 
 def health(tensors: list[TensorHealth | None], trend: Section | None, before: list[Squares]) -> Health:
     """Health by the values and the trend of the metrics."""
-    found = judge(tensors, before)
-    sections = {"finite-values": Section(1, {}, found.mark, found.reasons)}
+    sections = {"finite-values": judge(tensors, before)}
     return health_of(sections if trend is None else {**sections, "spike": trend})
 
 
@@ -186,7 +186,7 @@ def test_the_reasons_name_tensors_and_norms() -> None:
 
 @given(st.permutations([FINE, TensorHealth(0, (), Squares(3.0, None)), TensorHealth(0, (), Squares())]))
 def test_norms_are_those_of_all_ranks(tensors: list[TensorHealth]) -> None:
-    assert judge(tensors).squares == Squares(103.0, 1.0)
+    assert judge(tensors).data["squares"] == to_plain(Squares(103.0, 1.0))
 
 
 def test_of_several_marks_the_greatest_counts_in_any_order() -> None:

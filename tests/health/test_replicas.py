@@ -16,7 +16,9 @@ from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.judges import CompleteSave
 from holdfast.checkpoint.state.capture import shared_tensors
 from holdfast.checkpoint.state.sharding import Sharding, ShardLayout, held_by
-from holdfast.watch.replicas.keeper import (
+from holdfast.watch.replicas import (
+    FREE_BYTES,
+    MAX_TURNS,
     Comparison,
     RankReplicas,
     Replica,
@@ -24,8 +26,8 @@ from holdfast.watch.replicas.keeper import (
     ReplicaHashes,
     ReplicasKeeper,
     ReplicaWatch,
+    turns_of,
 )
-from holdfast.watch.replicas.trainer import FREE_BYTES, MAX_TURNS, turns_of
 
 NAMES = ["w", "buffer"]
 A, B, C = "a" * 16, "b" * 16, "c" * 16

@@ -16,8 +16,16 @@ from typing import Any
 import pytest
 
 from holdfast.errors import InvalidInput
-from holdfast.watch.preemption.notice import Notice, Unreachable
-from holdfast.watch.preemption.sources import Aws, Azure, Gcp, Ray, parse_sources, ray_context
+from holdfast.watch.preemption.sources import (
+    Aws,
+    Azure,
+    Gcp,
+    Notice,
+    Ray,
+    Unreachable,
+    parse_sources,
+    ray_context,
+)
 from notice.cloud_services import AwsService, AzureService, GcpService
 
 WHEN = datetime.datetime(2026, 6, 23, 2, 30, tzinfo=datetime.timezone.utc).timestamp()

@@ -13,8 +13,15 @@ import torch
 
 import holdfast
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput
-from holdfast.watch.preemption.notice import Notice, Unreachable, read_notice, write_notice
-from holdfast.watch.preemption.sources import Deadline, SlurmLimit, parse_sources
+from holdfast.watch.preemption.sources import (
+    Deadline,
+    Notice,
+    SlurmLimit,
+    Unreachable,
+    parse_sources,
+    read_notice,
+    write_notice,
+)
 from stage import ranks
 
 

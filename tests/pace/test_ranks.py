@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import nursery
-from holdfast.watch.pace.sampler import Activity
-from holdfast.watch.pace.windows import CAUSES, QUEUE_CAUSE, decode_windows
+from holdfast.watch.pace.windows import CAUSES, QUEUE_CAUSE, Activity, decode_windows
 from pace.trials import PaceTrial
 
 ALWAYS = 600.0
@@ -26,12 +25,12 @@ def test_a_rank_with_a_slow_data_loader_is_named_once_with_its_cause_and_cost(tm
         training.wait_until(lambda: bool(training.slow()))
         training.wait_until(lambda: len(training.lines("pace")) >= 3)
         training.end()
-        (found,) = training.slow()
-        assert (found.attempt, found.period.rank) == (1, 1)
-        assert found.period.host == os.uname().nodename
-        assert found.period.cause == CAUSES[Activity.LOADS]
-        assert found.period.factor > 1.3
-        assert 0.1 < found.period.cost_share < 1
+        ((attempt, found),) = training.slow()
+        assert (attempt, found.rank) == (1, 1)
+        assert found.host == os.uname().nodename
+        assert found.cause == CAUSES[Activity.LOADS]
+        assert found.factor > 1.3
+        assert 0.1 < found.cost_share < 1
         assert training.printed().count("SLOW RANK") == 1
         assert all(decode_windows(line) is not None for line in training.lines("pace"))
 
@@ -46,7 +45,7 @@ def test_a_slow_rank_is_named(tmp_path: Path, way: str, kind: str) -> None:
         training.end()
         assert training.accused() == {2}
         cause = CAUSES[Activity.LOADS if way == "loader" else Activity.SLEEPS]
-        assert {one.period.cause for one in training.slow() if one.period.rank == 2} == {cause}
+        assert {one.cause for _, one in training.slow() if one.rank == 2} == {cause}
 
 
 @pytest.mark.slow
@@ -57,8 +56,8 @@ def test_a_rank_whose_processor_is_used_by_another_program_is_named(tmp_path: Pa
         training.begin("none", odd=0, seconds=ALWAYS, window="1s")
         training.wait_until(lambda: bool(training.lines("pace")))
         training.hog(1, 120.0)
-        training.wait_until(lambda: any(one.period.rank == 1 for one in training.slow()))
-        assert {one.period.cause for one in training.slow() if one.period.rank == 1} == {QUEUE_CAUSE}
+        training.wait_until(lambda: any(one.rank == 1 for _, one in training.slow()))
+        assert {one.cause for _, one in training.slow() if one.rank == 1} == {QUEUE_CAUSE}
         training.end()
 
 

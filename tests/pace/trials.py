@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hang.trials import Trial
-from holdfast.watch.pace.windows import QUEUE_CAUSE, SlowAttempt, list_slow_periods
+from holdfast.watch.pace.windows import QUEUE_CAUSE, SlowPeriod, list_slow_periods
 from nursery import Nursery
 
 TRAINING = Path(__file__).with_name("training.py")
@@ -44,8 +44,8 @@ class PaceTrial(Trial):
         (self.folder / "stop").touch()
         self.finish()
 
-    def slow(self) -> list[SlowAttempt]:
-        """Return the slow periods in the history."""
+    def slow(self) -> list[tuple[int, SlowPeriod]]:
+        """Return the slow periods in the history, with their attempts."""
         return list_slow_periods(self.lines("slow-rank", "slow-rank-over"))
 
     def accused(self) -> set[int]:
@@ -53,7 +53,7 @@ class PaceTrial(Trial):
 
         On a busy machine a rank may really wait longer for a processor than the others.
         """
-        return {one.period.rank for one in self.slow() if one.period.cause != QUEUE_CAUSE}
+        return {period.rank for _, period in self.slow() if period.cause != QUEUE_CAUSE}
 
     def kill(self) -> None:
         """Kill everything that is left."""

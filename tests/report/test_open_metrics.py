@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format.run import Done
-from holdfast.watch.pace.windows import SlowAttempt, SlowPeriod
+from holdfast.watch.pace.windows import SlowPeriod
 from holdfast.watch.report.open_metrics import format_metrics
 from holdfast.watch.report.summary import HomeContents, RunSummary, summarize
 from report.made_up_run import START, MadeUpRun
@@ -28,7 +28,7 @@ def interrupted() -> RunSummary:
     slow = SlowPeriod(3, "node-7", START + 42, 2.5, 0.4, 1.0, "its data loader")
     old = replace(slow, rank=1, until_unix_s=START + 20.0)
     found = summarize(made_up.by_time(), made_up.claims, home_contents=HomeContents(1000, 3, 30))
-    return replace(found, slow_periods=(SlowAttempt(1, old), SlowAttempt(2, slow)))
+    return replace(found, slow_periods=((1, old), (2, slow)))
 
 
 def samples(text: str) -> dict[str, list[Any]]:

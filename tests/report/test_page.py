@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from dash.driver import browsing, missing_browser
 from holdfast.checkpoint.format.run import Done
-from holdfast.watch.pace.windows import PaceReading, SlowAttempt, SlowPeriod
+from holdfast.watch.pace.windows import PaceReading, SlowPeriod
 from holdfast.watch.report.figures import make_figures
 from holdfast.watch.report.page import headline_numbers, make_page
 from holdfast.watch.report.style import MAX_MARKS, MAX_ROWS, format_share, framed
@@ -50,7 +50,7 @@ def eventful() -> RunSummary:
         CheckedNode(7, 1, 1, "bad<1>", START, 7, "space /home: too little", was_refused=True, cost_s=3.0),
         CheckedNode(7, 2, 0, "good", START + 9, 7, "", was_refused=False, cost_s=0.25),
     )
-    return replace(found, paces=tuple(paces), slow_periods=(SlowAttempt(1, slow),), node_checks=tuple(checks))
+    return replace(found, paces=tuple(paces), slow_periods=((1, slow),), node_checks=tuple(checks))
 
 
 def quiet() -> RunSummary:

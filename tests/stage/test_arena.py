@@ -18,7 +18,7 @@ from torch.optim import AdamW
 import holdfast
 from holdfast.checkpoint.stage import Arena, Arenas
 from holdfast.errors import InvalidInput, Preempted, RetryLater, SaveWarning
-from holdfast.watch.preemption.notice import Notice, write_notice
+from holdfast.watch.preemption.sources import Notice, write_notice
 from stage.training import (
     WAIT_S,
     CopyGate,

@@ -34,7 +34,7 @@ from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.checkpoint.watch import CopiedSave, WatchedRun
 from holdfast.errors import Corrupt, RetryLater
-from holdfast.watch.values.keeper import ValuesKeeper
+from holdfast.watch.values import ValuesKeeper
 from keeper.test_commit import make_config
 from making import history_lines, make_home, make_reports, raw_bytes
 from stage.training import make_checkpointer
@@ -249,7 +249,7 @@ def test_a_step_that_is_saved_again_has_the_sections_of_its_own_bytes() -> None:
     """The first save of the step was given up after its sections were made: the store lost its part."""
     store, config = FaultyStore(MemoryStore()), make_config("home", world_size=1)
     make_home(store)
-    half = WatchConfig("finite-values", "holdfast.watch.values.keeper:ValuesKeeper", "", {})
+    half = WatchConfig("finite-values", "holdfast.watch.values:ValuesKeeper", "", {})
     inbox, reports = make_reports(store, config)
     trainer = KeeperInfo(1, 0, os.getpid(), 0, busy=False)
     watches = KeeperWatches(

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 import holdfast
 from holdfast import Checkpoint, Checkpointer
-from holdfast.adapters.kit.attachment import check_versions
+from holdfast.adapters.kit.run import check_versions
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.endpoints import check_endpoint
@@ -61,11 +61,8 @@ def report(checkpointer: Checkpointer, metrics: Mapping[str, Any], **options: An
         raise InvalidInput(
             "report() makes the checkpoint. Leave checkpoint= out, or call ray.train.report()."
         )
-    if ray.train.get_context().get_world_rank() != 0:
-        ray.train.report(dict(metrics), **options)
-        return
-    home = checkpointer.home
-    newest = max(candidates(list_home(open_store(home))), default=None)
+    home, is_first = checkpointer.home, ray.train.get_context().get_world_rank() == 0
+    newest = max(candidates(list_home(open_store(home))), default=None) if is_first else None
     if newest is None or _reported.get(home) == newest.step:
         ray.train.report(dict(metrics), **options)
         return

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import holdfast
 from holdfast import Checkpointer
-from holdfast.adapters.kit.attachment import check_versions
-from holdfast.adapters.kit.run import open_loaded
+from holdfast.adapters.kit.run import check_versions, open_loaded
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run.options import Limits
 from holdfast.errors import Corrupt, InvalidInput, NotFound

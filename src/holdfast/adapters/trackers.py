@@ -12,7 +12,6 @@ from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Any, Protocol, SupportsFloat, final
 
 from msgspec import Struct
@@ -188,9 +187,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self.close(has_failed=kind is not None and not isinstance(error, Preempted))
 
     # -- the thread ------------------------------------------------------------------------------------------
@@ -221,7 +218,9 @@ class Tracker:
         if attempt != self._begun:
             self._run.begin(place)
             self._begun = attempt
-        self._run.write(place, {name: _read(value) for name, value in values.items()})
+        pairs = values.items()
+        numbers = {name: one.read() if isinstance(one, PendingScalar) else one for name, one in pairs}
+        self._run.write(place, numbers)
 
     def _send_numbers(self, place: RowPlace) -> None:
         self._next_numbers_s = time.monotonic() + NUMBERS_PERIOD_S
@@ -241,10 +240,6 @@ class Tracker:
                 "continues, and later problems of it are not reported. The history in home is complete.",
                 SaveWarning,
             )
-
-
-def _read(value: float | PendingScalar) -> float:
-    return value.read() if isinstance(value, PendingScalar) else value
 
 
 NONE = -1
@@ -464,16 +459,13 @@ class _WandbRun(Struct):
         self._log_row()  # the next attempt may do the same step again
 
     def write(self, place: RowPlace, values: Mapping[str, float]) -> None:
+        assert self.record is not None
         if place.step > self.step:
             self._log_row()
-        if place.step <= self._newest():
+        if place.step <= max(self.record.step, self.run.starting_step - 1):
             return  # done again
         self.step = place.step
         self.values.update(values)
-
-    def _newest(self) -> int:
-        assert self.record is not None
-        return max(self.record.step, self.run.starting_step - 1)
 
     def _log_row(self) -> None:
         if not self.values:

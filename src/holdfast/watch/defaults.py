@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from holdfast.checkpoint.watch import Watch
 from holdfast.watch.compiled.trainer import CompileCache
-from holdfast.watch.hang.trainer import Hang
+from holdfast.watch.hang.watch import Hang
 from holdfast.watch.memory import HostMemory
-from holdfast.watch.pace.trainer import SlowRanks
+from holdfast.watch.pace.watch import SlowRanks
 from holdfast.watch.preemption.trainer import Preemption
-from holdfast.watch.replicas.trainer import Replicas
+from holdfast.watch.replicas import Replicas
 from holdfast.watch.spike import Spike
-from holdfast.watch.values.trainer import FiniteValues
+from holdfast.watch.values import FiniteValues
 
 
 def default_watches() -> tuple[Watch, ...]:

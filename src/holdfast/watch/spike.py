@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -167,7 +166,6 @@ class SpikeDetector:
     def __init__(self, name: str, kind: str = "loss") -> None:
         self._name, self._ratio = name, _RATIO[kind]
         self._usual: deque[float] = deque(maxlen=WINDOW)
-        self._sorted: list[float] = []
         self._recent: deque[RecordedValue] = deque(maxlen=NUM_RECENT)
         self._center, self._limit = math.nan, math.nan
         self._num_since, self._num_high = 0, 0
@@ -193,14 +191,10 @@ class SpikeDetector:
         self._num_high = self._num_high + 1 if is_high else 0
         if not is_high:
             if math.isfinite(value):
-                if len(self._usual) == WINDOW:
-                    del self._sorted[bisect_left(self._sorted, self._usual[0])]
                 self._usual.append(value)
-                insort(self._sorted, value)
                 self._num_since += 1
         elif self._num_high >= WINDOW and math.isfinite(value):  # the new normal
             self._usual.clear()
-            self._sorted.clear()
             self._recent.clear()
             self._num_high = 0
         if not self.is_spiking:
@@ -220,8 +214,8 @@ class SpikeDetector:
             return False
         if self._num_since >= _REFRESH or not math.isfinite(self._limit) or value > self._limit:
             self._num_since = 0
-            self._center = statistics.median(self._sorted)
-            deviation = _MAD_TO_DEVIATION * statistics.median(abs(one - self._center) for one in self._sorted)
+            self._center = statistics.median(self._usual)
+            deviation = _MAD_TO_DEVIATION * statistics.median(abs(one - self._center) for one in self._usual)
             self._limit = self._center + max(_Z * deviation, self._ratio * abs(self._center))
         return value > self._limit
 

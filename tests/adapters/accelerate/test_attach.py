@@ -381,7 +381,7 @@ def test_arguments_that_cannot_be_used_are_refused(make: Make, tmp_path: Path) -
 def test_the_notice_of_a_known_end_leaves_time_for_a_save(make: Make) -> None:
     accelerator = attach(make(is_stock=True).accelerator, watches=[holdfast.Preemption("deadline=1h")])
     session = accelerator.holdfast_session
-    (deadline,) = session.notices._watcher._sources.clouds
+    (deadline,) = session.notices._sources.clouds
     accelerator.save_state()
     (save,) = session.pending
     save.wait_durable()

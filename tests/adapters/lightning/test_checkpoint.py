@@ -96,8 +96,7 @@ def test_the_notice_of_a_known_end_leaves_time_for_a_save(tmp_path: Path) -> Non
     class Look(importlib.import_module("lightning.pytorch").Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             callback._saver.wait()
-            saved_s, notices = callback._saver.save_s, callback._notices
-            watcher = notices and notices._watcher
+            saved_s, watcher = callback._saver.save_s, callback._notices
             assert watcher is not None
             watcher.expect_save = lambda save_s: found.append((save_s, saved_s))
 

@@ -26,8 +26,12 @@ from holdfast.train.batch import (
     scale_rates,
 )
 from holdfast.train.batch.finder import find_memory_limit
-from holdfast.train.batch.step_cost import StepBenchmark, batch_size_of, resize
-from holdfast.train.batch.training_state import collect_training_state
+from holdfast.train.batch.training_step import (
+    StepBenchmark,
+    batch_size_of,
+    collect_training_state,
+    resize,
+)
 from stage.training import make_checkpointer
 from train.batch.training import PEAK_LIMIT, Training
 
@@ -168,8 +172,11 @@ def test_the_global_batch_is_kept_by_accumulation(capsys: pytest.CaptureFixture[
     assert f"to keep a global batch of 1024: accumulate {num} micro-batches of at most" in printed
 
 
-def test_ranks_on_one_host_share_its_available_memory() -> None:
-    alone, shared = (find_memory_limit(CPU, 0, num_sharing=num) for num in (1, 4))
+def test_ranks_on_one_host_share_its_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = find_memory_limit(CPU, 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = find_memory_limit(CPU, 0)
     assert 0 < shared < alone / 2
 
 

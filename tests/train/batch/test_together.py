@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.train.batch.training_state import local
+from holdfast.checkpoint.state.sharding import local_of
 from stage.ranks import run_ranks
 from train.batch.training import Training
 
@@ -99,7 +99,7 @@ def wrapped(rank: int, kind: str) -> dict[str, Any]:
 
     def bits() -> list[bytes]:
         states = [one for state in optimizer.state.values() for one in state.values()]
-        return [local(one).numpy().tobytes() for one in (*model.parameters(), *states)]
+        return [local_of(one).detach().numpy().tobytes() for one in (*model.parameters(), *states)]
 
     sample = torch.randn(8, 64)
     step(sample)

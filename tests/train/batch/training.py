@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.train.batch.step_cost import resize
+from holdfast.train.batch.training_step import resize
 
 PEAK_LIMIT = 8_000_000
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.train.data import GlobalBatches
-from holdfast.train.data.global_batches import KeyedPermutation
+from holdfast.train.data.batches import KeyedPermutation
 from stage.training import make_checkpointer
 from train.data.numbers import Numbers
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from holdfast import InvalidInput
-from holdfast.train.sharding.blocks import find_blocks
 from holdfast.train.sharding.process_group import choose_device, make_mesh_layout
+from holdfast.train.sharding.shard import find_blocks
 from train.sharding.models import ConvNet, Gpt, Layer, make
 
 

@@ -108,7 +108,13 @@ def test_invalid_arguments_raise_on_every_rank_and_change_nothing(
 
 @pytest.mark.fsdp2_on_cpu
 def test_weights_that_cannot_be_read_while_they_are_sent_raise_on_every_rank(worlds: Worlds) -> None:
-    assert worlds(2).run(fails_while_sending) == [("Corrupt", "a chunk is damaged")] * 2
+    assert worlds(2).run(fails_while_sending, holdfast.Corrupt) == [("Corrupt", "a chunk is damaged")] * 2
+
+
+@pytest.mark.fsdp2_on_cpu
+def test_an_error_of_the_given_weights_themselves_raises_on_every_rank(worlds: Worlds) -> None:
+    mine, other = ("OSError", "a chunk is damaged"), ("HoldfastError", "OSError: a chunk is damaged")
+    assert worlds(2).run(fails_while_sending, OSError) == [mine, other]
 
 
 @pytest.mark.fsdp2_on_cpu
@@ -250,7 +256,7 @@ def rejection(rank: int, case: str, folder: Path) -> tuple[str, str, bool]:
 def _error_of(model: Any, **options: Any) -> tuple[str, str]:
     try:
         holdfast.shard(model, **options, quiet=True)
-    except holdfast.HoldfastError as error:
+    except (holdfast.HoldfastError, OSError) as error:
         dist.barrier()  # every rank has raised, and none is left in a collective
         return type(error).__name__, str(error)
     return "", ""
@@ -288,12 +294,12 @@ def _partly_sharded() -> Any:
     return model
 
 
-def fails_while_sending(rank: int) -> tuple[str, str]:
+def fails_while_sending(rank: int, kind: type[Exception]) -> tuple[str, str]:
     """Shard with weights that fit, but cannot be read while they are sent."""
     with torch.device("meta"):
         model = make("gpt")
     model.place = make("gpt").place
-    return _error_of(model, weights=Damaged(make("gpt").state_dict()))
+    return _error_of(model, weights=Damaged(make("gpt").state_dict(), kind))
 
 
 class Damaged(dict[str, torch.Tensor]):
@@ -301,10 +307,14 @@ class Damaged(dict[str, torch.Tensor]):
 
     is_read = False
 
+    def __init__(self, tensors: dict[str, torch.Tensor], kind: type[Exception]) -> None:
+        super().__init__(tensors)
+        self.kind = kind
+
     def __getitem__(self, name: str) -> torch.Tensor:
         if name == "layers.1.norm.weight":
             if self.is_read:
-                raise holdfast.Corrupt("a chunk is damaged")
+                raise self.kind("a chunk is damaged")
             self.is_read = True
         return super().__getitem__(name)
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from holdfast.system.documents import decode_as
 from holdfast.train.tuning import findings
-from holdfast.train.tuning.eager_watchers import useful_lengths
 from holdfast.train.tuning.findings import TrialResult
 from holdfast.train.tuning.measurements import (
     MIN_GAIN,
@@ -33,6 +32,7 @@ from holdfast.train.tuning.measurements import (
     judge_compile,
     measure_throughput,
 )
+from holdfast.train.tuning.watchers import useful_lengths
 
 LINE, OTHER = SourceLine("train.py", 7, "loss.item()"), SourceLine("train.py", 9)
 LOADER = LoaderInfo(0, SourceLine("train.py", 3), SourceLine("data.py", 5), 4, 0, is_iterable=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.adapters.kit.attachment import check_versions
+from holdfast.adapters.kit.run import check_versions
 
 check_versions("accelerate", {"accelerate": (1, 15)})  # the oldest whose private names fit
 

@@ -36,8 +36,16 @@ from holdfast.adapters.accelerate.state import (
     prepare_batches,
     saved_models,
 )
-from holdfast.adapters.kit.attachment import check_attach, insert_class
-from holdfast.adapters.kit.run import HOME, Choice, Notices, TrainerRun, open_runs, split_notices
+from holdfast.adapters.kit.run import (
+    HOME,
+    Choice,
+    Notices,
+    TrainerRun,
+    check_attach,
+    insert_class,
+    open_runs,
+    split_notices,
+)
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import (
@@ -120,21 +128,21 @@ class Session(TrainerRun):
         super().__init__(home, self._state, options, group=None, watches=watches)
         self._notices = self.notices = Notices(preemption.sources, self.ranks, signals=preemption.signals)
         self.is_open = True  # until it is closed, also by a new session of this process for the same home
-        for other in open_runs():  # a process trains one run in a home, and this is its training now
+        for other in list(open_runs):  # a process trains one run in a home, and this is its training now
             if isinstance(other, Session) and other is not self and other.home == self.home and other.is_open:
                 other.close()
         # The ranks that write Accelerate's own files create folders.
         is_on_each_node = accelerator.project_configuration.save_on_each_node
         writes = accelerator.is_local_main_process if is_on_each_node else accelerator.is_main_process
         self._folders = Folders(root, self.home, writes=writes)
-        self._names: dict[int, str] = {}  # of the folders of all checkpoints, by step
-        self._complete: set[int] = set()  # steps that were complete when they were listed, or are since
         self._copies_at_once = False
         self._save_s = 0.0  # time of the last durable save
         self.checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
+        # Steps that were complete when they were listed, or are since.
         self._complete = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
         self._has_begun = not self._complete
         names: dict[str, str] = self._state[FOLDERS]
+        # Of the folders of all checkpoints, by step.
         self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
         every = range(self.ranks.world_size)
         self.ranks.first_of(every, lambda: self._folders.tidy(self._names, self._complete))

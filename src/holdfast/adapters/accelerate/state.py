@@ -10,16 +10,16 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.kit.attachment import insert_class, unwrapped, warn_of_persistent_workers
 from holdfast.adapters.kit.data import (
     DividedBatches,
     bytes_of,
     capture_process,
+    generators_of,
     prepare_undivided,
     set_process,
     tensor_of,
 )
-from holdfast.adapters.kit.run import end_preempted
+from holdfast.adapters.kit.run import end_preempted, insert_class, unwrapped, warn_of_persistent_workers
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
 
@@ -284,9 +284,7 @@ class UnpreparedGenerators:
     """States of generators before Accelerate prepares a data loader, and draws from them."""
 
     def __init__(self, loader: Any) -> None:
-        samplers = [getattr(loader, "sampler", None), getattr(loader.batch_sampler, "sampler", None)]
-        found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
-        self._own = [(own, own.get_state()) for own in found if isinstance(own, torch.Generator)]
+        self._own = [(own, own.get_state()) for own in generators_of(loader)]
         self._process = capture_process()
 
     def states(self, loader: Any) -> dict[str, Any]:

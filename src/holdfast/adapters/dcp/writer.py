@@ -42,7 +42,7 @@ from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.home.retain import Retention
 from holdfast.checkpoint.keeper.persist import persist
 from holdfast.checkpoint.retention import Keep
-from holdfast.checkpoint.state.tensors import NAMES, PLAIN, torch_dtype
+from holdfast.checkpoint.state.tensors import NAMES, is_savable, torch_dtype, unsavable
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
@@ -215,15 +215,10 @@ def stage(planner: SavePlanner, items: Sequence[tuple[WriteItem, Shard]], layout
 
 def _check(source: object, shard: Shard) -> torch.Tensor:
     name = shard.name
-    if type(source) not in PLAIN or not isinstance(source, torch.Tensor):
-        kind = type(source)
-        raise Unsupported(
-            f"{name} cannot be saved: it is a {kind.__module__}.{kind.__qualname__}, not a plain tensor.",
-            key=name,
-        )
-    if source.layout is not torch.strided or source.is_meta:
-        reason = "the meta device" if source.is_meta else f"layout {source.layout}"
-        raise Unsupported(f"{name} cannot be saved: it does not have dense memory ({reason}).", key=name)
+    if not isinstance(source, torch.Tensor):
+        raise Unsupported(f"{name} cannot be saved: it is a {type(source).__name__}, not a tensor.", key=name)
+    if not is_savable(source):
+        raise unsavable(source, name)
     if source.dtype is not torch_dtype(shard.dtype) or tuple(source.shape) != shard.sizes:
         raise InvalidInput(
             f"{name} was planned as {shard.dtype}{list(shard.sizes)} and is now "

@@ -24,8 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from holdfast.adapters.deepspeed.resharding import ReshardedFiles, returning_weights
 from holdfast.adapters.deepspeed.saved_files import Facts, RunHome, SavedFiles, name_in, stock_tag, write_note
-from holdfast.adapters.kit.attachment import check_attach, insert_class
-from holdfast.adapters.kit.run import HOME, PrivateMemory, private_memory
+from holdfast.adapters.kit.run import HOME, PrivateMemory, check_attach, insert_class, private_memory
 from holdfast.checkpoint.exchange.packed_value import Packed, pack
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.errors import InvalidInput, NotFound, SaveWarning, Unsupported

@@ -17,7 +17,6 @@ import deepspeed.runtime.engine as stock
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
-from msgspec import Struct
 
 from holdfast.adapters.deepspeed.saved_files import Facts, SavedFiles
 from holdfast.errors import Unsupported
@@ -32,26 +31,26 @@ class UnsupportedRanks(Unsupported, ZeRORuntimeException):
     """Refusal of a checkpoint that another number of ranks saved. Scripts for DeepSpeed catch it too."""
 
 
-class Layout(Struct, frozen=True):
-    """Parameters as an engine flattens them."""
-
-    groups: tuple[tuple[tuple[str, int], ...], ...]  # name and size of each parameter, by flat group
-    partition_sizes: tuple[int, ...]  # elements of a rank's partition of each flat group, with padding
+Groups = list[list[tuple[str, int]]]
+"""Name and size of each parameter, by flat group, as an engine flattens them."""
 
 
-def check_layouts(saved: Layout, live: Layout, tag: str) -> None:
-    """Check that two layouts have the same parameters in the same order."""
-    if saved.groups != live.groups:
-        raise UnsupportedRanks(
-            f"{tag} was saved on another number of ranks, and the parameters had another order or other "
-            "groups, as with round_robin_gradients or another sub_group_size. Nothing was loaded. Use the "
-            "same settings, or the same number of ranks; or export it with `holdfast export --to deepspeed`, "
-            "convert it with ds_to_universal, and load that with load_universal."
-        )
+def groups_of(shapes: Iterable[Mapping[str, Iterable[int]]]) -> Groups:
+    """Return the groups of parameters with some shapes."""
+    return [[(name, math.prod(shape)) for name, shape in group.items()] for group in shapes]
 
 
-def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_size: int) -> dict[str, Any]:
-    """Return the state of a partitioned optimizer, divided among another number of ranks."""
+def reshard(
+    states: Sequence[Mapping[str, Any]],
+    groups: Groups,
+    partition_sizes: Sequence[int],
+    rank: int,
+    world_size: int,
+) -> dict[str, Any]:
+    """Return the state of a partitioned optimizer, divided among another number of ranks.
+
+    `partition_sizes` are the elements of a rank's partition of each flat group, with padding.
+    """
     first = dict(states[0])
     stage = int(first["zero_stage"])
     flat_key, base_key = (_FLAT_3, _BASE_3) if stage == _PARTITIONED else (_FLAT_12, _BASE_12)
@@ -63,15 +62,15 @@ def reshard(states: Sequence[Mapping[str, Any]], live: Layout, rank: int, world_
         )
 
     def split(group: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        sizes = [size for _, size in live.groups[group]]
+        sizes = [size for _, size in groups[group]]
         if stage == _PARTITIONED:
             return split_each(parts, sizes, rank=rank, world_size=world_size)
-        size = live.partition_sizes[group]
+        size = partition_sizes[group]
         whole = torch.cat([part.detach().flatten() for part in parts])[: sum(sizes)]
         return _padded(whole[rank * size : (rank + 1) * size], size)
 
     first[flat_key] = [
-        split(group, [state[flat_key][group] for state in states]) for group in range(len(live.groups))
+        split(group, [state[flat_key][group] for state in states]) for group in range(len(groups))
     ]
     first[base_key] = _reshard_base([state[base_key] for state in states], states, flat_key, split)
     saved = first.get("partition_count")
@@ -166,8 +165,12 @@ class ReshardedFiles:
         content: dict[str, Any] = self.files.load(saved)
         if match is not None and content.get("frozen_param_shapes"):
             raise self._refused("ZeRO 3 partitions its frozen parameters")
-        if content.get("param_shapes") is not None:
-            check_layouts(_layout(content["param_shapes"], ()), self._live(()), self.facts.tag)
+        shapes = content.get("param_shapes")
+        if shapes is not None and groups_of(shapes) != self._groups():
+            raise self._refused(
+                "its parameters had another order or other groups, as with round_robin_gradients or another "
+                "sub_group_size, and need the same settings"
+            )
         return {**content, "dp_world_size": self._engine.seq_dp_world_size}
 
     def _load_optimizer(self, before: str, after: str, rank: int) -> Any:
@@ -178,16 +181,12 @@ class ReshardedFiles:
             raise self._refused("its parameters are aligned", "The optimizer was not loaded")
         flat = getattr(self._engine.optimizer, "single_partition_of_fp32_groups", None)
         flat = self._engine.optimizer.fp32_partitioned_groups_flat if flat is None else flat
-        live = self._live(one.numel() for one in flat)
-        return {**contents[0], "optimizer_state_dict": reshard(states, live, rank, self._world_size)}
+        sizes = [one.numel() for one in flat]
+        resharded = reshard(states, self._groups(), sizes, rank, self._world_size)
+        return {**contents[0], "optimizer_state_dict": resharded}
 
-    def _live(self, sizes: Iterable[int]) -> Layout:
-        return _layout(self._engine._get_zero_param_shapes(), sizes)
-
-
-def _layout(shapes: Iterable[Mapping[str, Iterable[int]]], sizes: Iterable[int]) -> Layout:
-    groups = (tuple((name, math.prod(shape)) for name, shape in group.items()) for group in shapes)
-    return Layout(tuple(groups), tuple(sizes))
+    def _groups(self) -> Groups:
+        return groups_of(self._engine._get_zero_param_shapes())
 
 
 _NAME = "get_fp32_state_dict_from_zero_checkpoint"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,21 +13,16 @@ from holdfast.checkpoint.state.rng import python_state, set_python_state
 
 
 @runtime_checkable
-class DividedBatches(Protocol):
-    """This rank's share of each global batch, with a position that continues on any number of ranks."""
+class DividedBatches(Iterable[list[Any]], Sized, Protocol):
+    """This rank's share of each global batch, with a position that continues on any number of ranks.
+
+    An iteration yields the batches of an epoch, and the length is their number.
+    """
 
     rank: int
     world_size: int
     batch_size: int
     accumulation_steps: int
-
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
-        ...
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        """Yield the batches of an epoch."""
-        ...
 
     def complete_steps(self, num_steps: int) -> None:
         """Count optimizer steps that were completed since the last call."""
@@ -73,6 +68,15 @@ def tensor_of(data: bytes) -> torch.Tensor:
 def bytes_of(state: torch.Tensor) -> bytes:
     """Return the state of a generator as bytes."""
     return state.cpu().numpy().tobytes()
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers own, each once, without the process-wide one."""
+    samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    inner = [getattr(one, "sampler", None) for one in samplers]
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers, *inner)]
+    owned = {id(one): one for one in found if isinstance(one, torch.Generator)}
+    return [one for one in owned.values() if one is not torch.default_generator]
 
 
 def prepare_undivided(accelerator: Any, loader: Any, *, on_device: bool | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Run of an attached trainer: its Checkpointer, ranks, notices and memory, as every door needs them."""
+"""Attachment to an object of another library, and its run: Checkpointer, ranks, notices and memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, MutableMapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 import torch
 from msgspec import Struct
 from torch.optim import Optimizer
+from typing_extensions import override
 
 import holdfast
 from holdfast.checkpoint.format.names import CheckpointId
@@ -24,7 +27,8 @@ from holdfast.checkpoint.run.options import Home, Limits
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.tiered import TieredStore
 from holdfast.checkpoint.watch import Watch
-from holdfast.errors import HoldfastError, InvalidInput, Preempted
+from holdfast.errors import HoldfastError, InvalidInput, Preempted, ResumeWarning, Unsupported
+from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
 from holdfast.watch.preemption.trainer import NoticeWatcher, Preemption
 
@@ -33,6 +37,79 @@ HOME = "holdfast"
 NO_NOTICES = Preemption("none", signals=False)
 """Watch of a Checkpointer beside a trainer that watches for notices itself."""
 _log = get_logger("adapters")
+
+
+def check_versions(extra: str, oldest: Mapping[str, tuple[int, int]]) -> None:
+    """Check that the packages of an extra, each with its oldest supported version, are installed."""
+    for name, least in oldest.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            if find_spec(name) is not None:
+                continue  # a source folder on the path has no version
+            found = None
+        if found is None or tuple(int(part) for part in found.split(".")[:2]) < least:
+            state = "it is not installed" if found is None else f"{found} is installed"
+            raise Unsupported(
+                f"holdfast.adapters.{extra} needs {name} {'.'.join(map(str, least))} or later, and {state}. "
+                f"Run: pip install 'torch-holdfast[{extra}]'."
+            )
+
+
+def check_attach(
+    target: Any, added: type, options: Mapping[str, Any], decided: Mapping[str, str], *, name: str
+) -> None:
+    """Check the arguments of an adapter's `attach`. An object is attached once.
+
+    `decided` are options that the object decides, each with the place to set it.
+    """
+    going = next((one.name for one in options.get("watches") or () if one.goes_back is not None), None)
+    if going is not None:
+        raise InvalidInput(
+            f"attach() of this {name} does not take a watch that goes back, as {going!r} does: the loop, its "
+            "counter of steps and its data belong to the trainer, which cannot go back while it runs. "
+            'Nothing was changed. Use Spike("report") (the default), stop at the report, and start again '
+            "from the newest healthy checkpoint; or train in a loop of your own over Checkpointer.steps()."
+        )
+    for option, fix in decided.items():
+        if option in options:
+            raise InvalidInput(f"attach() does not take {option}=: {fix}. The {name} was not changed.")
+    if isinstance(target, added):
+        raise InvalidInput(f"This {name} is already attached. Call attach() once.")
+
+
+def insert_class(target: Any, added: type, *, before: type) -> Any:
+    """Insert a class into the class of an object, directly before one of its bases. Returns the object.
+
+    Methods of classes derived from `before` still run first, and their `super()` calls reach `added`. If
+    `before` is the class of the object itself, those of `added` run first.
+    """
+    kind: type = type(target)
+    bases = (added, kind) if kind is before else (kind, added)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    # Data loaders of Accelerate have a property `__class__`, which cannot be set.
+    object.__dict__["__class__"].__set__(target, type(kind.__name__, bases, names))
+    return target
+
+
+def unwrapped(value: Any) -> Any:
+    """Return what Accelerate's wrapper of an optimizer or a scheduler contains; anything else as it is."""
+    from accelerate.optimizer import AcceleratedOptimizer  # here, since not every trainer needs Accelerate
+    from accelerate.scheduler import AcceleratedScheduler
+
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    return value.scheduler if isinstance(value, AcceleratedScheduler) else value
+
+
+def warn_of_persistent_workers(option: str) -> None:
+    """Warn of an option that keeps the workers of a loader after an epoch."""
+    warn(
+        f"The run will not resume exactly within an epoch, because of {option}=True: a loader draws a seed "
+        "for its workers when it starts them, from the generator of dropout. After a resume they start "
+        f"at another moment. Set {option}=False, or give the loader a generator of its own.",
+        ResumeWarning,
+    )
 
 
 def split_notices(watches: Iterable[Watch] | None) -> tuple[Preemption, list[Watch] | None]:
@@ -76,7 +153,7 @@ class TrainerRun:
         self.doomed: dict[int, str] = {}  # folders of deleted checkpoints by step, see `pop_doomed`
         self.notices: Notices | None = None  # of a trainer that watches for them itself
         self.saved_step = 0  # newest durable save of this process
-        _open.add(self)
+        open_runs.add(self)
 
     # -- saves -----------------------------------------------------------------------------------------------
     def save_step(
@@ -140,12 +217,8 @@ class TrainerRun:
             _log.info(line, *values)
 
 
-_open: weakref.WeakSet[TrainerRun] = weakref.WeakSet()
-
-
-def open_runs() -> list[TrainerRun]:
-    """Return the runs of this process that are still referred to."""
-    return list(_open)
+open_runs: weakref.WeakSet[TrainerRun] = weakref.WeakSet()
+"""Runs of this process that are still referred to."""
 
 
 def end_preempted(error: Exception) -> None:
@@ -154,7 +227,7 @@ def end_preempted(error: Exception) -> None:
     Its workers may have died of it. Nothing is saved: only the script knows where its step ends. The last
     save becomes durable.
     """
-    for run in open_runs():
+    for run in list(open_runs):
         if run.notices is not None and run.notices.reason is not None:
             reason = f"{run.notices.reason}; {type(error).__name__} has ended the next batch: {error}"
             raise Preempted(run.saved_step, reason) from error
@@ -162,7 +235,7 @@ def end_preempted(error: Exception) -> None:
 
 def _wait_copied() -> None:
     """Wait for copies under way before the process ends."""
-    for run in open_runs():
+    for run in list(open_runs):
         run.wait_copied()
 
 
@@ -182,28 +255,25 @@ def open_loaded(home: str, step: int, attempt: int | None) -> Checkpoint:
     return holdfast.open(store if made is None else TieredStore([made, *store.copies()]), step, attempt)
 
 
-class Notices:
-    """Preemption notices of one training, which all ranks agree on. Ctrl-C keeps its usual effect.
+class Notices(NoticeWatcher):
+    """Watcher of one training's notices, which all ranks agree on. Ctrl-C keeps its usual effect.
 
     `agreed` is the reason of the notice that all ranks have agreed on, and None while there is none.
     """
 
     def __init__(self, sources: str | Iterable[str] | None, ranks: Ranks, *, signals: bool) -> None:
+        super().__init__(sources)
         self.agreed: str | None = None
         self._ranks, self._num_exchanges = ranks, 0
-        self._watcher = NoticeWatcher(sources)
         if signals:
-            self._watcher.watch_signals(with_interrupt=False)
-        self._watcher.poll_clouds(is_first_here=ranks.is_first_here())
+            self.watch_signals(with_interrupt=False)
+        self.poll_clouds(is_first_here=ranks.is_first_here())
 
     @property
+    @override
     def reason(self) -> str | None:
         """Reason of the notice that this rank has, or that all have agreed on."""
-        return self.agreed or self._watcher.reason
-
-    def end_step(self, save_s: float) -> None:
-        """Measure the step since the last call; `save_s` is the time of a durable save."""
-        self._watcher.end_step(save_s)
+        return self.agreed or super().reason
 
     def exchange(self, *flags: bool) -> tuple[bool, ...]:
         """Exchange notices with the other ranks; return for each of `flags` whether it is true on any rank.
@@ -222,10 +292,6 @@ class Notices:
     def finish(self) -> None:
         """Complete the exchange of the ranks at an orderly end; collective."""
         self._ranks.barrier_and_close()
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._watcher.close()
 
 
 class PrivateMemory(Optimizer):

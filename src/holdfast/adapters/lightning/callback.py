@@ -6,10 +6,9 @@ import os
 import signal
 import threading
 import weakref
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -67,6 +66,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
     All options of ModelCheckpoint have their meaning. Those that are new:
 
     Args:
+        *args: as for ModelCheckpoint.
         home: folder or URL in which each save is durable first; by default `dirpath` with ".holdfast"
             appended, beside it. One run, one home.
         memory: limit of the staging memory.
@@ -74,6 +74,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
             "none", or "auto" for the cloud of this machine. By default the value of HOLDFAST_PREEMPTION, else
             "auto". SIGTERM, SIGUSR1 and SIGHUP are always notices. Training then saves after the running
             step, and exits with 75.
+        **kwargs: as for ModelCheckpoint.
 
     Raises:
         InvalidInput: the trainer has another CheckpointIO.
@@ -82,43 +83,13 @@ class HoldfastCheckpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str] | None = None,
-        filename: str | None = None,
-        monitor: str | None = None,
-        verbose: bool = False,
-        save_last: bool | Literal["link"] | None = None,
-        save_top_k: int = 1,
-        save_on_exception: bool = False,
-        save_weights_only: bool = False,
-        mode: str = "min",
-        auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
-        every_n_epochs: int | None = None,
-        save_on_train_epoch_end: bool | None = None,
-        enable_version_counter: bool = True,
-        *,
+        *args: Any,
         home: str | os.PathLike[str] | None = None,
         memory: int | str | Memory = "8GiB",
         preemption: str | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            dirpath=dirpath,
-            filename=filename,
-            monitor=monitor,
-            verbose=verbose,
-            save_last=save_last,
-            save_top_k=save_top_k,
-            save_on_exception=save_on_exception,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            auto_insert_metric_name=auto_insert_metric_name,
-            every_n_train_steps=every_n_train_steps,
-            train_time_interval=train_time_interval,
-            every_n_epochs=every_n_epochs,
-            save_on_train_epoch_end=save_on_train_epoch_end,
-            enable_version_counter=enable_version_counter,
-        )
+        super().__init__(*args, **kwargs)
         self._home, self._memory, self._preemption = home, memory, preemption
         self._notices: Notices | None = None  # while training
         self._point: dict[str, Any] | None = None  # to be restored before training

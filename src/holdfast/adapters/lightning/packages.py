@@ -22,13 +22,9 @@ class _Missing:
         )
 
 
-def _choose() -> str | None:
-    """Return the package that is already imported, else the installed one. Their classes differ."""
-    present = [name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0]) is not None]
-    return next((name for name in present if name in sys.modules), next(iter(present), None))
-
-
-_package = _choose()
+_present = [name for name in _NAMES if importlib.util.find_spec(name.partition(".")[0]) is not None]
+# The package that is already imported, else the installed one. Their classes differ.
+_package = next((name for name in _present if name in sys.modules), next(iter(_present), None))
 
 
 def _find(part: str, name: str) -> Any:

@@ -10,9 +10,17 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import asdict
+from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from holdfast.adapters.kit.data import DividedBatches, bytes_of, capture_process, set_process, tensor_of
+from holdfast.adapters.kit.data import (
+    DividedBatches,
+    bytes_of,
+    capture_process,
+    generators_of,
+    set_process,
+    tensor_of,
+)
 from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, CombinedLoader, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.log import get_logger
@@ -107,15 +115,7 @@ class PositionedLoader(CombinedLoader):
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that the loaders own, each once."""
-        found: dict[int, torch.Generator] = {}
-        for loader in self.flattened:
-            samplers = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
-            inner = [getattr(one, "sampler", None) for one in samplers]
-            for owner in (loader, *samplers, *inner):
-                generator = getattr(owner, "generator", None)
-                if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
-                    found[id(generator)] = generator
-        return list(found.values())
+        return list({id(one): one for loader in self.flattened for one in generators_of(loader)}.values())
 
     # -- reach -----------------------------------------------------------------------------------------------
     def begin_at(self, position: DataPosition) -> None:
@@ -208,25 +208,21 @@ class PositionedLoader(CombinedLoader):
 
 def capture_generators() -> dict[str, Any]:
     """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
-    return _with_tensors(capture_process())
+    return tree_map(_as_tensor, capture_process())
 
 
 def set_generators(states: dict[str, Any]) -> None:
     """Set the generators to states from `capture_generators`."""
-    set_process(_without_tensors(states))
+    set_process(tree_map(_as_plain, states))
 
 
-def _with_tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_tensors(item) for key, item in value.items()}
+def _as_tensor(value: Any) -> Any:
     if isinstance(value, bytes):
         return tensor_of(value)
     return torch.from_numpy(value.astype("int64")) if hasattr(value, "astype") else value  # of numpy
 
 
-def _without_tensors(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_tensors(item) for key, item in value.items()}
+def _as_plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return bytes_of(value) if value.dtype == torch.uint8 else value.cpu().numpy().astype("uint32")

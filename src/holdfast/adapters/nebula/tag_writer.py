@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec import Struct
+from torch._C._distributed_c10d import HashStore
 from torch.distributed import DistError, distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
@@ -185,10 +186,9 @@ class TagCoordinator:
         self.rank, self.world_size = world()
         # Kept as long as this object: on the rank that serves the store, it ends with its last reference.
         self._default = distributed_c10d._get_default_store() if self.world_size > 1 else None
-        own: Any = dist  # torch exports HashStore, but not in its type stubs
         shared: Any = self._default
         # A new connection, so that training's own is not blocked.
-        self.store: Store = own.HashStore() if shared is None else getattr(shared, "clone", lambda: shared)()
+        self.store: Store = HashStore() if shared is None else getattr(shared, "clone", lambda: shared)()
         self.name = f"holdfast/nebula/{digest(home.encode())[:12]}/{number}"
 
     def join(self, tag: str) -> None:

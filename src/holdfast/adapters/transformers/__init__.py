@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.adapters.kit.attachment import check_versions
+from holdfast.adapters.kit.run import check_versions
 
 check_versions("transformers", {"transformers": (5, 23), "accelerate": (1, 15)})  # whose private methods fit
 

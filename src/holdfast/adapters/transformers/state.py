@@ -14,8 +14,8 @@ from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.utils.import_utils import is_peft_available
 
-from holdfast.adapters.kit.attachment import unwrapped
 from holdfast.adapters.kit.data import DividedBatches, prepare_undivided
+from holdfast.adapters.kit.run import unwrapped
 from holdfast.errors import InvalidInput, Unsupported
 
 MODEL = "model"

@@ -14,9 +14,8 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils.import_utils import is_torch_xla_available
 from typing_extensions import override
 
-from holdfast.adapters.kit.attachment import check_attach, insert_class, warn_of_persistent_workers
 from holdfast.adapters.kit.data import DividedBatches
-from holdfast.adapters.kit.run import HOME
+from holdfast.adapters.kit.run import HOME, check_attach, insert_class, warn_of_persistent_workers
 from holdfast.adapters.transformers.session import Session
 from holdfast.adapters.transformers.state import DataFeed, check_data
 from holdfast.checkpoint.run.options import Home, parse_home

@@ -155,11 +155,11 @@ def _tiers_of(
             continue
         ranks = sorted(saved.parts.keys() & saved.data.keys())
         is_whole = saved.is_committed and len(ranks) == num_ranks
-        found.append(tier if is_whole else f"{tier} (ranks {_format_ranks(ranks)})")
+        found.append(tier if is_whole else f"{tier} (ranks {format_ranks(ranks)})")
     return tuple(found)
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, such as `0-3, 6`."""
     spans: list[list[int]] = []
     for rank in ranks:

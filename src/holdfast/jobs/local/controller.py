@@ -51,7 +51,7 @@ from holdfast.system.linux import locks
 from holdfast.system.linux.processes import adopt_orphans
 from holdfast.system.linux.wakeup_pipe import WakeupPipe
 from holdfast.system.log import get_logger
-from holdfast.watch.preemption.notice import Notice, write_notice
+from holdfast.watch.preemption.sources import Notice, write_notice
 
 _log = get_logger("jobs")
 

@@ -46,7 +46,7 @@ from holdfast.system.environment import read_integer
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import adopt_orphans
 from holdfast.system.linux.wakeup_pipe import WakeupPipe
-from holdfast.watch.preemption.notice import Notice, write_notice
+from holdfast.watch.preemption.sources import Notice, write_notice
 
 if TYPE_CHECKING:
     from holdfast.jobs.slurm.mounts import NodeMounts

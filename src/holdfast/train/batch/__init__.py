@@ -1,15 +1,17 @@
 """The batch size that fits in memory and reaches full throughput, found by measuring."""
 
 from holdfast.train.batch.finder import Search, fit_batch
-from holdfast.train.batch.learning_rates import (
+from holdfast.train.batch.result import (
     Accumulation,
+    BatchFit,
+    Probe,
     ScaledRate,
+    choose_size,
     format_rates,
     plan_accumulation,
     scale_rates,
 )
-from holdfast.train.batch.result import BatchFit, Probe, choose_size
-from holdfast.train.batch.step_cost import estimate_peak
+from holdfast.train.batch.training_step import estimate_peak
 
 __all__ = [
     "Accumulation",

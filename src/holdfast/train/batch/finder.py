@@ -17,16 +17,25 @@ from holdfast.system import host_memory
 from holdfast.system.environment import read_integer
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration, plural
-from holdfast.train.batch.learning_rates import format_rates, plan_accumulation, scale_rates
-from holdfast.train.batch.result import BatchFit, Probe, choose_size
-from holdfast.train.batch.step_cost import (
+from holdfast.train.batch.result import (
+    BatchFit,
+    Probe,
+    choose_size,
+    format_rates,
+    plan_accumulation,
+    scale_rates,
+)
+from holdfast.train.batch.training_step import (
     STEPS_PER_PROBE,
     StepBenchmark,
+    TrainingState,
     batch_size_of,
+    collect_training_state,
+    count_bytes,
     estimate_peak,
     resize,
+    restored,
 )
-from holdfast.train.batch.training_state import TrainingState, collect_training_state, count_bytes, restored
 
 _PRECISION = 0.03
 _STRAIGHT = 0.01
@@ -135,18 +144,17 @@ _SHARE_OF_DEVICE = 0.97
 _SHARE_OF_HOST = 0.9
 
 
-def find_memory_limit(device: torch.device, used_bytes: int, *, num_sharing: int | None = None) -> int:
+def find_memory_limit(device: torch.device, used_bytes: int) -> int:
     """Return the bytes that this process may take on a device, including its current usage.
 
     On a GPU: the free memory, less 3 %. On a host: the memory that is available there or in the process's
-    control group, whichever is less, divided by the ranks of this host, less 10 %. `num_sharing` of them
-    share it, by default LOCAL_WORLD_SIZE, as torchrun sets it.
+    control group, whichever is less, divided by the LOCAL_WORLD_SIZE ranks of this host, less 10 %.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(device)
         return int((free + torch.cuda.memory_reserved(device)) * _SHARE_OF_DEVICE)
-    sharing = num_sharing or read_integer("LOCAL_WORLD_SIZE", 1, minimum=1)
+    sharing = read_integer("LOCAL_WORLD_SIZE", 1, minimum=1)
     return int(host_memory.available_bytes() / sharing * _SHARE_OF_HOST) + used_bytes
 
 

@@ -202,12 +202,14 @@ def _on_rank_0(act: Callable[[], _T], rank: int, where: torch.device) -> _T | No
     if rank == 0:
         try:
             result = act()
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
             problem = error
     failed = torch.tensor([problem is not None], dtype=torch.uint8, device=where)
     dist.broadcast(failed, src=0)
-    if failed.item() and (raised := _from_rank_0(problem)) is not None:
-        raise raised
+    if failed.item():
+        is_ours = isinstance(problem, HoldfastError)
+        sent = _from_rank_0(problem if is_ours else HoldfastError(f"{type(problem).__name__}: {problem}"))
+        raise problem or sent
     return result
 
 

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, format_duration, plural
-from holdfast.train.batch.learning_rates import format_rates, scale_rates
-from holdfast.train.lengths.batches import Padding, compare_paddings
+from holdfast.train.batch.result import format_rates, scale_rates
+from holdfast.train.lengths import Padding, compare_paddings
 from holdfast.train.tuning.measurements import (
     MIN_GAIN,
     NAMES,

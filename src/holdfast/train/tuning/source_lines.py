@@ -7,6 +7,7 @@ import linecache
 import site
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -42,11 +43,9 @@ def is_user_code(file: str) -> bool:
 
 def frames() -> Iterator[FrameType]:
     """Yield the running frames, innermost first, without those of this package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if not frame.f_code.co_filename.startswith(_WATCHERS):
             yield frame
-        frame = frame.f_back
 
 
 def current_line() -> SourceLine | None:

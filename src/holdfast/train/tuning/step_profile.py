@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from holdfast.errors import InvalidInput
-from holdfast.train.batch.training_state import collect_training_state, restored
+from holdfast.train.batch.training_step import collect_training_state, restored
 from holdfast.train.tuning import findings
-from holdfast.train.tuning.compiler_watchers import watch_compiled, watch_graphs
-from holdfast.train.tuning.eager_watchers import watch_steps, watch_syncs
 from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import SourceLine
 from holdfast.train.tuning.script_profile import Profile, RunSpec
 from holdfast.train.tuning.tracker import StepTracker, StopRun, Watcher
+from holdfast.train.tuning.watchers import watch_compiled, watch_graphs, watch_steps, watch_syncs
 
 
 def tune(

@@ -145,8 +145,7 @@ def _called_modules() -> Iterator[dict[int, OutermostModule]]:
         depth -= 1
 
     with contextlib.ExitStack() as undo:
-        undo.callback(torch.compiler.set_stance, "default")
-        torch.compiler.set_stance("force_eager")
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.callback(register_module_forward_pre_hook(enter).remove)
         undo.callback(register_module_forward_hook(leave, always_call=True).remove)
         yield found

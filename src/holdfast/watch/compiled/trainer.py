@@ -113,11 +113,10 @@ class CompileCache(Watch):
     def _load(self) -> None:
         """Download the files of home into the directory if the home is trusted; else ask for trust."""
         from holdfast.watch.compiled import directory, transfer
-        from holdfast.watch.compiled.build_environment import current_environment, environment_key
         from holdfast.watch.compiled.trust import VARIABLE
 
-        run, facts, began = self._run, current_environment(), time.monotonic()
-        key = environment_key(facts)
+        run, facts, began = self._run, directory.current_environment(), time.monotonic()
+        key = directory.environment_key(facts)
         if not self._is_trusted:
             if transfer.read_indices(run.store, key, facts, []):
                 run.show(
@@ -167,17 +166,16 @@ class CompileCache(Watch):
 
     def _upload(self, is_last: bool) -> None:
         from holdfast.watch.compiled import directory, transfer
-        from holdfast.watch.compiled.build_environment import current_environment, environment_key
 
         found, claim, began = directory.current(), self._claim, time.monotonic()
         if found is None or claim is None:
             return
         attempt, turn = claim
         if self._uploader is None or self._uploader.attempt != attempt:  # a rollback begins another one
-            facts, loaded = current_environment(), self._loaded or transfer.DownloadResult()
+            facts, loaded = directory.current_environment(), self._loaded or transfer.DownloadResult()
             self._uploader = transfer.CacheUploader(
                 self._run.store,
-                environment_key(facts),
+                directory.environment_key(facts),
                 facts,
                 attempt=attempt,
                 rank=self._run.rank,

@@ -22,8 +22,14 @@ from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown, to_plain
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import format_bytes
 from holdfast.watch.compiled import directory as directories
-from holdfast.watch.compiled.build_environment import BuildEnvironment, format_difference
-from holdfast.watch.compiled.directory import FOLDER, MAX_FILE_BYTES, Directory, check_path
+from holdfast.watch.compiled.directory import (
+    FOLDER,
+    MAX_FILE_BYTES,
+    BuildEnvironment,
+    Directory,
+    check_path,
+    format_difference,
+)
 
 MAX_INDEX_BYTES = 64 << 20
 

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.checkpoint.home.inventory import format_ranks
 from holdfast.checkpoint.keeper.lockfile import KeeperInfo, is_trainer_alive, running_keepers
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.errors import Corrupt, printable
@@ -60,11 +61,9 @@ def decode_evidence(line: Mapping[str, Any]) -> RankEvidence | None:
     members = line.get("evidence")
     if line.get("event") != EVENT or members is None:
         return None
-    try:
-        text = json.dumps(members).encode()
-        return decode_as(RankEvidence, text, "the evidence of a hang", any_text=True)
-    except Corrupt:
-        return None
+    with contextlib.suppress(Corrupt):
+        return decode_as(RankEvidence, json.dumps(members), "the evidence of a hang", any_text=True)
+    return None
 
 
 def capture_rank(
@@ -281,11 +280,4 @@ def format_stacks(evidence: RankEvidence) -> list[str]:
 
 def _ranks(ranks: Sequence[int]) -> str:
     """Return ranks as text, such as "ranks 0-6, 8"."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}"

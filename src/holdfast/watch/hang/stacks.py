@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -236,11 +237,8 @@ def _wait_written(file: int, before: int, has_returned: Callable[[], bool]) -> N
 
 def _children(pid: int) -> Iterator[int]:
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            words = task.read_text().split()
-        except OSError:
-            continue
-        yield from map(int, words)
+        with contextlib.suppress(OSError):
+            yield from map(int, task.read_text().split())
 
 
 def _is_same_file(pid: int, fd: int, file: int) -> bool:

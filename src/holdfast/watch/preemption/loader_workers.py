@@ -17,8 +17,6 @@ from multiprocessing import resource_tracker, util
 from types import FrameType
 from typing import Any, NoReturn
 
-from msgspec import Struct
-
 from holdfast.watch.preemption.signals import SIGNALS
 
 _ITERATORS = (
@@ -99,7 +97,8 @@ def _protect(kind: Any) -> None:
         # A process inherits the mask, so no signal ends a worker before its first function is called.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            loader.worker_init_fn = _FirstFunction(own, [one for one in SIGNALS if one not in mask])
+            blocked = [one for one in SIGNALS if one not in mask]
+            loader.worker_init_fn = functools.partial(_begin_worker, own, blocked)
             begin(self, loader, *args, **kwargs)
         finally:
             loader.worker_init_fn = own
@@ -121,18 +120,12 @@ def _prepare_start(loader: Any) -> None:
             server._preload_modules = [*server._preload_modules, _FORK_SERVER]
 
 
-class _FirstFunction(Struct, frozen=True):
-    """First function that a worker calls: leaves the signals to the trainer, then calls the user's."""
-
-    own: Callable[[int], None] | None
-    blocked: Collection[int]  # signals that are blocked until then
-
-    def __call__(self, worker_id: int) -> None:
-        """Prepare a worker."""
-        _leave_signals()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.blocked)
-        if self.own is not None:
-            self.own(worker_id)
+def _begin_worker(own: Callable[[int], None] | None, blocked: Collection[int], worker_id: int) -> None:
+    """Leave the signals to the trainer, also those blocked until now, then call the user's first function."""
+    _leave_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    if own is not None:
+        own(worker_id)
 
 
 def _leave_signals() -> None:

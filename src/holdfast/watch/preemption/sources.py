@@ -1,15 +1,17 @@
-"""Sources of preemption notices: clouds, Ray Train, and ends that come at a given time."""
+"""Preemption notices, and their sources: files, clouds, Ray Train, and ends that come at a given time."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import json
 import os
 import re
 import shutil
 import sys
 import time
 import urllib.parse
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,14 +20,87 @@ from msgspec import Meta, Struct
 from typing_extensions import override
 
 from holdfast.errors import Corrupt, InvalidInput
-from holdfast.system.documents import decode_as, read_as
+from holdfast.system.documents import decode_as, read_as, to_plain
 from holdfast.system.environment import PREEMPTION
+from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.program_runs import run_program
 from holdfast.system.units import format_duration, parse_duration
-from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, parse_time
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse
+
+
+class Notice(Struct, frozen=True):
+    """Notice that this machine will be reclaimed, or may be."""
+
+    source: str  # such as "SIGTERM", "aws", "holdfast preempt"
+    detail: str = ""
+    deadline_unix_s: float | None = None  # the machine's end, if the source gives it
+    is_final: bool = True  # False: the machine may be reclaimed soon, so save once and continue
+
+    @property
+    def reason(self) -> str:
+        """Source and detail in a few words."""
+        return f"{self.source}: {self.detail}" if self.detail else self.source
+
+
+def parse_time(text: str) -> float | None:
+    """Parse a time in ISO 8601 or RFC 1123 format into Unix time. Return None if it is neither."""
+    text = text.strip()
+    for form in ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%dT%H:%M:%S.%fZ", "%a, %d %b %Y %H:%M:%S GMT"):
+        with contextlib.suppress(ValueError):
+            moment = datetime.datetime.strptime(text, form)
+            return moment.replace(tzinfo=datetime.timezone.utc).timestamp()
+    return None
+
+
+_MAX_FILE_BYTES = 1 << 16
+
+
+def write_notice(path: Path, notice: Notice) -> None:
+    """Write a notice to a file that training processes watch."""
+    write_atomic(path, json.dumps(to_plain(notice)), is_durable=False)
+
+
+def read_notice(path: Path) -> Notice | None:
+    """Return the notice in a file, or None if the file does not exist.
+
+    Any other contents are a notice too, so that `touch PATH` is enough.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+    try:
+        members = decode_as(dict[str, Any], text, str(path), any_text=True)
+        known = {name: value for name, value in members.items() if value is not None}
+        return read_as(Notice, known | {"source": known.get("source") or "file"}, str(path))
+    except Corrupt:
+        return Notice("file", text.splitlines()[0][:200] if text else str(path))
+
+
+class Unreachable(Exception):
+    """Failure of a service to answer correctly, which may pass. Not raised outside of this folder."""
+
+
+class Cloud(ABC):
+    """Source of notices about this machine, of a cloud or a scheduler."""
+
+    name: str  # the name that users write
+    pause_s: float
+    """Pause between two polls. 0 if the service itself holds a request until its response changes."""
+
+    save_s: float = 0.0
+    """Measured time of one step and one durable save, for sources that choose the moment themselves."""
+
+    @abstractmethod
+    def poll(self) -> Notice | None:
+        """Return the notice for this machine, or None. Raises Unreachable if the service does not answer.
+
+        Blocks: for one request, at most for about its `timeout_s`.
+        """
+
 
 _LINK_LOCAL, _GCP_BASE = "http://169.254.169.254", "http://metadata.google.internal"
 """Addresses of the metadata services of AWS and Azure, and of Google Cloud, on this machine's own link."""
@@ -407,10 +482,7 @@ def parse_sources(value: str | Iterable[str] | None, *, dmi_folder: Path = _DMI_
 def _own_cloud(dmi_folder: Path) -> str | None:
     """Return the name of the cloud that runs this machine, or None."""
     for (name, expected), cloud in _CLOUDS_BY_DMI.items():
-        path = dmi_folder / name
-        try:
-            if path.read_text(errors="replace").strip() == expected:
+        with contextlib.suppress(OSError):
+            if (dmi_folder / name).read_text(errors="replace").strip() == expected:
                 return cloud
-        except OSError:
-            continue
     return None

@@ -16,9 +16,8 @@ from holdfast.checkpoint.watch import Act, Vote, Watch, WatchedRun
 from holdfast.system import backoff
 from holdfast.system.log import get_logger
 from holdfast.watch.preemption.loader_workers import protect_workers
-from holdfast.watch.preemption.notice import Cloud, Notice, Unreachable, read_notice
 from holdfast.watch.preemption.signals import SignalRecorder
-from holdfast.watch.preemption.sources import parse_sources
+from holdfast.watch.preemption.sources import Cloud, Notice, Unreachable, parse_sources, read_notice
 
 _log = get_logger("watch.preemption")
 

@@ -193,10 +193,7 @@ class Losses(Struct, frozen=True):
     @property
     def lost(self) -> Spans:
         """All lost time, without idle time."""
-        lost = Spans()
-        for span in (*self.redone, *self.down, *self.restoring):
-            lost.add(*span)
-        return lost
+        return Spans(_union([*self.redone, *self.down, *self.restoring]))
 
 
 def find_losses(

@@ -78,8 +78,7 @@ def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:
     restores = sum(one.restored_step is not None for one in summary.attempts)
     lost = sum(one.steps_lost for one in summary.interruptions)
     number = newest[0].number if newest else 0
-    periods = (one.period for one in summary.slow_periods if one.attempt == number)
-    slow = [one for one in periods if not one.until_unix_s]
+    slow = [one for attempt, one in summary.slow_periods if attempt == number and not one.until_unix_s]
     yield "attempts_total", "Starts of the run.", len(summary.attempts)
     yield "saves", "Saves by their outcome.", _counts("outcome", outcomes)
     yield "restores_total", "Attempts that restored a checkpoint.", restores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from functools import cache
 
 from msgspec import Struct
@@ -11,8 +12,8 @@ from msgspec import Struct
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.errors import Unsupported
 from holdfast.system.units import plural
-from holdfast.watch.report.curves import Curve
 from holdfast.watch.report.figures import make_figures
+from holdfast.watch.report.saves import Curve
 from holdfast.watch.report.style import (
     MAX_ROWS,
     format_seconds,
@@ -156,10 +157,7 @@ def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     for part in parts:
         assert text.count(f"<!--{part}-->") == 1, part
     # One pass, so that inserted text is never searched.
-    pieces = text.split("<!--")
-    return pieces[0] + "".join(
-        parts[piece.partition("-->")[0]] + piece.partition("-->")[2] for piece in pieces[1:]
-    )
+    return re.sub(r"<!--(.*?)-->", lambda found: parts[found[1]], text)
 
 
 def _section(id: str, figure: WatchFigure) -> str:

@@ -19,8 +19,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.system.documents import to_plain
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
-from holdfast.watch.pace.windows import PaceReading, SlowAttempt, list_paces, list_slow_periods
-from holdfast.watch.report.curves import Curve, collect_curves
+from holdfast.watch.pace.windows import PaceReading, SlowPeriod, list_paces, list_slow_periods
 from holdfast.watch.report.interruptions import (
     AttemptSpan,
     Interruption,
@@ -33,9 +32,11 @@ from holdfast.watch.report.interruptions import (
     seconds_per_step,
 )
 from holdfast.watch.report.saves import (
+    Curve,
     HistoryEvent,
     SaveRecord,
     TierLevel,
+    collect_curves,
     collect_saves,
     parse_events,
     tier_levels,
@@ -142,7 +143,7 @@ class RunSummary(Struct, frozen=True):
     curves: tuple[Curve, ...] = ()  # training metrics
     hangs: tuple[HangIncident, ...] = ()
     rollbacks: tuple[run.Rollback, ...] = ()
-    slow_periods: tuple[SlowAttempt, ...] = ()
+    slow_periods: tuple[tuple[int, SlowPeriod], ...] = ()  # with their attempts
     paces: tuple[PaceReading, ...] = ()
     unhealthy: tuple[HistoryEvent, ...] = ()  # committed checkpoints of states that are not healthy
     differences: tuple[HistoryEvent, ...] = ()  # of the ranks' copies of a tensor
@@ -179,8 +180,8 @@ class RunSummary(Struct, frozen=True):
             row["place"] = describe_odd(hang.ranks)
         del document["paces"], document["lines"]  # the history has them
         document["slow_periods"] = [
-            {"attempt": one.attempt, **to_plain(one.period), "cost_s": one.period.cost_s}
-            for one in self.slow_periods
+            {"attempt": attempt, **to_plain(period), "cost_s": period.cost_s}
+            for attempt, period in self.slow_periods
         ]
         document["times"]["lost_s"] = self.times.lost_s
         document["advice"]["useful_s"] = self.advice.useful_s

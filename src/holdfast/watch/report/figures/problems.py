@@ -109,10 +109,10 @@ def pace(summary: RunSummary) -> WatchFigure | None:
     """Return the figure, or None if ranks were not compared."""
     if not summary.paces:
         return None
-    slow = {one.period.rank for one in summary.slow_periods}
+    slow = {one.rank for _, one in summary.slow_periods}
     named = " No rank was slow for long."
     if summary.slow_periods:
-        newest = summary.slow_periods[-1].period
+        _, newest = summary.slow_periods[-1]
         named = (
             f" Slow ranks were named: {len(summary.slow_periods)}. The newest is rank {newest.rank} on "
             f"{newest.host}, which cost all ranks {style.format_share(newest.cost_share)} of their time."
@@ -122,7 +122,7 @@ def pace(summary: RunSummary) -> WatchFigure | None:
             *(one.since_unix_s, one.until_unix_s, attempt, one.rank, one.host, f"{one.factor:.2f}"),
             *(one.cost_share, one.cost_s, one.cause),
         )
-        for attempt, one in ((slow.attempt, slow.period) for slow in summary.slow_periods)
+        for attempt, one in summary.slow_periods
     ]
     chart = {"shares": _values(summary, slow), "time": style.time_axis("t", summary)}
     return style.make_figure("pace", rows, note=named, chart=chart)

@@ -1,4 +1,4 @@
-"""Values of a checkpoint: each data file checked and summed up block by block, all ranks judged. No torch.
+"""Watch of finite values: each data file checked and summed up block by block, all ranks judged. No torch.
 
 One dot product of a block with itself is both: its sum of squares, and finite only if every element is. So
 the check is one pass over memory that the hash has just brought into the cache.
@@ -11,17 +11,45 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
+from typing_extensions import override
 
 from holdfast.checkpoint.format.hashes import CACHED_BYTES
 from holdfast.checkpoint.format.layout import header_bytes, parse_header
-from holdfast.checkpoint.format.sections import Mark
-from holdfast.system.documents import Count
+from holdfast.checkpoint.format.sections import Mark, Section
+from holdfast.checkpoint.home.judges import CompleteSave
+from holdfast.checkpoint.keeper.watch import KeeperWatch, PersistedSave
+from holdfast.checkpoint.watch import ActionWatch
+from holdfast.errors import Corrupt
+from holdfast.system.documents import Count, read_as, to_plain
+
+
+@dataclass
+class FiniteValues(ActionWatch):
+    """Check of each checkpoint: all tensors are finite, and their norms are within reason.
+
+    It takes place in the keeper, while the tensors are hashed. A checkpoint that does not pass is marked as
+    unhealthy; see `Checkpointer.restore`.
+
+    Args:
+        action: "mark" the checkpoint; "off" to check nothing.
+
+    Raises:
+        InvalidInput: `action` is something else.
+    """
+
+    name: ClassVar[str] = "finite-values"
+    keeper: ClassVar[str | None] = "holdfast.watch.values:ValuesKeeper"
+
+    actions: ClassVar[tuple[str, ...]] = ("mark", "off")
+    action: str = "mark"
+
 
 MAX_NAMES = 8  # tensors that are named in a part; the others are only counted
 MAX_BEFORE = 8
@@ -62,11 +90,6 @@ _LONE_NAN = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")  # 0x80 is their only value that is n
 _NUMPY_NAMES = {"F64": "<f8", "F32": "<f4", "C64": "<f4", "F16": "<f2"}
 _MEASURED = ("F64", "F32", "BF16", "C64")
 _FLOATS = (*_MEASURED, *_SMALL, *_LONE_NAN)
-
-
-def can_check() -> bool:
-    """Return True if numpy is installed, which the check needs."""
-    return importlib.util.find_spec("numpy") is not None
 
 
 class _Tensor(Struct, frozen=True):
@@ -240,33 +263,27 @@ def _count(values: Any) -> tuple[int, int, float]:
         return num_nan, len(values) - len(finite) - num_nan, float(numpy.dot(finite, finite))
 
 
-class ValueJudgement(Struct, frozen=True):
-    """Judgement of the tensors of all ranks."""
+def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()) -> Section:
+    """Return the section of a manifest, from the values of each rank, None if they were not checked.
 
-    mark: Mark  # FOR only if the norms could be compared with those before, and are within reason
-    reasons: tuple[str, ...]  # of the mark
-    squares: Squares  # of all ranks together
-
-
-def judge(tensors: Iterable[TensorHealth | None], before: Sequence[Squares] = ()) -> ValueJudgement:
-    """Return the judgement of a checkpoint's values, from those of each rank, None if they were not checked.
-
-    It compares with the checkpoints before that were not unhealthy, oldest first.
+    Its mark is FOR only if the norms could be compared with those of the checkpoints before that were not
+    unhealthy, oldest first, and are within reason.
     """
     found = list(tensors)
     checked = [one for one in found if one is not None]
     squares = Squares(
         _total(one.squares.parameters for one in checked), _total(one.squares.moments for one in checked)
     )
+    data = {"squares": to_plain(squares), "before": list(map(to_plain, before))}
     against = (*not_finite(checked), *_out_of_reason(squares, before))
     if against:
-        return ValueJudgement(Mark.AGAINST, against, squares)
+        return Section(_VERSION, data, Mark.AGAINST, against)
     if len(checked) < len(found):
-        return ValueJudgement(Mark.UNSURE, (NOT_CHECKED,), squares)
+        return Section(_VERSION, data, Mark.UNSURE, (NOT_CHECKED,))
     known = [one for one in before if one.parameters]
     can_compare = squares.parameters is not None and len(known) >= _MIN_BEFORE
     mark = Mark.FOR if can_compare else Mark.NONE
-    return ValueJudgement(mark, ("all tensors are finite",), squares)
+    return Section(_VERSION, data, mark, ("all tensors are finite",))
 
 
 NOT_CHECKED = "the tensors were not checked: numpy is not installed"
@@ -307,3 +324,56 @@ def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
         if ratio > limit or (name == "parameters" and ratio < 1 / limit):
             found.append(f"the norm of the {name} is {math.sqrt(now):.4g}, usually {usual:.4g}")
     return found
+
+
+_WHAT = "the section of finite values"
+_MAX_NAME_CHARS = 1 << 14
+_VERSION = 1
+
+
+class _Judged(Struct, frozen=True):
+    """Section of a manifest: the sums of squares of its checkpoint, and of those before, oldest first."""
+
+    squares: Squares
+    before: Annotated[tuple[Squares, ...], Meta(max_length=MAX_BEFORE)]
+
+
+class ValuesKeeper(KeeperWatch):
+    """Check of the tensors in each data file, and of their norms in each checkpoint."""
+
+    _check: ContentCheck | None = None
+
+    @override
+    def persisting(self, image: memoryview) -> Callable[[int, int], None] | None:
+        self._check = None
+        if importlib.util.find_spec("numpy") is None:  # which the check needs
+            return None
+        try:
+            self._check = ContentCheck(image)
+        except Corrupt:  # it is saved as it was staged, and a restore reports it
+            return None
+        return self._check.add
+
+    @override
+    def persisted(self, save: PersistedSave) -> Section | None:
+        if self._check is None:
+            return Section(_VERSION, {}, Mark.UNSURE, (NOT_CHECKED,))
+        found, self._check = self._check.result(), None  # which holds the memory of the save
+        data = {**to_plain(found), "bad": [name[:_MAX_NAME_CHARS] for name in found.bad]}
+        mark = Mark.AGAINST if found.num_bad else Mark.NONE
+        return Section(_VERSION, data, mark, tuple(not_finite([found])))
+
+    @override
+    def committing(self, save: CompleteSave) -> Section | None:
+        tensors: list[TensorHealth | None] = []  # None if those of a rank were not checked
+        for section in map(save.sections.get, range(save.world_size)):
+            if section is None or section.version != _VERSION or not section.data:
+                tensors.append(None)
+            else:
+                tensors.append(read_as(TensorHealth, dict(section.data), _WHAT))
+        before: tuple[Squares, ...] = ()  # of the newest checkpoints that were not unhealthy, oldest first
+        if save.base is not None and save.base.version == _VERSION:
+            base = read_as(_Judged, dict(save.base.data), _WHAT)
+            own = () if save.is_base_healthy is False else (base.squares,)
+            before = (*base.before, *own)[-MAX_BEFORE:]
+        return judge(tensors, before)

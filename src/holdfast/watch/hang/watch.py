@@ -1,20 +1,27 @@
-"""Half of the hang watch in a keeper: notices that its trainer makes no progress, and records all stacks."""
+"""Watch of hangs: the limits of time without progress, and a keeper's thread that records all stacks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
+from msgspec import Struct
 from typing_extensions import override
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.keeper.lockfile import is_trainer_alive
 from holdfast.checkpoint.keeper.pulse import PulseReader, TrainerProgress
 from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
+from holdfast.checkpoint.watch import ActionWatch, WatchedRun
 from holdfast.errors import Corrupt, HoldfastError
+from holdfast.system.documents import to_plain
 from holdfast.system.environment import MAX_PLACE, JobReport, report_to_job
+from holdfast.system.units import Duration, parse_duration
 from holdfast.watch.hang.incidents import (
     EVENT,
     OVER,
@@ -28,8 +35,127 @@ from holdfast.watch.hang.incidents import (
     place_of,
     read_progress,
 )
-from holdfast.watch.hang.limit import HangLimits, StallClock
-from holdfast.watch.hang.stacks import EXIT_SIGNAL, Kind, end_process
+from holdfast.watch.hang.stacks import EXIT_SIGNAL, NAME, Kind, end_process, install_handlers
+
+
+@dataclass
+class Hang(ActionWatch):
+    """Response to a training that makes no progress, and the limits of that.
+
+    Args:
+        action: "report" the stacks of all ranks; "restart": also end all ranks once their saves are durable,
+            with status 63, so that a launcher starts them again; "off" to watch nothing.
+        limit: longest step, such as "5m"; by default learnt from the steps before: ten times their median,
+            twice the longest, and at least a minute.
+        first: longest first step of a loop, which compiles and connects, and any step until the limit is
+            learnt.
+        phase: longest phase, such as an evaluation, a restore or a save; or ten times the longest of
+            its name.
+
+    Raises:
+        InvalidInput: a value cannot be used.
+    """
+
+    name: ClassVar[str] = NAME
+    keeper: ClassVar[str | None] = "holdfast.watch.hang.watch:HangKeeper"
+    events: ClassVar[Mapping[str, str]] = {
+        EVENT: "a rank makes no progress; with the member `evidence`",
+        OVER: "the rank makes progress again; seconds are those without",
+    }
+
+    actions: ClassVar[tuple[str, ...]] = ("report", "restart", "off")
+    action: str = "report"
+    _: KW_ONLY
+    limit: Duration | None = None
+    first: Duration = "30m"
+    phase: Duration = "30m"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._limits = HangLimits(
+            None if self.limit is None else parse_duration(self.limit, "Hang(limit=)"),
+            parse_duration(self.first, "Hang(first=)"),
+            parse_duration(self.phase, "Hang(phase=)"),
+        )
+
+    @override
+    def options(self) -> Mapping[str, Any]:
+        return {"restarts": self.action == "restart", "limits": to_plain(self._limits)}
+
+    @override
+    def begin(self, run: WatchedRun) -> None:
+        run.words[0] = install_handlers() + 1
+
+
+MIN_LIMIT_S = 60.0
+"""Shortest limit that is learnt: a slow disk or a busy network may delay any step for so long."""
+TIMES_MEDIAN = 10.0  # the limit, as a multiple of the median duration of the last steps
+TIMES_LONGEST = 2.0
+"""The least limit, as a multiple of the longest of the last steps: such as one with an evaluation."""
+MIN_STEPS = 10  # steps after which a limit is learnt
+_MAX_TICK_S = 2.0
+"""Longest time that one tick counts: a suspended machine makes no progress, and does not hang."""
+
+
+class HangLimits(Struct, frozen=True):
+    """Limits of the times without progress, in seconds."""
+
+    step_s: float | None = None  # of a step; None to learn it
+    first_s: float = 1800.0  # of the first step of a loop, and of all until the limit is learnt
+    phase_s: float = 1800.0
+    """Of a phase, such as an evaluation or a restore, or ten times the longest of its name before."""
+
+
+def learn_limit(durations_s: tuple[float, ...]) -> float | None:
+    """Return the limit of a step in seconds; None for too few durations."""
+    if len(durations_s) < MIN_STEPS:
+        return None
+    median_s, longest_s = statistics.median(durations_s), max(durations_s)
+    return max(MIN_LIMIT_S, TIMES_MEDIAN * median_s, TIMES_LONGEST * longest_s)
+
+
+class StallClock:
+    """Clock of the time since a trainer has made progress.
+
+    It adds up the ticks of its caller, so that neither a suspended machine nor a delayed caller counts.
+    """
+
+    def __init__(self, limits: HangLimits) -> None:
+        self.stalled_s = 0.0  # time without progress
+        self.limit_s = limits.first_s  # of what the trainer is doing
+        self._limits = limits
+        self._seen: tuple[int, int, int] | None = None
+        self._least_limit_s = 0.0
+        self._phase = ""
+        self._longest_s: dict[str, float] = {}
+
+    def tick(self, progress: TrainerProgress, passed_s: float) -> bool:
+        """Add a tick. Return True if the trainer has made no progress for longer than its limit."""
+        seen = progress.beats, progress.beats_here, progress.phase_count
+        if seen != self._seen:
+            if self._phase:
+                self._longest_s[self._phase] = max(self._longest_s.get(self._phase, 0.0), self.stalled_s)
+            self._seen, self._phase = seen, progress.phase
+            self.stalled_s = self._least_limit_s = 0.0
+        elif progress.is_training:
+            self.stalled_s += min(passed_s, _MAX_TICK_S)
+        self.limit_s = max(self._limit(progress), self._least_limit_s)
+        return progress.is_training and self.stalled_s > self.limit_s
+
+    def extend(self, limit_s: float) -> None:
+        """Give what the trainer is doing a longer limit."""
+        self._least_limit_s = limit_s
+
+    def _limit(self, progress: TrainerProgress) -> float:
+        limits = self._limits
+        if progress.phase:
+            return max(limits.phase_s, TIMES_MEDIAN * self._longest_s.get(progress.phase, 0.0))
+        if progress.beats_here < 1:
+            return limits.first_s
+        if limits.step_s is not None:
+            return limits.step_s
+        return learn_limit(progress.durations_s) or limits.first_s
+
 
 _PERIOD_S = 1.0  # longest pause between two looks at the pulse
 _LOOKS = 10  # looks within the limit of a step, if that is short

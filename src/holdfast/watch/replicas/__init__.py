@@ -1,1 +1,0 @@
-"""Comparison of the tensors that several ranks hold: which rank has other bytes. No torch."""

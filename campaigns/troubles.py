@@ -30,7 +30,7 @@ from holdfast.checkpoint.store import open_store
 from holdfast.jobs.engine import Job
 from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.parser import Overrides, parse_task
+from holdfast.jobs.task.parser import parse_tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "campaigns" / "troubled_training.py"
@@ -68,7 +68,7 @@ class Run:
             options=options,
         )
         self.engine = LocalEngine()
-        self.number = self.engine.submit(parse_task(text, "troubles.yaml", Overrides())).id
+        self.number = self.engine.submit_file(parse_tasks(text, "troubles.yaml"))[0].id
         self.troubles = Troubles(self.engine, self.engine.job(self.number), script=SCRIPT.name, folder=folder)
 
     def losses(self) -> dict[int, str]:

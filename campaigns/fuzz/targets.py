@@ -742,7 +742,7 @@ def _run_unsent(data: bytes) -> None:
 
 
 def _run_slurm(data: bytes) -> None:
-    from holdfast.jobs.slurm.messages import Inbox, NodeReport
+    from holdfast.jobs.slurm.job_files import Inbox, NodeReport
 
     list(Inbox(NodeReport).feed(data + b"\n"))
 
@@ -817,9 +817,9 @@ _YAML_WORDS = (
 
 
 def _run_task(data: bytes) -> None:
-    from holdfast.jobs.task.parser import parse_task
+    from holdfast.jobs.task.parser import parse_tasks
 
-    parse_task(data.decode("utf-8", "replace"), "task.yaml")
+    parse_tasks(data.decode("utf-8", "replace"), "task.yaml")
 
 
 _WORDS = (

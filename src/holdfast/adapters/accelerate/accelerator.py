@@ -138,11 +138,11 @@ class Session(TrainerRun):
         self._copies_at_once = False
         self._save_s = 0.0  # time of the last durable save
         self.checkpointer.restore(only=[FOLDERS])  # waits for keepers, which may complete a checkpoint
-        # Steps that were complete when they were listed, or are since.
+        # The complete steps: listed here, and added as saves complete.
         self._complete = set(self.ranks.of_rank_0(self.checkpointer.all_steps))
         self._has_begun = not self._complete
         names: dict[str, str] = self._state[FOLDERS]
-        # Of the folders of all checkpoints, by step.
+        # The names of the folders of all checkpoints, by step.
         self._names = {int(step): name for step, name in names.items() if int(step) in self._complete}
         every = range(self.ranks.world_size)
         self.ranks.first_of(every, lambda: self._folders.tidy(self._names, self._complete))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar, final
 
-from torch._C._distributed_c10d import HashStore
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
@@ -91,4 +91,5 @@ def wait_for(store: Store, key: str, timeout_s: float) -> bytes | None:
 
 def sole_rank() -> StoreRanks:
     """Return the group of one rank that saves by itself, whatever process group it is in."""
-    return StoreRanks(HashStore(), "", (0,), 0, timeout_s=0.0)
+    own: Any = dist  # torch exports HashStore, but not in its type stubs
+    return StoreRanks(own.HashStore(), "", (0,), 0, timeout_s=0.0)

@@ -20,7 +20,7 @@ from holdfast.checkpoint.home.metrics import SaveValues
 from holdfast.checkpoint.run import metrics
 from holdfast.checkpoint.run.metrics import MetricsBuffer, Number
 from holdfast.checkpoint.store import open_store
-from holdfast.watch.report.saves import Point
+from holdfast.watch.report.curves import Point
 from holdfast.watch.report.summary import read_summary
 from stage.training import keeper_of, make_checkpointer
 

@@ -15,7 +15,7 @@ from holdfast.cli import main
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import bucket_folder, state_dir
 from holdfast.jobs.status import JobStatus
-from holdfast.watch.report.saves import Curve
+from holdfast.watch.report.curves import Curve
 from holdfast.watch.report.summary import read_summary
 from jobs.harness import JobHarness
 from nursery import shared

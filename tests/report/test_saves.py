@@ -15,16 +15,8 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.memory import MemoryStore
-from holdfast.watch.report.saves import (
-    Curve,
-    HistoryEvent,
-    Point,
-    SaveRecord,
-    collect_curves,
-    collect_saves,
-    parse_events,
-    tier_levels,
-)
+from holdfast.watch.report.curves import Curve, Point, collect_curves
+from holdfast.watch.report.saves import HistoryEvent, SaveRecord, collect_saves, parse_events, tier_levels
 from report.made_up_run import START, MadeUpRun
 
 

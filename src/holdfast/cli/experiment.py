@@ -29,7 +29,8 @@ from holdfast.errors import InvalidInput
 from holdfast.system.environment import TRIAL, WATCH, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
-from holdfast.watch.report.saves import collect_curves, parse_events
+from holdfast.watch.report.curves import collect_curves
+from holdfast.watch.report.saves import parse_events
 
 _MAX_ROWS = 20
 

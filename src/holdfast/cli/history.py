@@ -18,17 +18,8 @@ from holdfast.errors import InvalidInput
 from holdfast.system.units import format_bytes, format_duration, plural
 from holdfast.watch.defaults import default_watches
 from holdfast.watch.pace.windows import EVENT as PACE
-from holdfast.watch.report.saves import (
-    METRICS,
-    TIERS,
-    Copy,
-    Point,
-    SaveRecord,
-    collect_curves,
-    collect_saves,
-    parse_events,
-    tier_of,
-)
+from holdfast.watch.report.curves import Point, collect_curves
+from holdfast.watch.report.saves import METRICS, TIERS, Copy, SaveRecord, collect_saves, parse_events, tier_of
 
 _HIDDEN = (METRICS, PACE)
 """Events that would hide the others: a line every few seconds or minutes. The report draws them."""

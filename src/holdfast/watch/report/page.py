@@ -12,8 +12,8 @@ from msgspec import Struct
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.errors import Unsupported
 from holdfast.system.units import plural
+from holdfast.watch.report.curves import Curve
 from holdfast.watch.report.figures import make_figures
-from holdfast.watch.report.saves import Curve
 from holdfast.watch.report.style import (
     MAX_ROWS,
     format_seconds,

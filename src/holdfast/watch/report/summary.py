@@ -20,6 +20,7 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.system.documents import to_plain
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
 from holdfast.watch.pace.windows import PaceReading, SlowPeriod, list_paces, list_slow_periods
+from holdfast.watch.report.curves import Curve, collect_curves
 from holdfast.watch.report.interruptions import (
     AttemptSpan,
     Interruption,
@@ -32,11 +33,9 @@ from holdfast.watch.report.interruptions import (
     seconds_per_step,
 )
 from holdfast.watch.report.saves import (
-    Curve,
     HistoryEvent,
     SaveRecord,
     TierLevel,
-    collect_curves,
     collect_saves,
     parse_events,
     tier_levels,

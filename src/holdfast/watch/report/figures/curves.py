@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.watch.report import style
-from holdfast.watch.report.saves import Curve, Point
+from holdfast.watch.report.curves import Curve, Point
 from holdfast.watch.report.style import Spec
 from holdfast.watch.report.summary import RunSummary
 

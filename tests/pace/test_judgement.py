@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.watch.pace.watch import PaceJudge
+from holdfast.watch.pace.judgement import PaceJudge
 from holdfast.watch.pace.windows import PaceWindow, RankWindow, SlowPeriod
 
 NOISE = random.Random(1)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import nursery
-from holdfast.watch.pace.windows import CAUSES, QUEUE_CAUSE, Activity, decode_windows
+from holdfast.watch.pace.sampler import Activity
+from holdfast.watch.pace.windows import CAUSES, QUEUE_CAUSE, decode_windows
 from pace.trials import PaceTrial
 
 ALWAYS = 600.0

@@ -15,18 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
-from holdfast.watch.pace.watch import PaceJudge
+from holdfast.watch.pace.judgement import PaceJudge
+from holdfast.watch.pace.sampler import NAME, Activity, ActivitySampler, activity_of
 from holdfast.watch.pace.windows import (
     CAUSES,
-    NAME,
     QUEUE_CAUSE,
-    Activity,
-    ActivitySampler,
     PaceWindow,
     RankWindow,
     SlowPeriod,
     WindowTable,
-    activity_of,
     block_of_end,
     block_of_slow,
     decode_period,

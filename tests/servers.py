@@ -152,9 +152,10 @@ def _in_wheel(path: str) -> str | None:
 @contextmanager
 def _running(argv: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[int, int]]:
     """Run a server and yield its port and pid. `{port}` is replaced in arguments and variables."""
-    with tempfile.TemporaryFile() as output:
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryDirectory() as folder:
         port = reserve_port()
         variables = {name: value.format(port=port) for name, value in env.items()}
+        variables["TMPDIR"] = folder  # a killed ministack leaves a file, named by its port, to other users
         process = start([word.format(port=port) for word in argv], os.environ | variables, output)
         try:
             has_started = listens(process, port)

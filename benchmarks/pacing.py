@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from holdfast.checkpoint.keeper.pulse import Pulse
-from holdfast.watch.pace.windows import ActivitySampler
+from holdfast.watch.pace.sampler import ActivitySampler
 
 GOAL = 0.005
 """Goal of the processor time, as a share of one processor."""

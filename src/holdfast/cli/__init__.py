@@ -69,6 +69,11 @@ def _explain_rest(parser: argparse.ArgumentParser, rest: Sequence[str]) -> str:
     return f"expected {' and '.join(takes) or 'no argument'}, found also {', '.join(rest)}.{hint}"
 
 
+def command_in(words: Sequence[str]) -> str:
+    """Return the command of a command line; empty without one."""
+    return next((word for word in words if not word.startswith("-")), "")
+
+
 def _nearest_command(name: str) -> str:
     """Return a text that suggests the command for an action, or one that is spelled like it."""
     does_it = [one for one, text in COMMANDS.items() if text.lower().startswith(f"{name} ")]
@@ -93,15 +98,13 @@ def _parse(parser: CommandParser, command: str, words: list[str]) -> argparse.Na
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, with the arguments of this process by default, and return the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what completes its line
-        words = os.environ["COMP_LINE"].split()[1:]
-    command = next((word for word in words if not word.startswith("-")), "")
+    if "_ARGCOMPLETE" in os.environ:  # a shell completes a line
+        load_command("completion").complete()
+    command = command_in(words)
     if sys.platform != "linux" and (text := _refusal(command)):
         print_note(text)
         return TROUBLE
     parser = make_parser(command)  # other commands are not imported
-    if "_ARGCOMPLETE" in os.environ:
-        load_command("completion").complete(parser)
     if command and command not in COMMANDS:
         parser.error(f"there is no command {command!r}.{_nearest_command(command)}")
     args = _parse(parser, command, words)

@@ -1,8 +1,9 @@
-"""`holdfast completion`: prints a script for a shell, whose command lines argcomplete then completes."""
+"""`holdfast completion`: the completion script of a shell, and the candidates that it inserts."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ from argcomplete.finders import CompletionFinder
 from argcomplete.shell_integration import shellcode
 from typing_extensions import override
 
+from holdfast.cli import command_in, make_parser
 from holdfast.cli.commands import COMMANDS, argument, command, short_summary
 from holdfast.cli.tables import print_result
 
@@ -18,12 +20,10 @@ _RUN, _STEP = "holdfast.json", re.compile(r"step-(\d{8,})")  # as in `holdfast.c
 SHELLS = ("bash", "zsh", "fish")
 
 
-def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell, whose question is in environment variables, and end this process.
-
-    Args:
-        parser: parser with the command of the line alone, or with none while its name is typed.
-    """
+def complete() -> None:
+    """Print the candidates for the line that a shell passes in its variables, and end this process."""
+    # With the command of the line alone, or with none while its name is typed.
+    parser = make_parser(command_in(os.environ["COMP_LINE"].split()[1:]))
     (commands,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
     for name in () if commands.choices else COMMANDS:
         commands.add_parser(name, help=short_summary(name))
@@ -35,7 +35,7 @@ def complete(parser: argparse.ArgumentParser) -> None:
 
 
 class Finder(CompletionFinder):
-    """Finder of candidates that bash inserts behind an @ too."""
+    """Finder of candidates, also behind an @ in bash."""
 
     @override
     def quote_completions(

@@ -98,7 +98,7 @@ class ChildProcess:
 
     @property
     def has_failed(self) -> bool:
-        """True if the process has not ended in order, once it was reaped."""
+        """True if a signal or an error has ended the process, once it was reaped."""
         return self._process.returncode not in (0, OTHER_VERSION_STATUS)
 
     @property

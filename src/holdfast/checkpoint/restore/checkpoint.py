@@ -444,7 +444,7 @@ def open(
     Blocks: while the store does not answer, for `patience`.
     """
     if best is not None and (step, attempt) != (None, None):
-        raise InvalidInput("open() takes best= or a step and an attempt, not both.")
+        raise InvalidInput("Give best= or a step and an attempt, not both: each chooses a checkpoint.")
     if mode is not None:
         check_mode(mode)
     store = home if isinstance(home, Store) else open_store(home)

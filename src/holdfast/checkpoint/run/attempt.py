@@ -317,7 +317,7 @@ class Attempt:
             self.warn_if_overdue()
 
     def warn_of_problems(self) -> None:
-        """Warn about what a keeper has met that failed no save."""
+        """Warn about problems of the keeper that have failed no save."""
         while self.keeper is not None and self.keeper.problems:
             warn(*self.keeper.problems.pop(0))
 

@@ -21,6 +21,8 @@ EVENTS = (
     "restored",
     "saved",  # save() returned; seconds are what it took from the training loop
     "staged",
+    "mirrored",  # the peers of this rank hold its files in memory; seconds since the keeper received them
+    "mirror-failed",  # a peer does not; recorded once until all do again
     "persisted",
     "committed",  # complete in its tier; the detail may name another attempt, whose it is
     "drained",  # complete in home too; as above
@@ -73,7 +75,7 @@ class History:
 
         Args:
             step: None for an event of the whole attempt.
-            tier: "memory", "local" or "home"; "" where it does not apply.
+            tier: "memory", "peers", "local" or "home"; "" where it does not apply.
             unix_s: time of the event; now by default.
         """
         line = {

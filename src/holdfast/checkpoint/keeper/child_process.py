@@ -48,8 +48,14 @@ class ChildProcess:
         self._lockfile = lockfile
 
     @classmethod
-    def start(cls, config: KeeperConfig, *, pulse_fd: int = -1) -> ChildProcess:
-        """Start a keeper, and send it its configuration, and the pulse of this process, if it has one."""
+    def start(
+        cls, config: KeeperConfig, *, pulse_fd: int = -1, listener: socket.socket | None = None
+    ) -> ChildProcess:
+        """Start a keeper, and send it its configuration, with the pulse of this process, if it has one.
+
+        Args:
+            listener: socket on which the peers of the keeper call, if it has peers.
+        """
         pid = os.getpid()
         # Busy from the start: it owns what is sent to it while it starts.
         info = KeeperInfo(
@@ -88,7 +94,8 @@ class ChildProcess:
             lockfile.close()
         allow_tracing(process.pid)  # py-spy reads the stacks of a trainer that is stopped
         child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile)
-        child.outbox.send(Configure(config), (pulse_fd,) if pulse_fd >= 0 else ())
+        fds = (pulse_fd,) if pulse_fd >= 0 else ()
+        child.outbox.send(Configure(config), fds if listener is None else (*fds, listener.fileno()))
         return child
 
     @property

@@ -73,15 +73,25 @@ class Keeper:
 
     Args:
         released: called with the number of each arena that may be used again.
+        copied: called with the step of each save that was sent to peers, and whether all of them hold it.
         pulse_fd: descriptor of this process's pulse; -1 without one.
+        listener: socket on which the keepers of other hosts call, if it has peers.
     """
 
-    def __init__(self, config: KeeperConfig, *, released: Callable[[int], None], pulse_fd: int = -1) -> None:
+    def __init__(
+        self,
+        config: KeeperConfig,
+        *,
+        released: Callable[[int], None],
+        copied: Callable[[int, bool], None] = lambda *_: None,
+        pulse_fd: int = -1,
+        listener: socket.socket | None = None,
+    ) -> None:
         self.config = config
         self.problems: list[tuple[str, type[Warning]]] = []  # to warn the user of with the next save
         self.fenced: HoldfastError | None = None  # of a save after a newer attempt has claimed the run
         self.home_lost: HoldfastError | None = None  # of home, once it has failed for too long
-        self._released = released
+        self._released, self._copied = released, copied
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
         self._sent_again: dict[
@@ -96,13 +106,16 @@ class Keeper:
         self._unsaved: deque[messages.TrainerMessage] = deque(maxlen=_MAX_UNSAVED)  # since the last save
         self._lock = threading.RLock()  # held while the process is replaced, and to change what is resent
         self._num_deaths = 0  # in a row, without a completed save
-        self._child_config, self._pulse_fd = config, pulse_fd
+        self._child_config, self._pulse_fd, self._listener = config, pulse_fd, listener
+        self._towards_peers: dict[int, Save] = {}  # sent to them, or waiting for a newer one that is
+        self._copying: int | None = None  # step that was sent to peers
+        self._has_warned_of_peers = False  # since the last copy that they hold
         self._close: messages.Close | None = None  # once it was sent
         self._must_not_pause = threading.Event()
         self._has_ended = threading.Event()
         self._has_left = False  # this process ends before the keeper
         try:
-            self._child = ChildProcess.start(config, pulse_fd=pulse_fd)
+            self._child = ChildProcess.start(config, pulse_fd=pulse_fd, listener=listener)
         except OSError as error:
             raise RetryLater(
                 f"The keeper of rank {config.rank} could not be started: {error}. Nothing was saved.",
@@ -132,6 +145,7 @@ class Keeper:
         layout: messages.ArenaLayout,
         draft: bytes,
         to_home: bool = True,
+        to_peers: bool = False,
         metrics: SaveValues = _NO_VALUES,
     ) -> None:
         """Submit a staged save, without blocking.
@@ -153,12 +167,16 @@ class Keeper:
                 tuple(arenas) if len(arenas) <= _MAX_LISTED_ARENAS else (),
                 layout,
                 to_home=to_home,
+                to_peers=to_peers,
                 metrics=messages.encode_metrics(metrics.values),
                 of_steps=metrics.of_steps,
             )
             submitted = self._submitted[save.step] = _Submitted(save, message, arena_fd, draft, before)
             save.explain_by(lambda: self._describe_wait(submitted))
             self._arenas_in_use.add(arena)
+            if self.config.peers is not None:
+                self._towards_peers[save.step] = save
+                self._copying = save.step if to_peers else self._copying
             try:
                 self._send_save(submitted, message)
             except OSError:
@@ -183,6 +201,7 @@ class Keeper:
         """
         if self.config.world_size > 1:
             self._send_surely(messages.DropSave(step, reason[: messages.MAX_DETAIL]))
+        self._copied(step, False)
 
     def drain(self, save: Save) -> None:
         """Send a save of this attempt home, whether or not it was due."""
@@ -232,6 +251,10 @@ class Keeper:
         with self._lock:
             self._complete = messages.MarkComplete(attempt=checkpoint.attempt, step=checkpoint.step)
             self._child.outbox.send(self._complete)
+
+    def keep_copies(self, steps: Sequence[int]) -> None:
+        """Keep the copies of these steps in memory, here and on peers, and no others."""
+        self._child.outbox.send(messages.KeepCopies(tuple(steps)))
 
     def record(
         self,
@@ -382,13 +405,17 @@ class Keeper:
             if self._has_left:
                 return
             try:
-                child = ChildProcess.start(self._trusted_config(), pulse_fd=self._pulse_fd)
+                child = ChildProcess.start(
+                    self._trusted_config(), pulse_fd=self._pulse_fd, listener=self._listener
+                )
             except (OSError, HoldfastError) as error:
                 reason = f"{death} No other keeper could be started ({error})."
                 continue
             with self._lock:
                 self._listen_to(child)
                 num_saves = self._resend()
+                if self._copying is not None and self._copying not in self._submitted:
+                    self._end_copy(self._copying, f"Step {self._copying} is in memory of a dead keeper.")
                 if self._close is not None:
                     child.outbox.send(self._close)
                 self._add_problem(
@@ -484,10 +511,15 @@ class Keeper:
                     self.problems.append((text, WatchWarning if is_of_watch else SaveWarning))
                 case _:
                     pass  # below, or not for a trainer
+        self._receive_other(message)
+
+    def _receive_other(self, message: messages.Message) -> None:
         if isinstance(message, messages.ArenaReleased):
             self._release(message.arena)
         elif isinstance(message, messages.SaveDelayed):
             self._note_delay(message)
+        elif isinstance(message, messages.CopyEnded):
+            self._end_copy(message.step, message.failure)
 
     def _note_delay(self, message: messages.SaveDelayed) -> None:
         submitted = self._submitted.get(message.step)
@@ -517,6 +549,19 @@ class Keeper:
             submitted.save.mark_home()
         elif submitted.message.to_home:
             self._towards_home[step] = submitted.save
+
+    def _end_copy(self, step: int, failure: str = "") -> None:
+        """Settle the copies of a save on peers, and with them those of older saves."""
+        with self._lock:
+            if not failure:
+                for older in [one for one in self._towards_peers if one <= step]:
+                    self._towards_peers.pop(older).mark_mirrored()
+            elif not self._has_warned_of_peers:
+                self._add_problem(f"{failure} Training continues, and the next save is sent.")
+            self._has_warned_of_peers = bool(failure)
+            if self._copying == step:
+                self._copying = None
+                self._copied(step, not failure)
 
     def _finish_drains(self, newest: int) -> None:
         self.home_lost = None

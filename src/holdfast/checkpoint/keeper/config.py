@@ -27,6 +27,38 @@ class WatchConfig(Struct, frozen=True):
     options: Mapping[str, Any]
 
 
+class TlsFiles(Struct, frozen=True):
+    """Paths of PEM files for TLS between keepers."""
+
+    certificate: str  # of this host, signed by the authority
+    key: str
+    authority: str  # certificates of the authority that signs for all hosts
+
+
+class Address(Struct, frozen=True):
+    """Network address of a keeper, and the rank that it serves."""
+
+    rank: Count
+    host: str
+    port: Count
+
+
+class PeersConfig(Struct, frozen=True):
+    """Peers of a keeper, and what it needs for a conversation with them."""
+
+    secret: str  # of the attempt, in hexadecimal digits; only sent over Unix sockets and between the ranks
+    holders: tuple[Address, ...]  # keepers that hold this rank's copies
+    writers: tuple[Count, ...]  # ranks whose copies this keeper holds
+    memory_bytes: Count  # for copies of other ranks
+    bandwidth: float | None = None  # bytes per second to each holder
+    tls: TlsFiles | None = None
+
+    @property
+    def secret_bytes(self) -> bytes:
+        """The secret as a key."""
+        return bytes.fromhex(self.secret)
+
+
 class KeeperConfig(Struct, frozen=True):
     """Configuration of the keeper of one rank."""
 
@@ -51,6 +83,7 @@ class KeeperConfig(Struct, frozen=True):
     retry_s: float = 0.5  # pause before the first retry; doubles with each
     healthy_back: Count | None = None  # also keep a healthy checkpoint this many steps before the newest
     watches: tuple[WatchConfig, ...] = ()
+    peers: PeersConfig | None = None
 
     def with_own_halves_only(self) -> KeeperConfig:
         """Return this configuration without halves of watches that are not part of Holdfast."""

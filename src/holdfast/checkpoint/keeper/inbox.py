@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import TypeAlias
+from collections.abc import Collection
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -29,6 +30,18 @@ class StagedSave(Struct, frozen=True):
 Received: TypeAlias = StagedSave | messages.PlainMessage
 
 
+class SaveCopier(Protocol):
+    """Mirror of a keeper, as its inbox sees it."""
+
+    def add(self, save: StagedSave) -> None:
+        """Copy a save to the peers."""
+        ...
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Keep the copies of these steps only."""
+        ...
+
+
 class TrainerInbox:
     """Queue of a trainer's messages, and the way to reply to it."""
 
@@ -37,6 +50,7 @@ class TrainerInbox:
         self.has_closed = False  # it has sent its last message
         self.frees_memory = False  # no later attempt needs the contents of this keeper's memory
         self.text_shown = threading.Event()  # the trainer has printed a text that it was to reply to
+        self._mirror: SaveCopier | None = None
         self._end = end
         self._trainer_pid = trainer_pid
         self._saves: deque[StagedSave] = deque()  # thousands, if the store is slow
@@ -70,6 +84,14 @@ class TrainerInbox:
         """Send the reason of a save that waits."""
         self.reply(messages.SaveDelayed(step, reason[: messages.MAX_DETAIL]))
 
+    def copy_to(self, mirror: SaveCopier) -> None:
+        """Have a mirror copy each save for peers at once, while it waits in the queue."""
+        with self._changed:
+            self._mirror = mirror
+            for save in self._saves:
+                if save.request.to_peers:
+                    mirror.add(save)
+
     # -- for the worker --------------------------------------------------------------------------------------
     @property
     def saves(self) -> list[StagedSave]:
@@ -81,6 +103,11 @@ class TrainerInbox:
     def has_saves(self) -> bool:
         """True if a save is in the queue."""
         return bool(self._saves)
+
+    def wait_gone(self) -> None:
+        """Wait for the trainer's end, or its last message."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.trainer_gone)
 
     def receive(self, timeout_s: float | None, *, has_work: bool) -> list[Received] | None:
         """Remove and return all messages but saves, followed by the oldest save.
@@ -144,6 +171,10 @@ class TrainerInbox:
         if isinstance(message, messages.TextShown):
             self.text_shown.set()
             return True
+        if isinstance(message, messages.KeepCopies):
+            if self._mirror is not None:
+                self._mirror.keep(message.steps)
+            return True
         with self._changed:
             self._add(message, fds)
             self._changed.notify_all()
@@ -159,6 +190,9 @@ class TrainerInbox:
         elif isinstance(message, messages.SubmitSave):
             arena_fd, draft_fd = fds
             failpoint("keeper.received")
-            self._saves.append(StagedSave(message, arena_fd, draft_fd, time.monotonic()))
+            save = StagedSave(message, arena_fd, draft_fd, time.monotonic())
+            if message.to_peers and self._mirror is not None:
+                self._mirror.add(save)  # first: the worker closes the descriptors
+            self._saves.append(save)
         elif isinstance(message, messages.PlainMessage):
             self._others.append(message)

@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -56,6 +58,7 @@ class Lockfile:
 
     def __init__(self, path: Path, fd: int, info: KeeperInfo) -> None:
         self.path, self.fd, self.info = path, fd, info  # the descriptor holds the lock
+        self._changing = threading.Lock()  # threads change what it records
 
     @classmethod
     def create(cls, home: str, info: KeeperInfo) -> Lockfile:
@@ -100,16 +103,18 @@ class Lockfile:
     def set_busy(self, busy: bool) -> None:
         """Record whether this keeper has data that is not in the nearest store yet."""
         if busy != self.info.busy:
-            self._update(replace(self.info, busy=busy))
+            self._update(busy=busy)
 
     def set_done(self, *, held: str = "") -> None:
         """Record that no attempt needs to wait for this keeper, and the name of its socket, if it has one."""
-        self._update(replace(self.info, busy=False, is_done=True, held=held))
+        self._update(busy=False, is_done=True, held=held)
 
-    def _update(self, info: KeeperInfo) -> None:
-        self.info = info
-        with contextlib.suppress(OSError):  # outdated contents make a later attempt wait, and lose nothing
-            self._write()
+    def _update(self, **facts: Any) -> None:
+        with self._changing:
+            self.info = replace(self.info, **facts)
+            # Outdated contents make a later attempt wait, and lose nothing.
+            with contextlib.suppress(OSError):
+                self._write()
 
     def _write(self) -> None:
         text = json.dumps(to_plain(self.info)).encode()

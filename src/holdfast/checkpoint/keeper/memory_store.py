@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from typing_extensions import override
@@ -32,11 +32,15 @@ class MemoryTierStore(ReadOnlyStore):
     """File images of a home in the memory of keepers on this host.
 
     An image may have been overwritten in part by a later save: only a reader with its hashes can use it.
+
+    Args:
+        with_documents: also the parts of saves that peers have copied, which describe them without a store.
     """
 
     why_read_only = "the memory of a dead trainer's keeper is read-only."
 
-    def __init__(self, home: str) -> None:
+    def __init__(self, home: str, *, with_documents: bool = False) -> None:
+        self._with_documents = with_documents
         self.url = "memory"
         self.properties = Properties(
             survives_host=False,
@@ -65,13 +69,16 @@ class MemoryTierStore(ReadOnlyStore):
 
     def _map(self, fd: int, images: Sequence[Image]) -> None:
         """Map an arena, and add the images that it still has memory for."""
-        whole = [image for image in images if _has_memory(fd, image)]
+        whole = [one for one in images if self._is_wanted(one) and _has_memory(fd, one)]
         if not whole:
             return
         # Copy on write: sinks read from writable memory only, and the arena must not be changed.
         mapped = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
         for image in whole:
             self._images[image.name] = mapped[image.offset : image.offset + image.num_bytes]
+
+    def _is_wanted(self, image: Image) -> bool:
+        return self._with_documents or not image.name.endswith(".json")
 
     def __bool__(self) -> bool:
         return bool(self._images)
@@ -142,8 +149,15 @@ _REPLY_S = 5.0
 _BACKLOG = 64
 
 
-def offer_images(lockfile: Lockfile, arenas: Mapping[int, Sequence[Image]], *, timeout_s: float) -> None:
+Images = Mapping[int, Sequence[Image]]
+"""Images by the descriptor of the arena that they are in."""
+
+
+def offer_images(lockfile: Lockfile, find: Callable[[], Images], *, timeout_s: float) -> None:
     """Send the descriptors of arenas, with their images, to every process of this user that asks for them.
+
+    Args:
+        find: returns the images at the time of a request.
 
     The lock file of this keeper then names the socket.
 
@@ -155,12 +169,12 @@ def offer_images(lockfile: Lockfile, arenas: Mapping[int, Sequence[Image]], *, t
         try:
             listener.listen(_BACKLOG)
             lockfile.set_done(held=path.name)
-            _serve(listener, arenas, time.monotonic() + timeout_s)
+            _serve(listener, find, time.monotonic() + timeout_s)
         finally:
             path.unlink(missing_ok=True)
 
 
-def _serve(listener: socket.socket, arenas: Mapping[int, Sequence[Image]], deadline_s: float) -> None:
+def _serve(listener: socket.socket, find: Callable[[], Images], deadline_s: float) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while (left_s := deadline_s - time.monotonic()) > 0 and selector.select(left_s):
@@ -174,7 +188,7 @@ def _serve(listener: socket.socket, arenas: Mapping[int, Sequence[Image]], deadl
                 if isinstance(message, FreeImages):
                     return
                 if isinstance(message, RequestImages):
-                    for fd, images in arenas.items():
+                    for fd, images in find().items():
                         packets.send(end, ArenaImages(tuple(images)), (fd,))
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
+from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.names import OfCheckpoint
 from holdfast.checkpoint.format.run import EncodedMetric, encode_metric
 from holdfast.checkpoint.home.metrics import SaveValues
@@ -35,6 +36,14 @@ class Configure(_Message, frozen=True):
     config: KeeperConfig
 
 
+class Image(Struct, frozen=True):
+    """File image in an arena. The arena may have been overwritten in part since: check hashes."""
+
+    name: str
+    offset: Count
+    num_bytes: Count
+
+
 class ArenaLayout(Struct, frozen=True):
     """Positions of the file images of a save in its arena."""
 
@@ -42,6 +51,13 @@ class ArenaLayout(Struct, frozen=True):
     frozen_at: Count = 0
     frozen_bytes: Count = 0  # size of the file of frozen tensors; 0 without one
     is_frozen_unchanged: bool = False  # copied on the assumption that it equals that of the previous save
+
+    def images(self, step: int, attempt: int, rank: int) -> tuple[Image, ...]:
+        """Return the images of the files in their arena."""
+        data = Image(names.data(step, attempt, rank), 0, self.data_bytes)
+        if not self.frozen_bytes:
+            return (data,)
+        return data, Image(names.frozen(step, attempt, rank), self.frozen_at, self.frozen_bytes)
 
 
 class SubmitSave(_Message, frozen=True):
@@ -52,6 +68,7 @@ class SubmitSave(_Message, frozen=True):
     arenas: tuple[Count, ...]  # all that exist, so that the keeper unmaps the others
     layout: ArenaLayout
     to_home: bool
+    to_peers: bool = False
     is_resent: bool = False  # an earlier keeper of this rank received it, and has died since
     metrics: EncodedMetrics = {}  # on rank 0
     of_steps: Mapping[str, Count] = {}  # of metrics recorded for another step
@@ -105,6 +122,12 @@ class MarkComplete(OfCheckpoint, _Message, frozen=True):
 
     attempt: Count
     step: Count
+
+
+class KeepCopies(_Message, frozen=True):
+    """Steps whose copies in memory are still needed, here and on peers."""
+
+    steps: tuple[Count, ...]
 
 
 class RecordEvent(_Message, frozen=True):
@@ -166,6 +189,13 @@ class SaveFailed(_Message, frozen=True):
     in_home: bool = False  # it is committed in the local tier
 
 
+class CopyEnded(_Message, frozen=True):
+    """Save that all peers hold now, or one of them never will."""
+
+    step: Count
+    failure: str = ""  # why a peer does not hold it
+
+
 class SaveDelayed(_Message, frozen=True):
     """Save that waits, and its reason. The keeper tries again."""
 
@@ -196,14 +226,6 @@ class FreeImages(_Message, frozen=True):
     """Request to free the memory. The keeper then exits."""
 
 
-class Image(Struct, frozen=True):
-    """File image in an arena. The arena may have been overwritten in part since: check hashes."""
-
-    name: str
-    offset: Count
-    num_bytes: Count
-
-
 class ArenaImages(_Message, frozen=True):
     """Images in one arena, sent with its descriptor. After the last one the connection is closed."""
 
@@ -221,8 +243,10 @@ PlainMessage: TypeAlias = (
     | RecordEvent
 )
 """Message that the worker of a keeper handles as it is."""
-TrainerMessage: TypeAlias = Configure | SubmitSave | PlainMessage | Ping | TextShown | Close
-KeeperMessage: TypeAlias = Pong | ArenaReleased | SaveReached | SaveFailed | SaveDelayed | WarnOf | ShowText
+TrainerMessage: TypeAlias = Configure | SubmitSave | PlainMessage | KeepCopies | Ping | TextShown | Close
+KeeperMessage: TypeAlias = (
+    Pong | ArenaReleased | SaveReached | SaveFailed | CopyEnded | SaveDelayed | WarnOf | ShowText
+)
 MemoryMessage: TypeAlias = RequestImages | FreeImages | ArenaImages
 Message: TypeAlias = TrainerMessage | KeeperMessage | MemoryMessage
 

@@ -33,6 +33,7 @@ class Save:
         self.num_bytes = 0
         self.staged_s: float | None = None
         self.durable_s: float | None = None
+        self._mirrored = threading.Event()
         self.skipped = False
         self.began_s = time.monotonic()
         self._staged, self._ended, self._arrived = threading.Event(), threading.Event(), threading.Event()
@@ -40,7 +41,7 @@ class Save:
         self._home_error: HoldfastError | None = None
         self.delay = ""
         self._describe_wait: Callable[[], str] = str
-        self._is_reported = False
+        self._is_reported = self._is_mirrored = False
 
     def __repr__(self) -> str:
         return f"Save(step={self.step}, {self.state})"
@@ -63,6 +64,11 @@ class Save:
     def durable(self) -> bool:
         """True once the checkpoint is committed."""
         return self.state == "durable"
+
+    @property
+    def mirrored(self) -> bool:
+        """True once the memory of peers has this rank's files, or those of a newer save."""
+        return self._is_mirrored
 
     @property
     def wait_reason(self) -> str:
@@ -120,6 +126,18 @@ class Save:
         """
         self._wait_or_raise(self._ended, timeout, "durable")
 
+    def wait_mirrored(self, timeout: Duration | None = None) -> None:
+        """Wait until the memory of peers has this rank's files of this save or of a newer one.
+
+        Once it does on all ranks, this step survives the loss of any one host. Needs `peers`.
+
+        Ranks: not collective, but the loss of a host needs every rank's copies.
+        Blocks: until the peers have verified the copies.
+        """
+        self._wait(self._mirrored, timeout, "mirrored")
+        if not self.mirrored and self._error is not None:
+            raise self._error
+
     def wait_home(self, timeout: Duration | None = None) -> None:
         """Wait until this checkpoint or a newer one is committed in home.
 
@@ -174,6 +192,11 @@ class Save:
         self._staged.set()
         self._ended.set()
 
+    def mark_mirrored(self) -> None:
+        """Record that peers have this rank's files, or those of a newer save."""
+        self._is_mirrored = True
+        self._mirrored.set()
+
     def mark_home(self) -> None:
         """Record that the checkpoint is committed in home."""
         self._arrived.set()
@@ -197,3 +220,4 @@ class Save:
         self._staged.set()
         self._ended.set()
         self._arrived.set()
+        self._mirrored.set()

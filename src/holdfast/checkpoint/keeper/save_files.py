@@ -18,7 +18,6 @@ from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
 from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import StagedSave
-from holdfast.checkpoint.keeper.messages import ArenaLayout, Image
 from holdfast.checkpoint.keeper.persist import has_image, persist, put
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
 from holdfast.checkpoint.store import Store
@@ -68,14 +67,6 @@ class SaveFiles:
         """Replace the metrics of a save, unless it has failed, or was deleted."""
         if self._store.size(names.part(step, self._config.attempt, self._config.rank)) is not None:
             write_metrics(self._store, self._config.writer, step, metrics, self._config.modes)
-
-    def images(self, step: int, layout: ArenaLayout) -> tuple[Image, ...]:
-        """Return the images of the files in their arena."""
-        attempt, rank = self._config.attempt, self._config.rank
-        data = Image(names.data(step, attempt, rank), 0, layout.data_bytes)
-        if not layout.frozen_bytes:
-            return (data,)
-        return data, Image(names.frozen(step, attempt, rank), layout.frozen_at, layout.frozen_bytes)
 
     def _try_persist(self, save: StagedSave, arena: memoryview, metrics: SaveValues) -> None:
         check_not_fenced(self._store, self._config.attempt)

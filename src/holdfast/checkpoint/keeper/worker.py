@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -38,12 +39,17 @@ from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLat
 from holdfast.system import backoff
 from holdfast.system.log import reported_if_slow
 
+if TYPE_CHECKING:
+    from holdfast.checkpoint.keeper.peers.mirror import Mirror
+
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 1.0
 """Shortest and longest pause between two checks for other ranks' parts."""
 _LOOK_SHARE = 0.2
 """Pause between checks, as a share of the time waited so far."""
 _OPEN_PAUSE_S = 1.0
 """Pause before another try to open a store."""
+_PERSIST_S = 5.0
+"""Time after the trainer's end that a successor waits for saves which are being written."""
 _FIND_RUN_S = 60.0
 """Time that a network file system may take to show a document which another host has written."""
 
@@ -53,9 +59,11 @@ def serve(end: socket.socket, lockfile: Lockfile) -> None:
     try:
         message, fds = packets.receive(end)
         if isinstance(message, messages.Configure):
+            listener = socket.socket(fileno=fds.pop()) if message.config.peers is not None else None
             inbox = TrainerInbox(end, lockfile.info.trainer_pid)
             inbox.start()
-            worker = Worker(inbox, message.config, lockfile, pulse=PulseReader(*fds) if fds else None)
+            pulse = PulseReader(*fds) if fds else None
+            worker = Worker(inbox, message.config, lockfile, pulse=pulse, listener=listener)
             worker.run()
             worker.wind_up()
     finally:
@@ -72,6 +80,7 @@ class Worker:
         lockfile: Lockfile,
         *,
         pulse: PulseReader | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         self._inbox, self._config, self._lockfile = inbox, config, lockfile
         self._store = open_patiently(config.nearest, inbox)
@@ -90,6 +99,16 @@ class Worker:
         self._pending: list[PendingSave] = []
         self._trainer_ended_s: float | None = None  # time at which its end was noticed
         self._tiers = KeeperTiers(components, self._in_work)
+        self._mirror = None if listener is None else self._open_mirror(listener)
+
+    def _open_mirror(self, listener: socket.socket) -> Mirror:
+        from holdfast.checkpoint.keeper.peers.mirror import Mirror
+
+        mirror = Mirror(self._config, listener, self._reports.history, self._inbox)
+        self._inbox.copy_to(mirror)
+        self._offering = threading.Thread(target=self._offer_to_successor, name="holdfast-offer")
+        self._offering.start()
+        return mirror
 
     def _run_of(self, name: str) -> KeeperRun:
         history = self._reports.history
@@ -163,11 +182,33 @@ class Worker:
             target=self._tiers.close, kwargs={"with_newest": True}, name="holdfast-wind-up"
         )
         draining.start()
-        images = self._arenas.images()
-        if images and self._config.keep_in_memory_s > 0:
-            with contextlib.suppress(OSError):  # the runtime folder is full; everything durable is in home
-                offer_images(self._lockfile, images, timeout_s=self._config.keep_in_memory_s)
+        if self._mirror is None and self._arenas.images():
+            self._offer()
+        elif self._mirror is not None:
+            self._offering.join()
         draining.join()
+
+    def _offer_to_successor(self) -> None:
+        """Offer the memory soon after the trainer's end. A lost host's parts may be missing from all saves.
+
+        Without peers nothing is offered before the last save is committed, or cannot be.
+        """
+        self._inbox.wait_gone()
+        if self._inbox.frees_memory:
+            return
+        deadline_s = time.monotonic() + _PERSIST_S
+        while (self._inbox.has_saves or self._next_step is not None) and time.monotonic() < deadline_s:
+            time.sleep(_FIRST_LOOK_S)
+        self._offer()
+
+    def _offer(self) -> None:
+        if self._config.keep_in_memory_s > 0:
+            with contextlib.suppress(OSError):  # the runtime folder is full; everything durable is in home
+                offer_images(self._lockfile, self._images, timeout_s=self._config.keep_in_memory_s)
+
+    def _images(self) -> dict[int, tuple[Image, ...]]:
+        """Return everything in memory that a later attempt can use."""
+        return self._arenas.images() | ({} if self._mirror is None else self._mirror.images())
 
     def _in_work(self) -> set[CheckpointId]:
         steps = [save.step for save in tuple(self._pending)]
@@ -207,7 +248,8 @@ class Worker:
     def _persist(self, save: StagedSave) -> None:
         request, began = save.request, time.monotonic()
         metrics = self._late_metrics.pop(request.step, None) or messages.decode_metrics(request)
-        self._arenas.unmap_except({*request.arenas, request.arena})
+        needed = set[int]() if self._mirror is None else self._mirror.arenas
+        self._arenas.unmap_except({*request.arenas, request.arena, *needed})
         arena = self._arenas.map(request.arena, save.arena_fd)
         try:
             with bugs_as_errors(f"Step {request.step}"):
@@ -224,12 +266,16 @@ class Worker:
             seconds, num_bytes = time.monotonic() - began, request.layout.data_bytes
             self._replace_metrics()  # first: at the report, the trainer forgets what it has sent before
             self._reports.reached(request.step, "persisted", num_bytes=num_bytes, seconds=seconds)
-            self._arenas.set_images(request.arena, self._files.images(request.step, request.layout))
+            images = request.layout.images(request.step, self._config.attempt, self._config.rank)
+            self._arenas.set_images(request.arena, images)
             self._pending.append(PendingSave(request.step, num_bytes, request.to_home, save.received_s))
         finally:
             self._next_step = None
             os.close(save.draft_fd)
-            self._inbox.reply(messages.ArenaReleased(request.arena))
+            if self._mirror is not None:
+                self._mirror.release(request.arena)
+            else:
+                self._inbox.reply(messages.ArenaReleased(request.arena))
 
     def _was_committed(self, step: int) -> bool:
         with contextlib.suppress(*TRANSIENT_ERRORS):

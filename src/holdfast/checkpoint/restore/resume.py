@@ -292,6 +292,7 @@ class _Restore:
             seen=found.found,
             rollbacks=found.rollbacks,
             watches=manifest.watches,
+            is_in_store=restored not in found.node_local,
         )
 
     def _mark(self, skipped: Sequence[Skipped], restored: CheckpointId) -> None:

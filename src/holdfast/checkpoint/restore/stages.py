@@ -183,3 +183,4 @@ class Restored(OfCheckpoint, Struct, frozen=True):
     seen: tuple[CheckpointId, ...] = ()  # everything that could have been restored
     rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
     watches: Sections = {}  # findings of watches, in its manifest
+    is_in_store: bool = True  # False for copies in memory and local folders that no manifest names yet

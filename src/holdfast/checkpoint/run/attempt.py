@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.part import Ancestors
@@ -24,6 +27,9 @@ from holdfast.system.callsite import warn
 from holdfast.system.environment import JobReport, report_to_job
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_duration, plural
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.run.mirroring import Meeting, Mirroring
 
 _log = get_logger("checkpoint.run")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
@@ -51,7 +57,12 @@ class Attempt:
             on_durable=self._on_durable,
             on_failed=self._report_failed,
         )
-        self.step_sync = StepSync(components, self.saves)
+        self._mirroring: Mirroring | None = None
+        if components.options.peers is not None:
+            from holdfast.checkpoint.run.mirroring import Mirroring
+
+            self._mirroring = Mirroring()
+        self.step_sync = StepSync(components, self.saves, self._mirroring)
         self.restoration = Restoration(components)
         self._pause_limit_s, self._commit_timeout_s = self._limits.pause_s, self._limits.commit_timeout_s
         self._keeps_best = components.options.keep.best is not None
@@ -62,6 +73,7 @@ class Attempt:
         self._guarantee: str | None = None
         self._has_noted_end = False
         self._has_warned_of_unmeasured = False
+        self._listener: socket.socket | None = None  # on which peers call the keeper
 
     @property
     def base_step(self) -> int | None:
@@ -105,9 +117,17 @@ class Attempt:
         claim = self._tiers.claim(self._ranks, local_ranks, base, take_over=take_over)
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
-        self.keeper = keeper = Keeper(
-            config, released=self._pipeline.release, pulse_fd=self._components.pulse.share()
-        )
+        pulse_fd, released = self._components.pulse.share(), self._pipeline.release
+        met = self._meet_peers()
+        if met is None or self._mirroring is None:
+            keeper = Keeper(config, released=released, pulse_fd=pulse_fd)
+        else:
+            config = replace(config, peers=met.config)
+            copied, self._listener = self._mirroring.end, met.listener
+            keeper = Keeper(
+                config, released=released, copied=copied, pulse_fd=pulse_fd, listener=met.listener
+            )
+        self.keeper = keeper
         while self._early:
             self._early.pop(0)(keeper)
         self._components.watching.claimed(claim.number)
@@ -117,6 +137,17 @@ class Attempt:
         if self._ranks.rank == 0:
             _warn_of_space(self._tiers.home, self._tiers.local)
         return keeper
+
+    def _meet_peers(self) -> Meeting | None:
+        """Agree on the peers of each rank; None without any.
+
+        Ranks: collective.
+        """
+        if self._components.options.peers is None:
+            return None
+        from holdfast.checkpoint.run.mirroring import meet_peers
+
+        return meet_peers(self._ranks, self._components.options.peers)
 
     def _config(
         self, claim: runs.AttemptClaim, *, all_here: bool, local_ranks: tuple[int, ...]
@@ -170,6 +201,7 @@ class Attempt:
         found = self.restoration.run(selection, self.keeper, run=self._run, local_ranks=local_ranks)
         if found is not None:
             self.ancestors = (*found.ancestors, found.checkpoint_id)
+            self.step_sync.must_save = self._mirroring is not None and not found.is_in_store
             self._pipeline.plan = None  # the state was replaced
         return found
 
@@ -182,6 +214,8 @@ class Attempt:
         if self._pause_limit_s and not must:
             self._pause()
         self.surface()
+        if self._mirroring is not None and self._mirroring.held is not None:
+            self.restoration.free_memory()
         last = self.saves.last
         if last is not None and self.saves.has(step):
             return last
@@ -194,9 +228,15 @@ class Attempt:
             step, time.monotonic(), must=must or to_home, alone=self._ranks.world_size == 1
         )
         save = Save(step)
-        pending = pipeline.run(save, keeper, ancestors=self.ancestors, to_home=to_home, must=must)
+        mirroring = None if keeper.config.peers is None else self._mirroring
+        to_peers = mirroring is not None and mirroring.begin(step)
+        pending = pipeline.run(
+            save, keeper, ancestors=self.ancestors, to_home=to_home, to_peers=to_peers, must=must
+        )
         if pending is None:
             self._skip(save, keeper)
+            if mirroring is not None:
+                mirroring.end(step, is_held=False)
             return save
         self.saves.add(pending)
         if to_home and self._keeps_best:
@@ -288,6 +328,8 @@ class Attempt:
 
     def _on_durable(self, save: Save) -> None:
         self._components.watching.notify("saved", save)
+        if self._mirroring is not None and self.keeper is not None and not self.keeper.config.is_node_local:
+            self.restoration.free_memory()
         self._components.cadence.meter.saved(blocked_s=save.blocked_s, durable_s=save.durable_s or 0.0)
         if self._interval is not None and self.keeper is not None:
             self._interval.note(save.step, self.keeper)
@@ -409,6 +451,8 @@ class Attempt:
         if self.keeper is not None:
             self.note_end(f"went back ({reason})" if reason else "went back")
             self.keeper.close(frees_memory=True)
+        if self._listener is not None:
+            self._listener.close()
         return Attempt(self._components, run=self._run)
 
 

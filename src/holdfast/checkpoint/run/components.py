@@ -16,7 +16,7 @@ from holdfast.checkpoint.ranks import RankGroup, Ranks, check_versions
 from holdfast.checkpoint.run.cadence import Cadence, HomeCadence
 from holdfast.checkpoint.run.metrics import MetricsBuffer
 from holdfast.checkpoint.run.options import Options
-from holdfast.checkpoint.run.pipeline import Pipeline
+from holdfast.checkpoint.run.pipeline import MIN_ARENAS_WITH_PEERS, Pipeline
 from holdfast.checkpoint.run.tiers import Tiers
 from holdfast.checkpoint.run.watching import Watching
 from holdfast.checkpoint.state import State
@@ -63,6 +63,7 @@ class Components(Struct, frozen=True):
             metrics,
             memory_bytes=options.memory.limit_bytes,
             skips_when_full=options.memory.skips_when_full(is_far=tiers.is_far),
+            min_arenas=1 if options.peers is None else MIN_ARENAS_WITH_PEERS,
             watching=watching,
         )
         cadence = Cadence(

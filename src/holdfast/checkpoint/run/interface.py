@@ -18,7 +18,16 @@ from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.loop import TrainingLoop
-from holdfast.checkpoint.run.options import Home, Limits, Local, Memory, Options, Reads, parse_home
+from holdfast.checkpoint.run.options import (
+    Home,
+    Limits,
+    Local,
+    Memory,
+    Options,
+    Peers,
+    Reads,
+    parse_home,
+)
 from holdfast.checkpoint.run.training import Training
 from holdfast.checkpoint.run.watching import choose_watches
 from holdfast.checkpoint.watch import Watch
@@ -42,6 +51,8 @@ class Checkpointer(TrainingLoop):
         keep: number of newest checkpoints to keep, a `Keep`, or None for all.
         local: folder on each host's fast disk, or a `Local`, for a `home` that is slow or far.
         memory: limit of this rank's staging memory, in bytes or as "8GiB", or a `Memory`.
+        peers: number of other hosts that hold a copy of each save in memory, or `Peers`: then the loss of a
+            host costs no more than the steps since the last copy.
         reads: reads of a restore: their number, patience and sharing.
         limits: response to saves that fail, and limits after which the run raises.
         watches: watches of the run, such as `Hang("restart")`, `Spike("rollback")`, `Preemption("aws")` or
@@ -70,6 +81,7 @@ class Checkpointer(TrainingLoop):
         keep: int | Keep | None = 3,
         local: str | os.PathLike[str] | Local | None = None,
         memory: int | str | Memory = "8GiB",
+        peers: int | Peers | None = None,
         reads: Reads = Reads(),
         limits: Limits = Limits(),
         watches: Iterable[Watch] | None = (),
@@ -83,6 +95,7 @@ class Checkpointer(TrainingLoop):
             keep=keep if isinstance(keep, Keep) else Keep(keep),
             local=local if local is None or isinstance(local, Local) else Local(local),
             memory=memory if isinstance(memory, Memory) else Memory(memory),
+            peers=Peers(peers) if isinstance(peers, int) else peers,
             reads=reads,
             limits=limits,
             watches=choose_watches(watches),

@@ -10,9 +10,11 @@ import datetime
 import os
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 
 from msgspec import Struct
 
+from holdfast.checkpoint.keeper.config import TlsFiles
 from holdfast.checkpoint.policy import Every, every
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.watch import Watch
@@ -110,6 +112,53 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """Copies of each rank's saves in the memory of other hosts, which survive the loss of a host.
+
+    Their keepers send them to each other, beside training, and check every byte.
+
+    Args:
+        copies: hosts that hold a copy of each rank's files, beside its own.
+        zone: rack or zone of this host. Copies of a host are in other zones, where that is possible.
+        memory: largest size of the copies that each rank's keeper holds for others, in bytes or as "8GiB".
+        bandwidth: bytes per second that each rank may send to each host, or as "1GB"; None for no limit.
+        address: address of this host for the others; by default the one on its way to MASTER_ADDR.
+        tls: paths of three PEM files for TLS: the certificate of this host, its key, and the certificate of
+            the authority that has signed those of all hosts. Without it the bytes can be read on the way.
+    """
+
+    copies: int = 1
+    _: KW_ONLY
+    zone: str = ""
+    memory: int | str = "8GiB"
+    bandwidth: int | str | None = None
+    address: str | None = None
+    tls: tuple[str, str, str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_count(self.copies, "Peers(copies=)")
+        _ = self.memory_bytes, self.bandwidth_bytes
+        for path in self.tls or ():
+            if not Path(path).is_file():
+                raise InvalidInput(f"Peers(tls=) names {path!r}, which is not a file.")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Largest size of the copies of other ranks, in bytes."""
+        return parse_bytes(self.memory, "Peers(memory=)")
+
+    @property
+    def bandwidth_bytes(self) -> int | None:
+        """Bytes per second to each host; None for no limit."""
+        return None if self.bandwidth is None else parse_bytes(self.bandwidth, "Peers(bandwidth=)")
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files for TLS, for a keeper."""
+        return None if self.tls is None else TlsFiles(*(str(Path(path).absolute()) for path in self.tls))
+
+
+@dataclass(frozen=True, slots=True)
 class Reads:
     """Reads of a restore.
 
@@ -198,6 +247,7 @@ class Options(Struct, frozen=True, kw_only=True):
     keep: Keep
     local: Local | None
     memory: Memory
+    peers: Peers | None
     reads: Reads
     limits: Limits
     watches: tuple[Watch, ...]

@@ -25,6 +25,9 @@ from holdfast.system.log import get_logger, reported_if_slow
 from holdfast.system.units import plural
 
 _log = get_logger("checkpoint.run")
+MIN_ARENAS_WITH_PEERS = 3
+"""Arenas of a run with peers: that of the newest step which all peers hold, of the one that is sent to them,
+and one for the next save."""
 
 
 class PendingCopy(Struct, frozen=True):
@@ -67,10 +70,11 @@ class Pipeline:
         *,
         memory_bytes: int,
         skips_when_full: bool,
+        min_arenas: int,
         watching: Watching,
     ) -> None:
         self.objects = objects
-        self.arenas = Arenas(memory_bytes)
+        self.arenas = Arenas(memory_bytes, min_arenas)
         self.stager = Stager(self.objects.optimizers())
         self.num_skipped = 0  # saves, because no staging memory was free
         self.waited_for_memory_s = 0.0  # in all
@@ -90,7 +94,7 @@ class Pipeline:
 
     # -- one save --------------------------------------------------------------------------------------------
     def run(
-        self, save: Save, keeper: Keeper, *, ancestors: Ancestors, to_home: bool, must: bool
+        self, save: Save, keeper: Keeper, *, ancestors: Ancestors, to_home: bool, to_peers: bool, must: bool
     ) -> PendingCopy | None:
         """Start a save, and return it with its copy; None if no staging memory was free.
 
@@ -122,7 +126,8 @@ class Pipeline:
         self._metrics.begin_save(save.step)
         save.num_bytes = plan.num_bytes
         has_room = plan.witnesses == self._witnesses
-        submit = partial(self._submit, save, plan, draft, copies, keeper, to_home=to_home, has_room=has_room)
+        tiers = {"to_home": to_home, "to_peers": to_peers}
+        submit = partial(self._submit, save, plan, draft, copies, keeper, has_room=has_room, **tiers)
         try:
             staging = self.stager.stage(
                 plan,
@@ -216,6 +221,7 @@ class Pipeline:
         staging: Staging,
         *,
         to_home: bool,
+        to_peers: bool,
         has_room: bool,
     ) -> None:
         """Submit a complete copy to the keeper. Runs in the staging thread."""
@@ -249,6 +255,7 @@ class Pipeline:
                     layout=_arena_layout(plan, staging),
                     draft=draft,
                     to_home=to_home,
+                    to_peers=to_peers,
                     metrics=metrics,
                 )
         except OSError as failure:

@@ -28,7 +28,7 @@ class Restoration:
     """Restore of an attempt, before its claim or after it."""
 
     def __init__(self, components: Components) -> None:
-        self.has_run = False
+        self.has_run = self._has_freed = False
         self.differences = Differences()  # of the restored checkpoint from the state, on this rank
         self._load: Load | None = None  # of the checkpoint that is tried
         self._found: Restored | None = None
@@ -69,7 +69,9 @@ class Restoration:
                 self._marks.append(call)
 
         options = self._components.options
-        with self._tiers.reading() as store:
+        with_copies = options.peers is not None
+        tiers_here = self._tiers.reading(is_node_local=is_node_local, with_copies=with_copies)
+        with tiers_here as (store, own_local):
             request = Request(
                 store,
                 partial(self._make_load, selection),
@@ -79,7 +81,7 @@ class Restoration:
                 num_threads=options.reads.threads,
                 share_reads=options.reads.shared,
                 source_rank=options.reads.source_rank,
-                own_local=self._tiers.local_store if is_node_local else None,
+                own_local=own_local,
                 may_commit=keeper is not None,
                 show=self._components.show,
                 patience_s=self._patience_s,
@@ -140,11 +142,20 @@ class Restoration:
             self._marks[0](run=keeper.config.run)
             self._marks.pop(0)
 
+    def free_memory(self) -> None:
+        """Free the memory that keepers of dead trainers have held for a restore.
+
+        With peers it may be all that there is of the restored step, until a save of this attempt is safe.
+        """
+        if self.has_run and not self._has_freed:
+            self._has_freed = True
+            free_memory_tier(self._tiers.home)
+
     def _complete(self, keeper: Keeper) -> None:
         """Record what the attempt continues, and complete commits, which only a claimed attempt may."""
         found = self._found
-        if self.has_run:
-            free_memory_tier(self._tiers.home)  # which keepers of dead trainers have held for a restore
+        if self.has_run and self._components.options.peers is None:
+            self.free_memory()
         if found is None:
             return
         if self._ranks.rank == 0:

@@ -6,7 +6,7 @@ import math
 import struct
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Keeper
@@ -16,6 +16,9 @@ from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.saves import Saves
 from holdfast.checkpoint.watch import Act, Vote
 
+if TYPE_CHECKING:
+    from holdfast.checkpoint.run.mirroring import Mirroring
+
 
 class ExchangeRecord(NamedTuple):
     """Facts of this rank at an exchange, which the outcome of the exchange is about."""
@@ -23,13 +26,15 @@ class ExchangeRecord(NamedTuple):
     step: int
     proposed: int | None  # see `StableStep`
     saved: int | None  # step of the last save, whose metric was sent
+    mirrored: int | None = None  # step whose state was sent, see `Mirroring`
 
 
 class StepSync:
     """One rank's side of the exchange that follows each step of an attempt."""
 
-    def __init__(self, components: Components, saves: Saves) -> None:
-        self._components, self._saves = components, saves
+    def __init__(self, components: Components, saves: Saves, mirroring: Mirroring | None) -> None:
+        self._components, self._saves, self._mirroring = components, saves, mirroring
+        self.must_save = False  # whatever the policies: the restored step is not in a store
         self._is_alone = components.ranks.world_size == 1
         self._sent: ExchangeRecord | None = None  # at the exchange before
         self._scores = Scores(components.options.keep)
@@ -45,16 +50,16 @@ class StepSync:
         newest, lacks_proposal = saves.stable.propose()
         flags = Flags(
             is_preempted=Act.STOP in acts,
-            is_due=Act.SAVE in acts,
+            is_due=Act.SAVE in acts or (self.must_save and saves.last is None),
             lacks_proposal=lacks_proposal,
             is_torn=saves.must_repeat,
             must_go_back=Act.GO_BACK in acts,
         )
-        sent = ExchangeRecord(
-            step, saves.stable.proposed, saves.last.step if saves.last is not None else None
-        )
-        values, (lowest, score) = self._components.ranks.exchange_flags(
-            step, cadence.add_clock(step, now_s, flags), (newest, self._score_of_last())
+        mirrored, state = (None, 0) if self._mirroring is None else self._mirroring.propose()
+        saved = saves.last.step if saves.last is not None else None
+        sent = ExchangeRecord(step, saves.stable.proposed, saved, mirrored)
+        values, (lowest, score, state) = self._components.ranks.exchange_flags(
+            step, cadence.add_clock(step, now_s, flags), (newest, self._score_of_last(), state)
         )
         # Several ranks receive the outcome of the exchange before, a single one that of this exchange.
         answered, self._sent = sent if self._is_alone else self._sent, sent
@@ -66,6 +71,9 @@ class StepSync:
             if stable is not None and keeper is not None and keeper.config.is_node_local:
                 keeper.mark_complete(CheckpointId(attempt=keeper.config.attempt, step=stable))
             self._receive_score(answered.saved, score, keeper)
+            mirroring = self._mirroring
+            if mirroring is not None and mirroring.receive(answered.mirrored, state) and keeper is not None:
+                keeper.keep_copies(mirroring.kept)
             decided = cadence.decide(step, now_s, received, sent_step=answered.step)
         if decided.is_torn:
             saves.note_tear()

@@ -48,6 +48,10 @@ class Base(Struct, frozen=True):
     is_fresh: bool = False  # nothing was restored and nothing will be, so the home must be empty
 
 
+def _as_one(tiers: Sequence[Store]) -> Store:
+    return tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+
+
 class Tiers:
     """Tiers of one run, as this rank sees them."""
 
@@ -181,12 +185,20 @@ class Tiers:
         copy_claim(near, claim)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[Store]:
-        """Yield all tiers as one store. Views of memory stay valid afterwards."""
-        held = MemoryTierStore(self.home)
+    def reading(self, *, is_node_local: bool, with_copies: bool) -> Iterator[tuple[Store, Store | None]]:
+        """Yield all tiers as one store, and those that only this host has. Views of memory stay valid.
+
+        Args:
+            is_node_local: other hosts have other local folders.
+            with_copies: memory may have whole copies of other ranks' saves, see `Peers`.
+        """
+        held = MemoryTierStore(self.home, with_documents=with_copies)
         tiers = [held, *self.durable_stores()] if held else self.durable_stores()
+        own = [self.local_store] if self.local_store is not None and (is_node_local or with_copies) else []
+        if with_copies:
+            own = [held, *own]
         try:
-            yield tiers[0] if len(tiers) == 1 else TieredStore(tiers)
+            yield _as_one(tiers), _as_one(own) if own else None
         finally:
             held.close()
 

@@ -119,10 +119,13 @@ def max_arenas() -> int:
 
 
 class Arenas:
-    """All arenas of this process, together at most `cap_bytes`, and `max_arenas()` at construction."""
+    """All arenas of this process, together at most `cap_bytes`, and `max_arenas()` at construction.
 
-    def __init__(self, cap_bytes: int) -> None:
-        self.cap_bytes = cap_bytes
+    A limit that does not allow `min_number` of them is an error, as training might wait for ever.
+    """
+
+    def __init__(self, cap_bytes: int, min_number: int = 1) -> None:
+        self.cap_bytes, self._min_number = cap_bytes, min_number
         self._max_number = max_arenas()
         self._free: list[Arena] = []
         self._all: dict[int, Arena] = {}
@@ -218,10 +221,13 @@ class Arenas:
 
         Blocks: until an arena is free, if the limit does not allow another.
         """
-        if num_bytes + mmap.PAGESIZE > self.cap_bytes:
+        if self._min_number * (num_bytes + mmap.PAGESIZE) > self.cap_bytes:
+            number = f"an arena of {format_bytes(num_bytes)}"
+            if self._min_number > 1:
+                number = f"{self._min_number} arenas of {format_bytes(num_bytes)} with peers"
             raise InvalidInput(
-                f"A save of this rank needs an arena of {format_bytes(num_bytes)}, but memory= allows "
-                f"{format_bytes(self.cap_bytes)} in all. Nothing was saved. Raise memory=."
+                f"A save of this rank needs {number}, but memory= allows {format_bytes(self.cap_bytes)} in "
+                "all. Nothing was saved. Raise memory=."
             )
         with self._lock:
             self._changed.wait_for(lambda: self._available(num_bytes))

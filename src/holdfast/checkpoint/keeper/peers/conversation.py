@@ -1,0 +1,236 @@
+"""Conversation of two keepers over TCP, each of which proves the secret of the attempt without sending it.
+
+Both sides choose a random number, and authenticate every message with a key of the secret and both numbers.
+So a recorded conversation cannot be repeated, and a message cannot be changed, moved or left out. The bytes
+of data files follow as they are: the receiver compares them with the hashes in an authenticated message.
+Without TLS they can be read on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterator
+from typing import TypeAlias, TypeVar
+
+from msgspec import Struct
+
+from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES
+from holdfast.checkpoint.keeper.config import Address, TlsFiles
+from holdfast.errors import Corrupt, Denied, RetryLater
+from holdfast.system.documents import Count, decode_as, to_plain
+
+OPENING_S = 10.0
+"""Time within which a conversation is opened; a stranger is disconnected after it."""
+SILENCE_S = 20.0
+"""Time after which a connection that transfers nothing is given up."""
+_SEND_BYTES = 1 << 20
+"""Bytes of one call of the socket, which `SILENCE_S` is the limit of."""
+_NONCE_BYTES = 32
+_MAC = "sha256"
+_MAC_BYTES = 32
+_MAX_MESSAGE_BYTES = 16 << 10
+_LENGTH = struct.Struct("!I")
+_COUNTER = struct.Struct("!Q")
+_PROTOCOL = b"holdfast peers 1"
+
+
+class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
+    """Base of the messages, which have the name of their class as the member `kind`."""
+
+
+class Hello(_Message, frozen=True):
+    """First message of a caller."""
+
+    rank: Count  # whose files follow
+
+
+class Welcome(_Message, frozen=True):
+    """Reply of the holder, by which it proves the secret too."""
+
+
+class Offer(_Message, frozen=True):
+    """Copy that the caller offers. The part that describes its files follows."""
+
+    step: Count
+    keep: tuple[Count, ...]  # steps of earlier copies that the holder keeps beside it
+
+
+class Ready(_Message, frozen=True):
+    """Request for the files of the offered copy, one after the other."""
+
+    has_frozen: bool  # not the file of the frozen tensors: an earlier copy has its bytes
+
+
+class Held(_Message, frozen=True):
+    """Confirmation that the copy is in memory, and that all of its hashes are right."""
+
+
+class Refused(_Message, frozen=True):
+    """Reason for which the holder has no copy. The conversation continues."""
+
+    reason: str
+
+
+PeerMessage: TypeAlias = Hello | Welcome | Offer | Ready | Held | Refused
+_M = TypeVar("_M", bound=PeerMessage)
+
+
+class Conversation:
+    """One side of a conversation. Not for two threads at once.
+
+    Every method raises RetryLater if the other side is silent or gone, Denied if it does not have the secret,
+    and Corrupt if it sends something else than expected.
+    """
+
+    def __init__(self, end: socket.socket, secret: bytes, *, is_caller: bool) -> None:
+        self._end = end
+        self._opened_by_s: float | None = time.monotonic() + OPENING_S  # None once it is open
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        own = secrets.token_bytes(_NONCE_BYTES)
+        # The holder speaks first: a caller that only repeats what it has heard has no key for this number.
+        if is_caller:
+            other = self._receive_exactly(_NONCE_BYTES)
+            self._send_all(own)
+            numbers = other + own
+        else:
+            self._send_all(own)
+            numbers = own + self._receive_exactly(_NONCE_BYTES)
+        key = hmac.digest(secret, _PROTOCOL + numbers, _MAC)
+        of_caller, of_holder = hmac.digest(key, b"caller", _MAC), hmac.digest(key, b"holder", _MAC)
+        self._send_key, self._receive_key = (of_caller, of_holder) if is_caller else (of_holder, of_caller)
+        self._num_sent = self._num_received = 0
+
+    def end_opening(self) -> None:
+        """Allow the pauses of a conversation between two that have both proved the secret."""
+        self._opened_by_s = None
+        self._end.settimeout(SILENCE_S)
+
+    def wait(self) -> None:
+        """Wait until the other side sends something, or the connection is closed.
+
+        Blocks: without a limit.
+        """
+        if not (isinstance(self._end, ssl.SSLSocket) and self._end.pending()):  # else it is here already
+            with _reported():
+                select.select([self._end], [], [])
+
+    def send(self, message: PeerMessage) -> None:
+        """Send a message."""
+        self.send_document(json.dumps(to_plain(message)).encode())
+
+    def expect(self, *kinds: type[_M]) -> _M:
+        """Return the next message, which is of one of these kinds."""
+        message = decode_as(PeerMessage, self.receive_document(_MAX_MESSAGE_BYTES), "a message of a peer")
+        if not isinstance(message, kinds):
+            raise Corrupt(f"A peer sent a message of another kind than expected: {type(message).__name__}.")
+        return message
+
+    def send_document(self, message: bytes) -> None:
+        """Send an authenticated text."""
+        mac = hmac.digest(self._send_key, _COUNTER.pack(self._num_sent) + message, _MAC)
+        self._num_sent += 1
+        self._send_all(_LENGTH.pack(len(message)) + mac + message)
+
+    def receive_document(self, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
+        """Return the next text, once it is known to be of the peer."""
+        (num_bytes,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
+        if num_bytes > max_bytes:
+            raise Corrupt(f"A peer sends a message of {num_bytes} bytes; at most {max_bytes} are allowed.")
+        mac, message = self._receive_exactly(_MAC_BYTES), self._receive_exactly(num_bytes)
+        expected = hmac.digest(self._receive_key, _COUNTER.pack(self._num_received) + message, _MAC)
+        if not hmac.compare_digest(mac, expected):
+            raise Denied("A peer does not have the secret of this attempt. Its message was not used.")
+        self._num_received += 1
+        return message
+
+    def send_bytes(self, data: memoryview, bytes_per_s: float | None) -> None:
+        """Send the bytes of a file, within a rate; None for no limit."""
+        began_s = time.monotonic()
+        for start in range(0, len(data), _SEND_BYTES):
+            block = data[start : start + _SEND_BYTES]
+            self._send_all(block)
+            if bytes_per_s is not None:
+                time.sleep(max(0.0, began_s + (start + len(block)) / bytes_per_s - time.monotonic()))
+
+    def receive_into(self, data: memoryview) -> None:
+        """Receive the next bytes of a file."""
+        with _reported():
+            while data:
+                if self._opened_by_s is not None:
+                    self._end.settimeout(max(0.001, self._opened_by_s - time.monotonic()))
+                num_bytes = self._end.recv_into(data)
+                if not num_bytes:
+                    raise ConnectionError("the connection was closed")
+                data = data[num_bytes:]
+
+    def close(self) -> None:
+        """Close the connection, also while another thread waits for it."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()
+
+    def _send_all(self, data: bytes | memoryview) -> None:
+        with _reported():
+            self._end.sendall(data)
+
+    def _receive_exactly(self, num_bytes: int) -> bytes:
+        room = bytearray(num_bytes)
+        self.receive_into(memoryview(room))
+        return bytes(room)
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Raise errors of the connection as errors of Holdfast."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RetryLater("A peer did not answer in time.") from error
+    except OSError as error:  # also errors of TLS
+        raise RetryLater(f"The connection to a peer failed: {error}.") from error
+
+
+def call(address: Address, secret: bytes, tls: TlsFiles | None) -> Conversation:
+    """Open a conversation with the keeper at an address.
+
+    Blocks: until the peer has answered, at most `OPENING_S` for each step of the opening.
+    """
+    with _reported():
+        end = socket.create_connection((address.host, address.port), OPENING_S)
+    return _open(end, secret, tls, is_caller=True)
+
+
+def answer(end: socket.socket, secret: bytes, tls: TlsFiles | None) -> Conversation:
+    """Open the conversation that a caller has connected for; see `call`."""
+    return _open(end, secret, tls, is_caller=False)
+
+
+def _open(end: socket.socket, secret: bytes, tls: TlsFiles | None, *, is_caller: bool) -> Conversation:
+    try:
+        with _reported():
+            end.settimeout(OPENING_S)
+            if tls is not None:
+                end = _context(tls, is_caller=is_caller).wrap_socket(end, server_side=not is_caller)
+        return Conversation(end, secret, is_caller=is_caller)
+    except BaseException:
+        end.close()
+        raise
+
+
+def _context(tls: TlsFiles, *, is_caller: bool) -> ssl.SSLContext:
+    """Return the context of one side. Each side requires a certificate of the given authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_caller else ssl.PROTOCOL_TLS_SERVER)
+    context.check_hostname = False  # keepers have addresses, and the authority signs only for this cluster
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(tls.authority)
+    context.load_cert_chain(tls.certificate, tls.key)
+    return context

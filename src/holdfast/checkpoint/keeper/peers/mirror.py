@@ -1,0 +1,180 @@
+"""Mirror of a keeper: copies of this rank's saves on peers, and of the peers' saves here, all in memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from holdfast.checkpoint.format import names
+from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks
+from holdfast.checkpoint.format.part import DataFile
+from holdfast.checkpoint.home.history import History
+from holdfast.checkpoint.keeper import messages
+from holdfast.checkpoint.keeper.config import KeeperConfig
+from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
+from holdfast.checkpoint.keeper.messages import Image
+from holdfast.checkpoint.keeper.peers.holder import Holder
+from holdfast.checkpoint.keeper.peers.sender import OwnCopy, PeerSender
+from holdfast.checkpoint.keeper.reports import bugs_as_errors
+from holdfast.errors import HoldfastError
+
+
+class _Kept(Struct):
+    """Save in an arena that stays as it is while its copies are needed."""
+
+    arena: int
+    arena_fd: int
+    images: tuple[Image, ...]
+    document: bytes  # the part
+    missing: set[int]  # ranks that do not hold it yet
+    began_s: float = field(default_factory=time.monotonic)
+
+
+class Mirror:
+    """Mirror of one keeper. It holds up no save: what peers cannot take in time is reported, and dropped.
+
+    Args:
+        listener: socket on which the peers of this keeper call.
+    """
+
+    def __init__(
+        self, config: KeeperConfig, listener: socket.socket, history: History, inbox: TrainerInbox
+    ) -> None:
+        peers = config.peers
+        assert peers is not None
+        self._config, self._history, self._inbox = config, history, inbox
+        self._holder = Holder(listener, config.attempt, peers)
+        self._senders = {
+            address.rank: PeerSender(address, config.rank, peers, partial(self._end, address.rank))
+            for address in peers.holders
+        }
+        self._kept: dict[int, _Kept] = {}  # by step
+        self._coming: set[int] = set()  # arenas of saves that are not described yet
+        self._read: set[int] = set()  # arenas that nothing but their copies needs any more
+        self._is_failing = False  # since the last copy that all peers hold
+        self._lock = threading.Lock()
+
+    # -- copies of this rank's saves -------------------------------------------------------------------------
+    def add(self, save: StagedSave) -> None:
+        """Copy a save to the peers, beside its way into a store. The inbox calls this once it is received."""
+        own = replace(save, arena_fd=os.dup(save.arena_fd), draft_fd=os.dup(save.draft_fd))
+        with self._lock:
+            self._coming.add(save.request.arena)
+        threading.Thread(target=self._describe, args=(own,), name="holdfast-mirror", daemon=True).start()
+
+    def _describe(self, save: StagedSave) -> None:
+        """Hash the files of a save, and give them to the senders."""
+        request, step = save.request, save.request.step
+        try:
+            with bugs_as_errors(f"The copy of step {step}"):
+                arena = memoryview(mmap.mmap(save.arena_fd, 0, access=mmap.ACCESS_READ))
+                layout, key = request.layout, (step, self._config.attempt, self._config.rank)
+                images = layout.images(*key)
+                files = tuple(arena[one.offset : one.offset + one.num_bytes] for one in images)
+                draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
+                found, _ = parts.findings_of(draft, names.part(*key))
+                document = parts.finish(draft, *map(_describe_file, files), watches=found)
+        except HoldfastError as error:
+            self._drop(request.arena, save.arena_fd)
+            self._fail(step, error)
+            return
+        finally:
+            os.close(save.draft_fd)
+        with self._lock:
+            keep = tuple(self._kept)
+            self._kept[step] = _Kept(request.arena, save.arena_fd, images, document, set(self._senders))
+            self._coming.discard(request.arena)
+        for sender in self._senders.values():
+            sender.send(OwnCopy(step, document, files, keep))
+
+    def _end(self, rank: int, step: int, error: HoldfastError | None) -> None:
+        """Count a peer that holds a copy. A sender calls this."""
+        if error is not None:
+            self._fail(step, error)
+            return
+        with self._lock:
+            kept = self._kept.get(step)
+            if kept is None or rank not in kept.missing:
+                return
+            kept.missing.discard(rank)
+            if kept.missing:
+                return
+            self._is_failing = False
+        seconds = time.monotonic() - kept.began_s
+        self._inbox.reply(messages.CopyEnded(step))  # first: the history may wait for a store
+        num_bytes = sum(image.num_bytes for image in kept.images)
+        self._history.record("mirrored", step=step, num_bytes=num_bytes, seconds=seconds, tier="peers")
+
+    def _fail(self, step: int, error: HoldfastError) -> None:
+        self._inbox.reply(messages.CopyEnded(step, str(error)[: messages.MAX_DETAIL]))
+        with self._lock:
+            was_failing, self._is_failing = self._is_failing, True
+        if not was_failing:
+            self._history.record("mirror-failed", step=step, detail=str(error), tier="peers")
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Keep the copies of these steps only. Peers drop the others with the next copy."""
+        with self._lock:
+            dropped = [self._kept.pop(step) for step in list(self._kept) if step not in steps]
+        for one in dropped:
+            self._drop(one.arena, one.arena_fd)
+
+    @property
+    def arenas(self) -> set[int]:
+        """Numbers of the arenas that must stay as they are."""
+        with self._lock:
+            return {kept.arena for kept in self._kept.values()} | self._coming
+
+    def release(self, arena: int) -> None:
+        """Release an arena that is persisted, now or once its copies are dropped."""
+        if arena in self.arenas:
+            self._read.add(arena)
+        else:
+            self._inbox.reply(messages.ArenaReleased(arena))
+
+    def _drop(self, arena: int, arena_fd: int) -> None:
+        os.close(arena_fd)
+        with self._lock:
+            self._coming.discard(arena)
+            is_read = arena in self._read
+            self._read.discard(arena)
+        if is_read:
+            self._inbox.reply(messages.ArenaReleased(arena))
+
+    # -- everything in memory --------------------------------------------------------------------------------
+    def images(self) -> dict[int, tuple[Image, ...]]:
+        """Return the images of all copies here, of any rank, by the descriptor of their memory."""
+        with self._lock:
+            own = {kept.arena_fd: kept.images for kept in self._kept.values()}
+            documents = {
+                names.part(step, self._config.attempt, self._config.rank): kept.document
+                for step, kept in self._kept.items()
+            }
+        return own | _in_memory(documents) | self._holder.memory.images()
+
+
+def _describe_file(image: memoryview) -> DataFile:
+    chunk_bytes = chunk_bytes_for(len(image))
+    return DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
+
+
+def _in_memory(documents: Mapping[str, bytes]) -> dict[int, tuple[Image, ...]]:
+    """Return the images of documents in a new memfd, which stays open as long as this process."""
+    if not documents:
+        return {}
+    fd, images, end = os.memfd_create("holdfast-parts"), list[Image](), 0
+    for name, document in documents.items():
+        os.pwrite(fd, document, end)
+        images.append(Image(name, end, len(document)))
+        end += -(-len(document) // mmap.PAGESIZE) * mmap.PAGESIZE
+    os.ftruncate(fd, end)
+    return {fd: tuple(images)}

@@ -1,0 +1,156 @@
+"""Mirroring of an attempt: which saves the peers of each rank copy, and which keepers are its peers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+
+from msgspec import Struct
+
+from holdfast.checkpoint.keeper.config import Address, PeersConfig
+from holdfast.checkpoint.keeper.peers.placement import Place, place_copies, writers_of
+from holdfast.checkpoint.ranks import RankGroup, this_host, values_of
+from holdfast.checkpoint.run.options import Peers
+from holdfast.errors import InvalidInput
+from holdfast.system.log import get_logger
+
+_log = get_logger("checkpoint.run")
+_BACKLOG = 64
+_FAILED, _PENDING, _HELD, _NONE = range(4)
+"""What a rank sends about the save that peers copy. The lowest of all ranks counts."""
+
+
+class Mirroring:
+    """One rank's side of choosing the saves that peers copy. The keeper's thread reports their outcome.
+
+    One save is copied at a time, the same on all ranks. Once all ranks have exchanged that its copies are
+    whole, the copies of the one before are dropped. So the copies of one save are whole on all hosts at any
+    time, also while a host dies.
+    """
+
+    def __init__(self) -> None:
+        self.held: int | None = None  # newest step whose copies are known to be whole for all ranks
+        self._current: int | None = None  # step that is being copied
+        self._state = _NONE  # of the current one, on this rank
+        self._was_sent = False  # the ranks exchange its state
+        self._lock = threading.Lock()
+
+    def begin(self, step: int) -> bool:
+        """Return True if peers are to copy the save of `step`, which begins."""
+        with self._lock:
+            if self._current is not None and not self._was_sent and self._state != _PENDING:
+                self._settle(self._state)  # of a loop without exchanges: each rank has its own outcome only
+            if self._current is not None:
+                return False
+            self._current, self._state, self._was_sent = step, _PENDING, False
+            return True
+
+    def end(self, step: int, is_held: bool) -> None:
+        """Record whether all peers of this rank hold the copy of a save."""
+        with self._lock:
+            if step == self._current:
+                self._state = _HELD if is_held else _FAILED
+
+    def propose(self) -> tuple[int | None, int]:
+        """Return the step that is being copied, and the number to send about it."""
+        with self._lock:
+            self._was_sent = True
+            return self._current, _NONE if self._current is None else self._state
+
+    def receive(self, step: int | None, lowest: int) -> bool:
+        """Process the outcome of an exchange about `step`. Return True if it has settled the copies."""
+        with self._lock:
+            if step is None or step != self._current or lowest not in (_FAILED, _HELD):
+                return False
+            self._settle(lowest)
+            return True
+
+    def _settle(self, state: int) -> None:
+        self.held = self._current if state == _HELD else self.held
+        self._current, self._state = None, _NONE
+
+    @property
+    def kept(self) -> list[int]:
+        """Steps whose copies are needed."""
+        with self._lock:
+            return [step for step in (self.held, self._current) if step is not None]
+
+
+class Meeting(Struct, frozen=True):
+    """Peers of this rank's keeper, and the socket on which others call it."""
+
+    config: PeersConfig
+    listener: socket.socket
+
+
+def meet_peers(ranks: RankGroup, options: Peers) -> Meeting | None:
+    """Agree on who holds whose copies; None if all ranks are on one host.
+
+    Ranks: collective.
+    """
+    places = [Place(*row) for row in ranks.gather(("|".join(this_host()), options.zone))]
+    holders = place_copies(places, options.copies)
+    num_copies = len(holders[0])
+    if num_copies < options.copies and ranks.rank == 0:
+        _log.warning(
+            f"Peers({options.copies}) needs ranks on {options.copies + 1} hosts, and they are on "
+            f"{num_copies + 1}: each save has {num_copies} copies in memory of other hosts."
+        )
+    if not num_copies:
+        return None
+    secret = ranks.share(secrets.token_hex(32))
+    listener, address = _listen(ranks, options)
+    addresses = [Address(rank, *row) for rank, row in enumerate(ranks.gather(address))]
+    config = PeersConfig(
+        secret=secret,
+        holders=tuple(addresses[rank] for rank in holders[ranks.rank]),
+        writers=writers_of(holders, ranks.rank),
+        memory_bytes=options.memory_bytes,
+        bandwidth=options.bandwidth_bytes,
+        tls=options.tls_files,
+    )
+    return Meeting(config, listener)
+
+
+def _listen(ranks: RankGroup, options: Peers) -> tuple[socket.socket, tuple[str, int]]:
+    """Return a listening socket, and its address as other hosts see it.
+
+    Ranks: collective.
+    """
+    own = options.address or _address_towards(os.environ.get("MASTER_ADDR") or socket.gethostname())
+    found = ranks.gather(own)
+    others = [address for address in found if not _is_loopback(address)]
+    if _is_loopback(own) and others and not options.address:
+        own = _address_towards(others[0])  # the name of the first host often means itself there
+
+    def listen() -> socket.socket:
+        try:
+            family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
+            return socket.create_server((own, 0), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise InvalidInput(
+                f"Rank {ranks.rank} cannot listen for its peers at {own}: {error.strerror}. Nothing was "
+                "saved. Give Peers(address=) an address of this host that the other hosts reach."
+            ) from error
+
+    found_here: list[socket.socket] = []
+    outcomes = ranks.agree(lambda: found_here.append(listen()))
+    values_of(outcomes, ranks.rank, "cannot listen for its peers")
+    return found_here[0], (own, found_here[0].getsockname()[1])
+
+
+def _address_towards(host: str) -> str:
+    """Return the address of this host on its way to another one. Sends nothing."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    except OSError:  # the name is not known here
+        return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"

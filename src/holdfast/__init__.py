@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.run.options import Limits as Limits
     from holdfast.checkpoint.run.options import Local as Local
     from holdfast.checkpoint.run.options import Memory as Memory
+    from holdfast.checkpoint.run.options import Peers as Peers
     from holdfast.checkpoint.run.options import Reads as Reads
     from holdfast.checkpoint.state import per_rank as per_rank
     from holdfast.checkpoint.state import replicated as replicated
@@ -79,7 +80,7 @@ _NAMES = {
     "checkpoint.restore.checkpoint": "Checkpoint open",
     "checkpoint.retention": "Keep",
     "checkpoint.run": "Checkpointer",
-    "checkpoint.run.options": "Home Limits Local Memory Reads",
+    "checkpoint.run.options": "Home Limits Local Memory Peers Reads",
     "checkpoint.state": "per_rank replicated",
     "checkpoint.store": "open_store",
     "checkpoint.watch": "Act Vote Watch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -42,11 +43,15 @@ class Hosts:
 
     def start(self, *options: str, total: int = TOTAL) -> list[Child]:
         """Start a rank on each host."""
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
         local = str(self.playground.folder / "local-{rank}")
+        return self.start_without_folders("--local", local, *options, total=total)
+
+    def start_without_folders(self, *options: str, total: int = TOTAL) -> list[Child]:
+        """Start a rank on each host. The hosts have no local folders."""
+        world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(reserve_port())}
         self.children = [
             self.playground.start(
-                *("--local", local, *options),
+                *options,
                 total=total,
                 **world,
                 RANK=str(host),
@@ -175,6 +180,33 @@ def test_after_a_lost_host_and_an_empty_home_training_starts_from_scratch(
     said = hosts.finish_like(uninterrupted_ranks)
     assert "of attempt 1 is incomplete: the files of ranks 1 are missing" in said
     assert "restored step" not in said
+
+
+PEERS = ("--peers", "1", "--host", "host{rank}")
+SLOW_HOME = ("--bandwidth", "10kB")  # a save takes ten seconds, and the copy of one none
+
+
+def mirrored(hosts: Hosts) -> int:
+    """The newest step of which the peers of every rank have said that they hold it; 0 without one."""
+    logs = [hosts.playground.home / names.history(1, rank) for rank in HOSTS]
+    lines = [log.read_text().splitlines() if log.exists() else [] for log in logs]
+    events = [[json.loads(line) for line in of_rank if '"mirrored"' in line] for of_rank in lines]
+    return min(max((event["step"] for event in of_rank), default=0) for of_rank in events)
+
+
+@pytest.mark.essential
+def test_a_lost_host_costs_only_the_steps_since_its_last_copy(hosts: Hosts, uninterrupted_ranks: str):
+    """All that a host has is gone: processes, memory, and its folder. The copies are on the other one."""
+    hosts.start_without_folders("--pause-at", "9", *PEERS, *SLOW_HOME)
+    hosts.playground.wait_for(lambda: mirrored(hosts) >= 2, "copies")
+    hosts.kill(with_keepers=(1,))
+    copied = mirrored(hosts)
+    shutil.rmtree(hosts.playground.folder / "runtime-1")
+    children = hosts.start_without_folders(*PEERS)
+    assert [child.wait() for child in children] == [0, 0], "\n".join(one.said() for one in children)
+    assert restored(children[0].said()) >= copied
+    assert "is in memory and folders of several hosts only; without them:" in children[0].said()
+    assert hosts.playground.final() == uninterrupted_ranks
 
 
 @pytest.mark.slow

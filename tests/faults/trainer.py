@@ -12,6 +12,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -50,6 +51,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--wait-home", action="store_true", help="wait until home has each save that is due")
     parser.add_argument("--hold", default="0")
     parser.add_argument("--take-over", action="store_true")
+    parser.add_argument("--bandwidth", help="to home, per second")
+    parser.add_argument("--peers", type=int)
+    parser.add_argument("--host", help="name of this rank's host; {rank} in it stands for the rank's number")
     return parser.parse_args()
 
 
@@ -106,7 +110,7 @@ def has_manifest(home: Path, step: int) -> bool:
     return any((home / f"step-{step:08d}").glob("manifest-*"))
 
 
-def main() -> None:
+def main() -> None:  # noqa: C901 - one option after the other
     args = arguments()
     set_clock(float(os.environ.get("CLOCK_OFFSET_S", "0")))
     if point := os.environ.get("TRAINER_SIGNAL_AT"):
@@ -116,6 +120,8 @@ def main() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if args.host:
+        socket.gethostname = lambda: args.host.format(rank=rank)
     torch.manual_seed(1)
     model = make_model(args.width, is_sharded=args.fsdp)
     is_copied = dist.is_initialized() and not args.fsdp
@@ -128,12 +134,13 @@ def main() -> None:
     np.random.seed(rank)
     torch.manual_seed(rank)
     with holdfast.Checkpointer(
-        holdfast.Home(args.bucket or args.home, every=args.home_every),
+        holdfast.Home(args.bucket or args.home, every=args.home_every, bandwidth=args.bandwidth),
         state,
         every=every,
         keep=args.keep,
         local=args.local and holdfast.Local(args.local.format(rank=rank), keep=args.keep_local),
         take_over=args.take_over,
+        peers=args.peers,
         memory=holdfast.Memory(args.memory, keep_for=args.hold),
         limits=holdfast.Limits(
             failed_saves=args.failed_saves, patience=args.patience, commit_timeout=args.commit_timeout

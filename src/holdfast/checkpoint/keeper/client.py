@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
+from weakref import WeakValueDictionary
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -107,7 +108,8 @@ class Keeper:
         self._lock = threading.RLock()  # held while the process is replaced, and to change what is resent
         self._num_deaths = 0  # in a row, without a completed save
         self._child_config, self._pulse_fd, self._listener = config, pulse_fd, listener
-        self._towards_peers: dict[int, Save] = {}  # sent to them, or waiting for a newer one that is
+        # Sent to them, or waiting for a newer one that is; peers may be away for thousands of saves.
+        self._towards_peers = WeakValueDictionary[int, Save]()
         self._copying: int | None = None  # step that was sent to peers
         self._has_warned_of_peers = False  # since the last copy that they hold
         self._close: messages.Close | None = None  # once it was sent
@@ -554,8 +556,10 @@ class Keeper:
         """Settle the copies of a save on peers, and with them those of older saves."""
         with self._lock:
             if not failure:
-                for older in [one for one in self._towards_peers if one <= step]:
-                    self._towards_peers.pop(older).mark_mirrored()
+                for older, save in list(self._towards_peers.items()):
+                    if older <= step:
+                        del self._towards_peers[older]
+                        save.mark_mirrored()
             elif not self._has_warned_of_peers:
                 self._add_problem(f"{failure} Training continues, and the next save is sent.")
             self._has_warned_of_peers = bool(failure)

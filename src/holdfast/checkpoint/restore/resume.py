@@ -293,6 +293,7 @@ class _Restore:
             rollbacks=found.rollbacks,
             watches=manifest.watches,
             is_in_store=restored not in found.node_local,
+            in_store=next((one for one in found.found if one not in found.node_local), None),
         )
 
     def _mark(self, skipped: Sequence[Skipped], restored: CheckpointId) -> None:

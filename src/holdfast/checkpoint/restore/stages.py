@@ -184,3 +184,4 @@ class Restored(OfCheckpoint, Struct, frozen=True):
     rollbacks: Rollbacks = NO_ROLLBACKS  # of the run
     watches: Sections = {}  # findings of watches, in its manifest
     is_in_store: bool = True  # False for copies in memory and local folders that no manifest names yet
+    in_store: CheckpointId | None = None  # the newest checkpoint of which a store has everything

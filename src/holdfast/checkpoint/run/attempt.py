@@ -118,11 +118,13 @@ class Attempt:
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
         pulse_fd, released = self._components.pulse.share(), self._pipeline.release
+        options = self._components.options
         met = self._meet_peers()
-        if met is None or self._mirroring is None:
+        if met is None or self._mirroring is None or options.peers is None:
             keeper = Keeper(config, released=released, pulse_fd=pulse_fd)
         else:
-            config = replace(config, peers=met.config)
+            keep_s = max(options.memory.keep_for_s, options.peers.keep_for_s)
+            config = replace(config, peers=met.config, keep_in_memory_s=keep_s)
             copied, self._listener = self._mirroring.end, met.listener
             keeper = Keeper(
                 config, released=released, copied=copied, pulse_fd=pulse_fd, listener=met.listener

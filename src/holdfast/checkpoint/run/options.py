@@ -119,6 +119,8 @@ class Peers:
 
     Args:
         copies: hosts that hold a copy of each rank's files, beside its own.
+        keep_for: how long the copies stay in memory for the next start when training dies, as until a new
+            host is found.
         zone: rack or zone of this host. Copies of a host are in other zones, where that is possible.
         memory: largest size of the copies that each rank's keeper holds for others, in bytes or as "8GiB".
         bandwidth: bytes per second that each rank may send to each host, or as "1GB"; None for no limit.
@@ -129,6 +131,7 @@ class Peers:
 
     copies: int = 1
     _: KW_ONLY
+    keep_for: Duration = "15m"
     zone: str = ""
     memory: int | str = "8GiB"
     bandwidth: int | str | None = None
@@ -137,10 +140,15 @@ class Peers:
 
     def __post_init__(self) -> None:
         _check_count(self.copies, "Peers(copies=)")
-        _ = self.memory_bytes, self.bandwidth_bytes
+        _ = self.memory_bytes, self.bandwidth_bytes, self.keep_for_s
         for path in self.tls or ():
             if not Path(path).is_file():
                 raise InvalidInput(f"Peers(tls=) names {path!r}, which is not a file.")
+
+    @property
+    def keep_for_s(self) -> float:
+        """Seconds that the copies stay in memory after the death of the training."""
+        return parse_duration(self.keep_for, "Peers(keep_for=)")
 
     @property
     def memory_bytes(self) -> int:

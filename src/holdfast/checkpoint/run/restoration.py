@@ -173,7 +173,12 @@ class Restoration:
             num_bytes=found.num_bytes,
             seconds=found.seconds,
             detail="; ".join(
-                (f"attempt {found.attempt}", *describe_skipped(found), *self.differences.for_history())
+                (
+                    f"attempt {found.attempt}",
+                    *describe_skipped(found),
+                    *describe_saved_steps(found),
+                    *self.differences.for_history(),
+                )
             ),
             tier=self._tiers.name_of(found.sources),
             surely=True,
@@ -184,6 +189,14 @@ def describe_skipped(found: Restored) -> list[str]:
     """Return a line for each checkpoint that a restore skipped or repaired."""
     skipped = [f"skipped step {one.step} of attempt {one.attempt}: {one.reason}" for one in found.skipped]
     return [*skipped, *found.recovered_from]
+
+
+def describe_saved_steps(found: Restored) -> list[str]:
+    """Return a line about what copies on several hosts have saved; none if a store has the checkpoint."""
+    if found.is_in_store:
+        return []
+    newest = "no checkpoint" if found.in_store is None else f"step {found.in_store.step}"
+    return [f"step {found.step} is in memory and folders of several hosts only; without them: {newest}"]
 
 
 _MAX_NAMED = 3  # names in a line

@@ -10,7 +10,7 @@ from holdfast.checkpoint.format.run import Rollback
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.going_back import describe_skipped_samples, rewound_streams
-from holdfast.checkpoint.run.restoration import describe_skipped
+from holdfast.checkpoint.run.restoration import describe_saved_steps, describe_skipped
 from holdfast.errors import ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
@@ -21,7 +21,7 @@ _log = get_logger("checkpoint.run")
 
 def show_restored(components: Components, found: Restored) -> None:
     """Show which checkpoint was restored, from where, and which were skipped for it."""
-    for line in describe_skipped(found):
+    for line in (*describe_skipped(found), *describe_saved_steps(found)):
         components.show(line)
     rate = f"{format_bytes(found.num_bytes)} in {format_duration(found.seconds)}"
     where = f"from {components.tiers.describe_sources(found.sources)} ({rate}, verified)"

@@ -44,7 +44,7 @@ def main() -> int:
 
 def run() -> Facts:
     """Run the demo, and return its failures, claims and losses."""
-    from holdfast.cli.demo.claims import check_claims, compute_figures
+    from holdfast.cli.demo.claims import check_claims, find_recoveries
     from holdfast.cli.demo.scenario import Scenario
     from holdfast.cli.demo.screen import Screen
 
@@ -60,7 +60,6 @@ def run() -> Facts:
     with tempfile.TemporaryDirectory(prefix="holdfast-picture-") as folder:
         with Recorder(sys.stdout, steps=STEPS, home=folder) as screen:
             outcome = Scenario(Path(folder), steps=STEPS, num_bytes=NUM_BYTES, screen=screen).run()
-        recoveries = compute_figures(outcome).recoveries
         return {
             "failures": [
                 {
@@ -71,7 +70,7 @@ def run() -> Facts:
                     "steps_lost": one.steps_lost,
                     "restore_s": round(one.restore_s, 3),
                 }
-                for one in recoveries
+                for one in find_recoveries(outcome)
             ],
             "claims": [{"text": one.text, "holds": one.holds} for one in check_claims(outcome)],
             "losses": losses,

@@ -23,9 +23,7 @@ __all__ = [
     "Padding",
     "attention_mask",
     "compare_paddings",
-    "cumulative_lengths",
     "first_fit",
-    "format_paddings",
     "join_sequences",
 ]
 
@@ -269,15 +267,6 @@ def compare_paddings(
     ]
 
 
-def format_paddings(paddings: Iterable[Padding]) -> str:
-    """Format the comparison as a table, one line each."""
-    lines = [f"{'padding':26s} {'useful':>7s} {'shapes':>7s} {'cost':>7s}"]
-    lines += [
-        f"{one.name:26s} {one.useful:7.0%} {one.num_shapes:7d} {one.relative:6.2f}x" for one in paddings
-    ]
-    return "\n".join(lines)
-
-
 def _slices(values: Sequence[int], size: int) -> Iterable[Sequence[int]]:
     return (values[start : start + size] for start in range(0, len(values), size))
 
@@ -340,25 +329,6 @@ def attention_mask(sequence_ids: torch.Tensor, *, causal: bool = True) -> torch.
     """
     mask = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
     return mask.tril() if causal else mask
-
-
-def cumulative_lengths(sequence_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the start of each sequence in the flattened batch, for variable-length attention kernels.
-
-    Args:
-        sequence_ids: int tensor of shape (rows, length), as from `join_sequences`.
-
-    Returns:
-        `cu_seqlens`, an int32 tensor from 0 to rows * length, in which the padding of each row counts as a
-        sequence; and the longest length.
-    """
-    rows, length = sequence_ids.shape
-    begins = torch.ones_like(sequence_ids, dtype=torch.bool)
-    begins[:, 1:] = sequence_ids[:, 1:] != sequence_ids[:, :-1]
-    starts = begins.flatten().nonzero().flatten()
-    ends = torch.tensor([rows * length], device=starts.device)
-    cumulative = torch.cat([starts, ends]).to(torch.int32)
-    return cumulative, int(cumulative.diff().max())
 
 
 @final

@@ -15,14 +15,13 @@ PEAK_LIMIT = 8_000_000
 
 
 class Training:
-    """A training with dropout, batch norm, a scheduler, gradients, a generator and plain values.
+    """A training with dropout, batch norm, a scheduler, gradients, generators and plain values.
 
     Args:
-        reads: read a tensor's value in each step, which fake tensors do not allow.
         warm: make two steps first.
     """
 
-    def __init__(self, *, reads: bool = False, warm: bool = True) -> None:
+    def __init__(self, *, warm: bool = True) -> None:
         torch.manual_seed(3)
         random.seed(3)
         self.model = nn.Sequential(
@@ -32,7 +31,6 @@ class Training:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         self.average = torch.zeros(64)
         self.generator = torch.Generator().manual_seed(5)
-        self.reads = reads
         self.num_steps = 0
         self.sample = {"x": torch.randn(8, 64), "note": "kept"}
         if warm:
@@ -60,13 +58,12 @@ class Training:
         """Run one step and keep its gradients."""
         self.num_steps += 1
         self.optimizer.zero_grad()
-        noise = torch.rand(1, generator=self.generator) if self.reads else 0.1
+        noise = torch.rand(1, generator=self.generator)
         loss = (self.model(batch["x"]) - batch["x"] * noise).square().mean()
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
-        if self.reads:
-            self.average += loss.item() * random.random()
+        self.average += loss.item() * random.random()
 
     def fingerprint(self) -> list[Any]:
         """Return the whole state as bytes and plain values."""

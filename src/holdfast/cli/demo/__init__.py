@@ -12,7 +12,7 @@ from pathlib import Path
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command
-from holdfast.cli.demo.claims import check_claims, compute_figures
+from holdfast.cli.demo.claims import check_claims, find_recoveries
 from holdfast.cli.demo.scenario import Scenario
 from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             screen.show_event(f"all files of the demo are in {home or folder}")
             scenario = Scenario(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home)
             outcome = scenario.run()
-        checked, figures = check_claims(outcome), compute_figures(outcome)
+        checked, recoveries = check_claims(outcome), find_recoveries(outcome)
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -70,9 +70,10 @@ def run(args: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     if args.json:
         facts = {"proven": proven, "seconds": round(took_s, 1), "kept_in": place if args.keep else None}
-        print_json({**facts, "claims": [to_plain(claim) for claim in checked], "figures": to_plain(figures)})
+        figures = {"recoveries": [to_plain(recovery) for recovery in recoveries]}
+        print_json({**facts, "claims": [to_plain(claim) for claim in checked], "figures": figures})
     else:
-        screen.show_results(checked, figures)
+        screen.show_results(checked, recoveries)
         verdict = "all claims are proven" if proven else "NOT all claims are proven"
         print(f"\n{verdict}, in {format_duration(took_s)}" + (f"; kept in {place}" if args.keep else ""))
     return 0 if proven else 1

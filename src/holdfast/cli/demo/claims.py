@@ -1,11 +1,9 @@
-"""Claims of the demo, each checked against the outcome, and its figures. Pure."""
+"""Claims of the demo, each checked against the outcome, and the recoveries. Pure."""
 
 from __future__ import annotations
 
 import itertools
 import signal
-import statistics
-from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -26,55 +24,12 @@ class Recovery(Struct, frozen=True):
     back_s: float | None  # from the start of the process to the end of its first step
 
 
-class Figures(Struct, frozen=True):
-    """Figures of one demo: medians over all saves of the survivor."""
-
-    num_saves: int
-    num_bytes: int  # of one checkpoint
-    blocked_s: float  # duration of save()
-    optimizer_wait_s: float  # extra duration of the next optimizer.step()
-    write_bps: float  # by the keepers, durable and hashed
-    raw_bps: float  # raw writes of the same size
-    raw_is_direct: bool
-    recoveries: tuple[Recovery, ...]
-    write_share: float  # write speed of the keepers as a share of the raw write speed
-
-
-def compute_figures(outcome: DemoOutcome) -> Figures:
-    """Compute the figures of a demo."""
-    persisted = [event for event in outcome.events if event["event"] == "persisted"]
-    blocked = [event["seconds"] for event in outcome.events if event["event"] == "saved"]
-    raw = outcome.raw_writes
-    if not persisted or not blocked or not raw:
-        raise ValueError("The history of the survivor has no save.")
-    write_bps = statistics.median(event["bytes"] / event["seconds"] for event in persisted)
-    raw_bps = statistics.median(write.num_bytes / write.seconds for write in raw)
-    return Figures(
-        num_saves=sum(event["event"] == "committed" for event in outcome.events),
-        num_bytes=max(event["bytes"] for event in persisted),
-        blocked_s=statistics.median(blocked),
-        optimizer_wait_s=_optimizer_wait_s(outcome),
-        write_bps=write_bps,
-        raw_bps=raw_bps,
-        raw_is_direct=all(write.is_direct for write in raw),
-        write_share=write_bps / raw_bps,
-        recoveries=tuple(_recoveries(outcome)),
-    )
-
-
-def _optimizer_wait_s(outcome: DemoOutcome) -> float:
-    after: list[float] = []
-    others: list[float] = []
-    for start in outcome.starts:
-        for step, seconds in list(start.optimizer_s.items())[1:]:  # the first step creates the state
-            (after if (step - 1) % outcome.every == 0 else others).append(seconds)
-    return max(0.0, statistics.median(after) - statistics.median(others)) if after and others else 0.0
-
-
-def _recoveries(outcome: DemoOutcome) -> Iterator[Recovery]:
+def find_recoveries(outcome: DemoOutcome) -> list[Recovery]:
+    """Return the recovery from each failure whose next start has restored a checkpoint."""
+    found: list[Recovery] = []
     for attempt, (failed, start) in enumerate(itertools.pairwise(outcome.starts), start=2):
         if (event := outcome.restored(attempt)) and failed.status is not None:
-            yield Recovery(
+            recovery = Recovery(
                 what=failed.failure,
                 at_step=failed.step,
                 status=failed.status,
@@ -84,6 +39,8 @@ def _recoveries(outcome: DemoOutcome) -> Iterator[Recovery]:
                 restore_s=event["seconds"],
                 back_s=start.first_step_s,
             )
+            found.append(recovery)
+    return found
 
 
 class DemoClaim(Struct, frozen=True):

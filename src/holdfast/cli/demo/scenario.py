@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
-import mmap
 import os
 import shutil
 import signal
@@ -48,7 +46,6 @@ class Start(Struct):
     saving: int | None = None  # step of the save in progress at that failure
     output: list[str] = []  # lines on stderr
     first_step_s: float | None = None  # from its start to the end of its first step
-    optimizer_s: dict[int, float] = {}  # duration of optimizer.step(), by step
 
 
 class Child:
@@ -83,7 +80,6 @@ class Child:
         elif isinstance(facts, dict):
             record.first_step_s = record.first_step_s or time.monotonic() - self._began
             record.step = facts["step"]
-            record.optimizer_s[record.step] = facts["optimizer_s"]
             self._screen.show_step(record.name, record.step, facts["loss"])
 
     def _receive_line(self, line: str) -> None:
@@ -134,43 +130,6 @@ def _each_line(lines: IO[str], receive: Callable[[str], None]) -> None:
             receive(line.rstrip())
 
 
-_BLOCK_BYTES = 16 << 20
-
-
-class RawWrite(Struct, frozen=True):
-    """One raw write: a new file from aligned memory, with fsync."""
-
-    num_bytes: int
-    seconds: float
-    is_direct: bool  # past the page cache, if the file system can
-
-
-def write_raw(folder: Path, num_bytes: int) -> RawWrite:
-    """Write and remove a file of about `num_bytes`, in whole blocks of 4 KiB."""
-    num_bytes = max(mmap.PAGESIZE, num_bytes - num_bytes % mmap.PAGESIZE)
-    noise = mmap.mmap(-1, min(_BLOCK_BYTES, num_bytes))
-    noise.write(os.urandom(len(noise)))  # some disks and hosts compress data
-    path, is_direct = folder / "raw", True
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd, is_direct = os.open(path, flags, 0o644), False
-    began = time.perf_counter()
-    try:
-        done = 0
-        while done < num_bytes:
-            done += os.pwrite(fd, memoryview(noise)[: min(len(noise), num_bytes - done)], done)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-        seconds = time.perf_counter() - began
-        path.unlink()
-    return RawWrite(num_bytes, seconds, is_direct)
-
-
 class Damage(Struct, frozen=True):
     """One changed byte."""
 
@@ -202,17 +161,16 @@ class Failure(Struct, frozen=True):
 
     name: str
     number: signal.Signals
-    raw_at: float  # time of a raw write before it
     at: float  # time of the signal, or of the first save that it may interrupt
     while_saving: bool = True
     hold: str = "1m"  # how long the keeper holds its memory after the end
 
 
 _FAILURES = (
-    Failure("kill -9 while saving", signal.SIGKILL, raw_at=1.5, at=3),
+    Failure("kill -9 while saving", signal.SIGKILL, at=3),
     # Followed by damage. Without held memory, which would still have the undamaged file.
-    Failure("kill -9 between saves", signal.SIGKILL, raw_at=3.5, at=5.75, while_saving=False, hold="0"),
-    Failure("preempted while saving", signal.SIGTERM, raw_at=6, at=8),
+    Failure("kill -9 between saves", signal.SIGKILL, at=5.75, while_saving=False, hold="0"),
+    Failure("preempted while saving", signal.SIGTERM, at=8),
 )
 
 
@@ -224,7 +182,6 @@ class DemoOutcome(Struct):
     reference: Start
     starts: list[Start]  # of the survivor: three that failed, and the last
     damage: Damage
-    raw_writes: list[RawWrite]
     done_step: int | None
     events: list[Event]
     problems: list[str] | None  # of the last checkpoint; None if it is missing
@@ -251,7 +208,6 @@ class Scenario:
         self.steps, self.every, self.num_bytes = steps, steps // NUM_SAVES, num_bytes
         self.folder, self.screen = folder, screen
         self.children: list[Child] = []
-        self.raw_writes: list[RawWrite] = []
 
     def run(self) -> DemoOutcome:
         """Run the scenario."""
@@ -273,7 +229,6 @@ class Scenario:
         damage = None
         for failure in _FAILURES:
             child = self._start("survivor", hold=failure.hold)
-            self._write_raw(child, int(self.every * failure.raw_at))
             self._fail(child, failure)
             if not failure.while_saving:
                 damage = self._damage_newest()
@@ -311,13 +266,6 @@ class Scenario:
         if self.is_far:
             shutil.rmtree(self.near)
             self.screen.show_event("the local folder is deleted; only the home is left")
-
-    def _write_raw(self, child: Child, at_step: int) -> None:
-        """Time a raw write while both trainings run."""
-        name = f"step {at_step} without a save in progress"
-        child.wait_for(lambda: child.record.step >= at_step and self._unfinished(0) is None, name)
-        sizes = [path.stat().st_size for path in self.near.glob("step-*/*.safetensors")]
-        self.raw_writes.append(write_raw(self.folder, max(sizes, default=self.num_bytes)))
 
     def _unfinished(self, from_step: int) -> int | None:
         """Return the newest step if its save is in progress."""
@@ -359,6 +307,4 @@ class Scenario:
             report = holdfast.open(self.home, step=self.steps).verify()
             problems = [problem.message for problem in report.problems]
         events, _ = read_lines(store)
-        return DemoOutcome(
-            self.steps, self.every, reference, starts, damage, self.raw_writes, done_step, events, problems
-        )
+        return DemoOutcome(self.steps, self.every, reference, starts, damage, done_step, events, problems)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TextIO
 
 from rich.console import Console
@@ -14,15 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.demo.claims import DemoClaim, Figures, Recovery
+from holdfast.cli.demo.claims import DemoClaim, Recovery
 from holdfast.cli.tables import Column, print_table, terminal_width
-from holdfast.system.units import format_bytes, format_duration
+from holdfast.system.units import format_duration
 
 _PIPED_WIDTH = 120
-_SHARE_VARIES = (
-    "Both writes were measured while two trainings ran, so this share varies between runs. "
-    "`make bench` measures it on an otherwise idle machine."
-)
 
 
 class Screen:
@@ -84,14 +79,10 @@ class Screen:
         row.add_row(margin, text)
         self.console.print(row)
 
-    def show_results(self, claims: list[DemoClaim], figures: Figures) -> None:
-        """Print the tables, and every claim with its evidence."""
+    def show_results(self, claims: list[DemoClaim], recoveries: list[Recovery]) -> None:
+        """Print the table of recoveries, and every claim with its evidence."""
         self.console.print()
-        print_table(RECOVERY_COLUMNS, figures.recoveries)
-        self.console.print()
-        saving = Column("SAVING", itemgetter(0)), Column("", itemgetter(1), "right")
-        print_table(saving, _saving_rows(figures))
-        self._line(Text(" " * 7), Text(_SHARE_VARIES, style="dim"))
+        print_table(RECOVERY_COLUMNS, recoveries)
         self.console.print()
         for claim in claims:
             mark = Text("proven ", style="green") if claim.holds else Text("FAILED ", style="bold red")
@@ -112,13 +103,3 @@ RECOVERY_COLUMNS = (
     Column("RESTORE TOOK", lambda row: format_duration(row.restore_s), "right"),
     Column("TRAINING AFTER", lambda row: row.back_s and format_duration(row.back_s), "right", 1),
 )
-
-
-def _saving_rows(figures: Figures) -> Iterator[tuple[str, str]]:
-    raw = "raw O_DIRECT write" if figures.raw_is_direct else "raw buffered write (no O_DIRECT here)"
-    yield "saves", f"{figures.num_saves} of {format_bytes(figures.num_bytes)}"
-    yield "save() blocked the loop, median", format_duration(figures.blocked_s)
-    yield "optimizer.step() waited for the copy, median", format_duration(figures.optimizer_wait_s)
-    yield "background write, durable and hashed, median", f"{figures.write_bps / 1e9:.2f} GB/s"
-    yield f"{raw} of the same size, median", f"{figures.raw_bps / 1e9:.2f} GB/s"
-    yield "background write / raw write", f"{figures.write_share:.0%}"

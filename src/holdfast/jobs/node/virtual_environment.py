@@ -59,7 +59,6 @@ _ELSEWHERE = (
 _NOT_IN_USER_SITE = {"PIP_USER": "0"}  # settings files of pip may have the opposite
 _LIMIT_S = 60.0
 _MAX_CONFIG_BYTES = 1 << 16
-_SYSTEM_SITE = "include-system-site-packages"
 _QUESTION = """
 import importlib.util, json, os, site, sys, sysconfig
 base = getattr(sys, "_base_executable", None) or sys.executable
@@ -113,37 +112,14 @@ def find_parent(
 ) -> ParentPython | None:
     """Return the first Python on the PATH, or None if it does not have any.
 
-    A virtual environment is read from its files. Any other Python is called once: it may be a shim, which
-    chooses a version by the current directory. `on_look` is called while it runs.
+    It is called once: it may be a shim, which chooses a version by the current directory. `on_look` is called
+    while it runs.
     """
     path = environment.get("PATH", os.defpath)
     found = shutil.which("python3", path=path) or shutil.which("python", path=path)
     if found is None:
         return None
-    return _read_virtual_environment(Path(found)) or _ask(found, environment, workdir, on_look)
-
-
-def _read_virtual_environment(executable: Path) -> ParentPython | None:
-    """Return a virtual environment with pip, or None if its Python must be called."""
-    config = read_config(executable)
-    home, version = config.get("home"), config.get("version") or config.get("version_info")
-    is_plain = config.get(_SYSTEM_SITE) == "false"
-    if home is None or version is None or not is_plain or not (Path(home) / "python3").exists():
-        return None
-    short = ".".join(version.split(".")[:2])
-    site = executable.parent.parent / "lib" / f"python{short}" / "site-packages"
-    if not (site / "pip" / "__init__.py").is_file():
-        return None
-    return ParentPython(
-        executable=str(executable),
-        binary=os.path.realpath(executable),
-        home=home,
-        version=short,
-        site=str(site),
-        sees_system=False,
-        scripts=(str(executable.parent),),
-        has_pip=True,
-    )
+    return _ask(found, environment, workdir, on_look)
 
 
 def read_config(executable: Path) -> dict[str, str]:

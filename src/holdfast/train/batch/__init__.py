@@ -11,7 +11,6 @@ from holdfast.train.batch.result import (
     plan_accumulation,
     scale_rates,
 )
-from holdfast.train.batch.training_step import estimate_peak
 
 __all__ = [
     "Accumulation",
@@ -20,7 +19,6 @@ __all__ = [
     "ScaledRate",
     "Search",
     "choose_size",
-    "estimate_peak",
     "fit_batch",
     "format_rates",
     "plan_accumulation",

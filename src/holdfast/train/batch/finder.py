@@ -1,4 +1,4 @@
-"""Search for a batch size: estimate memory, verify with real steps, time them, and restore the state."""
+"""Search for a batch size: measure the memory of real steps, time them, and restore the state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from holdfast.train.batch.training_step import (
     batch_size_of,
     collect_training_state,
     count_bytes,
-    estimate_peak,
     resize,
     restored,
 )
@@ -49,22 +48,13 @@ class Search:
     Peak memory grows linearly with the batch once activations outgrow what the optimizer's step needs. So
     sizes grow in leaps until three of them lie on a line, then the search jumps to the end of that line.
     Where memory does not grow linearly, the search halves the interval.
-
-    Args:
-        start: the size to try first.
-        slope: bytes per sample, if an estimate exists.
     """
 
-    def __init__(
-        self, *, start: int = 1, min_size: int = 1, max_size: int = 4096, slope: float | None = None
-    ) -> None:
-        self._next = max(min_size, min(start, max_size))
+    def __init__(self, *, min_size: int = 1, max_size: int = 4096) -> None:
         self._min_size = min_size
         self._max_size = max_size
-        self._estimated_slope = slope
         self._free_bytes: dict[int, int] = {}
         self._too_large: int | None = None
-        self._num_failed = 0
 
     @property
     def largest(self) -> int:
@@ -73,10 +63,10 @@ class Search:
 
     @property
     def slope(self) -> float | None:
-        """Bytes per additional sample, from the last two sizes. With fewer sizes, the given estimate."""
+        """Bytes per additional sample, from the last two sizes that fitted. None with fewer."""
         sizes = sorted(self._free_bytes)[-2:]
         if len(sizes) < 2:
-            return self._estimated_slope
+            return None
         return (self._free_bytes[sizes[0]] - self._free_bytes[sizes[1]]) / (sizes[1] - sizes[0])
 
     def record(self, size: int, free_bytes: int | None) -> None:
@@ -87,19 +77,13 @@ class Search:
         """
         if free_bytes is None or free_bytes < 0:
             self._too_large = min(size, self._too_large or size)
-            self._num_failed += 1
         else:
             self._free_bytes[size] = free_bytes
 
     def next(self) -> int | None:
         """Return the next size to try. None once `largest` is within 3 % of the optimum."""
         if not self._free_bytes:
-            if self._too_large is None:
-                return self._next
-            if self._too_large == self._min_size:
-                return None
-            # A slightly smaller one first, then half each time.
-            return max(self._min_size, int(self._too_large * (0.9 if self._num_failed == 1 else 0.5)))
+            return self._min_size if self._too_large is None else None
         low, high = self.largest, min(self._too_large or self._max_size + 1, self._max_size + 1)
         if high - 1 <= low * (1 + _PRECISION):
             return None
@@ -111,9 +95,9 @@ class Search:
         return max(low + 1, min(reach, high - 1))
 
     def expected_free_bytes(self, size: int) -> int | None:
-        """Return the bytes that `size` should leave free, or None without an estimate."""
+        """Return the bytes that `size` should leave free. None while fewer than two sizes fitted."""
         slope = self.slope
-        if slope is None or not self._free_bytes:
+        if slope is None:
             return None
         low = self.largest
         return int(self._free_bytes[low] - slope * (size - low))
@@ -124,14 +108,14 @@ class Search:
         if slope is None or slope <= 0:
             return 2 * low, False
         end = low + int(self._free_bytes[low] / slope)
-        if self._estimated_slope is None and end > _LEAP * low:  # may still be the optimizer's step
+        if end > _LEAP * low:  # may still be the optimizer's step
             return _LEAP * low, False
         return end, self._is_linear()
 
     def _is_linear(self) -> bool:
         sizes = sorted(self._free_bytes)[-3:]
         if len(sizes) < 3:
-            return self._estimated_slope is not None
+            return False
         first, second, third = sizes
         free = [self._free_bytes[size] for size in sizes]
         whole = (free[0] - free[2]) / (third - first)
@@ -184,9 +168,9 @@ def fit_batch(
 ) -> BatchFit:
     """Find the largest batch that fits in memory, and the smallest one at full throughput.
 
-    Memory is estimated without computing where the step allows it, then verified with real steps. Afterwards
-    modules, optimizers, gradients, generators and everything else in `state` are restored bit for bit. Other
-    effects of the step are not undone: do not write logs or count steps in it.
+    Memory is measured with real steps. Afterwards modules, optimizers, gradients, generators and everything
+    else in `state` are restored bit for bit. Other effects of the step are not undone: do not write logs or
+    count steps in it.
 
     The learning rate does not change. `fit_batch` prints what the known scaling rules suggest, with their
     sources.
@@ -252,7 +236,7 @@ def fit_batch(
             undo.enter_context(_device_limit(device, given_bytes))
         benchmark = StepBenchmark(step, make_batch, training, device, limit_bytes)
         finder = _Finder(ranks, benchmark, result, min_size, max_size, max_step_s)
-        finder.search(finder.estimate())
+        finder.search()
         finder.time_steps(timed_steps)
     ranks.barrier_and_close()
     if ranks.rank == 0 and not quiet:
@@ -304,45 +288,20 @@ class _Finder(Struct):
         self._result.limit_bytes = min(self._ranks.gather(self._benchmark.limit_bytes))
         self._result.world_size = self._ranks.world_size
 
-    def estimate(self) -> Search | None:
-        """Search with fake tensors. Return None if the step does not run on them on some rank."""
-        of = self._benchmark
-        search = Search(start=self._min_size, min_size=self._min_size, max_size=self._max_size)
-        while (size := search.next()) is not None:
-            try:
-                peak_bytes = estimate_peak(of.step, of.make_batch, of.training, size)
-                outcome: int | str = of.limit_bytes - peak_bytes
-            except Unsupported as error:
-                outcome = str(error)
-            outcomes = self._ranks.gather(outcome)
-            if reasons := [one for one in outcomes if isinstance(one, str)]:
-                self._result.note = f"memory measured with real steps, not estimated: {reasons[0]}"
-                return None
-            search.record(size, min(one for one in outcomes if isinstance(one, int)))
-        self._result.note = "memory estimated with fake tensors, then verified with real steps"
-        return search
-
-    def search(self, estimate: Search | None) -> None:
-        """Find the largest size with real steps, starting from the estimate."""
-        low, high = self._min_size, self._max_size
-        search = Search(start=low, min_size=low, max_size=high)
-        if estimate is not None and estimate.largest > low:
-            small = min(max(8, low), estimate.largest)
-            step_s = self._slowest(small, 1)
-            high = min(high, int(self._max_step_s / step_s * small)) if step_s else high
-            start, high = estimate.largest, max(low, high)
-            search = Search(start=start, min_size=low, max_size=high, slope=estimate.slope)
+    def search(self) -> None:
+        """Find the largest size with real steps."""
+        search = Search(min_size=self._min_size, max_size=self._max_size)
         while (size := search.next()) is not None:
             free_bytes, step_s = self._try(size, search.expected_free_bytes(size))
-            search.record(size, free_bytes)
-            if step_s > self._max_step_s:
+            if search.largest and step_s > self._max_step_s:
                 break
+            search.record(size, free_bytes)
         self._result.largest = search.largest
         if not search.largest:
-            peak_bytes = self._probes.get(low, Probe(low, None, False)).peak_bytes
+            peak_bytes = self._probes[self._min_size].peak_bytes
             peak = "more than available" if peak_bytes is None else format_bytes(peak_bytes)
             raise InvalidInput(
-                f"Not even a batch of {low} fits in {format_bytes(self._result.limit_bytes)} on "
+                f"Not even a batch of {self._min_size} fits in {format_bytes(self._result.limit_bytes)} on "
                 f"every rank (its peak is {peak}). Shard the model over more "
                 "ranks, use activation checkpointing, or shorten the sequences."
             )

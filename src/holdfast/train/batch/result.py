@@ -49,7 +49,6 @@ class BatchFit:
         limit_bytes: memory limit of one rank, the smallest of all ranks.
         world_size: number of ranks that agreed on it.
         probes: measurements, by size.
-        note: how the memory was estimated, or why it was not.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,6 @@ class BatchFit:
         self.limit_bytes = 0
         self.world_size = 1
         self.probes: tuple[Probe, ...] = ()
-        self.note = ""
 
     def __bool__(self) -> bool:
         return self.size > 0
@@ -85,7 +83,7 @@ class BatchFit:
             lines.append(f"{probe.size:8d} {peak:>10s} {step:>10s} {rate:>10s}{mark}")
         lines.append(
             f"largest that fits in {format_bytes(self.limit_bytes)}: {self.largest}; chosen: {self.size}, "
-            f"the smallest within 3 % of the best throughput ({plural(self.world_size, 'rank')}, {self.note})"
+            f"the smallest within 3 % of the best throughput ({plural(self.world_size, 'rank')})"
         )
         return "\n".join(lines)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import os
 import random
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, final
@@ -18,8 +16,6 @@ from typing import Any, final
 import torch
 from msgspec import Struct
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -244,76 +240,6 @@ def tensors_of(sample: Any) -> list[torch.Tensor]:
 def _plain(sample: Any) -> Any:
     """Return a batch as a type that pytree supports. Tokenizers return mappings that it does not."""
     return dict(sample) if isinstance(sample, Mapping) and type(sample) is not dict else sample
-
-
-def estimate_peak(
-    step: Callable[[Any], object], make: Callable[[int], Any], training: TrainingState, size: int
-) -> int:
-    """Return the peak bytes of a step on a batch of `size`, without computing.
-
-    Two steps run on fake tensors, which replace the modules' tensors and the optimizers' parameters for that
-    time. Other effects of the step, such as scheduler steps and counters, are real.
-
-    Source: torch.distributed._tools.MemTracker; equal to the profiler's real peak on CPU for GPT-2, BERT, T5.
-    """
-    devices = training.devices
-    if training.has_collectives or len(devices) != 1:
-        raise Unsupported(f"the step communicates with other ranks or uses {len(devices)} devices")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        # Compiling for fake tensors would be wasted.
-        with torch.compiler.set_stance("force_eager"), _quiet(), _fakes_for(training, mode), mode:
-            batch = make(size)
-            tracker = MemTracker()
-            tracker.track_external(*training.modules, *training.optimizers, *tensors_of(batch))
-            with tracker:
-                for _ in range(2):  # the second includes the optimizer's state
-                    tracker.reset_mod_stats()
-                    step(batch)
-            snapshot = tracker.get_tracker_snapshot("peak")
-    except Exception as error:
-        text = str(error).strip().splitlines()
-        raise Unsupported(f"{type(error).__name__}: {text[0] if text else ''}") from error
-    (device,) = devices
-    peak = sum(one["Total"] for place, one in snapshot.items() if place == device)
-    return peak + count_bytes(training.tensors, device)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence torch's log of unsupported operators. The exception repeats it."""
-    with contextlib.ExitStack() as undo:
-        for name in ("torch._subclasses", "torch._subclasses.fake_tensor"):
-            logger = logging.getLogger(name)
-            undo.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL)
-        yield
-
-
-@contextlib.contextmanager
-def _fakes_for(training: TrainingState, mode: FakeTensorMode) -> Iterator[None]:
-    """Replace parameters, buffers and the optimizers' parameters by fake tensors during the block."""
-    fakes: dict[int, Any] = {}
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = mode.from_tensor(tensor)
-        return fakes[id(tensor)]
-
-    with contextlib.ExitStack() as undo:
-        # Each part once: one that two modules share would get fake tensors of its fake tensors.
-        both: Any = [slots for part in training.parts() for slots in (part._parameters, part._buffers)]
-        for slots in both:
-            for name, tensor in [(name, one) for name, one in slots.items() if one is not None]:
-                undo.callback(slots.__setitem__, name, tensor)
-                slots[name] = fake(tensor)
-        for optimizer in training.optimizers:
-            for group in optimizer.param_groups:
-                undo.callback(group.__setitem__, "params", group["params"])
-                group["params"] = [fake(one) for one in group["params"]]
-            undo.callback(setattr, optimizer, "state", optimizer.state)
-            optimizer.state = defaultdict(dict)
-        yield
 
 
 STEPS_PER_PROBE = 2  # the first creates the optimizer's state, the second includes it

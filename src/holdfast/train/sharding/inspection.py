@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from holdfast.checkpoint.state.sharding import local_of
 from holdfast.system.units import format_bytes, plural
 from holdfast.train.sharding.process_group import MeshLayout, backends_of
 
-_COLUMN = 36
-
 
 class Unit(Struct, frozen=True):
     """Parameters that are gathered and freed together."""
@@ -30,19 +27,6 @@ class Unit(Struct, frozen=True):
     is_kept: bool  # the parameters stay gathered between forward and backward
     is_recomputed: bool = False  # backward recomputes the activations
     is_compiled: bool = False  # the forward is compiled separately
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleNode:
-    """A module with parameters, in the tree of a description."""
-
-    name: str = field(compare=False)  # name within its parent
-    kind: str  # class name
-    num_params: int  # elements of its own parameters and of children without a node, outside of inner units
-    unit: Unit | None  # its unit, if the module is one
-    tied: tuple[str, ...] = ()
-    """Other names of its parameters. For a parameter that was already counted, its first name."""
-    children: tuple[ModuleNode, ...] = ()  # nodes of its children
 
 
 class Description(Struct, frozen=True):
@@ -58,7 +42,6 @@ class Description(Struct, frozen=True):
     num_bytes: int  # bytes of all parameters
     local_bytes: int  # bytes of this rank's shards
     units: dict[str, Unit]  # units by name. The unit of the whole model is ""
-    root: ModuleNode  # tree of modules
     notes: tuple[str, ...]  # remarks for the reader
 
     @property
@@ -70,7 +53,7 @@ class Description(Struct, frozen=True):
 
     def __str__(self) -> str:
         notes = (f"  note: {note}" for note in self.notes)
-        return "\n".join([*_head(self), *_lines(self.root, "", "", is_root=True), *notes])
+        return "\n".join([*_head(self), *_unit_lines(self.units), *notes])
 
 
 def _head(found: Description) -> Iterator[str]:
@@ -99,27 +82,21 @@ def _head(found: Description) -> Iterator[str]:
         yield f"  {', '.join(texts)}"
 
 
-def _lines(
-    node: ModuleNode, first: str, rest: str, *, label: str = "", is_root: bool = False
-) -> Iterator[str]:
-    title = node.kind if is_root else f"{label or node.name}: {node.kind}"
-    yield (f"  {first}{title}".ljust(_COLUMN) + "  " + _facts(node)).rstrip()
-    # Equal neighbours are one line: `(0-5): 6 x Block`.
-    groups = itertools.groupby(node.children, key=lambda one: one if one.name.isdigit() else one.name)
-    runs = [list(group) for _, group in groups]
-    for i, (child, *others) in enumerate(runs, 1):
-        branch, stem = ("└─ ", "   ") if i == len(runs) else ("├─ ", "│  ")
-        more = f"-{others[-1].name}, {len(others) + 1} times" if others else ""
-        yield from _lines(child, rest + branch, rest + stem, label=child.name + more)
+def _unit_lines(units: dict[str, Unit]) -> Iterator[str]:
+    """Yield a line per unit. Equal neighbours in a list of modules are one line."""
 
+    def list_and_unit(name: str) -> tuple[str, Unit]:
+        parent, _, last = name.rpartition(".")
+        return f"{parent}." if last.isdigit() else name, units[name]
 
-def _facts(node: ModuleNode) -> str:
-    tied = f", tied to {', '.join(node.tied)}" if node.tied else ""
-    if node.unit is None:
-        return f"{node.num_params:,}{tied}" if node.num_params or tied else ""
-    kept = "kept after forward" if node.unit.is_kept else "freed after forward"
-    own, whole = format_bytes(node.unit.local_bytes), format_bytes(node.unit.num_bytes)
-    return f"unit: {node.unit.num_params:,} parameters, {own} of {whole} here, {kept}{tied}"
+    for (_, unit), equal in itertools.groupby(units, key=list_and_unit):
+        name, *others = equal
+        title = f"unit {name}: " if name else "unit of the whole model: "
+        if others:
+            title = f"{len(others) + 1} units, {name} to {others[-1]}: each "
+        own, whole = format_bytes(unit.local_bytes), format_bytes(unit.num_bytes)
+        kept = "kept after forward" if unit.is_kept else "freed after forward"
+        yield f"  {title}{unit.num_params:,} parameters, {own} of {whole} here, {kept}"
 
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -134,7 +111,7 @@ def describe(model: nn.Module) -> Description:
         model: any module.
 
     Returns:
-        The facts. `print` shows them as a tree.
+        The facts. `print` shows them, with a line per unit.
 
     Ranks: not collective; byte counts are this rank's.
     """
@@ -152,9 +129,8 @@ def describe(model: nn.Module) -> Description:
     plain = [p for p in model.parameters() if id(p) not in known]
     plain_bytes = sum(p.nbytes for p in plain)
     layout = None if mesh is None else MeshLayout(mesh.size(), mesh.shape[-1])
-    root = _tree_of(model)
     return Description(
-        kind=root.kind,
+        kind=_kind_of(model),
         layout=layout,
         device="" if mesh is None else mesh.device_type,
         backend="" if mesh is None else backends_of(mesh.get_group(mesh.ndim - 1)).get(mesh.device_type, ""),
@@ -164,7 +140,6 @@ def describe(model: nn.Module) -> Description:
         num_bytes=sum(u.num_bytes for u in units.values()) + plain_bytes,
         local_bytes=sum(u.local_bytes for u in units.values()) + plain_bytes,
         units=units,
-        root=root,
         notes=tuple(_notes(model, layout, plain, first, dtype)),
     )
 
@@ -204,45 +179,11 @@ def _notes(
         yield f"{plural(len(norms), 'batch norm')} with statistics of each rank's own batch only"
 
 
-def _tree_of(model: nn.Module) -> ModuleNode:
-    """Return the tree of a model's modules. Tied parameters count at their first occurrence."""
-    names: dict[int, list[str]] = {}
-    counted: set[int] = set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name.replace("_checkpoint_wrapped_module.", ""))
-
-    def count(parameters: Iterable[torch.Tensor], path: str) -> tuple[int, tuple[str, ...]]:
-        """Return the number of elements not counted yet, and the names that the parameters are tied to."""
-        number, tied = 0, []
-        for parameter in parameters:
-            first, *others = names[id(parameter)]
-            if id(parameter) in counted:
-                tied.append(first)
-                continue
-            counted.add(id(parameter))
-            number += parameter.numel()
-            tied += [name for name in others if path and not name.startswith(path)]
-        return number, tuple(tied)
-
-    def node(name: str, module: nn.Module, path: str) -> ModuleNode:
-        is_root = module is model
-        unit = _unit(module, is_root=is_root) if isinstance(module, FSDPModule) else None
-        inner = _unwrapped(module)
-        is_whole = not is_root and not any(
-            isinstance(part, FSDPModule) for part in inner.modules() if part is not module
-        )
-        number, tied = count(inner.parameters(recurse=is_whole), path)
-        children = () if is_whole else inner.named_children()
-        nodes = tuple(
-            node(child_name, child, f"{path}{child_name}.")
-            for child_name, child in children
-            if any(True for _ in child.parameters())
-        )
-        kind = type(inner).__name__
-        kind = kind.removeprefix("FSDP") if isinstance(inner, FSDPModule) else kind
-        return ModuleNode(name, kind, number, unit, tied, nodes)
-
-    return node("", model, "")
+def _kind_of(model: nn.Module) -> str:
+    """Return the name of a model's class, without the prefix that FSDP2 gave it."""
+    inner = _unwrapped(model)
+    kind = type(inner).__name__
+    return kind.removeprefix("FSDP") if isinstance(inner, FSDPModule) else kind
 
 
 def _unit(module: Any, *, is_root: bool) -> Unit:

@@ -11,7 +11,6 @@ import os
 import select
 import shutil
 import signal
-import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -50,15 +49,13 @@ COPY_BYTES = 16 << 20
 _FEW_COPY_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
 _NUM_COPIES = 3
-SIZE = 192  # rows and columns of the matrices for numpy
-SMALL_SIZE = 40  # rows and columns of the matrices for Python itself
+SIZE = 192  # rows and columns of the matrices
 GREATEST = {"float64": 1 << 20, "float32": 200}  # greatest absolute value of an element, by type
 GOLDEN = {
-    (192, "float64"): "37c6e5f7ba63756e8203c7222e2ce8976dd91e71022d7d73ad3e71b183a90060",
-    (192, "float32"): "b978112be0adaf8988a5c46d786da09119ad8177036bd8f6b36f36aa65428d19",
-    (40, "float64"): "e7dc84911c552f707381cc54d070483d4f20f6fe6a111635b110756a215b0802",
+    "float64": "37c6e5f7ba63756e8203c7222e2ce8976dd91e71022d7d73ad3e71b183a90060",
+    "float32": "b978112be0adaf8988a5c46d786da09119ad8177036bd8f6b36f36aa65428d19",
 }
-"""Hashes of the products, by size and type: of 64-bit integers, by rows, the lowest byte first.
+"""Hashes of the products, by type: of 64-bit integers, by rows, the lowest byte first.
 
 All sums stay below 2**53 in float64 and 2**24 in float32, so no order of additions rounds anything.
 """
@@ -69,8 +66,8 @@ _LIMIT_S = 1.0  # time limit for all cores. Those that come later are not tried
 
 Plan = dict[str, Callable[[], Iterator[Check]]]
 """Checks of a node, by name and place."""
-Products = Mapping[tuple[int, str], Callable[[], bytes]]
-"""By size and type: computes a product, and returns it as 64-bit integers."""
+Products = Mapping[str, Callable[[], bytes]]
+"""By type: computes a product, and returns it as 64-bit integers."""
 
 
 class NodeGate:
@@ -103,7 +100,7 @@ def make_plan(folder: Path, temporary: Path, homes: Sequence[str] = (), num_node
     plan[f"disk {temporary}"] = lambda: check_disk(temporary, num_bytes=num_bytes, stops=False)
     for home in homes[:_MAX_HOMES]:
         plan[f"disk {home}"] = lambda home=home: check_home(home, _num_bytes(Path(home), folder), num_nodes)
-    plan["product memory"] = lambda: itertools.chain([check_products()], check_memory())
+    plan["product memory"] = lambda: itertools.chain(check_products(), check_memory())
     return plan
 
 
@@ -228,9 +225,11 @@ def check_memory() -> Iterator[Check]:
     yield check_copy(available)
 
 
-def check_products(products: Products | None = None) -> Check:
-    """Return the result of products on each core that this process may run on."""
-    chosen = products or numpy_products() or python_products()
+def check_products(products: Products | None = None) -> Iterator[Check]:
+    """Yield the result of products on each core that this process may run on, if numpy is installed."""
+    products = products or numpy_products()
+    if products is None:
+        return
     cores = sorted(os.sched_getaffinity(0))
     started_s = time.perf_counter()
     wrong: list[str] = []
@@ -241,25 +240,23 @@ def check_products(products: Products | None = None) -> Check:
                 break
             os.sched_setaffinity(0, {core})
             num_tried += 1
-            wrong += [f"core {core} ({key[1]})" for key, one in chosen.items() if not is_right(key, one())]
+            wrong += [
+                f"core {core} ({dtype})" for dtype, one in products.items() if not is_right(dtype, one())
+            ]
     finally:
         os.sched_setaffinity(0, cores)
     took_s = time.perf_counter() - started_s
-    values = {"cores": num_tried, "all_cores": len(cores), "products_s": took_s, "size": max(chosen)[0]}
-    if not wrong:
-        return Check("product", f"{num_tried} of {len(cores)} cores", values=values)
-    trouble = f"a product of matrices of integers is wrong: {', '.join(wrong[:8])}"
-    return Check("product", "cores", trouble, stops=True, is_wrong=True, values=values)
+    values = {"cores": num_tried, "all_cores": len(cores), "products_s": took_s, "size": SIZE}
+    if wrong:
+        trouble = f"a product of matrices of integers is wrong: {', '.join(wrong[:8])}"
+        yield Check("product", "cores", trouble, stops=True, is_wrong=True, values=values)
+    else:
+        yield Check("product", f"{num_tried} of {len(cores)} cores", values=values)
 
 
-def is_right(key: tuple[int, str], product: bytes) -> bool:
+def is_right(dtype: str, product: bytes) -> bool:
     """Return True for a right product."""
-    return hashlib.sha256(product).hexdigest() == GOLDEN[key]
-
-
-def elements(size: int, greatest: int, seed: int) -> list[int]:
-    """Return the elements of a matrix by rows: integers between -greatest and greatest."""
-    return [_mixed(index, seed) % (2 * greatest + 1) - greatest for index in range(size * size)]
+    return hashlib.sha256(product).hexdigest() == GOLDEN[dtype]
 
 
 def _mixed(index: Any, seed: int) -> Any:
@@ -276,7 +273,7 @@ def numpy_products() -> Products | None:
         numpy = importlib.import_module("numpy")
     except ImportError:
         return None
-    return {(SIZE, dtype): _with_numpy(numpy, dtype) for dtype in GREATEST}
+    return {dtype: _with_numpy(numpy, dtype) for dtype in GREATEST}
 
 
 def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
@@ -284,19 +281,6 @@ def _with_numpy(numpy: Any, dtype: str) -> Callable[[], bytes]:
     mixed = (_mixed(index, seed).astype("int64") % (2 * greatest + 1) - greatest for seed in (1, 2))
     left, right = (one.astype(dtype).reshape(SIZE, SIZE) for one in mixed)
     return lambda: numpy.rint(left @ right).astype("<i8").tobytes()
-
-
-def python_products() -> Products:
-    """Return the product with Python's floating-point numbers."""
-    left, right = ([float(one) for one in elements(SMALL_SIZE, GREATEST["float64"], seed)] for seed in (1, 2))
-    return {(SMALL_SIZE, "float64"): lambda: _multiply(SMALL_SIZE, left, right)}
-
-
-def _multiply(size: int, left: list[Any], right: list[Any]) -> bytes:
-    columns = [right[column::size] for column in range(size)]
-    rows = [left[row * size : (row + 1) * size] for row in range(size)]
-    found = [sum(a * b for a, b in zip(row, column, strict=True)) for row in rows for column in columns]
-    return struct.pack(f"<{len(found)}q", *map(int, found))
 
 
 GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -84,4 +85,18 @@ def test_a_home_that_does_not_answer_is_an_error_of_each_request(
                 assert reply.status == 200
         finally:
             gate.opened.set()
+            server.shutdown()
+
+
+def test_a_client_that_sends_nothing_does_not_keep_its_connection(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each one kept a thread of the server until it ended."""
+    monkeypatch.setattr(metrics, "_IDLE_S", 0.1)
+    with ThreadingHTTPServer(("127.0.0.1", 0), metrics._handler(open_store(home))) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=10.0) as client:
+                assert client.recv(1) == b""
+        finally:
             server.shutdown()

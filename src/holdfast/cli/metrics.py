@@ -22,6 +22,7 @@ from holdfast.watch.report.summary import read_summary
 _LEAST_AGE_S = 5.0
 """Age from which the numbers are read again when they are asked for."""
 _MAX_PORT = 65535
+_IDLE_S = 60.0  # after which a client that sends nothing is left
 
 
 @command(
@@ -96,6 +97,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
 
     class Handler(BaseHTTPRequestHandler):
         """Reply to one request."""
+
+        timeout = _IDLE_S
 
         def do_GET(self) -> None:
             """Send the numbers."""

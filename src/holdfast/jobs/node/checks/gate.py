@@ -226,7 +226,7 @@ def check_memory() -> Iterator[Check]:
 
 
 def check_products(products: Products | None = None) -> Iterator[Check]:
-    """Yield the result of products on each core that this process may run on. Without numpy there is none."""
+    """Yield the result of products on each core that this process may run on, if numpy is installed."""
     products = products or numpy_products()
     if products is None:
         return

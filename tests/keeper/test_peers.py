@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.keeper.config import Address, KeeperConfig, PeersConfig, TlsFiles
+from holdfast.checkpoint.keeper.config import PeerAddress, KeeperConfig, PeersConfig, TlsFiles
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, ArenaReleased, CopyEnded, SubmitSave
 from holdfast.checkpoint.keeper.peers import conversation, holder, sender
@@ -98,7 +98,7 @@ def make_pair() -> Iterator[Callable[..., tuple[Node, Node]]]:
                 PeersConfig(
                     **{
                         "secret": SECRET,
-                        "holders": (Address(1 - rank, HERE, ports[1 - rank]),),
+                        "holders": (PeerAddress(1 - rank, HERE, ports[1 - rank]),),
                         "writers": (1 - rank,),
                         "memory_bytes": 1 << 30,
                         **more,
@@ -254,7 +254,7 @@ def converse(caller_secret: bytes, holder_secret: bytes, *tls: TlsFiles) -> tupl
     thread = threading.Thread(target=hold)
     thread.start()
     try:
-        side = call(Address(1, HERE, port_of(listener)), caller_secret, caller_tls)
+        side = call(PeerAddress(1, HERE, port_of(listener)), caller_secret, caller_tls)
         with contextlib.closing(side):
             side.send(Hello(4))
             found["caller"] = side.expect(Welcome)
@@ -289,7 +289,7 @@ def test_a_stranger_that_listens_is_refused() -> None:
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    side = call(Address(1, HERE, port_of(listener)), b"s" * 32, None)
+    side = call(PeerAddress(1, HERE, port_of(listener)), b"s" * 32, None)
     side.send(Hello(0))
     with pytest.raises(Denied, match="secret"):
         side.expect(Welcome)
@@ -339,7 +339,7 @@ def node() -> Iterator[Node]:
 def caller_of(port: int, node: Node) -> sender.PeerSender:
     ends = node.__dict__.setdefault("ends", [])
     return sender.PeerSender(
-        Address(0, HERE, port),
+        PeerAddress(0, HERE, port),
         1,
         PEERS_OF_1,
         lambda step, error: ends.append((step, error)),
@@ -430,7 +430,7 @@ def test_a_message_without_end_is_not_read(node: Node) -> None:
 def test_a_copy_of_another_rank_is_refused(node: Node) -> None:
     image, catalog = make_image(0)
     file = parts.DataFile(len(image), 32 << 10, holder.digest(image))
-    side = call(Address(0, HERE, port_of(node.listener)), bytes.fromhex(SECRET), None)
+    side = call(PeerAddress(0, HERE, port_of(node.listener)), bytes.fromhex(SECRET), None)
     with contextlib.closing(side):
         side.send(Hello(1))
         side.expect(Welcome)
@@ -442,7 +442,7 @@ def test_a_copy_of_another_rank_is_refused(node: Node) -> None:
 
 
 def test_a_rank_whose_copies_are_elsewhere_is_refused(node: Node) -> None:
-    side = call(Address(0, HERE, port_of(node.listener)), bytes.fromhex(SECRET), None)
+    side = call(PeerAddress(0, HERE, port_of(node.listener)), bytes.fromhex(SECRET), None)
     with contextlib.closing(side):
         side.send(Hello(3))
         with pytest.raises(RetryLater):
@@ -454,7 +454,7 @@ def test_a_message_of_another_kind_is_refused() -> None:
     ends = list[Conversation]()
     thread = threading.Thread(target=lambda: ends.append(answer(listener.accept()[0], b"s" * 32, None)))
     thread.start()
-    side = call(Address(1, HERE, port_of(listener)), b"s" * 32, None)
+    side = call(PeerAddress(1, HERE, port_of(listener)), b"s" * 32, None)
     thread.join()
     with listener, contextlib.closing(side), contextlib.closing(ends[0]):
         ends[0].send(Welcome())

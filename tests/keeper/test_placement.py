@@ -7,15 +7,15 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.keeper.peers.placement import Place, place_copies, writers_of
+from holdfast.checkpoint.keeper.peers.placement import RankPlace, place_copies, writers_of
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> list[Place]:
+def clusters(draw: st.DrawFn) -> list[RankPlace]:
     """Ranks of hosts in zones, in the order of the hosts, as launchers number them, or in any other."""
     hosts = draw(st.lists(st.sampled_from(["", "rack 1", "rack 2", "rack 3"]), min_size=1, max_size=12))
     places = [
-        Place(f"host {number}", zone)
+        RankPlace(f"host {number}", zone)
         for number, zone in enumerate(hosts)
         for _ in range(draw(st.integers(1, 4)))
     ]
@@ -23,7 +23,7 @@ def clusters(draw: st.DrawFn) -> list[Place]:
 
 
 @given(clusters(), st.integers(1, 4))
-def test_no_copy_shares_a_host_with_another_one(places: list[Place], num_copies: int) -> None:
+def test_no_copy_shares_a_host_with_another_one(places: list[RankPlace], num_copies: int) -> None:
     num_hosts = len({place.host for place in places})
     for rank, holders in enumerate(place_copies(places, num_copies)):
         hosts = [places[rank].host, *(places[holder].host for holder in holders)]
@@ -33,7 +33,7 @@ def test_no_copy_shares_a_host_with_another_one(places: list[Place], num_copies:
 
 @given(st.integers(2, 12), st.integers(1, 3), st.integers(1, 4))
 def test_every_rank_of_equal_hosts_holds_equally_many_copies(hosts: int, each: int, num_copies: int) -> None:
-    places = [Place(f"host {rank // each}") for rank in range(hosts * each)]
+    places = [RankPlace(f"host {rank // each}") for rank in range(hosts * each)]
     holders = place_copies(places, num_copies)
     held = Counter(holder for those in holders for holder in those)
     assert set(held.values()) == {min(num_copies, hosts - 1)}
@@ -47,7 +47,7 @@ def test_copies_are_in_other_zones_where_these_are_equal(
     zones: int, size: int, num_copies: int, order: object
 ) -> None:
     places = [
-        Place(f"host {zone}.{number}", f"zone {zone}") for zone in range(zones) for number in range(size)
+        RankPlace(f"host {zone}.{number}", f"zone {zone}") for zone in range(zones) for number in range(size)
     ]
     order.shuffle(places)  # type: ignore[attr-defined]
     for rank, holders in enumerate(place_copies(places, min(num_copies, zones - 1))):
@@ -56,4 +56,4 @@ def test_copies_are_in_other_zones_where_these_are_equal(
 
 
 def test_a_host_of_its_own_has_no_peers() -> None:
-    assert place_copies([Place("host")] * 4, 2) == [()] * 4
+    assert place_copies([RankPlace("host")] * 4, 2) == [()] * 4

@@ -35,7 +35,7 @@ class TlsFiles(Struct, frozen=True):
     authority: str  # certificates of the authority that signs for all hosts
 
 
-class Address(Struct, frozen=True):
+class PeerAddress(Struct, frozen=True):
     """Network address of a keeper, and the rank that it serves."""
 
     rank: Count
@@ -47,7 +47,7 @@ class PeersConfig(Struct, frozen=True):
     """Peers of a keeper, and what it needs for a conversation with them."""
 
     secret: str  # of the attempt, in hexadecimal digits; only sent over Unix sockets and between the ranks
-    holders: tuple[Address, ...]  # keepers that hold this rank's copies
+    holders: tuple[PeerAddress, ...]  # keepers that hold this rank's copies
     writers: tuple[Count, ...]  # ranks whose copies this keeper holds
     memory_bytes: Count  # for copies of other ranks
     bandwidth: float | None = None  # bytes per second to each holder

@@ -98,6 +98,7 @@ class Worker:
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
         self._pending: list[PendingSave] = []
         self._trainer_ended_s: float | None = None  # time at which its end was noticed
+        self._has_ended = False  # this loop
         self._tiers = KeeperTiers(components, self._in_work)
         self._mirror = None if listener is None else self._open_mirror(listener)
 
@@ -145,6 +146,7 @@ class Worker:
             self._commit_ready()
             self._lockfile.set_busy(self._inbox.has_saves)
         self._tiers.join_retention()
+        self._has_ended = True
 
     def _end_trainer(self) -> None:
         """Record that the trainer was killed, and pass its end on to the watches, once."""
@@ -208,7 +210,10 @@ class Worker:
 
     def _images(self) -> dict[int, tuple[Image, ...]]:
         """Return everything in memory that a later attempt can use."""
-        return self._arenas.images() | ({} if self._mirror is None else self._mirror.images())
+        if self._mirror is None:
+            return self._arenas.images()
+        # Arenas of saves that are being written come and go: they are offered once that has ended.
+        return self._mirror.images() | (self._arenas.images() if self._has_ended else {})
 
     def _in_work(self) -> set[CheckpointId]:
         steps = [save.step for save in tuple(self._pending)]

@@ -9,8 +9,8 @@ import threading
 
 from msgspec import Struct
 
-from holdfast.checkpoint.keeper.config import Address, PeersConfig
-from holdfast.checkpoint.keeper.peers.placement import Place, place_copies, writers_of
+from holdfast.checkpoint.keeper.config import PeerAddress, PeersConfig
+from holdfast.checkpoint.keeper.peers.placement import RankPlace, place_copies, writers_of
 from holdfast.checkpoint.ranks import RankGroup, this_host, values_of
 from holdfast.checkpoint.run.options import Peers
 from holdfast.errors import InvalidInput
@@ -90,7 +90,7 @@ def meet_peers(ranks: RankGroup, options: Peers) -> Meeting | None:
 
     Ranks: collective.
     """
-    places = [Place(*row) for row in ranks.gather(("|".join(this_host()), options.zone))]
+    places = [RankPlace(*row) for row in ranks.gather(("|".join(this_host()), options.zone))]
     holders = place_copies(places, options.copies)
     num_copies = len(holders[0])
     if num_copies < options.copies and ranks.rank == 0:
@@ -102,7 +102,7 @@ def meet_peers(ranks: RankGroup, options: Peers) -> Meeting | None:
         return None
     secret = ranks.share(secrets.token_hex(32))
     listener, address = _listen(ranks, options)
-    addresses = [Address(rank, *row) for rank, row in enumerate(ranks.gather(address))]
+    addresses = [PeerAddress(rank, *row) for rank, row in enumerate(ranks.gather(address))]
     config = PeersConfig(
         secret=secret,
         holders=tuple(addresses[rank] for rank in holders[ranks.rank]),

@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+from operator import itemgetter
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
@@ -14,7 +15,7 @@ from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command
 from holdfast.cli.demo.claims import check_claims, find_recoveries
 from holdfast.cli.demo.scenario import Scenario
-from holdfast.cli.tables import print_json
+from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.system.documents import to_plain
 from holdfast.system.units import format_bytes, format_duration, parse_bytes
@@ -26,26 +27,35 @@ MIN_STEPS, MIN_BYTES = 48, 25_000_000
     "demo",
     """
     holdfast demo
+    holdfast demo --hosts 3
     holdfast demo --home /mnt/disk --keep
     holdfast demo --home s3://bucket/demos
     holdfast demo --json | jq .proven
     """,
+    argument(
+        "--hosts N",
+        "instead: train on N hosts of this machine, of which one dies whole; needs network namespaces",
+        int,
+    ),
     argument(
         "--home PLACE",
         "folder or URL in which to create the folder of the demo (default: the folder of temporary "
         "files); with a URL, each failure also deletes the files on this machine",
     ),
     argument("--keep", "do not delete the folder of the demo"),
-    argument("--steps N", f"number of training steps (default: 192, at least {MIN_STEPS})", int, default=192),
     argument(
-        "--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB)", default="100MB"
+        "--steps N", f"number of training steps (default: 192, at least {MIN_STEPS}; with --hosts 32)", int
     ),
+    argument("--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB; with --hosts 25MB)"),
 )
 def run(args: argparse.Namespace) -> int:
     """Run the demo and show its results. The exit status is 0 only if all claims are proven."""
     from holdfast.cli.demo.screen import Screen
 
+    args.steps = args.steps or (192 if args.hosts is None else 32)
     num_bytes = _check(args)
+    if args.hosts is not None:
+        return _run_hosts(args, num_bytes)
     began = time.monotonic()
     home = None
     if args.home is not None and "://" in args.home:
@@ -79,10 +89,52 @@ def run(args: argparse.Namespace) -> int:
     return 0 if proven else 1
 
 
+def _run_hosts(args: argparse.Namespace, num_bytes: int) -> int:
+    """Run the demo of a lost host. The exit status is 0 only if no step was lost beyond the announced one."""
+    from holdfast.cli.demo.lost_host import lose_host
+
+    folder, began_s = _make_folder(args.home), time.monotonic()
+
+    def show(text: str) -> None:
+        output = sys.stderr if args.json else sys.stdout
+        print(f"{time.monotonic() - began_s:5.1f} s  {text}", file=output, flush=True)
+
+    try:
+        loss = lose_host(folder, args.hosts, args.steps, num_bytes, show)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    proven = loss.restored >= loss.mirrored and loss.is_exact
+    if args.json:
+        print_json({"proven": proven, **to_plain(loss)})
+        return 0 if proven else 1
+    rows = [
+        ("newest step that all ranks had trained", loss.trained),
+        ("newest step in the memory of peers, as announced", loss.mirrored),
+        ("newest step in home", loss.in_home),
+        (f"restored step, from {loss.source}, in {format_duration(loss.restore_s)}", loss.restored),
+        ("steps lost beyond the announced one", max(0, loss.mirrored - loss.restored)),
+    ]
+    columns = (
+        Column(f"WHEN {loss.host.upper()} DIED", itemgetter(0), "text"),
+        Column("STEP", itemgetter(1), "right"),
+    )
+    print()
+    print_table(columns, rows)
+    weights = "the same weights as" if loss.is_exact else "OTHER weights than"
+    print(
+        f"\ntraining continued {format_duration(loss.back_s)} after the loss, and ended with {weights} a "
+        "training without one"
+    )
+    return 0 if proven else 1
+
+
 def _check(args: argparse.Namespace) -> int:
     """Check the options, and return the size of a checkpoint in bytes."""
-    num_bytes = parse_bytes(args.size, "--size")
-    if args.steps < MIN_STEPS:
+    num_bytes = parse_bytes(args.size or ("100MB" if args.hosts is None else "25MB"), "--size")
+    if args.hosts is not None and not 2 <= args.hosts <= 16:
+        raise InvalidInput(f"--hosts must be between 2 and 16; got {args.hosts}.")
+    if args.steps < (MIN_STEPS if args.hosts is None else 12):
         raise InvalidInput(f"--steps must be {MIN_STEPS} or more, which all failures need; got {args.steps}.")
     if num_bytes < MIN_BYTES:
         raise InvalidInput(

@@ -30,7 +30,8 @@ def isolated(command: Sequence[str]) -> list[str]:
                 f"Hosts are made with `{program}`, which is not installed here. Install {package}."
             )
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    start = ["unshare", *user, "--net", "--mount", "--uts"]
+    # The first process of a PID namespace: with it the kernel ends all hosts.
+    start = ["unshare", *user, "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     done = subprocess.run([*start, "ip", "link", "set", "lo", "up"], capture_output=True, text=True)
     if done.returncode != 0:
         raise Unsupported(
@@ -79,6 +80,15 @@ class Host:
     def run(self, *command: str) -> None:
         """Run a command here, such as `tc`, and wait for its end."""
         _run(*self._entered(command))
+
+    @property
+    def num_processes(self) -> int:
+        """Number of the processes that die with it."""
+        count = 0
+        for process in Path("/proc").glob("[0-9]*/ns/pid"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                count += process.readlink() == Path(f"/proc/{self._first}/ns/pid").readlink()
+        return count
 
     def kill(self) -> None:
         """Kill all processes at once, and delete the folder."""

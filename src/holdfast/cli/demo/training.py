@@ -10,12 +10,13 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
 import holdfast
@@ -85,6 +86,14 @@ def batch(text: Tensor) -> tuple[Tensor, Tensor]:
     return window[:, :-1], window[:, 1:]
 
 
+def average_gradients(model: nn.Module) -> None:
+    """Average the gradients over all ranks, each in an order that does not depend on the step."""
+    for weight in model.parameters():
+        if weight.grad is not None:
+            distributed.all_reduce(weight.grad)
+            weight.grad /= distributed.get_world_size()
+
+
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return the sha256 of the weights and the state of the optimizer."""
     text = hashlib.sha256()
@@ -104,7 +113,12 @@ def protected(args: argparse.Namespace, state: dict[str, object]) -> Iterator[It
         yield range(args.steps)
     else:
         with holdfast.Checkpointer(
-            args.home, state, every=args.every, local=args.local, memory=holdfast.Memory(keep_for=args.hold)
+            holdfast.Home(args.home, bandwidth=args.bandwidth),
+            state,
+            every=args.every,
+            local=args.local,
+            memory=holdfast.Memory(keep_for=args.hold),
+            peers=args.peers,
         ) as ckpt:
             yield ckpt.steps(args.steps)
 
@@ -115,6 +129,8 @@ def main() -> None:
     parser.add_argument("--home")
     parser.add_argument("--local", help="local folder")
     parser.add_argument("--hold", default="0", help="how long the keeper holds its memory after the end")
+    parser.add_argument("--peers", type=int, help="hosts that hold a copy of each save in memory")
+    parser.add_argument("--bandwidth", help="bytes per second that this rank may send home")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
     parser.add_argument("--bytes", type=int, required=True, help="approximate size of a checkpoint")
@@ -131,12 +147,18 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    is_distributed = "WORLD_SIZE" in os.environ
+    if is_distributed:
+        distributed.init_process_group("gloo")
+        torch.manual_seed(1 + distributed.get_rank())  # batches of its own
     with protected(args, state) as steps:
         for step in steps:
             inputs, targets = batch(text)
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
+            if is_distributed:
+                average_gradients(model)
             optimizer.step()
             scheduler.step()
             send(step=step + 1, loss=round(loss.item(), 4))

@@ -23,7 +23,7 @@ from typing import TypeAlias, TypeVar
 from msgspec import Struct
 
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES
-from holdfast.checkpoint.keeper.config import Address, TlsFiles
+from holdfast.checkpoint.keeper.config import PeerAddress, TlsFiles
 from holdfast.errors import Corrupt, Denied, RetryLater
 from holdfast.system.documents import Count, decode_as, to_plain
 
@@ -199,7 +199,7 @@ def _reported() -> Iterator[None]:
         raise RetryLater(f"The connection to a peer failed: {error}.") from error
 
 
-def call(address: Address, secret: bytes, tls: TlsFiles | None) -> Conversation:
+def call(address: PeerAddress, secret: bytes, tls: TlsFiles | None) -> Conversation:
     """Open a conversation with the keeper at an address.
 
     Blocks: until the peer has answered, at most `OPENING_S` for each step of the opening.

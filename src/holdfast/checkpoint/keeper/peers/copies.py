@@ -41,7 +41,7 @@ class Room(Struct):
         os.close(self.fd)
 
 
-class Copy(Struct):
+class HeldCopy(Struct):
     """Copy of the files of one rank of one save."""
 
     step: int
@@ -70,11 +70,11 @@ class CopyMemory:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._copies: dict[int, list[Copy]] = {}  # by the rank that wrote them
+        self._copies: dict[int, list[HeldCopy]] = {}  # by the rank that wrote them
         self._free: list[Room] = []  # to be used again: new pages take a second per GB
         self._lock = threading.Lock()
 
-    def begin(self, part: Part, document: bytes, keep: Collection[int]) -> Copy:
+    def begin(self, part: Part, document: bytes, keep: Collection[int]) -> HeldCopy:
         """Return a new copy of a rank's files without their bytes. Drops earlier ones but those to keep.
 
         Raises:
@@ -86,7 +86,7 @@ class CopyMemory:
             for copy in [one for one in own if one.step not in keep or not one.is_whole]:
                 own.remove(copy)
                 self._free.append(copy.room)
-            copy = Copy(part.step, part, self._take_room(end), images)
+            copy = HeldCopy(part.step, part, self._take_room(end), images)
             own.append(copy)
         copy.view(-1)[:] = document
         return copy
@@ -106,7 +106,7 @@ class CopyMemory:
             )
         return Room.make(num_bytes)
 
-    def frozen_like(self, wanted: Copy) -> memoryview | None:
+    def frozen_like(self, wanted: HeldCopy) -> memoryview | None:
         """Return the file of frozen tensors of an earlier copy, if it has the same bytes."""
         with self._lock:
             for copy in self._copies.get(wanted.part.rank, ()):

@@ -21,7 +21,7 @@ from holdfast.checkpoint.keeper.peers.conversation import (
     Welcome,
     answer,
 )
-from holdfast.checkpoint.keeper.peers.copies import Copy, CopyMemory
+from holdfast.checkpoint.keeper.peers.copies import HeldCopy, CopyMemory
 from holdfast.checkpoint.keeper.persist import BLOCK_BYTES
 from holdfast.errors import Corrupt, HoldfastError, RetryLater
 
@@ -105,7 +105,7 @@ class Holder:
         conversation.send(Held())
 
 
-def _receive_file(conversation: Conversation, copy: Copy, number: int, file: DataFile) -> None:
+def _receive_file(conversation: Conversation, copy: HeldCopy, number: int, file: DataFile) -> None:
     """Receive a file, and compare each chunk with its hash while it is in the cache."""
     image = copy.view(number)
     for start in range(0, file.num_bytes, BLOCK_BYTES):  # a multiple of every size of chunks

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 
-class Place(Struct, frozen=True):
+class RankPlace(Struct, frozen=True):
     """Place of a rank."""
 
     host: str
     zone: str = ""  # rack, zone or other part of the cluster that can fail as a whole; "" for the host alone
 
 
-def place_copies(places: Sequence[Place], num_copies: int) -> list[tuple[int, ...]]:
+def place_copies(places: Sequence[RankPlace], num_copies: int) -> list[tuple[int, ...]]:
     """Return for each rank the ranks that hold its copies, all on different hosts, and none on its own.
 
     Copies are in different zones too, where the sizes of the zones allow it. Every host holds the copies of

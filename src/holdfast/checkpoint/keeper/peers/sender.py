@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from holdfast.checkpoint.keeper.config import Address, PeersConfig
+from holdfast.checkpoint.keeper.config import PeerAddress, PeersConfig
 from holdfast.checkpoint.keeper.peers.conversation import (
     Conversation,
     Held,
@@ -41,7 +41,7 @@ class PeerSender:
 
     def __init__(
         self,
-        address: Address,
+        address: PeerAddress,
         rank: int,
         config: PeersConfig,
         on_end: Callable[[int, HoldfastError | None], None],

@@ -29,5 +29,5 @@ for problem in report.problems:
 print(f"verified: {report.num_bytes:,} bytes, {'all good' if report.is_good else 'NOT good'}")
 
 if len(sys.argv) > 2:
-    checkpoint.export(sys.argv[2], overwrite=True)
+    holdfast.export_checkpoint(checkpoint, sys.argv[2], overwrite=True)
     print(f"exported to {sys.argv[2]}, which any safetensors reader opens")

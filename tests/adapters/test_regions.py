@@ -22,8 +22,8 @@ def even_partitionings(draw: st.DrawFn) -> tuple[tuple[int, ...], EvenPartitioni
     """Draw a shape and a partitioning of it without empty regions, by ranks in any order."""
     shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
     splits: list[tuple[int, int]] = []
-    for _ in range(draw(st.integers(0, 3))):
-        longer = (*splits, (draw(st.integers(0, len(shape) - 1)), draw(st.integers(2, 4))))
+    for dim in draw(st.lists(st.integers(0, len(shape) - 1), max_size=3)):
+        longer = (*splits, (dim, draw(st.integers(2, 4))))
         count = math.prod(parts for _, parts in longer)
         regions = EvenPartitioning(longer, tuple(range(count))).regions(shape)
         if all(region.num_items for _, region in regions):
@@ -33,15 +33,17 @@ def even_partitionings(draw: st.DrawFn) -> tuple[tuple[int, ...], EvenPartitioni
 
 
 @given(even_partitionings())
-# The halves of this one could each be split in another way.
-@example(((9,), EvenPartitioning(((0, 2), (0, 2), (0, 2)), tuple(range(8)))))
+# A mesh over two dimensions, and one whose parts along a dimension are all split again.
+@example(((4, 6), EvenPartitioning(((1, 3), (0, 2)), tuple(range(6)))))
+@example(((8,), EvenPartitioning(((0, 2), (0, 2), (0, 2)), tuple(range(8)))))
 def test_even_regions_become_a_rule_with_the_same_regions(
     case: tuple[tuple[int, ...], EvenPartitioning],
 ) -> None:
     shape, partitioning = case
     rows = list(partitioning.regions(shape))
     found = find_rule(shape, rows[::-1])
-    assert isinstance(found, EvenPartitioning)
+    split_dims = [dim for dim, _ in partitioning.splits]
+    assert isinstance(found, EvenPartitioning) or len(set(split_dims)) < len(split_dims)
     assert sorted(found.regions(shape)) == sorted(rows)
 
 
@@ -77,6 +79,8 @@ def test_the_rule_has_as_few_splits_as_possible(shape: Any, rows: Any, rule: Any
 
 def test_uneven_shards_are_listed() -> None:
     assert find_rule((6,), UNEVEN) == ListedPartitioning(UNEVEN)
+    halves = tuple(EvenPartitioning(((0, 3), (0, 2)), tuple(range(6))).regions((14,)))  # of 5, 5 and 4 rows
+    assert find_rule((14,), halves) == ListedPartitioning(halves)
 
 
 @st.composite

@@ -25,7 +25,7 @@ home, folder = {home!r}, {folder!r}
 checkpoint = holdfast.open(home)
 found = {{"step": checkpoint.step, "weight": checkpoint.tensor("model.weight").tolist()}}
 found["problems"] = list(checkpoint.verify().problems)
-checkpoint.export(folder + "/direct.safetensors")
+holdfast.export_checkpoint(checkpoint, folder + "/direct.safetensors")
 commands = {{
     "ls": ["ls", home], "show": ["show", home], "verify": ["verify", home], "diff": ["diff", home, home],
     "history": ["history", home], "report": ["report", home], "metrics": ["metrics", home],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from holdfast.checkpoint.exchange import export_checkpoint
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format.values import TensorRef
 from holdfast.checkpoint.restore.checkpoint import TensorInfo
@@ -149,14 +150,14 @@ def test_values_come_back_decoded_by_rank() -> None:
 def test_an_export_is_one_plain_safetensors_file(tmp_path: Path) -> None:
     opened = open_checkpoint(make_store(LocalStore(tmp_path / "home")))
     out = tmp_path / "out.safetensors"
-    opened.export(out)
+    export_checkpoint(opened, out)
     exported, expected = load_file(out), opened.tensors()
     assert exported.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(exported[key], tensor)
     with pytest.raises(Conflict, match="exists"):
-        opened.export(out)
-    opened.export(str(out), rank=1, overwrite=True)
+        export_checkpoint(opened, out)
+    export_checkpoint(opened, str(out), rank=1, overwrite=True)
     assert load_file(out)["rng"].tolist() == [0, 1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "out.safetensors"]
 
@@ -165,16 +166,16 @@ def test_a_damaged_checkpoint_leaves_no_export(tmp_path: Path) -> None:
     store = make_store()
     flip(store, names.data(450, 2, 1))
     with pytest.raises(Corrupt):
-        open_checkpoint(store).export(tmp_path / "out.safetensors")
+        export_checkpoint(open_checkpoint(store), tmp_path / "out.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_opening_listing_and_exporting_do_not_import_torch(tmp_path: Path) -> None:
     make_store(LocalStore(tmp_path / "home"))
     code = (
-        "import sys; from holdfast.checkpoint.restore.checkpoint import open\n"
-        "c = open(sys.argv[1]); c.keys(); c.info('s'); c.values(); assert c.verify().is_good\n"
-        "c.export(sys.argv[1] + '/../out.safetensors'); print('torch' in sys.modules)"
+        "import sys, holdfast\n"
+        "c = holdfast.open(sys.argv[1]); c.keys(); c.info('s'); c.values(); assert c.verify().is_good\n"
+        "holdfast.export_checkpoint(c, sys.argv[1] + '/../out.safetensors'); print('torch' in sys.modules)"
     )
     assert run_python(code, tmp_path / "home") == "False"
     assert torch.equal(load_file(tmp_path / "out.safetensors")["s"], WHOLE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import mmap
 import os
@@ -48,46 +47,23 @@ from holdfast.errors import HoldfastError, InvalidInput, SaveWarning, Unsupporte
 from holdfast.system.callsite import warn
 from holdfast.system.documents import to_plain
 
-_MAX_TRIES = 1000
-"""Sequences of splits that are tried for a rule. Meshes of a training need a few."""
-
 
 def find_rule(shape: tuple[int, ...], rows: Sequence[tuple[int, Region]]) -> Partitioning:
-    """Return the partitioning of (rank, region) pairs, by a rule if possible: tensors share it then."""
-    rows = sorted(rows, key=lambda row: (row[1], row[0]))
-    regions = tuple(region for _, region in rows)
-    has_one_each = len({rank for rank, _ in rows}) == len(rows) == len(set(regions))
-    even = _even(shape, regions) if has_one_each else None
-    if even is None:
-        return ListedPartitioning(tuple(rows))
-    return EvenPartitioning(even.splits, tuple(rows[number][0] for number in even.ranks))
+    """Return the partitioning of (rank, region) pairs, by a rule if they are an even grid, else by a list."""
+    return _partitioning(shape, tuple(sorted(rows, key=lambda row: (row[1], row[0]))))
 
 
-@lru_cache(maxsize=64)  # hundreds of layers have tensors of the same few shapes
-def _even(shape: tuple[int, ...], regions: tuple[Region, ...]) -> EvenPartitioning | None:
-    """Return the rule of some regions, with their numbers as ranks; None if they do not follow a rule."""
-    numbers = {region: number for number, region in enumerate(regions)}
-    starts = [{region.offsets[dim] for region in regions} for dim in range(len(shape))]
-    tries = itertools.count()
-
-    def search(splits: tuple[tuple[int, int], ...]) -> EvenPartitioning | None:
-        if next(tries) >= _MAX_TRIES:
-            return None  # it is listed
-        count = math.prod(parts for _, parts in splits)
-        found = [region for _, region in EvenPartitioning(splits, tuple(range(count))).regions(shape)]
-        if count == len(regions):
-            is_same = numbers.keys() == set(found)
-            return EvenPartitioning(splits, tuple(numbers[one] for one in found)) if is_same else None
-        if not all(at in starts[dim] for one in found for dim, at in enumerate(one.offsets)):
-            return None  # whatever divides these regions further, they begin where none of the wanted does
-        for dim, known in enumerate(starts):
-            most = len(known) // math.prod(parts for which, parts in splits if which == dim)
-            for parts in range(most, 1, -1):  # one split into many rather than many into few
-                if len(regions) % (count * parts) == 0 and (rule := search((*splits, (dim, parts)))):
-                    return rule
-        return None
-
-    return search(())
+@lru_cache(maxsize=64)  # hundreds of layers have tensors of the same few shapes, and share the result
+def _partitioning(shape: tuple[int, ...], rows: tuple[tuple[int, Region], ...]) -> Partitioning:
+    """Return the partitioning of sorted pairs; its rule splits each dimension once."""
+    ranks = tuple(rank for rank, _ in rows)
+    starts = [{region.offsets[dim] for _, region in rows} for dim in range(len(shape))]
+    splits = tuple((dim, len(found)) for dim, found in enumerate(starts) if len(found) > 1)
+    if len(set(ranks)) == len(rows) == math.prod(parts for _, parts in splits):
+        even = EvenPartitioning(splits, ranks)
+        if tuple(even.regions(shape)) == rows:
+            return even
+    return ListedPartitioning(rows)
 
 
 def index_values(plans: Sequence[SavePlan]) -> ValueIndex:

@@ -27,13 +27,13 @@ from holdfast.adapters.nebula.tag_index import (
 )
 from holdfast.adapters.nebula.tag_writer import (
     RANKS_S,
-    MemoryBudget,
     Settings,
     TagCoordinator,
     TagPlan,
     TagWriter,
     is_grouped,
     local_folder,
+    memory_limit,
     own_rank,
     parse_location,
     world,
@@ -84,7 +84,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.home = settings.home
-        self._budget = MemoryBudget.from_environment(os.environ, host_memory.available_bytes())
+        self._memory_bytes = memory_limit(os.environ, host_memory.available_bytes())
         self._lock = threading.RLock()
         self._last_coordinator: TagCoordinator | None = None
         self._writer: TagWriter | None = None
@@ -261,7 +261,6 @@ class Session:
                 "together.",
                 rank=self._ranks.rank,
             )
-        self._budget.check((t for packed in draft.files.values() for t in packed.tensors()), draft.tag)
         writer = self._get_writer(plan, draft.key)
         keyed = {name: (key_of(name), packed) for name, packed in draft.files.items()}
         state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
@@ -288,7 +287,7 @@ class Session:
         if writer is None:
             name = f"{self._ranks.name}/{key}/ranks"
             ranks = StoreRanks(self._ranks.store, name, plan.members, self._ranks.rank, timeout_s=RANKS_S)
-            writer = self._writer = TagWriter(self.settings, self._budget.cap_bytes, plan, ranks)
+            writer = self._writer = TagWriter(self.settings, self._memory_bytes, plan, ranks)
         elif plan.begins:
             writer.begin(plan)
         return writer

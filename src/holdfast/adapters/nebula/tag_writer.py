@@ -8,11 +8,10 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from msgspec import Struct
 from torch._C._distributed_c10d import HashStore
@@ -34,7 +33,7 @@ from holdfast.system.callsite import warn
 from holdfast.system.documents import Count, decode_as, to_plain
 from holdfast.system.environment import read_integer
 from holdfast.system.privacy import is_unshared
-from holdfast.system.units import format_bytes, parse_bytes, parse_duration
+from holdfast.system.units import parse_bytes, parse_duration
 
 _RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
 RANKS_S = 600.0
@@ -94,52 +93,22 @@ def parse_location(path: Any) -> str:
 
 VARIABLE = "NEBULA_MEMORY_BUFFER_SIZE"
 _MIN_BYTES = 64 << 20
-_BLOCK_BYTES = 4096
 
 
-class MemoryBudget(Struct, frozen=True):
-    """Memory limit of one process, and its origin.
+def memory_limit(environ: Mapping[str, str], available_bytes: int) -> int:
+    """Return the bytes of memory that one process of this node may use for its saves.
 
-    If a limit is set, several processes on the node share one half of it, and a single one has all of it.
-    Without a limit, they share half of the free memory.
+    If a limit is set, several processes share one half of it, and a single one has all of it. Without a
+    limit, they share half of the memory that is available.
     """
-
-    cap_bytes: int
-    divisor: int = 1  # of the limit that is set
-    is_set: bool = True
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str], available_bytes: int) -> MemoryBudget:
-        """Return the budget from the environment."""
-        processes = environ.get("LOCAL_WORLD_SIZE", "1")
-        if not processes.isdecimal() or int(processes) < 1:
-            raise InvalidInput(f"LOCAL_WORLD_SIZE must be a number of processes, not {processes!r}.")
-        count, limit = int(processes), environ.get(VARIABLE)
-        divisor = 1 if count == 1 else 2 * count
-        if not limit:
-            return cls(max(available_bytes // 2 // count, _MIN_BYTES), divisor, is_set=False)
-        return cls(parse_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE) // divisor, divisor)
-
-    def check(self, tensors: Iterable[torch.Tensor], tag: str) -> None:
-        """Check that the budget is large enough for some tensors."""
-        needed = image_bytes(tensors)
-        if needed <= self.cap_bytes:
-            return
-        num_processes = self.divisor // 2
-        split = f" (half of {VARIABLE}, divided by {num_processes} processes)" if num_processes else ""
-        found = VARIABLE if self.is_set else f"half of the free memory, as {VARIABLE} is not set,"
-        raise InvalidInput(
-            f"The checkpoint {tag!r} needs {needed} bytes of memory in this process, but {found} "
-            f"leaves {self.cap_bytes} ({format_bytes(self.cap_bytes)}){split}. Nothing was saved. Set "
-            f"{VARIABLE} to at least {needed * self.divisor}; with twice that, a save can begin while the "
-            "previous one is being written."
-        )
-
-
-def image_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the size of a file image with these tensors, rounded up: header, data and padding."""
-    sizes = [tensor.nbytes + 512 for tensor in tensors]
-    return -(-(sum(sizes) + 4 * _BLOCK_BYTES) // _BLOCK_BYTES) * _BLOCK_BYTES
+    processes, limit = environ.get("LOCAL_WORLD_SIZE", "1"), environ.get(VARIABLE)
+    if not processes.isdecimal() or int(processes) < 1:
+        raise InvalidInput(f"LOCAL_WORLD_SIZE must be a number of processes, not {processes!r}.")
+    count = int(processes)
+    if not limit:
+        return max(available_bytes // 2 // count, _MIN_BYTES)
+    num_bytes = parse_bytes(int(limit) if limit.isdecimal() else limit, VARIABLE)
+    return num_bytes if count == 1 else num_bytes // 2 // count
 
 
 def local_folder(settings: Settings, run: str | None) -> str | None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.exchange.exporter import (
-        BackgroundExport,
         Exported,
         export_checkpoint,
         export_in_background,
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoint.exchange.importer import Imported, import_checkpoint
 
 __all__ = [
-    "BackgroundExport",
     "Exported",
     "Imported",
     "export_checkpoint",

@@ -9,22 +9,21 @@ import re
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, final
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.store.contract import Store
-from holdfast.errors import HoldfastError, Internal, InvalidInput, NotFound, SaveWarning, TimedOut
+from holdfast.errors import HoldfastError, Internal, InvalidInput, NotFound, SaveWarning
 from holdfast.system.callsite import warn
 from holdfast.system.linux.partial_files import remove_partial_files
-from holdfast.system.units import Duration, parse_bytes, parse_step, parse_timeout
+from holdfast.system.units import parse_bytes, parse_step
 
 if TYPE_CHECKING:
     import torch
@@ -191,112 +190,13 @@ def map_weights(checkpoint: Checkpoint, key: str, folder: Path) -> dict[str, tor
     return {name: found.get(root.removeprefix(prefix), found[name]) for name, root in roots.items()}
 
 
-class _Stopped(Exception):
+class _ProgramEnds(Exception):
     """The program ends before the export does."""
 
 
-@final
-class BackgroundExport:
-    """Export that a thread writes; the future of an `Exported`. Made by `export_in_background`.
-
-    Attributes:
-        path: file or folder that appears when the export is complete.
-        total_bytes: size of all tensors; None until the checkpoint is open.
-        num_bytes: bytes of tensors that have been verified so far.
-    """
-
-    def __init__(self, path: Path, write: Callable[[BackgroundExport], Exported], after: Save | None) -> None:
-        self.path = path
-        self.total_bytes: int | None = None
-        self.num_bytes = 0
-        self._write, self._after = write, after
-        self._is_stopped = False
-        self._ended: Future[Exported] = Future()
-        self._thread = threading.Thread(target=self._run, name="holdfast-export", daemon=True)
-        _running.add(self)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Return True if the export is complete or has failed."""
-        return self._ended.done()
-
-    def result(self, timeout: Duration | None = None) -> Exported:
-        """Wait until the export is durable, and return its facts.
-
-        Args:
-            timeout: seconds, or text such as "10m"; None for no limit.
-
-        Raises:
-            HoldfastError: the export failed, as `export_checkpoint`; or the save that it waits for did.
-            RetryLater: not complete within `timeout`; also a TimeoutError. The export continues.
-
-        Blocks: until the export ends, at most `timeout`.
-        """
-        self.exception(timeout)  # which waits
-        return self._ended.result()
-
-    def exception(self, timeout: Duration | None = None) -> HoldfastError | None:
-        """Wait until the export ends, and return its error, or None.
-
-        Raises:
-            RetryLater: not within `timeout`; also a TimeoutError. The export continues.
-
-        Blocks: as `result`.
-        """
-        timeout_s = parse_timeout(timeout, "timeout")
-        if not wait([self._ended], timeout_s).done:
-            raise TimedOut(
-                f"The export to {self.path} is not complete after {timeout_s} s: {self.num_bytes} of "
-                f"{self.total_bytes or 'unknown'} bytes. It continues in the background."
-            )
-        return cast("HoldfastError | None", self._ended.exception())
-
-    def count(self, num_bytes: int) -> None:
-        """Count bytes that have been verified. Ends the export if the program does."""
-        if self._is_stopped:
-            raise _Stopped
-        self.num_bytes += num_bytes
-
-    def set_total(self, num_bytes: int) -> None:
-        """Set the size of all tensors."""
-        self.total_bytes = num_bytes
-
-    def stop(self) -> None:
-        """Stop the export of a program that ends, and warn."""
-        if self.done():
-            return
-        self._is_stopped = True
-        self._thread.join(_EXIT_S)
-        if not self.done():
-            warn(
-                f"The program ended before the export to {self.path} did, so nothing is there. Call result() "
-                "of the export before the end, or run `holdfast export`.",
-                SaveWarning,
-            )
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
-        try:
-            self._ended.set_result(self._write(self))
-        except _Stopped:
-            pass
-        except NotFound as error:
-            self._fail(_not_in_home(error, self._after))
-        except HoldfastError as error:
-            self._fail(error)
-        except Exception as error:  # noqa: BLE001 - the thread must not end without a result
-            text = f"{error!r}. Nothing was written there. This is a bug of Holdfast: report it."
-            self._fail(Internal(text))
-
-    def _fail(self, error: HoldfastError) -> None:
-        try:
-            warn(f"The export to {self.path} failed: {error}", SaveWarning)
-        finally:
-            self._ended.set_exception(error)
-
-
-_running: weakref.WeakSet[BackgroundExport] = weakref.WeakSet()
+_program_ends = threading.Event()
+_under_way: dict[Future[Exported], tuple[threading.Thread, Path]] = {}
+"""Exports in the background that have not ended, each with its thread and its path."""
 
 
 def export_in_background(
@@ -311,7 +211,7 @@ def export_in_background(
     max_shard_bytes: int | str = "5GB",
     rank: int = 0,
     overwrite: bool = False,
-) -> BackgroundExport:
+) -> Future[Exported]:
     """Start an export of a checkpoint in the background. Every byte is read from home and verified.
 
     The thread has a lower priority and reads one block after the other, so that training keeps the processor.
@@ -334,7 +234,8 @@ def export_in_background(
         overwrite: replace an older export.
 
     Returns:
-        The export under way.
+        The future of the export. It cannot be cancelled. `result(timeout)` takes seconds and raises
+        `concurrent.futures.TimeoutError`, while the export continues.
 
     Raises:
         InvalidInput: the kind, the size or the step is invalid, or both `after` and `step` are given.
@@ -348,10 +249,12 @@ def export_in_background(
         raise InvalidInput("export_in_background() takes after= or step=, not both. Nothing was exported.")
     chosen = None if step is None else parse_step(step, "export_in_background()")
 
-    def write(export: BackgroundExport) -> Exported:
+    target = Path(path).expanduser()
+
+    def write() -> Exported:
         return export_checkpoint(
             open_checkpoint(home, chosen if after is None else _wait_for(after)),
-            export.path,
+            target,
             kind=kind,
             only=only,
             rename=rename,
@@ -359,11 +262,47 @@ def export_in_background(
             rank=rank,
             overwrite=overwrite,
             num_threads=1,
-            on_total=export.set_total,
-            on_bytes=export.count,
+            on_bytes=_stop_if_program_ends,
         )
 
-    return BackgroundExport(Path(path).expanduser(), write, after)
+    export: Future[Exported] = Future()
+    export.set_running_or_notify_cancel()  # so that it cannot be cancelled
+    export.add_done_callback(_under_way.pop)
+    run = partial(_run, export, write, target, after)
+    thread = threading.Thread(target=run, name="holdfast-export", daemon=True)
+    _under_way[export] = thread, target
+    thread.start()
+    return export
+
+
+def _run(export: Future[Exported], write: Callable[[], Exported], target: Path, after: Save | None) -> None:
+    """Write an export with a lower priority, and give the future its result."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread
+    try:
+        export.set_result(write())
+    except _ProgramEnds:
+        pass
+    except NotFound as error:
+        _fail(export, target, _not_in_home(error, after))
+    except HoldfastError as error:
+        _fail(export, target, error)
+    except Exception as error:  # noqa: BLE001 - the thread must not end without a result
+        text = f"{error!r}. Nothing was written there. This is a bug of Holdfast: report it."
+        _fail(export, target, Internal(text))
+
+
+def _fail(export: Future[Exported], target: Path, error: HoldfastError) -> None:
+    try:
+        warn(f"The export to {target} failed: {error}", SaveWarning)
+    finally:
+        export.set_exception(error)
+
+
+def _stop_if_program_ends(num_bytes: int) -> None:
+    """Stop the export after some of its bytes if the program ends."""
+    if _program_ends.is_set():
+        raise _ProgramEnds
 
 
 def _wait_for(save: Save) -> int:
@@ -390,5 +329,13 @@ def _not_in_home(error: NotFound, after: Save | None) -> HoldfastError:
 
 @atexit.register
 def _stop_all() -> None:
-    for export in list(_running):
-        export.stop()
+    """Stop all exports of a program that ends, and warn. A thread that is still in C++ would abort it."""
+    _program_ends.set()
+    for export, (thread, target) in list(_under_way.items()):
+        thread.join(_EXIT_S)
+        if not export.done():
+            warn(
+                f"The program ended before the export to {target} did, so nothing is there. Call result() "
+                "of the export before the end, or run `holdfast export`.",
+                SaveWarning,
+            )

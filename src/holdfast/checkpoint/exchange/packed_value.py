@@ -19,7 +19,7 @@ from holdfast.checkpoint.format.values import encode
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.state.entry import is_stateful
 from holdfast.checkpoint.state.tensors import is_savable, unsavable
-from holdfast.checkpoint.state.tree import Extraction, insert_tensors, references
+from holdfast.checkpoint.state.tree import Extraction, insert_tensors, references, tensors_in
 from holdfast.errors import Corrupt, InvalidInput, Unsupported
 
 Path = tuple[Any, ...]
@@ -72,7 +72,7 @@ class Packed(Struct):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all tensors, once per occurrence."""
-        return _tensors(self.tree)
+        return tensors_in(self.tree)
 
     def check(self, name: str) -> None:
         """Check that the partition can be saved."""
@@ -202,14 +202,6 @@ def rebuild(
         return revive(path, tree)
     pairs = [(step, rebuild(item, leaf, revive, (*path, step))) for step, item in container.items(tree)]
     return revive(path, container.rebuild(tree, pairs))
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif (container := kind_of(tree)) is not None:
-        for _, item in container.items(tree):
-            yield from _tensors(item)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
-from holdfast.checkpoint.exchange.packed_value import KNOWN, read_partition, unpack
 from holdfast.checkpoint.exchange.weights_export import build_tree, write_hf_folder, write_tree
 from holdfast.checkpoint.format.composites import shown_type
 from holdfast.checkpoint.format.layout import Shard
@@ -128,6 +127,8 @@ _LATEST, _SCRIPT = "latest", "zero_to_fp32.py"
 def write_deepspeed_folder(selection: ExportSelection, folder: Path, *, overwrite: bool) -> None:
     """Write the files of all ranks for `engine.load_checkpoint`, then the file `latest`; one is in memory."""
     import torch
+
+    from holdfast.checkpoint.exchange.packed_value import KNOWN, read_partition, unpack
 
     checkpoint = selection.checkpoint
     key = _meta_key(checkpoint)

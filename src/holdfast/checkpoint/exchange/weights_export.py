@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from holdfast.checkpoint.exchange.export_selection import ExportSelection
 from holdfast.checkpoint.exchange.torch_archive import write_archive
 from holdfast.checkpoint.exchange.trees import make_plain, nest, rename, rename_top_level
-from holdfast.checkpoint.format.layout import Shard
+from holdfast.checkpoint.format.layout import Shard, lay_out
 from holdfast.checkpoint.format.nesting import change_items, plain_form, unflatten
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
-from holdfast.checkpoint.restore.slices import write_safetensors
 
 _HF_INDEX = "model.safetensors.index.json"
 _HF_PATTERNS = ("model-*-of-*.safetensors", "model.safetensors", _HF_INDEX)
@@ -63,15 +60,19 @@ def write_hf_folder(
 
 
 def _write_safetensors(selection: ExportSelection, renamed: dict[str, str], path: Path) -> None:
-    chosen = [selection.tensors[name] for name in renamed.values()]
-
-    def feed(order: list[int]) -> Iterator[memoryview]:
-        tensors = [chosen[index] for index in order]
-        read = selection.stream([tensor.name for tensor in tensors])
-        return itertools.chain.from_iterable(read(tensor.num_bytes) for tensor in tensors)
-
+    """Write tensors into a safetensors file, from its first byte to its last; `renamed` has old names."""
+    names = list(renamed.values())
+    chosen = [selection.tensors[name] for name in names]
     pairs = zip(renamed, chosen, strict=True)
-    write_safetensors(path, [Shard.whole(new, one.dtype, one.shape) for new, one in pairs], feed)
+    layout = lay_out([Shard.whole(new, one.dtype, one.shape) for new, one in pairs], 0)
+    order = sorted(range(len(chosen)), key=lambda index: layout.starts[index])
+    read = selection.stream([names[index] for index in order])
+    with path.open("wb") as file:
+        file.write(layout.header)
+        for index in order:
+            for view in read(chosen[index].num_bytes):
+                file.write(view)
+        assert file.tell() == layout.file_bytes, (file.tell(), layout.file_bytes)
 
 
 def write_torch_file(selection: ExportSelection, path: Path, *, overwrite: bool) -> None:

@@ -101,13 +101,14 @@ def encode(value: Any, path: str) -> Any:
     try:
         encoded = _encode(value, path)
     except RecursionError as error:
-        raise _too_deep(path) from error
+        raise contains_itself(path) from error
     if _is_deeper(encoded, MAX_VALUE_DEPTH):
-        raise _too_deep(path)
+        raise contains_itself(path)
     return encoded
 
 
-def _too_deep(path: str) -> InvalidInput:
+def contains_itself(path: str) -> InvalidInput:
+    """Return the error for a value that no walk ends in, or whose JSON no reader would parse."""
     return InvalidInput(
         f"{path} contains itself, or is nested too deeply (as JSON, more than {MAX_VALUE_DEPTH} arrays and "
         "objects in each other), so it cannot be saved. Nothing was written. Save it as a flat list, with "

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading, without a model: its facts, tensors, values, verification and export."""
+"""A checkpoint opened for reading, without a model: its facts, tensors, values and verification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from msgspec import Struct
@@ -29,10 +28,8 @@ from holdfast.checkpoint.home.newest import (
     no_such_checkpoint,
     usable,
 )
-from holdfast.checkpoint.restore import slices
 from holdfast.checkpoint.restore import verify as verifying
 from holdfast.checkpoint.restore.parts import Parts
-from holdfast.checkpoint.restore.read import ReadStats
 from holdfast.checkpoint.restore.slices import SLICE_BYTES, TensorSlice, read_slices
 from holdfast.checkpoint.restore.verify import VerifyReport
 from holdfast.checkpoint.retention import best_first, check_mode, line_of
@@ -309,23 +306,6 @@ class Checkpoint:
         Blocks: until everything has been read once.
         """
         return verifying.verify(self._parts.store, self.manifest, num_threads=num_threads, on_bytes=on_bytes)
-
-    def export(
-        self, path: str | os.PathLike[str], *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
-    ) -> ReadStats:
-        """Write a rank's tensors into one plain safetensors file, with little memory.
-
-        Raises:
-            Conflict: the file exists and `overwrite` is False.
-            InvalidInput: the path is a folder, or its folder does not exist.
-            NotFound: a file of the checkpoint is missing.
-            Corrupt: damage was found; no file was written.
-            RetryLater: the store failed, or the file could not be written.
-
-        Blocks: until the file is durable.
-        """
-        self._parts.part(rank)
-        return slices.export(self._parts, Path(path), rank=rank, overwrite=overwrite, num_threads=num_threads)
 
     def slices(
         self,

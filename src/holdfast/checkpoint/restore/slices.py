@@ -1,21 +1,17 @@
-"""Slices of tensors: verified bytes in order, with bounded memory, and their export to a safetensors file."""
+"""Slices of tensors: verified bytes in order, with bounded memory."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from msgspec import Struct
 
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_offset, lay_out
-from holdfast.checkpoint.restore.atomic_output import atomic_file
+from holdfast.checkpoint.format.layout import Region, Shard, byte_ranges, item_offset
 from holdfast.checkpoint.restore.parts import Parts
-from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, read
-from holdfast.checkpoint.store.contract import Buffer
+from holdfast.checkpoint.restore.read import FileRead, Want, read
 
 SLICE_BYTES = 32 << 20
 """Bytes in memory at once: large enough for several parallel reads."""
@@ -69,7 +65,6 @@ def read_slices(
     *,
     slice_bytes: int = SLICE_BYTES,
     num_threads: int = 4,
-    on_read: Callable[[ReadStats], None] | None = None,
 ) -> Iterator[TensorSlice]:
     """Yield all bytes of tensors in the given order, each from first to last.
 
@@ -78,7 +73,6 @@ def read_slices(
     Args:
         wanted: names of tensors, without aliases; those that `rank` did not save are left out. A tensor
             without elements has no slice.
-        on_read: called with the statistics of each read, before its slices are yielded.
     """
     for batch in _batches(parts, wanted, rank, memoryview(bytearray(slice_bytes))):
         wants_of: dict[tuple[int, bool], list[Want]] = {}
@@ -88,9 +82,7 @@ def read_slices(
         jobs = [
             FileRead(parts.part(owner), wants, frozen) for (owner, frozen), wants in sorted(wants_of.items())
         ]
-        stats = read(parts.store, jobs, num_threads=num_threads)
-        if on_read is not None:
-            on_read(stats)
+        read(parts.store, jobs, num_threads=num_threads)
         yield from (one for one, _ in batch)
 
 
@@ -133,47 +125,3 @@ def _wants(
             (found.rank, found.shard.frozen),
             Want(start, inside.num_bytes, partial(copy_part, room, inside)),
         )
-
-
-def write_safetensors(
-    path: Path, shards: Sequence[Shard], feed: Callable[[list[int]], Iterable[Buffer]]
-) -> None:
-    """Write whole tensors into a safetensors file, from its first byte to its last.
-
-    `feed` returns the bytes of tensors in the order of the given indices of `shards`. A buffer may be reused
-    once the next one is requested.
-    """
-    layout = lay_out(list(shards), 0)
-    order = sorted(range(len(shards)), key=lambda index: layout.starts[index])
-    with path.open("wb") as file:
-        file.write(layout.header)
-        for view in feed(order):
-            file.write(view)
-        assert file.tell() == layout.file_bytes, (file.tell(), layout.file_bytes)
-
-
-def export(
-    parts: Parts, path: Path, *, rank: int = 0, overwrite: bool = False, num_threads: int = 4
-) -> ReadStats:
-    """Write a rank's tensors of a checkpoint into one safetensors file.
-
-    Every key has its own bytes, tied ones too, so that any safetensors reader returns a complete state dict.
-    The file gets its name when it is complete.
-
-    Blocks: until the file is durable.
-    """
-    began = time.perf_counter()
-    tied = parts.manifest.tied
-    found = {key: parts.shape_of(tied.get(key, key), rank) for key in [*parts.manifest.tensors, *tied]}
-    shards = [Shard.whole(key, *saved) for key, saved in found.items() if saved is not None]
-    reads: list[ReadStats] = []
-
-    def feed(order: list[int]) -> Iterable[Buffer]:
-        names = [tied.get(shards[index].name, shards[index].name) for index in order]
-        slices = read_slices(parts, names, rank, num_threads=num_threads, on_read=reads.append)
-        return (one.view for one in slices)
-
-    with atomic_file(path, overwrite=overwrite) as unfinished:
-        write_safetensors(unfinished, shards, feed)
-    num_bytes, num_reads = (sum(one.num_bytes for one in reads), sum(one.num_reads for one in reads))
-    return ReadStats(num_bytes, num_reads, time.perf_counter() - began)

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format.containers import kind_of
+from holdfast.checkpoint.format.values import contains_itself
 from holdfast.checkpoint.state.tensors import PLAIN
 from holdfast.errors import InvalidInput
 
@@ -161,15 +162,6 @@ def _check_mark(path: str, inner: Any, key: str) -> None:
         "with a state of their own can be marked there. Nothing was written. Mark the whole "
         f"{key!r}, or move it to a key of its own.",
         key=path,
-    )
-
-
-def contains_itself(key: str) -> InvalidInput:
-    """Return the error for a container that no walk ends in."""
-    return InvalidInput(
-        f"{key} contains itself, or is nested too deeply, so it cannot be saved. Nothing was written. Save "
-        "it as a flat list, with the index of an item in place of a reference to it.",
-        key=key,
     )
 
 

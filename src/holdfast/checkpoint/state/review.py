@@ -14,6 +14,7 @@ from msgspec import Struct
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.state.loader_watch import loader_doubts
 from holdfast.checkpoint.state.tensors import described_read_only
+from holdfast.checkpoint.state.tree import tensors_in
 from holdfast.errors import InvalidInput, LoaderWarning, ResumeWarning, StrayParametersWarning
 
 _MAX_DEPTH = 4  # of containers that are searched for snapshots
@@ -196,7 +197,7 @@ def _empty_doubts(key: str, value: Any) -> Iterator[str]:
 def _stray_doubts(key: str, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Iterator[str]:
     modules = [one for one in values.values() if isinstance(one, torch.nn.Module)]
     known = {id(one) for module in modules for one in module.parameters()}
-    known |= {id(one) for value in values.values() for one in _tensors_in(value)}
+    known |= {id(one) for value in values.values() for one in tensors_in(value)}
     groups = getattr(optimizer, "param_groups", [])
     num_lost = sum(id(one) not in known for group in groups for one in group["params"])
     if num_lost and not any("FullyShardedDataParallel" in type(one).__name__ for one in modules):
@@ -239,15 +240,6 @@ def _holders_of(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> 
     """Return the names of attributes that hold an optimizer."""
     attributes = [(key, getattr(value, "__dict__", {})) for key, value in values.items()]
     return [f"{key}.{name}" for key, own in attributes for name, one in own.items() if one is optimizer]
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a value or a container."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif (container := kind_of(value)) is not None:
-        for _, item in container.items(value):
-            yield from _tensors_in(item)
 
 
 def _schedules(value: Any, optimizer: torch.optim.Optimizer) -> bool:

@@ -18,14 +18,13 @@ from holdfast.checkpoint.format.composites import SavedTensor
 from holdfast.checkpoint.format.containers import kind_of
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import insert, is_under, place_entries, placed_composites
-from holdfast.checkpoint.format.values import NAMED_TYPES
+from holdfast.checkpoint.format.values import NAMED_TYPES, contains_itself
 from holdfast.checkpoint.state import rng
 from holdfast.checkpoint.state.entry import (
     FoundEntry,
     Replication,
     Skippable,
     StateEntry,
-    contains_itself,
     find_entries,
     is_follower,
     is_generator,

@@ -260,6 +260,15 @@ def references(tree: Any) -> Iterator[str]:
                 yield from references(item)
 
 
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value or a container, once per occurrence."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif (kind := kind_of(tree)) is not None:
+        for _, item in kind.items(tree):
+            yield from tensors_in(item)
+
+
 def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live: bool = True) -> Any:
     """Return an extracted and fitted tree with its tensors inserted again; the reverse of `Extraction`.
 

@@ -11,7 +11,7 @@ AUDIT := $(VENV)/.audit-installed
 PINS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 SHELL := /bin/bash
 
-.PHONY: help dist sbom audit changelog demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles soak fuzz docs docs-site clean torn in-turn endurance
+.PHONY: help dist sbom audit changelog demo test test-all test-engines-packages crds lint bench bench-check gpu campaigns crash-states damage kills hangs troubles lost-hosts soak fuzz docs docs-site clean torn in-turn endurance
 .DEFAULT_GOAL := help
 
 help: ## show these targets
@@ -84,7 +84,7 @@ bench-check: $(BENCH) ## fail if a measured ratio is 15 % worse than the committ
 gpu: ## everything that needs a GPU, without a network, in 8 minutes: one JSON file, one table, one plot
 	benchmarks/gpu/run.sh
 
-campaigns: crash-states damage kills hangs troubles soak in-turn endurance torn fuzz ## every long search for failures, with its defaults
+campaigns: crash-states damage kills hangs troubles lost-hosts soak in-turn endurance torn fuzz ## every long search for failures, with its defaults
 
 soak: $(DEV) ## trainings on a file system whose calls fail at random
 	$(BIN)/python -m campaigns.faults
@@ -113,6 +113,9 @@ hangs: $(DEV) ## trainings that hang, whose odd rank must be named, and slow one
 
 troubles: $(DEV) ## one job with one trouble after another, compared with a job without
 	$(BIN)/python -m campaigns.troubles
+
+lost-hosts: $(DEV) ## kill whole hosts of a training whose saves are in memory of peers; needs network namespaces
+	$(BIN)/python -m campaigns.lost_hosts --write
 
 torn: $(DEV) ## write to states while they are copied, in 90 ways
 	$(BIN)/python -m campaigns.tears

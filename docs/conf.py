@@ -19,7 +19,7 @@ REPOSITORY = f"{_SETTING[1]}/blob/main" if _SETTING and _SETTING[1] else ""
 GUIDES = (
     *("save", "train-by-epochs", "shuffle-and-resume", "change-a-resumed-run"),
     *("change-ranks", "use-a-bucket", "handle-preemption"),
-    *("failed-saves", "find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
+    *("failed-saves", "survive-a-lost-host", "find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
     *("look-inside", "read-a-report"),
     *("launch-a-job", "run-on-slurm-and-clouds"),
     *("find-the-batch", "should-i-compile", "shard-a-model"),
@@ -32,6 +32,7 @@ SHELVES = {
         "docs/concepts/life-of-a-save",
         "docs/concepts/life-of-a-restore",
         "docs/concepts/ranks",
+        "docs/concepts/peers",
         "docs/concepts/watches",
         "docs/concepts/trust",
     ],

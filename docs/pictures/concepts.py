@@ -192,11 +192,36 @@ def draw_trust() -> Diagram:
     return drawing
 
 
+def draw_peers() -> Diagram:
+    """Return the picture of two hosts that hold copies of each other's files in memory."""
+    drawing = Diagram(WIDTH, 470, "Two hosts that are peers")
+    for x, host, rank, other in ((12, "A", 0, 1), (228, "B", 1, 0)):
+        drawing.frame(x, 12, 200, 274, f"host {host}")
+        drawing.box(x + 12, 42, 82, 44, "trainer", f"rank {rank}", kind="accent")
+        drawing.box(x + 106, 42, 82, 44, "keeper", f"rank {rank}", kind="accent")
+        drawing.arrow((x + 53, 86), (x + 53, 128))
+        drawing.text(x + 61, 111, "copies")
+        drawing.box(x + 12, 128, 176, 48, "arena", f"files of rank {rank}")
+        drawing.box(x + 12, 222, 176, 48, "copy", f"files of rank {other}", kind="fine")
+        drawing.arrow((x + 100, 286), (x + 100, 332))
+    drawing.arrow((200, 160), (240, 238))
+    drawing.arrow((240, 160), (200, 238))
+    drawing.text(28, 204, "sent by the")
+    drawing.text(412, 204, "two keepers", anchor="end")
+    drawing.text(MIDDLE, 315, "in the background", anchor="middle")
+    drawing.box(12, 332, 416, 48, "home: a shared disk or a bucket", "outlives all hosts")
+    drawing.text(MIDDLE, 411, "Host B is lost: the memory of host A", "soft", anchor="middle")
+    drawing.text(MIDDLE, 428, "has the files of both ranks. The next", "soft", anchor="middle")
+    drawing.text(MIDDLE, 445, "start reads them there, and checks them.", "soft", anchor="middle")
+    return drawing
+
+
 PICTURES: dict[str, Callable[[], Diagram]] = {
     "tiers.svg": draw_tiers,
     "save.svg": draw_save,
     "restore.svg": draw_restore,
     "ranks.svg": draw_ranks,
+    "peers.svg": draw_peers,
     "watch.svg": draw_watch,
     "trust.svg": draw_trust,
 }

@@ -31,7 +31,7 @@ from holdfast.cli.demo.hosts import Host, isolated, make_network
 
 ROOT = Path(__file__).resolve().parents[1]
 KILLS_PER_RUN = 5
-END_S = 240.0
+END_S = 400.0
 PORTS = itertools.count(29500)
 
 
@@ -289,7 +289,7 @@ def main() -> int:
         cluster = Cluster(base / f"{num_hosts}-hosts", num_hosts, 2, NUMBERS)
         expected = finish(cluster, cluster.start("--steps", options.steps, "--pause", 0))
         cluster.close()
-        training = ("--steps", options.steps, "--every", 2, "--peers", 1, "--bandwidth", "30kB")
+        training = ("--steps", options.steps, "--every", 2, "--peers", 1, "--bandwidth", "60kB")
         kills = failures = 0
         for number in range(options.runs):
             seed = options.seed + number

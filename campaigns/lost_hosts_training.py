@@ -52,7 +52,6 @@ def main() -> None:
         every=args.every,
         peers=peers,
         limits=holdfast.Limits(rank_timeout="20s", commit_timeout="60s"),
-        quiet=True,
     )
     saves: list[Save] = []
     with ckpt:

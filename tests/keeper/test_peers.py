@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.home.history import History
-from holdfast.checkpoint.keeper.config import PeerAddress, KeeperConfig, PeersConfig, TlsFiles
+from holdfast.checkpoint.keeper.config import KeeperConfig, PeerAddress, PeersConfig, TlsFiles
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, ArenaReleased, CopyEnded, SubmitSave
 from holdfast.checkpoint.keeper.peers import conversation, holder, sender

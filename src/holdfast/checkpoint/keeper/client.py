@@ -177,7 +177,7 @@ class Keeper:
             save.explain_by(lambda: self._describe_wait(submitted))
             self._arenas_in_use.add(arena)
             if self.config.peers is not None:
-                self._towards_peers[save.step] = save
+                save.has_peers, self._towards_peers[save.step] = True, save
                 self._copying = save.step if to_peers else self._copying
             try:
                 self._send_save(submitted, message)

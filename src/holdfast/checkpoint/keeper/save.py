@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from holdfast.errors import HoldfastError, TimedOut, redact
+from holdfast.errors import HoldfastError, TimedOut, Unsupported, redact
 from holdfast.system.log import get_logger, reported_if_slow
 from holdfast.system.units import Duration, parse_timeout
 
@@ -41,7 +41,7 @@ class Save:
         self._home_error: HoldfastError | None = None
         self.delay = ""
         self._describe_wait: Callable[[], str] = str
-        self._is_reported = self._is_mirrored = False
+        self._is_reported = self._is_mirrored = self.has_peers = False
 
     def __repr__(self) -> str:
         return f"Save(step={self.step}, {self.state})"
@@ -131,9 +131,19 @@ class Save:
 
         Once it does on all ranks, this step survives the loss of any one host. Needs `peers`.
 
+        Raises:
+            Unsupported: the run has no peers.
+
         Ranks: not collective, but the loss of a host needs every rank's copies.
         Blocks: until the peers have verified the copies.
         """
+        self._wait_or_raise(self._staged, timeout, "staged")
+        if not self.has_peers:
+            raise Unsupported(
+                f"Step {self.step} has no copy on another host, and will have none: this run has no peers. "
+                "Give Checkpointer(peers=1), and start ranks on two hosts or more.",
+                step=self.step,
+            )
         self._wait(self._mirrored, timeout, "mirrored")
         if not self.mirrored and self._error is not None:
             raise self._error

@@ -106,9 +106,7 @@ class Memory:
     @property
     def keep_for_s(self) -> float:
         """Seconds that the last save stays in memory after the death of its process."""
-        if self.keep_for is not None:
-            return _duration_or_zero(self.keep_for, "Memory(keep_for=)")
-        return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m", KEEP_IN_MEMORY)
+        return _keep_for_s(self.keep_for, "Memory(keep_for=)", "2m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,7 @@ class Peers:
     Args:
         copies: hosts that hold a copy of each rank's files, beside its own.
         keep_for: how long the copies stay in memory for the next start when training dies, as until a new
-            host is found.
+            host is found. By default the value of HOLDFAST_KEEP_IN_MEMORY, else "15m".
         zone: rack or zone of this host. Copies of a host are in other zones, where that is possible.
         memory: largest size of the copies that each rank's keeper holds for others, in bytes or as "8GiB".
         bandwidth: bytes per second that each rank may send to each host, or as "1GB"; None for no limit.
@@ -131,7 +129,7 @@ class Peers:
 
     copies: int = 1
     _: KW_ONLY
-    keep_for: Duration = "15m"
+    keep_for: Duration | None = None
     zone: str = ""
     memory: int | str = "8GiB"
     bandwidth: int | str | None = None
@@ -148,7 +146,7 @@ class Peers:
     @property
     def keep_for_s(self) -> float:
         """Seconds that the copies stay in memory after the death of the training."""
-        return parse_duration(self.keep_for, "Peers(keep_for=)")
+        return _keep_for_s(self.keep_for, "Peers(keep_for=)", "15m")
 
     @property
     def memory_bytes(self) -> int:
@@ -266,6 +264,12 @@ class Options(Struct, frozen=True, kw_only=True):
 def parse_home(value: str | os.PathLike[str] | Home) -> Home:
     """Return the value of a `home=` argument."""
     return value if isinstance(value, Home) else Home(value)
+
+
+def _keep_for_s(value: Duration | None, name: str, default: str) -> float:
+    if value is not None:
+        return _duration_or_zero(value, name)
+    return _duration_or_zero(os.environ.get(KEEP_IN_MEMORY, "").strip() or default, KEEP_IN_MEMORY)
 
 
 def _duration_or_zero(value: Duration, name: str) -> float:

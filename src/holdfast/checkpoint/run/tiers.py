@@ -226,7 +226,8 @@ class Tiers:
     def name_of(self, sources: Mapping[str, int]) -> str:
         """Return the tier that most bytes came from: "memory", "local" or "home"."""
         url = max(sources, key=lambda one: sources[one], default=self.home)
-        return {"memory": "memory", self.local: "local", OTHER_RANKS: "local"}.get(url, "home")
+        of_others = "memory" if self.local is None else "local"
+        return {"memory": "memory", self.local: "local", OTHER_RANKS: of_others}.get(url, "home")
 
     def describe_sources(self, sources: Mapping[str, int]) -> str:
         """Return the source of restored bytes as text: one URL, or each with its number of bytes."""

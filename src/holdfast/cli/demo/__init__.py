@@ -46,7 +46,9 @@ MIN_STEPS, MIN_BYTES = 48, 25_000_000
     argument(
         "--steps N", f"number of training steps (default: 192, at least {MIN_STEPS}; with --hosts 32)", int
     ),
-    argument("--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB; with --hosts 25MB)"),
+    argument(
+        "--size SIZE", "approximate size of a checkpoint (default: 100MB, at least 25MB; with --hosts 25MB)"
+    ),
 )
 def run(args: argparse.Namespace) -> int:
     """Run the demo and show its results. The exit status is 0 only if all claims are proven."""

@@ -21,7 +21,7 @@ from holdfast.checkpoint.keeper.peers.conversation import (
     Welcome,
     answer,
 )
-from holdfast.checkpoint.keeper.peers.copies import HeldCopy, CopyMemory
+from holdfast.checkpoint.keeper.peers.copies import CopyMemory, HeldCopy
 from holdfast.checkpoint.keeper.persist import BLOCK_BYTES
 from holdfast.errors import Corrupt, HoldfastError, RetryLater
 

@@ -38,7 +38,8 @@ def isolated(command: Sequence[str]) -> list[str]:
             f"This machine does not allow network namespaces for this user: {done.stderr.strip()}. Run as "
             "root, or allow unprivileged user namespaces."
         )
-    return [*start, *command]
+    # The shell reaps processes whose parent was killed: else a namespace would wait for them for ever.
+    return [*start, "sh", "-c", '"$@"; exit $?', "sh", *command]
 
 
 class Host:

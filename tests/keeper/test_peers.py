@@ -221,6 +221,34 @@ def test_a_peer_that_was_replaced_is_called_again(make_pair: Callable[..., tuple
     wait_until(lambda: first.has(2))
 
 
+def test_a_copy_that_is_dropped_while_it_is_sent_is_given_up_in_silence(
+    make_pair: Callable[..., tuple[Node, Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer writes its next save into the arena then, whose bytes must not be sent as the old ones."""
+    first, second = make_pair()
+    first.save(0, arena=3)
+    wait_until(lambda: first.has(0))
+    is_sending, may_send = threading.Event(), threading.Event()
+    send_bytes = Conversation.send_bytes
+
+    def wait(self: Conversation, data: memoryview, bytes_per_s: float | None) -> None:
+        is_sending.set()
+        may_send.wait(60)
+        send_bytes(self, data, bytes_per_s)
+
+    monkeypatch.setattr(Conversation, "send_bytes", wait)
+    first.save(1, arena=1)
+    assert is_sending.wait(60)
+    first.mirror.keep([])
+    first.mirror.release(1)
+    assert ArenaReleased(1) in first.inbox.replies
+    may_send.set()
+    first.save(2, arena=2)
+    wait_until(lambda: first.has(2))
+    assert not first.failures()
+    assert names.data(1, 1, 0) not in second.held()
+
+
 def test_an_unreachable_peer_holds_up_nothing(make_pair: Callable[..., tuple[Node, Node]]) -> None:
     first, second = make_pair()
     second.listener.shutdown(socket.SHUT_RDWR)

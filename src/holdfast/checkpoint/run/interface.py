@@ -95,7 +95,7 @@ class Checkpointer(TrainingLoop):
             keep=keep if isinstance(keep, Keep) else Keep(keep),
             local=local if local is None or isinstance(local, Local) else Local(local),
             memory=memory if isinstance(memory, Memory) else Memory(memory),
-            peers=Peers(peers) if isinstance(peers, int) else peers,
+            peers=Peers(peers) if isinstance(peers, int) and peers else peers or None,
             reads=reads,
             limits=limits,
             watches=choose_watches(watches),

@@ -10,8 +10,8 @@ from msgspec import Struct
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
 from holdfast.checkpoint.home.history import Line, is_number
 
-MEMORY, LOCAL, HOME = "memory", "local", "home"
-TIERS = (MEMORY, LOCAL, HOME)  # tiers of a checkpoint, nearest first
+MEMORY, PEERS, LOCAL, HOME = "memory", "peers", "local", "home"
+TIERS = (MEMORY, PEERS, LOCAL, HOME)  # tiers of a checkpoint, nearest first
 
 
 METRICS = "metrics"  # kind of events with training metrics

@@ -1,4 +1,4 @@
-"""Conversation of two keepers over TCP, each of which proves the secret of the attempt without sending it.
+"""Conversation of two keepers over TCP. Both prove that they have the secret, and neither sends it.
 
 Both sides choose a random number, and authenticate every message with a key of the secret and both numbers.
 So a recorded conversation cannot be repeated, and a message cannot be changed, moved or left out. The bytes
@@ -53,7 +53,7 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """Reply of the holder, by which it proves the secret too."""
+    """Reply of the holder. It proves the secret too."""
 
 
 class Offer(_Message, frozen=True):
@@ -74,7 +74,7 @@ class Held(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """Reason for which the holder has no copy. The conversation continues."""
+    """Refusal of a copy, and its reason. The conversation continues."""
 
     reason: str
 
@@ -141,7 +141,7 @@ class Conversation:
         self._send_all(_LENGTH.pack(len(message)) + mac + message)
 
     def receive_document(self, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
-        """Return the next text, once it is known to be of the peer."""
+        """Return the next text, if the peer has authenticated it."""
         (num_bytes,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
         if num_bytes > max_bytes:
             raise Corrupt(f"A peer sends a message of {num_bytes} bytes; at most {max_bytes} are allowed.")

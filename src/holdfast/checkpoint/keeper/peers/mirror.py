@@ -25,7 +25,7 @@ from holdfast.checkpoint.keeper.messages import Image
 from holdfast.checkpoint.keeper.peers.holder import Holder
 from holdfast.checkpoint.keeper.peers.sender import OwnCopy, PeerSender
 from holdfast.checkpoint.keeper.reports import bugs_as_errors
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, RetryLater
 
 
 class _Kept(Struct):
@@ -36,6 +36,7 @@ class _Kept(Struct):
     images: tuple[Image, ...]
     document: bytes  # the part
     missing: set[int]  # ranks that do not hold it yet
+    step: int
     began_s: float = field(default_factory=time.monotonic)
 
 
@@ -66,7 +67,11 @@ class Mirror:
     # -- copies of this rank's saves -------------------------------------------------------------------------
     def add(self, save: StagedSave) -> None:
         """Copy a save to the peers, beside its way into a store. The inbox calls this once it is received."""
-        own = replace(save, arena_fd=os.dup(save.arena_fd), draft_fd=os.dup(save.draft_fd))
+        try:
+            own = replace(save, arena_fd=os.dup(save.arena_fd), draft_fd=os.dup(save.draft_fd))
+        except OSError as error:  # no descriptor is left
+            self._fail(save.request.step, RetryLater(f"Step {save.request.step} has no copy: {error}."))
+            return
         with self._lock:
             self._coming.add(save.request.arena)
         threading.Thread(target=self._describe, args=(own,), name="holdfast-mirror", daemon=True).start()
@@ -91,20 +96,22 @@ class Mirror:
             os.close(save.draft_fd)
         with self._lock:
             keep = tuple(self._kept)
-            self._kept[step] = _Kept(request.arena, save.arena_fd, images, document, set(self._senders))
+            missing = set(self._senders)
+            self._kept[step] = _Kept(request.arena, save.arena_fd, images, document, missing, step)
             self._coming.discard(request.arena)
         for sender in self._senders.values():
             sender.send(OwnCopy(step, document, files, keep))
 
     def _end(self, rank: int, step: int, error: HoldfastError | None) -> None:
         """Count a peer that holds a copy. A sender calls this."""
+        with self._lock:
+            kept = self._kept.get(step)
+        if kept is None:
+            return  # all ranks have given it up
         if error is not None:
             self._fail(step, error)
             return
         with self._lock:
-            kept = self._kept.get(step)
-            if kept is None or rank not in kept.missing:
-                return
             kept.missing.discard(rank)
             if kept.missing:
                 return
@@ -126,6 +133,8 @@ class Mirror:
         with self._lock:
             dropped = [self._kept.pop(step) for step in list(self._kept) if step not in steps]
         for one in dropped:
+            for rank in one.missing:
+                self._senders[rank].give_up(one.step)  # before the arena changes
             self._drop(one.arena, one.arena_fd)
 
     @property

@@ -48,6 +48,7 @@ class PeerSender:
     ) -> None:
         self._address, self._rank, self._config, self._on_end = address, rank, config, on_end
         self._waiting: OwnCopy | None = None
+        self._given_up = -1  # step of a copy that is not sent again
         self._conversation: Conversation | None = None
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="holdfast-peer", daemon=True).start()
@@ -58,9 +59,10 @@ class PeerSender:
             self._waiting = copy
             self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """Stop sending the current copy. Its end is reported as an error."""
+    def give_up(self, step: int) -> None:
+        """Stop sending the copy of a step, whose arena is about to change. Its end is reported as an error."""
         with self._changed:
+            self._given_up = step
             conversation = self._conversation
         if conversation is not None:
             conversation.close()
@@ -83,7 +85,7 @@ class PeerSender:
         try:
             self._send(self._connected(), copy)
         except HoldfastError as error:
-            if was_connected and isinstance(error, RetryLater):
+            if was_connected and isinstance(error, RetryLater) and copy.step != self._given_up:
                 self._disconnect()
                 return self._try(copy)  # the peer may have been replaced since the copy before
             where = f"rank {self._address.rank} at {self._address.host}"

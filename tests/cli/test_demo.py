@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import demo
 from holdfast.cli.commands import add_command
+from holdfast.cli.demo import hosts
 from holdfast.cli.demo.claims import check_claims, find_recoveries
+from holdfast.cli.demo.hosts import isolated
 from holdfast.cli.demo.scenario import Damage, DemoOutcome, Start, flip_byte
-from holdfast.errors import InvalidInput
+from holdfast.errors import InvalidInput, Unsupported
 from servers import ministack
 
 
@@ -156,3 +159,43 @@ def test_demo_proves_everything_with_only_a_bucket(
         _, shown = proven_demo(capsys, "--home", home)
         assert shown.count("the local folder is deleted") == 3
         assert list(open_store(home).list()) == [], "it tidies up"
+
+
+def skip_without_namespaces() -> None:
+    """Skip the test where this user may not make namespaces."""
+    try:
+        done = subprocess.run(isolated(["true"]), capture_output=True)
+    except Unsupported as error:
+        pytest.skip(str(error))
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_lost_host_costs_nothing_but_the_steps_since_its_last_copy(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    skip_without_namespaces()
+    assert demo.run(arguments("--hosts", "2", "--json", "--home", str(tmp_path))) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["proven"]
+    assert (found["host"], found["source"]) == ("host2", "memory")
+    assert found["restored"] >= found["mirrored"] >= 8
+    assert list(tmp_path.iterdir()) == [], "nothing is left"
+
+
+def test_without_the_programs_for_hosts_the_demo_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts.shutil, "which", lambda program: None if program == "ip" else f"/bin/{program}")
+    with pytest.raises(Unsupported, match="`ip`, which is not installed here. Install iproute2"):
+        demo.run(arguments("--hosts", "2"))
+
+
+def test_where_namespaces_are_not_allowed_the_demo_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = subprocess.CompletedProcess([], 1, "", "unshare: unshare failed: Operation not permitted\n")
+    monkeypatch.setattr(hosts.subprocess, "run", lambda *_, **__: refused)
+    with pytest.raises(Unsupported, match=r"Operation not permitted\. Run as root, or allow"):
+        hosts.isolated(["true"])
+
+
+def test_a_host_alone_has_no_peers() -> None:
+    with pytest.raises(InvalidInput, match="--hosts must be between 2 and 16; got 1"):
+        demo.run(arguments("--hosts", "1"))

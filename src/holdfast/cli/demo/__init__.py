@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
-from operator import itemgetter
 from pathlib import Path
 
 from holdfast.checkpoint.store import open_store
 from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command
 from holdfast.cli.demo.claims import check_claims, find_recoveries
+from holdfast.cli.demo.hosts import isolated
 from holdfast.cli.demo.scenario import Scenario
-from holdfast.cli.tables import Column, print_json, print_table
+from holdfast.cli.tables import print_json
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.system.documents import to_plain
+from holdfast.system.entry import command as command_of
 from holdfast.system.units import format_bytes, format_duration, parse_bytes
 
 MIN_STEPS, MIN_BYTES = 48, 25_000_000
@@ -93,38 +95,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_hosts(args: argparse.Namespace, num_bytes: int) -> int:
     """Run the demo of a lost host. The exit status is 0 only if no step was lost beyond the announced one."""
-    from holdfast.cli.demo.lost_host import lose_host
-
-    folder, began_s = _make_folder(args.home), time.monotonic()
-
-    def show(text: str) -> None:
-        output = sys.stderr if args.json else sys.stdout
-        print(f"{time.monotonic() - began_s:5.1f} s  {text}", file=output, flush=True)
-
+    folder, form = _make_folder(args.home), "json" if args.json else "text"
+    numbers = map(str, (args.hosts, args.steps, num_bytes))
     try:
-        loss = lose_host(folder, args.hosts, args.steps, num_bytes, show)
+        program = command_of("holdfast.cli.demo.lost_host", str(folder), *numbers, form)
+        return subprocess.run(isolated(program)).returncode
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)
-    proven = loss.restored >= loss.mirrored
-    if args.json:
-        print_json({"proven": proven, **to_plain(loss)})
-        return 0 if proven else 1
-    rows = [
-        ("newest step that all ranks had trained", loss.trained),
-        ("newest step in the memory of peers, as announced", loss.mirrored),
-        ("newest step in home", loss.in_home),
-        (f"restored step, from {loss.source}, in {format_duration(loss.restore_s)}", loss.restored),
-        ("steps lost beyond the announced one", max(0, loss.mirrored - loss.restored)),
-    ]
-    columns = (
-        Column(f"WHEN {loss.host.upper()} DIED", itemgetter(0), "text"),
-        Column("STEP", itemgetter(1), "right"),
-    )
-    print()
-    print_table(columns, rows)
-    print(f"\ntraining continued {format_duration(loss.back_s)} after the loss")
-    return 0 if proven else 1
 
 
 def _check(args: argparse.Namespace) -> int:

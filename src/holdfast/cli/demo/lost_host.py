@@ -1,7 +1,6 @@
-"""Lost host of the demo: a training on several hosts, of which one dies whole, and continues from its peers.
+"""Lost host of the demo: one of several hosts dies whole, and the training continues from copies on peers.
 
-The hosts are namespaces of this machine (`holdfast.cli.demo.hosts`). Run inside of them as `python -m
-holdfast.cli.demo.lost_host FOLDER HOSTS STEPS BYTES`, it prints its events and its outcome as lines of JSON.
+It runs inside of namespaces (`holdfast.cli.demo.hosts`), as FOLDER HOSTS STEPS BYTES text|json.
 """
 
 from __future__ import annotations
@@ -11,97 +10,58 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
-
-from msgspec import Struct
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
-from holdfast.cli.demo.hosts import Host, isolated, make_network
-from holdfast.errors import RetryLater
-from holdfast.system.documents import decode_as, to_plain
+from holdfast.cli.demo.hosts import Host, make_network
+from holdfast.cli.tables import Column, print_json, print_table
+from holdfast.errors import HoldfastError, RetryLater
 from holdfast.system.entry import command
 from holdfast.system.units import format_duration
 
-RANKS_EACH = 1
 _LIMIT_S = 300.0
 _POLL_S = 0.01
-_EVERY = 2
 _HOME_SHARE = 0.02  # of a save that home takes per second, so that it is far behind the memory of the peers
 
 
-class Loss(Struct, frozen=True):
-    """Outcome: the newest steps at the moment of the loss, and what the next start has restored."""
-
-    host: str
-    processes: int  # that died with it
-    trained: int  # newest completed step of all ranks
-    mirrored: int  # newest step of which the peers of all ranks held the files, by the history in home
-    in_home: int  # newest complete checkpoint in home; 0 without one
-    restored: int
-    source: str  # of rank 0's bytes: "memory" or "home"
-    restore_s: float
-    back_s: float  # from the loss to the first step after it
-
-
-def lose_host(folder: Path, num_hosts: int, steps: int, num_bytes: int, show: Callable[[str], None]) -> Loss:
-    """Run the demo in namespaces of its own, and return the outcome."""
-    arguments = [str(folder), str(num_hosts), str(steps), str(num_bytes)]
-    process = subprocess.Popen(
-        isolated(command(__name__, *arguments)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        message = json.loads(line)
-        if "outcome" in message:
-            process.wait()
-            return decode_as(Loss, json.dumps(message["outcome"]), "the outcome of the demo")
-        show(message["event"])
-    _, errors = process.communicate()
-    raise RetryLater(f"The hosts of the demo failed: {errors.strip()[-2000:] or 'without a message'}")
-
-
-class Training:
-    """One start of all ranks on some hosts."""
+class HostedTraining:
+    """One start of a training with a rank on each host."""
 
     def __init__(self, hosts: Sequence[Host], logs: Path, port: int, options: Sequence[str]) -> None:
-        world = {"WORLD_SIZE": str(len(hosts) * RANKS_EACH), "MASTER_ADDR": hosts[0].address}
-        world |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-        self.began_s = time.monotonic()
-        self._logs, self._processes = list[Path](), list[subprocess.Popen[bytes]]()
-        for rank in range(len(hosts) * RANKS_EACH):
-            self._logs.append(logs / f"{port}-rank{rank}.log")
-            program = command("holdfast.cli.demo.training", *options)
-            process = hosts[rank // RANKS_EACH].start(program, {**world, "RANK": str(rank)}, self._logs[-1])
-            self._processes.append(process)
+        world = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port)}
+        world |= {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        self._logs = [logs / f"{port}-rank{rank}.log" for rank in range(len(hosts))]
+        program = command("holdfast.cli.demo.training", *options)
+        self._processes = [
+            host.start(program, {**world, "RANK": str(rank)}, self._logs[rank])
+            for rank, host in enumerate(hosts)
+        ]
 
     @property
     def step(self) -> int:
         """Newest step that all ranks have completed."""
-        steps = [[int(row["step"]) for row in rows if "step" in row] for rows in self._rows()]
-        return min(max(of_rank, default=0) for of_rank in steps)
-
-    def _rows(self) -> list[list[dict[str, Any]]]:
-        found: list[list[dict[str, Any]]] = []
+        newest = []
         for log in self._logs:
-            lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("{")]
-            with contextlib.suppress(ValueError):  # the last line may not be complete
-                found.append([json.loads(line) for line in lines])
-        return found or [[]]
+            lines = [line for line in log.read_text(errors="replace").splitlines() if line.endswith("}")]
+            rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line.startswith("{")]
+            newest.append(max((row["step"] for row in rows if "step" in row), default=0))
+        return min(newest)
 
-    def wait_for(self, is_true: Callable[[], object], what: str) -> None:
+    def wait_for(self, is_true: Callable[[], object]) -> None:
         """Wait until something is true, or raise once a rank has failed."""
+        deadline_s = time.monotonic() + _LIMIT_S
         while not is_true():
-            failed = [number for number, process in enumerate(self._processes) if process.poll()]
-            if failed or time.monotonic() > self.began_s + _LIMIT_S:
-                last = self._logs[failed[0] if failed else 0].read_text(errors="replace")[-1500:]
-                raise RetryLater(f"The training did not reach {what}. Its last output: {last}")
+            for log, process in zip(self._logs, self._processes, strict=True):
+                if process.poll() is not None or time.monotonic() > deadline_s:
+                    output = log.read_text(errors="replace")[-1500:]
+                    raise RetryLater(f"The training ended, or made no progress: {output}")
             time.sleep(_POLL_S)
 
     def kill(self) -> None:
@@ -112,87 +72,90 @@ class Training:
             process.wait()
 
 
-class LostHost:
-    """The demo, in a process that may make hosts."""
+def lose_host(
+    folder: Path, num_hosts: int, options: list[str], show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Train on several hosts, lose one of them, and continue; return what was lost."""
+    numbers, ports, home = itertools.count(1), itertools.count(29500), folder / "home"
 
-    def __init__(self, folder: Path, num_hosts: int, steps: int, num_bytes: int) -> None:
-        self._folder, self._home = folder, folder / "home"
-        self._steps, self._bytes = steps, num_bytes
-        self._numbers, self._ports = itertools.count(1), itertools.count(29500)
-        self._hosts = [self._add() for _ in range(num_hosts)]
+    def add_host() -> Host:
+        number = next(numbers)
+        return Host(number, folder / f"host{number}")
 
-    def _add(self) -> Host:
-        number = next(self._numbers)
-        return Host(number, self._folder / f"host{number}")
+    def start() -> HostedTraining:
+        return HostedTraining(hosts, folder, next(ports), ["--home", str(home), "--peers", "1", *options])
 
-    def _start(self, *options: str) -> Training:
-        size = ("--steps", str(self._steps), "--every", str(_EVERY), "--bytes", str(self._bytes))
-        return Training(self._hosts, self._folder, next(self._ports), (*size, *options))
-
-    def run(self) -> Loss:
-        """Train, lose a host, and continue."""
-        names = ", ".join(host.name for host in self._hosts)
-        _show(f"{names}: each with a rank, an address, processes and a folder of its own")
-        bandwidth = str(max(1000, int(self._bytes * _HOME_SHARE)))
-        saving = ("--home", str(self._home), "--peers", "1", "--bandwidth", bandwidth)
-        training = self._start(*saving)
-        enough = self._steps // 3
-        training.wait_for(lambda: self._mirrored() >= enough and training.step < self._steps, "its copies")
-        victim = self._hosts[1]
-        lost_s, num_processes = time.monotonic(), victim.num_processes
-        mirrored, in_home = self._mirrored(), self._in_home()
-        victim.kill()
-        trained = training.step
-        training.kill()
-        self._hosts[1] = self._add()
-        new = self._hosts[1].name
-        _show(f"{victim.name} is dead, with {num_processes} processes and its folder; {new} takes its place")
-        again = self._start(*saving)
-        again.wait_for(lambda: again.step, "its first step")
-        back_s = time.monotonic() - lost_s
-        _show(f"training continues, {format_duration(back_s)} after the loss")
-        again.kill()
-        lines, _ = read_lines(open_store(str(self._home)), 2)
-        line = next(one for one in lines if one["event"] == "restored" and one["rank"] == 0)
-        for host in self._hosts:
-            host.kill()
-        return Loss(
-            host=victim.name,
-            processes=num_processes,
-            trained=trained,
-            mirrored=mirrored,
-            in_home=in_home,
-            restored=line["step"],
-            source=line["tier"],
-            restore_s=line["seconds"],
-            back_s=back_s,
-        )
-
-    def _mirrored(self) -> int:
-        """Return the newest step that the peers of all ranks hold, by the history; 0 without one."""
-        newest = dict.fromkeys(range(len(self._hosts) * RANKS_EACH), 0)
-        with contextlib.suppress(OSError, RetryLater):
-            for line in read_lines(open_store(str(self._home)), 1)[0]:
-                if line["event"] == "mirrored":
-                    newest[line["rank"]] = max(newest[line["rank"]], line["step"])
-        return min(newest.values())
-
-    def _in_home(self) -> int:
-        found = candidates(list_home(open_store(str(self._home))))
-        return found[0].step if found else 0
+    hosts = [add_host() for _ in range(num_hosts)]
+    names = ", ".join(host.name for host in hosts)
+    show(f"{names}: each with a rank, an address, processes and a folder of its own")
+    training = start()
+    training.wait_for(lambda: find_mirrored(home, num_hosts) >= 8)
+    victim, lost_s = hosts[1], time.monotonic()
+    num_processes, mirrored = victim.num_processes, find_mirrored(home, num_hosts)
+    in_home = candidates(list_home(open_store(str(home))))
+    victim.kill()
+    trained = training.step
+    training.kill()
+    hosts[1] = add_host()
+    show(f"{victim.name} is dead, with {num_processes} processes and its folder; {hosts[1].name} replaces it")
+    training = start()
+    training.wait_for(lambda: training.step)
+    back_s = time.monotonic() - lost_s
+    show(f"training continues, {format_duration(back_s)} after the loss")
+    training.kill()
+    lines, _ = read_lines(open_store(str(home)), 2)
+    restored = next(line for line in lines if line["event"] == "restored" and line["rank"] == 0)
+    return {
+        "proven": restored["step"] >= mirrored,
+        "host": victim.name,
+        "trained": trained,
+        "mirrored": mirrored,
+        "in_home": in_home[0].step if in_home else 0,
+        "restored": restored["step"],
+        "source": restored["tier"],
+        "restore_s": restored["seconds"],
+        "back_s": back_s,
+    }
 
 
-def _show(text: str) -> None:
-    print(json.dumps({"event": text}), flush=True)
+def find_mirrored(home: Path, world_size: int) -> int:
+    """Return the newest step that the peers of all ranks hold, by the history in home; 0 without one."""
+    newest = [0] * world_size
+    with contextlib.suppress(HoldfastError):  # home is not there yet
+        for line in read_lines(open_store(str(home)), 1)[0]:
+            if line["event"] == "mirrored":
+                newest[line["rank"]] = max(newest[line["rank"]], line["step"])
+    return min(newest)
 
 
-def main() -> None:
-    """Run the demo of the arguments, and print its outcome."""
-    folder, *numbers = sys.argv[1:]
+def main() -> int:
+    """Run the demo of the arguments, and print its outcome; the exit status is 0 if nothing else was lost."""
+    folder, num_hosts, steps, num_bytes, form = sys.argv[1:]
+    began_s, output = time.monotonic(), sys.stderr if form == "json" else sys.stdout
+
+    def show(text: str) -> None:
+        print(f"{time.monotonic() - began_s:5.1f} s  {text}", file=output, flush=True)
+
     make_network()
-    loss = LostHost(Path(folder), *map(int, numbers)).run()
-    print(json.dumps({"outcome": to_plain(loss)}), flush=True)
+    bandwidth = str(int(int(num_bytes) * _HOME_SHARE))
+    options = ["--steps", steps, "--every", "2", "--bytes", num_bytes, "--bandwidth", bandwidth]
+    loss = lose_host(Path(folder), int(num_hosts), options, show)
+    if form == "json":
+        print_json(loss)
+        return 0 if loss["proven"] else 1
+    took = format_duration(loss["restore_s"])
+    rows = [
+        ("newest step that all ranks had trained", loss["trained"]),
+        ("newest step in the memory of peers, as announced", loss["mirrored"]),
+        ("newest step in home", loss["in_home"]),
+        (f"restored step, from {loss['source']}, in {took}", loss["restored"]),
+        ("steps lost beyond the announced one", max(0, loss["mirrored"] - loss["restored"])),
+    ]
+    print()
+    title = f"WHEN {loss['host'].upper()} DIED"
+    print_table((Column(title, itemgetter(0), "text"), Column("STEP", itemgetter(1), "right")), rows)
+    return 0 if loss["proven"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -60,7 +60,7 @@ class PeerSender:
             self._changed.notify_all()
 
     def give_up(self, step: int) -> None:
-        """Stop sending the copy of a step, whose arena is about to change. Its end is reported as an error."""
+        """Stop sending the copy of a step, whose arena is about to change. It ends with an error."""
         with self._changed:
             self._given_up = step
             conversation = self._conversation

@@ -102,9 +102,9 @@ def lose_host(
     training.wait_for(lambda: training.step)
     back_s = time.monotonic() - lost_s
     show(f"training continues, {format_duration(back_s)} after the loss")
+    training.wait_for(lambda: find_restored(home))  # the keeper writes it
     training.kill()
-    lines, _ = read_lines(open_store(str(home)), 2)
-    restored = next(line for line in lines if line["event"] == "restored" and line["rank"] == 0)
+    restored = find_restored(home)[0]
     return {
         "proven": restored["step"] >= mirrored,
         "host": victim.name,
@@ -126,6 +126,12 @@ def find_mirrored(home: Path, world_size: int) -> int:
             if line["event"] == "mirrored":
                 newest[line["rank"]] = max(newest[line["rank"]], line["step"])
     return min(newest)
+
+
+def find_restored(home: Path) -> list[dict[str, Any]]:
+    """Return the line of the history about rank 0's restore in the second attempt, once it is there."""
+    lines, _ = read_lines(open_store(str(home)), 2)
+    return [line for line in lines if line["event"] == "restored" and line["rank"] == 0]
 
 
 def main() -> int:

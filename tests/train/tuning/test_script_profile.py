@@ -49,7 +49,7 @@ def test_exactly_the_planted_faults_are_found() -> None:
     script = SCRIPTS / "planted.py"
     report = profile_script(str(script))
     assert found(report) == planted(script)
-    assert len(planted(script)) == 11
+    assert len(planted(script)) == 10
     assert report.unanswered == ()
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-import holdfast
 from holdfast.train.lengths import BucketBatches
 from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
+from train.tuning.in_process import profile_step
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,7 @@ def find_syncs(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]
         optimizer.zero_grad()
         after(model, batch, loss)
 
-    state = {"model": model, "optimizer": optimizer}
-    report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=5, compile=False)
+    report = profile_step(step, [torch.randn(4, 8)] * 3, num_steps=5)
     return {(one.seen.split(" in ")[0], one.place.line) for one in report.findings if one.place}
 
 

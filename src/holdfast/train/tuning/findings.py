@@ -22,7 +22,6 @@ from holdfast.train.tuning.measurements import (
     SyncMeasurements,
     Throughput,
 )
-from holdfast.train.tuning.source_lines import format_line
 
 MIN_WAIT_SHARE = 0.10  # smallest share of a step spent waiting for data that is a finding
 _MIN_SHARE_OF_STEPS = 0.25  # rarer syncs are ordinary logging
@@ -282,10 +281,7 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
 
 
 class TuningReport(Struct, frozen=True):
-    """Result of a profile.
-
-    As text it has one paragraph per finding. `holdfast tune` also prints tables.
-    """
+    """Result of a profile."""
 
     script: str
     steps: StepMeasurements
@@ -305,18 +301,3 @@ class TuningReport(Struct, frozen=True):
         for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):
             row["pays"] = verdict.pays
         return values
-
-    def __str__(self) -> str:
-        """Return the advice as text."""
-        lines: list[str] = []
-        for number, finding in enumerate(self.findings, 1):
-            lines += [
-                f"{number}. {finding.kind}: {format_line(finding.place, with_code=True)}",
-                f"   {finding.seen}.",
-                f"   Costs: {finding.costs}. After the change: {finding.after}.",
-                f"   {finding.change}",
-            ]
-        lines = lines or ["Found nothing that would speed it up by more than the noise."]
-        lines += [f"compile: {format_verdict(one)}" for one in self.verdicts]
-        lines += [f"not answered: {reason}" for reason in self.unanswered]
-        return "\n".join(lines)

@@ -27,7 +27,6 @@ class OutputBlock(Struct, frozen=True):
     node: int | None  # None: changes of the job's status
     data: bytes
     unix_s: float | None = None  # time of writing, to the second
-    is_progress: bool = False  # the present text of a line that is still being rewritten
 
 
 class OutputSelection(Struct, frozen=True, kw_only=True):
@@ -38,7 +37,6 @@ class OutputSelection(Struct, frozen=True, kw_only=True):
     tail: int | None = None  # number of lines at each node's end to begin with, or None for all lines
     is_timed: bool = False  # give each block its time
     with_changes: bool = False  # also read changes of the status
-    with_progress: bool = False  # also read lines that are still being rewritten, if one node is read
 
 
 def last_texts(data: bytes) -> bytes:

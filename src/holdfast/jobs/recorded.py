@@ -197,7 +197,6 @@ class RecordedEngine(ABC):
         if not what.follow:
             yield from interleaved(readers, is_end=True)
             return
-        shown = b""
         next_query_s = 0.0
         while True:
             is_end = False
@@ -207,11 +206,6 @@ class RecordedEngine(ABC):
             yield from interleaved(readers, is_end=is_end)
             if is_end:
                 return
-            if what.with_progress and len(readers) == 1:
-                (reader,) = readers
-                if reader.progress and reader.progress != shown:
-                    shown = reader.progress
-                    yield OutputBlock(reader.node, shown, time.time(), is_progress=True)
             time.sleep(_READ_S)
 
     def _records(self) -> Records:

@@ -35,13 +35,7 @@ from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
 from holdfast.jobs.outcome import max_same
-from holdfast.jobs.output import (
-    LogReader,
-    OutputBlock,
-    OutputSelection,
-    interleaved,
-    texts,
-)
+from holdfast.jobs.output import LogReader, OutputBlock, OutputSelection, interleaved, texts
 from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
 from holdfast.jobs.state_machine import GRACE_S, RestartPolicy
 from holdfast.jobs.task.model import Task, TaskFile, docker_image, in_image, value_at

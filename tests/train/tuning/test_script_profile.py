@@ -106,7 +106,6 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     [
         pytest.param("raise SystemError('no such data')", "no such data", id="failing"),
         pytest.param("import os\nos.abort()", "exit status -6 before the measurements", id="aborted"),
-        pytest.param(None, "does not exist", id="missing"),
         slow("print('nothing to do')", "without an optimizer step", id="without training"),
         *(
             slow(SHORT + leave, "ends after too few steps", id=leave)
@@ -114,10 +113,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ),
     ],
 )
-def test_a_script_that_cannot_be_measured_is_rejected(tmp_path: Path, code: str | None, message: str) -> None:
+def test_a_script_that_cannot_be_measured_is_rejected(tmp_path: Path, code: str, message: str) -> None:
     script = tmp_path / "train.py"
-    if code is not None:
-        script.write_text(code)
+    script.write_text(code)
     with pytest.raises(InvalidInput, match=message):
         profile_script(str(script))
 

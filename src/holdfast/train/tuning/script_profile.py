@@ -246,10 +246,6 @@ def profile_script(
 
     Blocks: for the duration of all runs.
     """
-    if not Path(script).is_file():
-        raise InvalidInput(
-            f"The script {script!r} does not exist. Pass the Python file that trains, then its arguments."
-        )
     with contextlib.ExitStack() as stack:
         if debug:
             folder = Path(tempfile.mkdtemp(prefix="holdfast-tune-"))

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import Struct, convert
+from msgspec import Struct
 
 from holdfast.errors import Corrupt
-from holdfast.system import documents
 from holdfast.system.documents import decode, is_text, read_as, shown, to_plain
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
@@ -99,30 +98,15 @@ class _Document(Struct):
 @pytest.mark.parametrize(
     ("kind", "value", "fault"),
     [
-        (dict[str, int], {"a": 1, "b": None}, "Expected `int`, got `null` - at `$['b']`."),
-        (_Document, {"weights": {"numbers": {"a": 1, "b": "x"}}}, "at `$.weights.numbers['b']`."),
+        (dict[str, int], {"a": 1, "b": None}, "Expected `int`, got `null` - at `$[...]`."),
+        (_Document, {"weights": {"numbers": {"a": 1, "b": "x"}}}, "at `$.weights.numbers[...]`."),
         (_Document, {"weights": {"numbers": []}}, "Expected `object`, got `array` - at `$.weights.numbers`."),
         (list[dict[str, int]], [{"a": 1}, {"b": "x"}], "at `$[1][...]`."),
     ],
 )
-def test_an_error_names_the_member_with_its_key(kind: Any, value: Any, fault: str) -> None:
+def test_an_error_names_the_member(kind: Any, value: Any, fault: str) -> None:
     with pytest.raises(Corrupt, match=re.escape(fault) + "$"):
         read_as(kind, value, "doc")
-
-
-def test_the_key_among_many_is_found_in_few_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each key would take hours for the largest documents, which may come from a stranger."""
-    num_calls = 0
-
-    def count(*args: Any, **options: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        return convert(*args, **options)
-
-    monkeypatch.setattr(documents, "convert", count)
-    with pytest.raises(Corrupt, match=r"at `\$\['bad'\]`"):
-        read_as(dict[str, int], {**{str(i): i for i in range(1000)}, "bad": "x", "worse": "y"}, "doc")
-    assert num_calls < 20
 
 
 def test_values_of_subclasses_are_written_as_plain_ones() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile, running_ke
 from holdfast.checkpoint.keeper.memory_store import offer_images
 from holdfast.checkpoint.restore.atomic_output import atomic_file, atomic_folder
 from holdfast.checkpoint.store.local import LocalStore
-from holdfast.cli.experiment import trial_folder
+from holdfast.cli.experiment import trials
 from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import partial_file, remove_partial_files, temporary_folder
 from kills import kill_before_change
@@ -44,8 +46,9 @@ def use_temporary_folder(_: Path) -> None:
 
 
 def run_trials(folder: Path) -> None:
-    with trial_folder("check", str(folder / "kept")) as trials:
-        (trials / "log").write_text("x")
+    words = {"script": sys.executable, "args": [], "timeout": "1m", "keep": str(folder / "kept")}
+    with trials("check", argparse.Namespace(**words)) as found:
+        (found.folder / "log").write_text("x")
 
 
 def put(folder: Path) -> None:

@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from holdfast.train.batch import fit_batch as fit_batch
     from holdfast.train.sharding.inspection import describe as describe
     from holdfast.train.sharding.shard import shard as shard
-    from holdfast.train.tuning.step_profile import tune as tune
     from holdfast.watch.compiled.trainer import CompileCache as CompileCache
     from holdfast.watch.defaults import default_watches as default_watches
     from holdfast.watch.hang.watch import Hang as Hang
@@ -93,7 +92,6 @@ _NAMES = {
     "train.batch": "BatchFit fit_batch",
     "train.sharding.inspection": "describe",
     "train.sharding.shard": "shard",
-    "train.tuning.step_profile": "tune",
     "watch.compiled.trainer": "CompileCache",
     "watch.defaults": "default_watches",
     "watch.hang.watch": "Hang",

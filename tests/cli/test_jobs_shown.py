@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -66,26 +64,6 @@ def test_following_ends_with_the_exit_status_of_the_job(
     assert holdfast("logs", job.id, "-f").status == status
     assert holdfast("logs", job.id).status == 0
     assert holdfast("wait", job.id).status == status
-
-
-def test_a_bar_moves_on_a_terminal(jobs: JobHarness) -> None:
-    job = jobs.submit(f"echo begins; printf '\\r1/2'; {WAITS}; printf '\\r2/2\\n'")
-    terminal, inner = pty.openpty()
-    words = [sys.executable, "-m", "holdfast.cli", "logs", str(job.id), "-f"]
-    process = subprocess.Popen(words, stdout=inner, stderr=subprocess.DEVNULL)
-    os.close(inner)
-    seen = b""
-    while b"1/2" not in seen:
-        seen += os.read(terminal, 4096)
-    jobs.let_go(job)
-    try:
-        while chunk := os.read(terminal, 4096):
-            seen += chunk
-    except OSError:  # closed by its last writer
-        pass
-    os.close(terminal)
-    assert process.wait() == 0
-    assert seen.endswith(b"\r\x1b[K2/2\r\n")
 
 
 @pytest.mark.slow

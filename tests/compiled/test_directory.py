@@ -134,8 +134,6 @@ def test_a_directory_is_chosen_if_the_user_has_set_it(monkeypatch: pytest.Monkey
     found = directories.current()
     assert found is not None
     assert (found.path, found.since_unix_s) == (tmp_path, 0)
-    assert found.headers is not None
-    assert found.headers.name == "precompiled_headers"
     assert directories.is_chosen()
 
 
@@ -150,25 +148,3 @@ def test_the_directory_that_torch_chooses_is_shared_with_other_programs(monkeypa
     found = directories.current()
     assert found is not None
     assert time.time() - 86400 < found.since_unix_s <= time.time()
-
-
-def test_precompiled_headers_are_included_from_their_own_folder(tmp_path: Path):
-    usual = tmp_path / "usual" / "precompiled_headers"
-    here = Directory(tmp_path / "cache", headers=usual)
-    fill(usual, {"one.h": b"1", "one.h.gch": b"22", "two.h": b"1", "two.h.gch": b"2"})
-    (usual / "two.h_CxxBuild").mkdir()
-    assert directories.whole_files(here) == {}, "nothing was compiled here, so they are another program's"
-    fill(tmp_path / "cache", {"a": b"1"})
-    assert directories.whole_files(here) == {
-        "a": 1,
-        "precompiled_headers/one.h": 1,
-        "precompiled_headers/one.h.gch": 2,
-        "precompiled_headers/two.h": 1,
-    }
-    assert directories.read_whole(here, "precompiled_headers/one.h.gch") == b"22"
-    there = Directory(tmp_path / "other", headers=tmp_path / "there")
-    directories.place(there, "precompiled_headers/one.h.gch", b"22")
-    assert (tmp_path / "there" / "one.h.gch").read_bytes() == b"22"
-    assert directories.has(there, "precompiled_headers/one.h.gch", 2)
-    with pytest.raises(InvalidInput):
-        directories.place(there, "precompiled_headers/../x", b"")

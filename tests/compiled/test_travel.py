@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -282,7 +281,6 @@ def train_on_a_host(rank: int, home: Path, folder: Path) -> set[str]:
     import torch._inductor.codecache  # as if something had been compiled
 
     folder.mkdir(exist_ok=True)
-    tempfile.tempdir = str(folder)  # else headers that others have compiled here would be sent
     here = folder / f"host-{rank}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(here)
     with make_checkpointer(home, {"x": torch.zeros(3)}, watches=[CompileCache(trust=True)]) as ckpt:

@@ -19,7 +19,6 @@ from holdfast.jobs.local.engine import LocalEngine
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.mounts.mount_records import why_unavailable
 from holdfast.jobs.node.processes import AGENT, Process
-from holdfast.jobs.output import FolderWatch
 from holdfast.jobs.recorded import RecordedEngine
 from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.status import JobStatus
@@ -105,15 +104,11 @@ class Harness:
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, job: Job, what: Callable[[], object], name: str) -> None:
-        """Wait until `what()` returns something true. Woken by changes in the jobs' folders."""
-        watch = FolderWatch(self.folder, self.files(job).path, self.files(job).logs)
+        """Wait until `what()` returns something true."""
         deadline = time.monotonic() + LIMIT_S
-        try:
-            while not what():
-                assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.describe(job)}"
-                watch.wait(0.2)
-        finally:
-            watch.close()
+        while not what():
+            assert time.monotonic() < deadline, f"waited in vain for {name}:\n{self.describe(job)}"
+            time.sleep(0.05)
 
     def wait(self, job: Job, *statuses: JobStatus, attempt: int | None = None) -> Job:
         """Wait until the job has one of these statuses. Default: until it has ended."""

@@ -121,9 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print_note("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:
-        # `holdfast show | head`: discard the buffered output, so that Python does not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `holdfast show | head`
+        _discard_output_that_cannot_be_written()
         return CUT_OFF
     except OSError as error:
         print_note(f"the system refused a file operation: {error}")

@@ -14,7 +14,7 @@ from holdfast.cli import experiment
 from holdfast.cli.commands import argument, command, count, script_arguments
 from holdfast.cli.tables import print_result
 from holdfast.errors import InvalidInput
-from holdfast.system.units import parse_duration, plural
+from holdfast.system.units import plural
 
 _LOADER = (
     "Use DataLoader(data, batch_sampler=batches, generator=torch.Generator()) with batches = "
@@ -73,15 +73,13 @@ def find_causes(
 )
 def run(args: argparse.Namespace) -> int:
     """Run the trials, and print the differences. The exit status is 1 if resuming is not exact."""
-    words = experiment.script_words(args.script, args.args)
-    with experiment.trial_folder("check", args.keep) as folder:
-        report = _check(words, folder, steps=args.steps, timeout_s=parse_duration(args.timeout, "--timeout"))
+    with experiment.trials("check", args) as trials:
+        report = _check(trials, args.steps)
     print_result(args, report, lambda: _print(report))
     return int(not report["exact"])
 
 
-def _check(words: list[str], folder: Path, *, steps: int, timeout_s: float) -> dict[str, Any]:
-    trials = experiment.Trials(words, folder, timeout_s)
+def _check(trials: experiment.Trials, steps: int) -> dict[str, Any]:
     save_at, whole = _run_whole(trials, steps)
     end_at = min(experiment.newest_steps(trials.homes("a")).values())
     kill_at = save_at + max(1, (end_at - save_at) // 2)

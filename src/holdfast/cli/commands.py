@@ -120,6 +120,11 @@ def argument(usage: str, text: str, kind: Callable[[str], Any] | None = None, **
     return lambda parser: parser.add_argument(*names, help=text, **settings)
 
 
+def repeated(usage: str, text: str, kind: Callable[[str], Any] | None = None) -> Argument:
+    """Declare an option that can be given several times, whose value is the list of all."""
+    return argument(usage, f"{text}; can be repeated", kind, action="append", default=[])
+
+
 def either(*options: Argument) -> Argument:
     """Declare options that exclude each other."""
 
@@ -197,9 +202,7 @@ PATIENCE = argument(
 )
 HOME = argument("home HOME", "folder or URL that holds the checkpoints of the run"), PATIENCE
 FILTER = argument("--filter GLOB", "only names that match, such as 'model.*.weight'")
-PREFIXES = argument(
-    "--only PREFIX", "only this name and the names below it, such as model; can be repeated", action="append"
-)
+PREFIXES = repeated("--only PREFIX", "only this name and the names below it, such as model")
 BEST = argument("--best METRIC", "the checkpoint with the best value of this metric, instead of a step")
 _JSON = argument("--json", "print JSON instead of text")
 

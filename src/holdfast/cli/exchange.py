@@ -10,7 +10,7 @@ from holdfast.checkpoint.home.newest import deletion_named
 from holdfast.checkpoint.restore.atomic_output import check_parent
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.cli import print_note
-from holdfast.cli.commands import BEST, HOME, PREFIXES, argument, command, step_number, step_options
+from holdfast.cli.commands import BEST, HOME, PREFIXES, argument, command, repeated, step_number, step_options
 from holdfast.cli.homes import nearest_hint, open_home
 from holdfast.cli.tables import byte_bar, format_rate, print_result
 from holdfast.errors import NotFound
@@ -63,7 +63,7 @@ def import_(args: argparse.Namespace) -> int:
             args.home,
             kind=args.kind,
             step=args.step,
-            only=args.only,
+            only=args.only or None,
             under=args.under,
             allow_expanded=args.allow_expanded,
             on_total=bar.on_total,
@@ -98,12 +98,7 @@ def import_(args: argparse.Namespace) -> int:
         choices=KINDS,
     ),
     PREFIXES,
-    argument(
-        "--rename OLD=NEW",
-        "replace the prefix OLD with NEW, which may be empty; can be repeated",
-        _pair,
-        action="append",
-    ),
+    repeated("--rename OLD=NEW", "replace the prefix OLD with NEW, which may be empty", _pair),
     argument("--max-shard SIZE", "largest file of a Hugging Face folder", default="5GB"),
     argument("--rank R", "rank whose per-rank state to write", step_number, default=0),
     argument("--overwrite", "replace an existing file or folder"),
@@ -127,8 +122,8 @@ def export(args: argparse.Namespace) -> int:
             checkpoint,
             args.dest,
             kind=kind,
-            only=args.only,
-            rename=dict(args.rename or ()),
+            only=args.only or None,
+            rename=dict(args.rename),
             max_shard_bytes=parse_bytes(args.max_shard, "--max-shard"),
             rank=args.rank,
             overwrite=args.overwrite,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -29,6 +30,7 @@ from holdfast.errors import InvalidInput
 from holdfast.system.environment import TRIAL, WATCH, sandbox_environment
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
+from holdfast.system.units import parse_duration
 from holdfast.watch.report.curves import collect_curves
 from holdfast.watch.report.saves import parse_events
 
@@ -218,14 +220,15 @@ def script_words(script: str, args: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def trial_folder(command: str, keep: str | None) -> Iterator[Path]:
-    """Yield a temporary folder for trials, which is copied to `keep` at the end."""
+def trials(command: str, args: argparse.Namespace) -> Iterator[Trials]:
+    """Yield trials of a script in a temporary folder, which is copied to `--keep` at the end."""
+    words, timeout_s = script_words(args.script, args.args), parse_duration(args.timeout, "--timeout")
     with temporary_folder(command) as folder:
         try:
-            yield folder
+            yield Trials(words, folder, timeout_s)
         finally:
-            if keep:
-                shutil.copytree(folder, keep, dirs_exist_ok=True)
+            if args.keep:
+                shutil.copytree(folder, args.keep, dirs_exist_ok=True)
 
 
 def newest_steps(homes: Path) -> dict[str, int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.checkpoint.home.history import EVENTS, read_lines
 from holdfast.cli import print_note
-from holdfast.cli.commands import HOME, argument, command, count, either, nearest, step_number
+from holdfast.cli.commands import HOME, argument, command, count, either, nearest, repeated, step_number
 from holdfast.cli.homes import open_home
 from holdfast.cli.tables import Column, format_time, print_csv, print_result, print_table
 from holdfast.errors import InvalidInput
@@ -51,7 +51,7 @@ Event = dict[str, Any]
         argument("--metrics", "show metrics instead of events, such as the loss: one row per step and name"),
     ),
     argument("--lost", "with --metrics: include steps that were lost in interruptions"),
-    argument("--event E", "only events of this kind, such as committed; can be repeated", action="append"),
+    repeated("--event E", "only events of this kind, such as committed"),
     argument("--step N", "only this step", step_number),
     argument("--tier", "only this tier", choices=TIERS),
     argument("--tail K", "only the last K rows", count),
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _events(lines: list[Event], args: argparse.Namespace) -> list[Event]:
-    found, asked = {line["event"] for line in lines}, args.event or ()
+    found, asked = {line["event"] for line in lines}, args.event
     known = sorted({*EVENTS, *(event for watch in default_watches() for event in watch.events), *found})
     for name in asked:
         if name not in known:

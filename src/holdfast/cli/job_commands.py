@@ -7,7 +7,7 @@ import time
 from operator import attrgetter
 
 from holdfast.cli import FOUND, print_note
-from holdfast.cli.commands import argument, command, either, step_number
+from holdfast.cli.commands import argument, command, either, repeated, step_number
 from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors, print_jobs
 from holdfast.cli.tables import (
     Column,
@@ -43,12 +43,7 @@ _SHOWN = 20
     holdfast queue --status failed --all
     holdfast queue --json | jq '.[] | select(.status == "RUNNING") | .id'
     """,
-    argument(
-        "--status S",
-        f"only jobs with this status, such as {JobStatus.FAILED.value}; can be repeated",
-        action="append",
-        default=[],
-    ),
+    repeated("--status S", f"only jobs with this status, such as {JobStatus.FAILED.value}"),
     either(
         argument("--all", "also list all jobs that have ended"),
         argument("--tail K", f"of those that have ended, only the newest K (default: {_SHOWN})", step_number),
@@ -253,12 +248,7 @@ def _chosen_to_forget(args: argparse.Namespace) -> tuple[list[Job], list[Holdfas
     holdfast nodes --json | jq -r '.[] | select(.stands_out) | .name'
     holdfast nodes --clear gpu-17
     """,
-    argument(
-        "--clear NAME",
-        "forget what is recorded about a node, so that jobs use it again; can be repeated",
-        action="append",
-        default=[],
-    ),
+    repeated("--clear NAME", "forget what is recorded about a node, so that jobs use it again"),
     details=(
         "A node stands out if it has lost attempts so often that chance does not explain it, or if a check "
         "on it returned a wrong result. On Slurm, new attempts leave such nodes out. "

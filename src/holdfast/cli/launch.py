@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli import FOUND, print_note
-from holdfast.cli.commands import argument, command, count
+from holdfast.cli.commands import argument, command, count, repeated
 from holdfast.cli.jobs import engine_option, job_row
 from holdfast.cli.logs import print_output
 from holdfast.cli.tables import Column, print_json, print_result, print_table, write_output
@@ -133,19 +133,9 @@ _TASK = (
     argument("task TASK", "YAML file in SkyPilot's format", nargs="?"),
     argument("args COMMAND", "after --, in place of a file: a command and its arguments", nargs="*"),
     argument("--name, -n NAME", "name of the job (default: from the file)"),
-    argument(
-        "--env K=V",
-        "set a variable of envs; K alone copies it from this environment; can be repeated",
-        action="append",
-        default=[],
-    ),
+    repeated("--env K=V", "set a variable of envs; K alone copies it from this environment"),
     argument("--env-file FILE", "set variables from a file with one K=V per line; --env overrides them"),
-    argument(
-        "--secret K=V",
-        "set a variable of secrets, as --env does; its value is never shown",
-        action="append",
-        default=[],
-    ),
+    repeated("--secret K=V", "set a variable of secrets, as --env does; its value is never shown"),
     argument(
         "--gpus NAME:N", "GPUs per node, such as A100:8, which replace all accelerators of the file; or none"
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 
 from holdfast.cli import print_note
@@ -15,7 +14,6 @@ from holdfast.jobs.interface import job
 from holdfast.jobs.output import OutputBlock, OutputSelection, format_second, texts, with_prefix
 from holdfast.jobs.registry import get_engine
 
-_ERASE = b"\r\x1b[K"
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
@@ -27,7 +25,6 @@ class _OutputPrinter:
         self._out = sys.stdout.buffer
         self._node: int | None = None
         self._is_line_start = True
-        self._has_progress = False
 
     def print(self, block: OutputBlock) -> None:
         """Print a block."""
@@ -40,27 +37,16 @@ class _OutputPrinter:
             sys.stdout.flush()
             for text in texts(block):
                 print_note(text)
-        elif block.is_progress:
-            # The present text of a line replaces the one before, and is cut to the terminal.
-            text = (self._prefix(block) + block.data).decode("utf-8", "replace")
-            self._out.write(_ERASE + text[: shutil.get_terminal_size().columns - 1].encode())
-            self._has_progress = True
-            sys.stdout.flush()
         else:
             self._print_lines(block)
 
     def close(self) -> None:
         """End an incomplete line, and pass on all that was printed."""
-        if self._has_progress:
-            self._out.write(_ERASE)
-        elif not self._is_line_start:
+        if not self._is_line_start:
             self._out.write(b"\n")
         sys.stdout.flush()
 
     def _print_lines(self, block: OutputBlock) -> None:
-        if self._has_progress:
-            self._out.write(_ERASE)
-            self._has_progress = False
         if block.node != self._node and not self._is_line_start:
             self._out.write(b"\n")
             self._is_line_start = True
@@ -112,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
         node=args.node,
         tail=args.tail,
         is_timed=args.timestamps or args.json,
-        with_progress=args.follow and sys.stdout.isatty() and not args.json,
     )
     print_output(found, wanted, is_json=args.json, has_times=args.timestamps)
     return get_engine(found.engine).job(found.id).exit_status if args.follow else 0

@@ -21,7 +21,6 @@ from holdfast.watch.report.summary import read_summary
 
 _LEAST_AGE_S = 5.0
 """Age from which the numbers are read again when they are asked for."""
-_MAX_PORT = 65535
 _IDLE_S = 60.0  # after which a client that sends nothing is left
 
 
@@ -72,13 +71,10 @@ def _rows(store: Store) -> list[dict[str, object]]:
 
 
 def _serve(store: Store, args: argparse.Namespace) -> int:
-    port: int = args.serve
-    if port > _MAX_PORT:
-        raise InvalidInput(f"A port is at most {_MAX_PORT}, got {port}.")
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), _handler(store))
-    except OSError as error:
-        raise InvalidInput(f"Cannot listen on 127.0.0.1:{port}: {error.strerror}.") from error
+        server = ThreadingHTTPServer(("127.0.0.1", args.serve), _handler(store))
+    except (OSError, OverflowError) as error:
+        raise InvalidInput(f"Cannot listen on 127.0.0.1:{args.serve}: {error}.") from error
     url = f"http://127.0.0.1:{server.server_port}/metrics"
     print_result(args, {"url": url, "port": server.server_port}, url)
     sys.stdout.flush()

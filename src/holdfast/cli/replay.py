@@ -27,7 +27,7 @@ from holdfast.cli.tables import print_result
 from holdfast.errors import Corrupt, InvalidInput, NotFound
 from holdfast.system.documents import to_plain
 from holdfast.system.environment import place_in_sandbox
-from holdfast.system.units import parse_duration, plural
+from holdfast.system.units import plural
 
 SOUND, DIFFERS, RANDOM = "sound", "differs", "not deterministic"
 """Verdicts: equal to the record; both replays agree, and differ from it; they differ from each other."""
@@ -155,13 +155,10 @@ _STATUS = {SOUND: 0, DIFFERS: 1, RANDOM: 3}
 )
 def run(args: argparse.Namespace) -> int:
     """Replay the steps, and print the verdict."""
-    words = experiment.script_words(args.script, args.args)
-    timeout_s = parse_duration(args.timeout, "--timeout")
     store, _ = open_home(args.home)
     start, end = find_span(store, args.step, args.to)
     try:
-        with experiment.trial_folder("replay", args.keep) as folder:
-            trials = experiment.Trials(words, folder, timeout_s)
+        with experiment.trials("replay", args) as trials:
             report = _replay(store, absolute_place(args.home), start, end, trials)
     except Corrupt as error:  # 1 would mean that the replay differs
         print_note(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from holdfast.cli.commands import argument, command, count, script_arguments
 from holdfast.cli.homes import nearest_hint
 from holdfast.cli.tables import Column, print_result, print_table
 from holdfast.errors import InvalidInput
-from holdfast.system.units import format_bytes, format_duration, parse_bytes, parse_duration
+from holdfast.system.units import format_duration, parse_duration
 from holdfast.train.tuning.measurements import NAMES, QUESTIONS, CompileVerdict
 from holdfast.train.tuning.source_lines import format_line
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "tune",
     """
     holdfast tune train.py --epochs 1
-    holdfast tune --only compile,batch train.py
+    holdfast tune --only compile,input train.py
     holdfast tune --ranks 2 --json train.py | jq '.findings[] | [.kind, .place.line]'
     """,
     argument("--only QUESTIONS", f"comma-separated questions from {','.join(QUESTIONS)} (default: all)"),
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     argument(
         "--ranks N", "number of processes to start, as torchrun does (default: one plain process)", count
     ),
-    argument("--memory SIZE", "memory limit for larger batches, such as 12GiB (default: free memory)"),
     argument("--timeout TIME", "time limit of each run", default="10m"),
     argument("--debug", "keep all logs, including torch's logs of every compilation"),
     *script_arguments("training script"),
@@ -58,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
         questions=questions,
         ranks=args.ranks,
         num_steps=args.steps,
-        memory_bytes=None if args.memory is None else parse_bytes(args.memory, "--memory"),
         timeout_s=parse_duration(args.timeout, "--timeout"),
         debug=args.debug,
         on_progress=lambda what: print_note(f"{what} ..."),
@@ -87,10 +85,10 @@ def _print(report: TuningReport) -> None:
     else:
         print("No change found that speeds it up by more than the noise.")
     _print_compile(report)
-    _print_batches(report)
     _print_paddings(report)
     for reason in report.unanswered:
         print(f"\nnot answered: {reason}")
+    print("\nThe batch size that fits and is fast enough: `holdfast.fit_batch`.")
     if report.logs:
         print(f"\nlogs of every run: {report.logs}")
 
@@ -122,20 +120,6 @@ def _earned_back(verdict: CompileVerdict) -> str:
 
 def _pays(verdict: CompileVerdict) -> str:
     return "yes" if verdict.pays else "no, slower" if verdict.costs else "no, as fast"
-
-
-def _print_batches(report: TuningReport) -> None:
-    if len(report.batches) < 2:
-        return
-    print("\nBatches:")
-    first = report.batches[0]
-    columns = (
-        Column("BATCH", attrgetter("value"), "right"),
-        _measured("SAMPLES/S", lambda row: f"{row.items_per_s / first.items_per_s:.2f}x"),
-        _measured("MEMORY", lambda row: row.peak_bytes and format_bytes(row.peak_bytes)),
-        Column("", lambda row: row.failure or ("now" if row is first else ""), "text"),
-    )
-    print_table(columns, report.batches)
 
 
 def _print_paddings(report: TuningReport) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, TimedOut
 from holdfast.jobs.description import JobDescription, describe_job
 from holdfast.jobs.engine import Job, Line, all_of, each, sorted_out
-from holdfast.jobs.folder import job_folder, state_dir
+from holdfast.jobs.folder import state_dir
 from holdfast.jobs.machines import MachineEvent, NodeStanding, add_events, judge, read_events
-from holdfast.jobs.output import FolderWatch, OutputSelection
+from holdfast.jobs.output import OutputSelection
 from holdfast.jobs.registry import all_jobs, find_engine, get_engine
 from holdfast.jobs.status import JobStatus
 from holdfast.system.units import Duration, parse_duration, parse_timeout, plural
@@ -204,26 +203,25 @@ def _ended(jobs: list[Job], limit_s: float | None) -> Iterator[Job | HoldfastErr
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     left = {one.id: one for one in jobs}
     failing_since_s: dict[int, float] = {}  # of jobs whose state could not be read the last time
-    with closing(FolderWatch(*(job_folder(state_dir(), number).path for number in left))) as watch:
-        while True:
-            for ended in [job for job in left.values() if job.status.is_final]:
-                yield left.pop(ended.id)
-            remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if not left or (remaining_s is not None and remaining_s <= 0):
-                break
-            poll_s = min(get_engine(one.engine).poll_s for one in left.values())
-            watch.wait(poll_s if remaining_s is None else min(poll_s, remaining_s))
-            for job in list(left.values()):
-                try:
-                    left[job.id] = get_engine(job.engine).job(job.id)
-                    failing_since_s.pop(job.id, None)
-                except HoldfastError as error:
-                    now_s = time.monotonic()
-                    is_new = now_s - failing_since_s.setdefault(job.id, now_s) < _PATIENCE_S
-                    if isinstance(error, RetryLater) and is_new:
-                        continue  # the scheduler may be busy or starting again, while the job goes on
-                    del left[job.id]
-                    yield error
+    while True:
+        for ended in [job for job in left.values() if job.status.is_final]:
+            yield left.pop(ended.id)
+        remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+        if not left or (remaining_s is not None and remaining_s <= 0):
+            break
+        poll_s = min(get_engine(one.engine).poll_s for one in left.values())
+        time.sleep(poll_s if remaining_s is None else min(poll_s, remaining_s))
+        for job in list(left.values()):
+            try:
+                left[job.id] = get_engine(job.engine).job(job.id)
+                failing_since_s.pop(job.id, None)
+            except HoldfastError as error:
+                now_s = time.monotonic()
+                is_new = now_s - failing_since_s.setdefault(job.id, now_s) < _PATIENCE_S
+                if isinstance(error, RetryLater) and is_new:
+                    continue  # the scheduler may be busy or starting again, while the job goes on
+                del left[job.id]
+                yield error
     if left:
         listed = ", ".join(f"job {one.id} is {one.status.value}" for one in left.values())
         yield TimedOut(f"{plural(len(left), 'job')} did not end in time: {listed}.")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import os
-import select
 import struct
 import time
 from bisect import bisect_right
@@ -21,9 +19,6 @@ from holdfast.system.units import format_bytes, parse_bytes
 
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 64 << 10  # longer lines are returned in parts
-_IN_MODIFY, _IN_ATTRIB, _IN_CREATE, _IN_MOVED_TO = 0x2, 0x4, 0x100, 0x80
-_EVENTS_BYTES = 1 << 16
-_POLL_S = 5.0  # interval of polling where inotify is unavailable or misses changes
 
 
 class OutputBlock(Struct, frozen=True):
@@ -32,7 +27,6 @@ class OutputBlock(Struct, frozen=True):
     node: int | None  # None: changes of the job's status
     data: bytes
     unix_s: float | None = None  # time of writing, to the second
-    is_progress: bool = False  # the present text of a line that is still being rewritten
 
 
 class OutputSelection(Struct, frozen=True, kw_only=True):
@@ -43,7 +37,6 @@ class OutputSelection(Struct, frozen=True, kw_only=True):
     tail: int | None = None  # number of lines at each node's end to begin with, or None for all lines
     is_timed: bool = False  # give each block its time
     with_changes: bool = False  # also read changes of the status
-    with_progress: bool = False  # also read lines that are still being rewritten, if one node is read
 
 
 def last_texts(data: bytes) -> bytes:
@@ -226,30 +219,6 @@ def interleaved(readers: Collection[LogReader], *, is_end: bool) -> Iterator[Out
         yield from streams[0]
     else:
         yield from heapq.merge(*streams, key=lambda block: block.unix_s or 0.0)
-
-
-class FolderWatch:
-    """Watch of folders, readable when a file in them changes."""
-
-    def __init__(self, *folders: Path) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._fd = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
-        mask = _IN_MODIFY | _IN_ATTRIB | _IN_CREATE | _IN_MOVED_TO
-        for folder in folders if self._fd >= 0 else ():
-            libc.inotify_add_watch(self._fd, os.fsencode(folder), mask)
-
-    def wait(self, timeout_s: float = _POLL_S) -> None:
-        """Wait for a change since the last call."""
-        if self._fd < 0:
-            select.select([], [], [], min(timeout_s, 0.2))
-            return
-        if select.select([self._fd], [], [], timeout_s)[0]:
-            os.read(self._fd, _EVENTS_BYTES)
-
-    def close(self) -> None:
-        """Stop watching."""
-        if self._fd >= 0:
-            os.close(self._fd)
 
 
 def last_lines(path: Path, num_lines: int) -> list[str]:

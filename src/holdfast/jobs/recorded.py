@@ -35,14 +35,7 @@ from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
 from holdfast.jobs.notifications import announce, write_plan
 from holdfast.jobs.outcome import max_same
-from holdfast.jobs.output import (
-    FolderWatch,
-    LogReader,
-    OutputBlock,
-    OutputSelection,
-    interleaved,
-    texts,
-)
+from holdfast.jobs.output import LogReader, OutputBlock, OutputSelection, interleaved, texts
 from holdfast.jobs.records import JobRecord, JobSpec, Records, Submission
 from holdfast.jobs.state_machine import GRACE_S, RestartPolicy
 from holdfast.jobs.task.model import Task, TaskFile, docker_image, in_image, value_at
@@ -54,7 +47,7 @@ from holdfast.system.units import plural
 
 _log = get_logger("jobs")
 
-_QUERY_S = 0.2  # pause between two queries of a followed job's status
+_READ_S = 0.3  # pause between two reads of a followed job's output
 _LOCK_LIMIT_S = 10.0
 _POLL_S = 0.02
 _CONTAINERS_LIMIT_S = 60.0
@@ -67,7 +60,7 @@ class RecordedEngine(ABC):
     can_notify = False  # true if the jobs of the engine send notifications
     is_here = False  # true if jobs run on this machine, with the variables of the shell that launches them
     no_pipelines: str = ""  # why the engine does not run pipelines, and what to use instead
-    poll_s = 5.0  # interval for following a job, where the kernel reports no changes
+    poll_s = 0.3  # interval for asking for the status of a job that is followed or waited for
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state or state_dir()
@@ -198,29 +191,16 @@ class RecordedEngine(ABC):
         if not what.follow:
             yield from interleaved(readers, is_end=True)
             return
-        with contextlib.closing(FolderWatch(folder.path, folder.logs)) as watch:
-            yield from self._follow(number, readers, watch, with_progress=what.with_progress)
-
-    def _follow(
-        self, number: int, readers: Sequence[LogReader], watch: FolderWatch, *, with_progress: bool
-    ) -> Iterator[OutputBlock]:
-        """Yield output until the job has ended. Its status is queried at most a few times a second."""
-        shown = b""
         next_query_s = 0.0
         while True:
             is_end = False
             if time.monotonic() >= next_query_s:
                 is_end = self.job(number).status.is_final  # before the last output is read
-                next_query_s = time.monotonic() + _QUERY_S
+                next_query_s = time.monotonic() + self.poll_s
             yield from interleaved(readers, is_end=is_end)
             if is_end:
                 return
-            if with_progress and len(readers) == 1:
-                (reader,) = readers
-                if reader.progress and reader.progress != shown:
-                    shown = reader.progress
-                    yield OutputBlock(reader.node, shown, time.time(), is_progress=True)
-            watch.wait(self.poll_s if time.monotonic() >= next_query_s else _QUERY_S)
+            time.sleep(_READ_S)
 
     def _records(self) -> Records:
         return Records(self._state)

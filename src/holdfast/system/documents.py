@@ -173,31 +173,7 @@ def read_as(kind: Any, value: Any, what: str) -> Any:
     try:
         return convert(value, kind, str_keys=True)
     except ValidationError as error:  # also from a class with checks of its own
-        why = _with_key(kind, value, str(error)).rstrip(".")
-        raise Corrupt(f"{what}: {why}.", key=what) from error
-
-
-def _with_key(kind: Any, value: Any, text: str) -> str:
-    """Return the text of an error with the key of the mapping; msgspec writes `[...]` in its place."""
-    path, found, _ = text.partition("[...]")
-    names = list(filter(None, path.partition("`$")[2].split("."))) if found else []
-    members: Any = value if found else None
-    for name in names:
-        members = members.get(name) if isinstance(members, dict) else None
-    keys = list(members) if isinstance(members, dict) else []
-    while len(keys) > 1:  # halves, as a hostile document may have a million keys
-        half = keys[: len(keys) // 2]
-        try:
-            convert(_replaced(value, names, {key: members[key] for key in half}), kind, str_keys=True)
-            has_error = False
-        except ValidationError as error:
-            has_error = str(error) == text
-        keys = half if has_error else keys[len(half) :]
-    return text.replace("[...]", f"[{shown(keys[0])}]", 1) if keys else text
-
-
-def _replaced(value: Any, names: list[str], member: Any) -> Any:
-    return {**value, names[0]: _replaced(value[names[0]], names[1:], member)} if names else member
+        raise Corrupt(f"{what}: {str(error).rstrip('.')}.", key=what) from error
 
 
 def to_plain(value: Any) -> Any:

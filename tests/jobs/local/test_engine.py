@@ -18,7 +18,6 @@ from holdfast.jobs.local.engine import visible_gpus
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.preparation import make_node_spec
 from holdfast.jobs.node_spec import Environment
-from holdfast.jobs.output import FolderWatch
 from holdfast.jobs.records import JobSpec, Submission
 from holdfast.jobs.state_machine import RestartPolicy
 from holdfast.jobs.timers import Timers
@@ -168,10 +167,3 @@ def test_progress_is_the_greatest_step_of_each_home(tmp_path: Path, monkeypatch:
     assert read_progress(tmp_path / "progress").steps == {"a": 10, "b": 1}
     monkeypatch.setenv("HOLDFAST_PROGRESS", str(tmp_path / "no" / "such" / "folder"))
     report_to_job(JobReport(home="a", step=11))
-
-
-def test_a_watch_wakes_when_something_is_written(tmp_path: Path) -> None:
-    watch = FolderWatch(tmp_path)
-    (tmp_path / "a").write_text("x")
-    watch.wait(60)  # returns at once, or the suite's limit tells
-    watch.close()

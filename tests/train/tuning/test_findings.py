@@ -55,10 +55,8 @@ def sync(place: SourceLine = LINE, *, num_steps: int = 10, kind: str = ".item()"
     return HostSync(kind, place, None, num_steps, num_steps, 0.01, in_forward=False)
 
 
-def trial(
-    value: int, rate: float, *, step_s: float = 0.1, noise: float = 0.03, **more: object
-) -> TrialResult:
-    return replace(TrialResult(value, step_s, rate, 0.0, noise, None), **more)  # type: ignore[arg-type]
+def trial(num_workers: int, *, step_s: float = 0.1, failure: str = "") -> TrialResult:
+    return TrialResult(num_workers, step_s, noise=0.03, failure=failure)
 
 
 def verdict(variant: str, speed_up: float) -> CompileVerdict:
@@ -99,12 +97,12 @@ def test_waiting_is_a_finding_with_the_best_number_of_workers_or_on_the_dataset(
     assert findings.find_input(STEPS, measure_throughput(STEPS.steps, "cpu"), []) == []
     waiting = replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.06, 4),) * 5)
     now = measure_throughput(waiting.steps, "cpu")
-    trials = [trial(0, 40), trial(1, 70, step_s=0.06), trial(2, 90, step_s=0.04), trial(4, 0, failure="no")]
+    trials = [trial(0), trial(1, step_s=0.06), trial(2, step_s=0.04), trial(4, failure="no")]
     (one,) = findings.find_input(waiting, now, trials)
     assert one.place == LOADER.place
     assert "`num_workers=2`" in one.change
     assert one.share == pytest.approx(0.6)
-    (one,) = findings.find_input(waiting, now, [trial(0, 40), trial(2, 41, step_s=0.099)])
+    (one,) = findings.find_input(waiting, now, [trial(0), trial(2, step_s=0.099)])
     assert one.place == LOADER.sample_code, "workers do not help"
 
 
@@ -131,25 +129,6 @@ def test_compiling_that_slows_down_or_is_useless_twice_is_a_finding() -> None:
         assert findings.find_compile(compiling, [verdict("own", 1.0), *again]) == []
     (one,) = findings.find_compile(compiling, [verdict("own", 1.0), verdict("own random", 1.4)])
     assert "fallback_random" in one.change
-
-
-def test_the_smallest_batch_at_full_speed_is_suggested_unless_its_gain_is_noise() -> None:
-    (one,) = findings.find_batch(STEPS, trial(4, 100), [trial(8, 192), trial(16, 196), trial(32, 197)])
-    for text in ("`batch_size=8`", "0.002", "0.00141"):  # by the linear and the square root rule
-        assert text in one.change
-    assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 108)]) == []
-    assert findings.find_batch(STEPS, trial(4, 100, noise=0.2), [trial(8, 110)]) == []
-    assert findings.find_batch(STEPS, trial(4, 100), [trial(8, 0, failure="out of memory")]) == []
-    steps = replace(STEPS, steps=(StepTiming(0.1, 0.05, 0.0, 16),) * 5)
-    (one,) = findings.find_batch(steps, trial(4, 100), [trial(8, 190)])
-    assert "Accumulate 2 batches per step instead of 4" in one.change
-
-
-def test_a_batch_that_exceeds_memory_is_not_tried() -> None:
-    tried = [trial(4, 1, peak_bytes=100), trial(8, 1, peak_bytes=140)]
-    assert findings.fits_next(tried, 16, 220)
-    assert not findings.fits_next(tried, 16, 219)
-    assert findings.fits_next([trial(4, 1)], 8, 1)  # without measurements
 
 
 def test_static_padding_is_a_finding_and_tight_padding_is_not() -> None:

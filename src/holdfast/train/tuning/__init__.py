@@ -1,1 +1,1 @@
-"""Profile of a training: host syncs, graph breaks, padding, batch size, data loading and torch.compile."""
+"""Profile of a training: host syncs, graph breaks, padding, data loading and torch.compile."""

@@ -20,8 +20,8 @@ from holdfast.train.tuning import source_lines
 from holdfast.train.tuning.loaders import LoaderMonitor
 from holdfast.train.tuning.measurements import RunFailure, SourceLine
 from holdfast.train.tuning.script_profile import RunSpec, read_spec, write_result
-from holdfast.train.tuning.step_profile import make_watcher
 from holdfast.train.tuning.tracker import StepTracker, StopRun
+from holdfast.train.tuning.watchers import make_watcher
 
 
 def main(own: Path) -> int:

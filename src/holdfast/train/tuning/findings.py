@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 from msgspec import Struct
 
 from holdfast.system.documents import to_plain
-from holdfast.system.units import format_bytes, format_duration, plural
-from holdfast.train.batch.result import format_rates, scale_rates
+from holdfast.system.units import format_duration, plural
 from holdfast.train.lengths import Padding, compare_paddings
 from holdfast.train.tuning.measurements import (
-    MIN_GAIN,
     NAMES,
     CompileVerdict,
     GraphMeasurements,
@@ -25,7 +22,6 @@ from holdfast.train.tuning.measurements import (
     SyncMeasurements,
     Throughput,
 )
-from holdfast.train.tuning.source_lines import format_line
 
 MIN_WAIT_SHARE = 0.10  # smallest share of a step spent waiting for data that is a finding
 _MIN_SHARE_OF_STEPS = 0.25  # rarer syncs are ordinary logging
@@ -132,14 +128,12 @@ def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]
 
 
 class TrialResult(Struct, frozen=True):
-    """Measurements of the training with one changed setting, from a real run."""
+    """Measurements of the training with another number of loader workers, from a real run."""
 
-    value: int  # of the setting
+    num_workers: int
     step_s: float = 0.0
-    items_per_s: float = 0.0  # samples per second; of CPU time for batch sizes on a CPU
     wait_share: float = 0.0
     noise: float = 0.0
-    peak_bytes: int | None = None
     failure: str = ""
 
 
@@ -155,10 +149,10 @@ def find_input(steps: StepMeasurements, now: Throughput, trials: Sequence[TrialR
     )
     costs = f"{format_duration(waited_s)} of {format_duration(now.step_s)} per step"
     ran = [one for one in trials if not one.failure]
-    tried = ", ".join(f"{one.value}: {format_duration(one.step_s)}" for one in ran)
+    tried = ", ".join(f"{one.num_workers}: {format_duration(one.step_s)}" for one in ran)
     best = min(ran, key=attrgetter("step_s"), default=None)
     if best is not None and best.step_s < now.step_s * (1 - max(now.noise, best.noise)):
-        change = f"`num_workers={best.value}` (measured per step: {tried})."
+        change = f"`num_workers={best.num_workers}` (measured per step: {tried})."
         after = f"{format_duration(best.step_s)} per step, {best.wait_share:.0%} waiting (measured)"
         return [Finding("input", loader.place, seen, costs, change, after, 1 - best.step_s / now.step_s)]
     reason = f"more workers are not faster here ({tried})" if tried else "other num_workers were not tried"
@@ -227,7 +221,7 @@ def format_verdict(verdict: CompileVerdict) -> str:
 
 
 _MIN_ROWS = 16
-_MIN_BATCH_GAIN = 0.10  # smallest gain for which to suggest another padding or batch size
+_MIN_PADDING_GAIN = 0.10  # smallest gain for which to suggest another padding
 
 
 class PaddingComparison(Struct, frozen=True):
@@ -267,14 +261,14 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
     kept = [one for one in paddings.others if one.keeps_batches and one.name.startswith("longest, multiple")]
     best = min((*static, *kept), key=attrgetter("positions"))
     saved = 1 - best.positions / paddings.now
-    if saved < _MIN_BATCH_GAIN:
+    if saved < _MIN_PADDING_GAIN:
         return []
     simple = min(kept, key=attrgetter("positions"))
     packed = next((one for one in paddings.others if one.name.startswith("packed")), None)
     change = f"{best.name[0].upper()}{best.name[1:]}: use `holdfast.train.lengths.BucketBatches`."
     if best is simple:
         change = f"Pad to the {best.name} (`padding='longest', pad_to_multiple_of=`)."
-    elif 1 - simple.positions / paddings.now >= _MIN_BATCH_GAIN:
+    elif 1 - simple.positions / paddings.now >= _MIN_PADDING_GAIN:
         share = simple.positions / paddings.now
         change += f" Padding to the {simple.name} alone: {share:.0%} of the current positions."
     if packed is not None and packed.positions < best.positions:
@@ -286,62 +280,8 @@ def find_padding(steps: StepMeasurements, paddings: PaddingComparison | None) ->
     return [Finding("padding", place or steps.call, seen, costs, change, after, saved)]
 
 
-def find_batch(steps: StepMeasurements, now: TrialResult, trials: Sequence[TrialResult]) -> list[Finding]:
-    """Find the smallest batch size that is clearly faster than the current one."""
-    loader = steps.loader
-    ran = [one for one in (now, *trials) if not one.failure]
-    chosen = choose_batch(ran)
-    gain = chosen.items_per_s / now.items_per_s
-    if loader is None or chosen is now or gain <= 1 + max(_MIN_BATCH_GAIN, now.noise, chosen.noise):
-        return []
-    tried = ", ".join(f"{one.value}: {one.items_per_s / now.items_per_s:.2f}x" for one in ran)
-    items = statistics.median(step.num_items for step in steps.steps)
-    rule = rate_rule(steps.optimizer, steps.learning_rate, now.value, chosen.value, items / now.value)
-    peak = "" if chosen.peak_bytes is None else f", {format_bytes(chosen.peak_bytes)} at the peak"
-    seen = f"batch_size={now.value} does not use the whole machine: samples per second {tried}"
-    share, change = 1 - 1 / gain, f"`batch_size={chosen.value}`. {rule}"
-    costs, after = (
-        f"{share:.0%} of the time per sample",
-        f"{gain:.2f}x the samples per second (measured){peak}",
-    )
-    return [Finding("batch", loader.place, seen, costs, change, after, share)]
-
-
-def choose_batch(trials: Sequence[TrialResult]) -> TrialResult:
-    """Return the smallest batch size within the noise of the fastest."""
-    ran = [one for one in trials if not one.failure]
-    best_rate = max(one.items_per_s for one in ran)
-    return next(one for one in ran if one.items_per_s >= best_rate * (1 - MIN_GAIN))
-
-
-def rate_rule(optimizer: str, rate: float | None, batch: int, chosen: int, parts: float) -> str:
-    """Return the advice on the learning rate for another batch size, or on the `parts` to accumulate."""
-    factor = chosen / batch
-    if parts >= 1.5 and parts / factor >= 1:
-        return f"Accumulate {parts / factor:g} batches per step instead of {parts:g}: nothing else changes."
-    if not rate:
-        return "Adapt the learning rate (`holdfast.train.batch.scale_rates`)."
-    rules = format_rates(scale_rates(rate, batch, chosen, optimizer=optimizer))
-    return f"Adapt the learning rate, now {rate:g}: try " + ", or ".join(rules.splitlines()) + "."
-
-
-def fits_next(tried: Sequence[TrialResult], value: int, limit_bytes: int) -> bool:
-    """Return True if a batch of `value` should fit, extrapolating the two largest that ran."""
-    known = [(one.value, one.peak_bytes) for one in tried if one.peak_bytes is not None and not one.failure]
-    if not known:
-        return True
-    last, peak_bytes = known[-1]
-    if len(known) > 1:
-        before, less_bytes = known[-2]
-        peak_bytes += max(0.0, (peak_bytes - less_bytes) / (last - before)) * (value - last)
-    return peak_bytes <= limit_bytes
-
-
 class TuningReport(Struct, frozen=True):
-    """Result of a profile.
-
-    As text it has one paragraph per finding. `holdfast tune` also prints tables.
-    """
+    """Result of a profile."""
 
     script: str
     steps: StepMeasurements
@@ -349,7 +289,6 @@ class TuningReport(Struct, frozen=True):
     findings: tuple[Finding, ...]  # the most expensive first
     verdicts: tuple[CompileVerdict, ...]
     paddings: PaddingComparison | None = None
-    batches: tuple[TrialResult, ...] = ()
     workers: tuple[TrialResult, ...] = ()
     unanswered: tuple[str, ...] = ()  # questions without an answer, and the reasons
     logs: str | None = None  # folder with the logs, if they were kept
@@ -362,18 +301,3 @@ class TuningReport(Struct, frozen=True):
         for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):
             row["pays"] = verdict.pays
         return values
-
-    def __str__(self) -> str:
-        """Return the advice as text."""
-        lines: list[str] = []
-        for number, finding in enumerate(self.findings, 1):
-            lines += [
-                f"{number}. {finding.kind}: {format_line(finding.place, with_code=True)}",
-                f"   {finding.seen}.",
-                f"   Costs: {finding.costs}. After the change: {finding.after}.",
-                f"   {finding.change}",
-            ]
-        lines = lines or ["Found nothing that would speed it up by more than the noise."]
-        lines += [f"compile: {format_verdict(one)}" for one in self.verdicts]
-        lines += [f"not answered: {reason}" for reason in self.unanswered]
-        return "\n".join(lines)

@@ -24,11 +24,10 @@ _POSITIONAL = (
 
 
 class LoaderSettings(Struct, frozen=True):
-    """Changed settings for one data loader of the script. None keeps the script's setting."""
+    """Changed settings for one data loader of the script."""
 
     index: int
-    num_workers: int | None = None
-    batch_size: int | None = None
+    num_workers: int
 
 
 class LoaderMonitor:
@@ -102,17 +101,10 @@ class LoaderMonitor:
             return args, kwargs
         dataset, *others = args or (kwargs.pop("dataset"),)
         kwargs = {**dict(zip(_POSITIONAL, others, strict=False)), **kwargs}
-        if settings.num_workers is not None:
-            kwargs["num_workers"] = settings.num_workers
-            if not settings.num_workers:
-                for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
-                    kwargs.pop(name, None)
-        if settings.batch_size is not None:
-            sampler = kwargs.get("batch_sampler")
-            if sampler is None:
-                kwargs["batch_size"] = settings.batch_size
-            elif isinstance(sampler, (Batches, BatchSampler)):
-                sampler.batch_size = settings.batch_size
+        kwargs["num_workers"] = settings.num_workers
+        if not settings.num_workers:
+            for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+                kwargs.pop(name, None)
         return (dataset,), kwargs
 
     def _iterating(self, before: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-QUESTIONS = ("syncs", "compile", "shapes", "batch", "input")
+QUESTIONS = ("syncs", "compile", "shapes", "input")
 
 
 class SourceLine(Struct, frozen=True):
@@ -199,7 +199,6 @@ class Throughput(Struct, frozen=True):
     work_s: float  # work of a step: CPU seconds on a CPU, otherwise wall time
     wait_share: float  # share of the wall time spent waiting for data
     items_per_s: float  # samples per second of wall time
-    items_per_work_s: float
     noise: float
     peak_bytes: int | None
 
@@ -221,7 +220,6 @@ def measure_throughput(steps: Sequence[StepTiming], device: str) -> Throughput:
         work_s=statistics.median(works),
         wait_share=sum(step.wait_s for step in chosen) / wall_s,
         items_per_s=items / wall_s,
-        items_per_work_s=items / sum(works),
         noise=max(MIN_GAIN, 2 * _error(works)),
         peak_bytes=max(peaks, default=None),
     )

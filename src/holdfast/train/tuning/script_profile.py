@@ -10,11 +10,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -26,12 +24,10 @@ from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
 from holdfast.system.units import plural
-from holdfast.train.batch.finder import find_memory_limit
 from holdfast.train.tuning import findings
 from holdfast.train.tuning.findings import Finding, TrialResult, TuningReport
 from holdfast.train.tuning.loaders import LoaderSettings
 from holdfast.train.tuning.measurements import (
-    MIN_GAIN,
     NAMES,
     QUESTIONS,
     CompileVerdict,
@@ -58,10 +54,8 @@ class RunSpec(Struct, frozen=True):
     @property
     def name(self) -> str:
         """A short name for files and messages."""
-        loader = self.loader or LoaderSettings(-1)
-        changed = {"workers": loader.num_workers, "batch": loader.batch_size}
-        settings = (f"{name}-{value}" for name, value in changed.items() if value is not None)
-        return "-".join(filter(None, (self.question, self.variant, *settings))).replace(" ", "-")
+        setting = "" if self.loader is None else f"workers-{self.loader.num_workers}"
+        return "-".join(filter(None, (self.question, self.variant, setting))).replace(" ", "-")
 
 
 class RunFailed(Exception):
@@ -151,7 +145,6 @@ class Profile:
 
 _RESULT = "result.json"
 _MAX_RESULT_BYTES = 256 << 20
-_DOUBLINGS = 5
 _POLL_S = 0.2
 _EXIT_S = 20.0  # limit for the script's cleanup after SIGINT
 
@@ -243,22 +236,16 @@ def profile_script(
     questions: Collection[str] = QUESTIONS,
     ranks: int | None = None,
     num_steps: int = 10,
-    memory_bytes: int | None = None,
     timeout_s: float = 600.0,
     debug: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> TuningReport:
     """Run a few steps of a training script in several ways, and report possible improvements.
 
-    Each run is a separate process. Its checkpoints go to a temporary folder. `memory_bytes` limits larger
-    batches, by default to the free memory.
+    Each run is a separate process. Its checkpoints go to a temporary folder.
 
     Blocks: for the duration of all runs.
     """
-    if not Path(script).is_file():
-        raise InvalidInput(
-            f"The script {script!r} does not exist. Pass the Python file that trains, then its arguments."
-        )
     with contextlib.ExitStack() as stack:
         if debug:
             folder = Path(tempfile.mkdtemp(prefix="holdfast-tune-"))
@@ -272,9 +259,8 @@ def profile_script(
         profile.findings += findings.find_compile(profile.steps, profile.verdicts)
         workers = _try_workers(profile) if "input" in questions else []
         profile.findings += findings.find_input(profile.steps, profile.now, workers)
-        batches = _try_batches(profile, memory_bytes) if "batch" in questions else []
         logs = str(folder) if debug else None
-        return profile.report(batches=tuple(batches), workers=tuple(workers), logs=logs)
+        return profile.report(workers=tuple(workers), logs=logs)
 
 
 def _compare_compiled(profile: Profile) -> None:
@@ -297,64 +283,25 @@ def _try_workers(profile: Profile) -> list[TrialResult]:
     if loader is None or loader.index < 0 or loader.is_iterable or not waits:
         return []
     numbers = [number for number in (1, 2, 4, 8) if number <= (os.cpu_count() or 1)]
-    return [_result(loader.num_workers, now, now.items_per_s)] + [
-        _try(profile, f"{number} loader workers", LoaderSettings(loader.index, num_workers=number))
+    return [_result(loader.num_workers, now)] + [
+        _try(profile, LoaderSettings(loader.index, number))
         for number in numbers
         if number != loader.num_workers
     ]
 
 
-def _try_batches(profile: Profile, memory_bytes: int | None) -> list[TrialResult]:
-    """Return the trials of batch sizes. Their finding counts if a second run of both sizes confirms it."""
-    steps, now, loader = profile.steps, profile.now, profile.steps.loader
-    if loader is None or loader.index < 0 or loader.batch_size is None or not now.items_per_s:
-        profile.unanswered.append(
-            "batch: no DataLoader with a batch_size feeds the steps. Use holdfast.fit_batch for other batches"
-        )
-        return []
-
-    def try_size(value: int, again: str = "") -> TrialResult:
-        settings = LoaderSettings(loader.index, batch_size=value)
-        return _try(profile, f"batches of {value}{again}", settings)
-
-    limit_bytes = memory_bytes or 2**63  # on a GPU, the device itself is the limit
-    if memory_bytes is None and steps.device == "cpu":
-        limit_bytes = find_memory_limit(torch.device("cpu"), now.peak_bytes or 0)
-    first = _result(loader.batch_size, now, now.items_per_work_s)
-    found = [first]
-    for doubling in range(1, _DOUBLINGS + 1):
-        value = first.value * 2**doubling
-        if not findings.fits_next(found, value, limit_bytes):
-            found.append(replace(first, value=value, failure="would not fit into memory"))
-            break
-        found.append(try_size(value))
-        if found[-1].failure or found[-1].items_per_s < found[-2].items_per_s * (1 + MIN_GAIN):
-            break
-    if findings.find_batch(steps, first, found[1:]):
-        chosen = findings.choose_batch(found)
-        first_again, chosen_again = (try_size(one.value, " again") for one in (first, chosen))
-        if not first_again.failure and not chosen_again.failure:
-            # Two runs differ by more than the steps of one run, so the best run of the current batch size
-            # must be worse than the worst of the other.
-            best = max(first, first_again, key=attrgetter("items_per_s"))
-            worst = min(chosen, chosen_again, key=attrgetter("items_per_s"))
-            profile.findings += findings.find_batch(steps, best, [worst])
-    return found
-
-
-def _try(profile: Profile, what: str, settings: LoaderSettings) -> TrialResult:
+def _try(profile: Profile, settings: LoaderSettings) -> TrialResult:
     """Return the measurements of a run whose loader has another setting."""
-    profile.on_progress(what)
-    value = settings.num_workers or settings.batch_size or 0
+    number = settings.num_workers
+    profile.on_progress(f"{number} loader workers")
     try:
         tried = profile.measure(replace(profile.spec, loader=settings))
     except RunFailed as why:
-        return TrialResult(value, failure=str(why).partition("\n")[0])
+        return TrialResult(number, failure=str(why).partition("\n")[0])
     if not tried.steps:
-        return TrialResult(value, failure="the script ends before it can be measured")
-    got = measure_throughput(tried.steps, profile.steps.device)
-    return _result(value, got, got.items_per_work_s if settings.batch_size else got.items_per_s)
+        return TrialResult(number, failure="the script ends before it can be measured")
+    return _result(number, measure_throughput(tried.steps, profile.steps.device))
 
 
-def _result(value: int, got: Throughput, items_per_s: float) -> TrialResult:
-    return TrialResult(value, got.step_s, items_per_s, got.wait_share, got.noise, got.peak_bytes)
+def _result(num_workers: int, got: Throughput) -> TrialResult:
+    return TrialResult(num_workers, got.step_s, got.wait_share, got.noise)

@@ -69,14 +69,9 @@ class StepTracker:
     ) -> None:
         self._loaders, self._on_result = loaders, on_result
         self._watching = _from_first_step(watcher)
-        self._pacer: Optimizer | None = None  # marks the steps, if there are several optimizers
+        self._pacer: Optimizer | None = None  # marks the steps, the first of several optimizers
         self._undo = contextlib.ExitStack()
         self.is_done = False
-
-    @property
-    def has_stepped(self) -> bool:
-        """True after the first step of an optimizer."""
-        return self._pacer is not None
 
     def start(self) -> None:
         """Start tracking. The training need not exist yet."""
@@ -105,7 +100,7 @@ class StepTracker:
             self._watching.send(optimizer)
         except StopIteration as end:
             self.is_done = True
-            if self.has_stepped:
+            if self._pacer is not None:
                 self._on_result(end.value)
 
 

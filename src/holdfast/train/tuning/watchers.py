@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,16 @@ from holdfast.train.tuning.measurements import (
     StepTiming,
     SyncMeasurements,
 )
-from holdfast.train.tuning.tracker import Call, TrainingInfo, Watching, find_tensors, intercepted, traceable
+from holdfast.train.tuning.script_profile import RunSpec
+from holdfast.train.tuning.tracker import (
+    Call,
+    TrainingInfo,
+    Watcher,
+    Watching,
+    find_tensors,
+    intercepted,
+    traceable,
+)
 
 _STATUS = Path("/proc/self/status")
 
@@ -554,3 +564,14 @@ def _has_compiled(before: object, device: torch.device) -> bool:
 def _middle(values: Any) -> float:
     ordered = sorted(values)
     return ordered[len(ordered) // 2] if ordered else 0.0
+
+
+def make_watcher(spec: RunSpec, loaders: LoaderMonitor, compiled_at: list[SourceLine]) -> Watcher:
+    """Return the watcher for a question."""
+    if spec.question == "steps":
+        return partial(watch_steps, num_steps=spec.num_steps, loaders=loaders, compiled_at=compiled_at)
+    if spec.question == "syncs":
+        return partial(watch_syncs, num_steps=spec.num_steps)
+    if spec.question == "graphs":
+        return partial(watch_graphs, num_steps=spec.num_steps, compiles_itself=spec.compiles_itself)
+    return partial(watch_compiled, variant=spec.variant, num_pairs=spec.num_steps)

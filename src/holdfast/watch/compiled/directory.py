@@ -34,8 +34,6 @@ from holdfast.system.privacy import private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """Variable with torch.compile's cache directory. torch sets it on first use."""
-HEADERS = "precompiled_headers/"  # prefix of the paths of precompiled headers
-MAX_HEADER_FILES = 8  # newest headers of a host to include. Each version of torch and compiler has two files
 FOLDER = "compiled/"  # prefix of all objects of compile caches in a home
 MAX_FILE_BYTES = 256 << 20  # largest file to upload
 MAX_PATH_CHARS = 1024
@@ -54,15 +52,6 @@ class Directory(Struct, frozen=True):
     since_unix_s: float = 0.0
     """Older files belong to other programs, which share the directory. 0 for a directory of this run or of
     the user's choice."""
-    headers: Path | None = None
-    """Folder of inductor's precompiled C++ headers, always in its usual directory. On an empty machine
-    inductor builds them again even if nothing else has to be compiled."""
-
-    def locate(self, path: str) -> tuple[Path, str]:
-        """Return the folder of a cache file, and its path inside."""
-        if self.headers is not None and path.startswith(HEADERS):
-            return self.headers, path.removeprefix(HEADERS)
-        return self.path, path
 
 
 def is_chosen() -> bool:
@@ -79,19 +68,13 @@ def current() -> Directory | None:
         return None
     path = Path(named).absolute()
     usual = Path(importlib.import_module(_TORCH_CHOOSES).default_cache_dir())
-    if not is_chosen() and path == usual.absolute() and not _may_be_own(usual):
+    if not is_chosen() and path == usual.absolute() and os.path.lexists(usual) and not privacy.is_own(usual):
         return None  # created by another user: its files are not trusted
     since_unix_s = 0.0
     if not (is_chosen() or is_own(path)):  # since the start of this process, by the clock of file times
         started_s = (start_time(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
         since_unix_s = time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
-    headers = usual / HEADERS
-    return Directory(path, since_unix_s, headers if _may_be_own(usual) and _may_be_own(headers) else None)
-
-
-def _may_be_own(folder: Path) -> bool:
-    """Return True for a missing folder, or one of this user, not a link."""
-    return not os.path.lexists(folder) or privacy.is_own(folder)
+    return Directory(path, since_unix_s)
 
 
 def point_to_own(home: str) -> None:
@@ -126,9 +109,6 @@ def whole_files(directory: Directory) -> dict[str, int]:
             break
         if changed_unix_s >= directory.since_unix_s and size <= MAX_FILE_BYTES and _can_be_named(path):
             found[path] = size
-    if found and directory.headers is not None:
-        headers = sorted(_walk(directory.headers, HEADERS), key=lambda header: -header[2])[:MAX_HEADER_FILES]
-        found |= {path: size for path, size, _ in headers if size <= MAX_FILE_BYTES and _can_be_named(path)}
     return found
 
 
@@ -168,7 +148,7 @@ def check_path(path: str) -> str:
 def read_whole(directory: Directory, path: str) -> bytes | None:
     """Return the bytes of a file, or None if it is missing or incomplete."""
     try:
-        fd = os.open(Path(*directory.locate(path)), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(directory.path / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
     with os.fdopen(fd, "rb") as file:
@@ -196,7 +176,7 @@ def _is_torn(data: bytes) -> bool:
 def has(directory: Directory, path: str, num_bytes: int) -> bool:
     """Return True if a file of this size exists."""
     try:
-        found = Path(*directory.locate(path)).lstat()
+        found = (directory.path / path).lstat()
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and found.st_size == num_bytes
@@ -204,13 +184,10 @@ def has(directory: Directory, path: str, num_bytes: int) -> bool:
 
 def place(directory: Directory, path: str, data: bytes) -> None:
     """Write a file atomically."""
-    folder, inside = directory.locate(check_path(path))
-    target = folder / inside
+    target = directory.path / check_path(path)
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder == directory.headers and not (privacy.is_own(folder) and privacy.is_own(folder.parent)):
-        raise InvalidInput(f"{folder} belongs to another user. {path} was not written.")
-    if target.parent.resolve() != folder.resolve() / Path(inside).parent:
-        raise InvalidInput(f"{path} leads out of {folder} through a link. It was not written.")
+    if target.parent.resolve() != directory.path.resolve() / Path(path).parent:
+        raise InvalidInput(f"{path} leads out of {directory.path} through a link. It was not written.")
     write_atomic(target, data, is_durable=False)
 
 

@@ -133,15 +133,11 @@ def newest(names: Iterable[IndexName]) -> list[list[IndexName]]:
     return [list(group) for _, group in groupby(ordered, lambda name: (name.attempt, name.rank))]
 
 
-_LEVEL, _LARGE_LEVEL = 6, 1
-_LARGE_BYTES = 8 << 20  # precompiled headers; better compression costs more than it saves
-
-
 def pack(files: Mapping[str, bytes], number: int = 0) -> tuple[bytes, tuple[PackedFile, ...]]:
     """Pack files into one object, and return their positions in it; `number` is that of the pack."""
     whole, packed_files = bytearray(), []
     for path, data in sorted(files.items()):
-        packed = zlib.compress(data, _LARGE_LEVEL if len(data) > _LARGE_BYTES else _LEVEL)
+        packed = zlib.compress(data)
         packed_files.append(PackedFile(path, len(data), digest(data), number, len(whole), len(packed)))
         whole += packed
     return bytes(whole), tuple(packed_files)

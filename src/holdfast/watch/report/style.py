@@ -192,7 +192,7 @@ def format_share(value: float | None) -> str:
 _FORMATS = {"time": format_time, "seconds": format_seconds, "size": format_size, "share": format_share}
 
 
-def thin_out(items: Sequence[_T]) -> tuple[list[_T], int]:
-    """Return the items to draw, and the number of items that each stands for."""
+def thin_out(items: Sequence[_T], noun: str = "") -> tuple[list[_T], str]:
+    """Return the items to draw, and a sentence about it if some, which are named, are left out."""
     every = -(-len(items) // MAX_MARKS) or 1
-    return list(items[::every]), every
+    return list(items[::every]), "" if every == 1 else f" Of the {noun}, one of every {every} is drawn."

@@ -1,4 +1,4 @@
-"""A training with eleven faults, each marked on its line."""
+"""A training with ten faults, each marked on its line."""
 
 import time
 
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-loader = DataLoader(Texts(), batch_size=4, collate_fn=collate)  # fault: input  # fault: batch
+loader = DataLoader(Texts(), batch_size=4, collate_fn=collate)  # fault: input
 total, seen = 0.0, []
 for step, batch in enumerate(loader):
     logits = model(batch)

@@ -29,10 +29,9 @@ def curves(summary: RunSummary) -> dict[str, WatchFigure]:
 
 
 def _figure(curve: Curve, left_out: str) -> WatchFigure:
-    counted, every = style.thin_out(curve.counted)
-    if every > 1 and counted[-1] != curve.counted[-1]:
+    counted, note = style.thin_out(curve.counted, "steps")
+    if note and counted[-1] != curve.counted[-1]:
         counted.append(curve.counted[-1])
-    note = "" if every == 1 else f" Of the steps, one of every {every} is drawn."
     num_lost = sum(map(len, curve.lost))
     if num_lost:
         note += f" Discarded values: {num_lost}."

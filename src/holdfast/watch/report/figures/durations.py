@@ -48,7 +48,7 @@ def levels(summary: RunSummary) -> WatchFigure | None:
 
 def durations(summary: RunSummary) -> WatchFigure:
     """Return the figure of the duration of each save."""
-    saves, every = style.thin_out(summary.saves)
+    saves, note = style.thin_out(summary.saves, "saves")
     values = [
         {"t": style.to_ms(one.started_unix_s), "s": s, "what": what, "step": one.step, "took": took}
         for one in saves
@@ -69,7 +69,6 @@ def durations(summary: RunSummary) -> WatchFigure:
             "domain": [low, high if high > low else low * 10],
             "ticks": style.span_log_ticks(low, high),
         }
-    note = "" if every == 1 else f" One of every {every} saves is drawn."
     return style.make_figure("durations", list(_duration_rows(summary.saves)), note=note, chart=chart)
 
 

@@ -22,7 +22,7 @@ def timeline(summary: RunSummary) -> WatchFigure | None:
     """Return the figure of all events; None without any."""
     if summary.started_unix_s is None:
         return None
-    saves, every = style.thin_out(summary.saves)
+    saves, note = style.thin_out(summary.saves, "saves")
     losses, (drains, _) = summary.losses, style.thin_out(summary.drains)
     spans = kept_spans(summary), losses.redone, losses.down, losses.restoring
     bars = [_bar(lane, one, lane) for lane, some in zip(_LANES, spans, strict=False) for one in some]
@@ -52,7 +52,6 @@ def timeline(summary: RunSummary) -> WatchFigure | None:
         # With an x2, Vega-Lite would treat the same domain as a different one.
         "bar_time": {**time, "scale": {"type": "utc", "nice": False}},
     }
-    note = "" if every == 1 else f" Of the saves, one of every {every} is drawn."
     return style.make_figure("timeline", _rows(summary), note=note, chart=chart)
 
 
@@ -198,7 +197,11 @@ def costs(summary: RunSummary) -> WatchFigure | None:
 
 
 def _part(gap: Interruption, s: float, **more: object) -> Spec:
-    return {"which": f"{gap.before} to {gap.after}", "s": s, "took": style.format_seconds(s), **more}
+    return {"which": _between(gap), "s": s, "took": style.format_seconds(s), **more}
+
+
+def _between(gap: Interruption) -> str:
+    return f"{gap.before} to {gap.after}"
 
 
 def _cost_row(gap: Interruption) -> Row:
@@ -210,12 +213,4 @@ def _cost_row(gap: Interruption) -> Row:
         remarks.append(f"{plural(gap.num_failed_starts, 'start')} in between without further events")
     steps, times = (gap.last_step, gap.restored_step, lost), (gap.redo_s, gap.down_s, gap.restore_s)
     remark = "; ".join(filter(None, remarks)) or None
-    return (
-        gap.last_seen_unix_s,
-        f"{gap.before} to {gap.after}",
-        gap.kind,
-        *steps,
-        *times,
-        gap.cost_s,
-        remark,
-    )
+    return gap.last_seen_unix_s, _between(gap), gap.kind, *steps, *times, gap.cost_s, remark

@@ -75,7 +75,7 @@ def keep(folder: Path) -> None:
     """Start as a keeper does, after others of the home, and offer memory."""
     assert not list(running_keepers(str(folder)))
     lockfile = Lockfile.create(str(folder), KeeperInfo(1, 0, os.getpid(), 0, busy=True))
-    offer_images(lockfile, {}, timeout_s=0)
+    offer_images(lockfile, dict, timeout_s=0)
     lockfile.remove()
 
 

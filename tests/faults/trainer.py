@@ -140,7 +140,7 @@ def main() -> None:  # noqa: C901 - one option after the other
         keep=args.keep,
         local=args.local and holdfast.Local(args.local.format(rank=rank), keep=args.keep_local),
         take_over=args.take_over,
-        peers=args.peers,
+        peers=args.peers and holdfast.Peers(args.peers, keep_for="60s"),
         memory=holdfast.Memory(args.memory, keep_for=args.hold),
         limits=holdfast.Limits(
             failed_saves=args.failed_saves, patience=args.patience, commit_timeout=args.commit_timeout

@@ -51,7 +51,7 @@ class Holder:
         self.thread.start()
 
     def _offer(self, images: tuple[Image, ...], timeout_s: float) -> None:
-        offer_images(self.lockfile, {self.fd: images}, timeout_s=timeout_s)
+        offer_images(self.lockfile, lambda: {self.fd: images}, timeout_s=timeout_s)
         self.lockfile.remove()
 
     def wait_until_offered(self) -> None:

@@ -215,7 +215,7 @@ def test_a_peer_that_was_replaced_is_called_again(make_pair: Callable[..., tuple
     first, second = make_pair()
     first.save(1, arena=1)
     wait_until(lambda: first.has(1))
-    for open_one in second.mirror._holder._open.values():
+    for open_one, _ in second.mirror._holder._open.values():
         open_one.close()  # as its death would
     first.save(2, arena=2)
     wait_until(lambda: first.has(2))

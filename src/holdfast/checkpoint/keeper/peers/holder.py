@@ -41,7 +41,8 @@ class Holder:
         self.memory = CopyMemory(config.memory_bytes)
         self._listener, self._attempt, self._config = listener, attempt, config
         self._strangers = threading.Semaphore(_MAX_STRANGERS)
-        self._open: dict[int, Conversation] = {}  # by rank: a new call ends the one before
+        # By rank, each with its thread: a new call ends the one before.
+        self._open: dict[int, tuple[Conversation, threading.Thread]] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="holdfast-holder", daemon=True).start()
 
@@ -71,10 +72,11 @@ class Holder:
             conversation.close()
             return
         with self._lock:
-            before = self._open.pop(rank, None)
-            self._open[rank] = conversation
+            before = self._open.get(rank)
+            self._open[rank] = conversation, threading.current_thread()
         if before is not None:
-            before.close()
+            before[0].close()
+            before[1].join()  # it may still write into memory that is about to hold another copy
         with contextlib.suppress(HoldfastError):  # the caller calls again
             conversation.end_opening()
             conversation.send(Welcome())

@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.run.mirroring import Mirroring
+from holdfast.checkpoint.run.options import Peers
 
 
 class World:
     """Ranks that save the same steps, and exchange values as `Ranks.exchange_flags` does: one call late."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.ranks = [Mirroring() for _ in range(num_ranks)]
+        self.ranks = [Mirroring(Peers()) for _ in range(num_ranks)]
         self.copies: list[set[int]] = [set() for _ in self.ranks]  # whole ones that each rank's peers hold
         self._sent: list[tuple[int | None, int]] = []
 
@@ -75,7 +76,7 @@ def test_a_save_that_one_rank_cannot_copy_is_given_up_by_all() -> None:
 
 
 def test_without_exchanges_each_rank_goes_by_its_own_copies() -> None:
-    rank = Mirroring()
+    rank = Mirroring(Peers())
     assert rank.begin(1)
     assert not rank.begin(2), "it is being copied"
     rank.end(1, is_held=True)

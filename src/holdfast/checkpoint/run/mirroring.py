@@ -6,10 +6,11 @@ import os
 import secrets
 import socket
 import threading
+from typing import Any
 
-from msgspec import Struct
+from msgspec.structs import replace
 
-from holdfast.checkpoint.keeper.config import PeerAddress, PeersConfig
+from holdfast.checkpoint.keeper.config import KeeperConfig, PeerAddress, PeersConfig
 from holdfast.checkpoint.keeper.peers.placement import RankPlace, place_copies, writers_of
 from holdfast.checkpoint.ranks import RankGroup, this_host, values_of
 from holdfast.checkpoint.run.options import Peers
@@ -30,12 +31,32 @@ class Mirroring:
     time, also while a host dies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Peers) -> None:
+        self._options = options
+        self._listener: socket.socket | None = None  # on which the peers call this rank's keeper
         self.held: int | None = None  # newest step whose copies are known to be whole for all ranks
         self._current: int | None = None  # step that is being copied
         self._state = _NONE  # of the current one, on this rank
         self._was_sent = False  # the ranks exchange its state
         self._lock = threading.Lock()
+
+    def meet(self, ranks: RankGroup, config: KeeperConfig) -> tuple[KeeperConfig, dict[str, Any]]:
+        """Agree on the peers of each rank. Return the keeper's configuration and arguments with its own.
+
+        Ranks: collective.
+        """
+        met = meet_peers(ranks, self._options)
+        if met is None:
+            return config, {}
+        peers, self._listener = met
+        keep_s = max(config.keep_in_memory_s, self._options.keep_for_s)
+        config = replace(config, peers=peers, keep_in_memory_s=keep_s)
+        return config, {"copied": self.end, "listener": self._listener}
+
+    def close(self) -> None:
+        """Close the socket on which peers call; that of a running keeper stays open."""
+        if self._listener is not None:
+            self._listener.close()
 
     def begin(self, step: int) -> bool:
         """Return True if peers are to copy the save of `step`, which begins."""
@@ -78,15 +99,11 @@ class Mirroring:
             return [step for step in (self.held, self._current) if step is not None]
 
 
-class Meeting(Struct, frozen=True):
-    """Peers of this rank's keeper, and the socket on which others call it."""
-
-    config: PeersConfig
-    listener: socket.socket
-
-
-def meet_peers(ranks: RankGroup, options: Peers) -> Meeting | None:
+def meet_peers(ranks: RankGroup, options: Peers) -> tuple[PeersConfig, socket.socket] | None:
     """Agree on who holds whose copies; None if all ranks are on one host.
+
+    Returns:
+        The peers of this rank's keeper, and the socket on which others call it.
 
     Ranks: collective.
     """
@@ -111,7 +128,7 @@ def meet_peers(ranks: RankGroup, options: Peers) -> Meeting | None:
         bandwidth=options.bandwidth_bytes,
         tls=options.tls_files,
     )
-    return Meeting(config, listener)
+    return config, listener
 
 
 def _listen(ranks: RankGroup, options: Peers) -> tuple[socket.socket, tuple[str, int]]:

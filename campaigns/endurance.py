@@ -12,17 +12,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from campaigns import counts
@@ -38,6 +37,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _LIMIT_S = 3600
 _END_LIMIT_S = 120
 """Limit of the end of a training that got a signal, on a busy machine too."""
+_WRITE_S = 2  # time that processes get to write their stacks
 
 _SAVES = """
 import os, sys, time, torch, holdfast
@@ -67,11 +67,12 @@ print("END", holdfast.open(home).step, flush=True)
 """
 
 _SIGNALLED = """
-import sys, time, torch, holdfast
+import faulthandler, sys, time, torch, holdfast
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 100_000
     def __getitem__(self, index): return torch.ones(64) * index
 if __name__ == "__main__":
+    faulthandler.enable()
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
     loader = iter(torch.utils.data.DataLoader(Data(), 4, num_workers=2))
@@ -102,7 +103,7 @@ with holdfast.Checkpointer(sys.argv[1], state, keep=2, quiet=True) as ckpt:
 """
 
 
-@contextmanager
+@contextlib.contextmanager
 def _folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="holdfast-endurance-", ignore_cleanup_errors=True) as name:
         os.environ["HOLDFAST_RUNTIME_DIR"] = f"{name}/runtime"
@@ -148,27 +149,22 @@ def send_signal(nursery: Nursery, seed: int) -> list[str]:
         try:
             status: int | str = child.wait(_END_LIMIT_S)
         except queue.Empty:
-            status = f"still running after {_END_LIMIT_S} s with {_stacks(child.pid)}"
-            os.killpg(child.pid, signal.SIGKILL)
+            status = f"still running after {_END_LIMIT_S} s"
+            _end_with_stacks(child.pid)
         said = child.said()
         steps = [int(one) for one in re.findall(r"STEP (\d+)", said)]
         saved = [int(one.name[5:]) for one in (folder / "home").glob("step-*") if list(one.glob("manifest*"))]
     if status != 75 or max(saved, default=0) < max(steps):
-        return [f"{number.name} after step {at}: status {status}, saved {saved[-3:]}: {said[-1500:]}"]
+        return [f"{number.name} after step {at}: status {status}, saved {saved[-3:]}: {said[-20_000:]}"]
     return []
 
 
-def _stacks(group: int) -> str:
-    """Return where each process of a group stands."""
-    return "\n".join(
-        _output(str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", pid)
-        for pid in _output("pgrep", "-g", str(group)).split()
-    )
-
-
-def _output(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
+def _end_with_stacks(group: int) -> None:
+    """End the processes of a group; faulthandler writes their stacks into their output."""
+    os.killpg(group, signal.SIGABRT)
+    time.sleep(_WRITE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def run_clocks(nursery: Nursery, seed: int, *, num_kills: int = 4) -> list[str]:

@@ -221,7 +221,7 @@ def test_files_in_memory_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [-1, True, 2.5])
 def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(holdfast.InvalidInput, match="step must be"):
+    with pytest.raises(holdfast.InvalidInput, match="step=: a step is a whole number"):
         HoldfastWriter(tmp_path, step=step)
 
 

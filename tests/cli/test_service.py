@@ -1,4 +1,4 @@
-"""`holdfast service` with recorded programs, and a restart of the machine as cron runs the line."""
+"""`holdfast service` with recorded programs, and a restart of the machine without systemd."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WAITS = "echo attempt $HOLDFAST_ATTEMPT is up; until [ -e go ]; do sleep 0.02; d
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePrograms:
-    """A machine without systemd and cron, on which the test installs them."""
+    """A machine without systemd, on which the test installs it."""
     monkeypatch.setenv("HOLDFAST_STATE", str(tmp_path / "state"))
     return FakePrograms(tmp_path / "bin", monkeypatch)
 
@@ -67,15 +67,15 @@ def test_without_the_permission_to_linger_the_remedy_is_shown(
     assert holdfast("service", "status").err == ""
 
 
-def test_a_machine_without_systemd_shows_the_line_for_cron(holdfast: Command, programs: FakePrograms) -> None:
+def test_a_machine_without_systemd_shows_the_command(holdfast: Command, programs: FakePrograms) -> None:
     result = holdfast("service", "install").refused()
     found = holdfast("service", "status", "--json")
     assert found.status == 1
     assert found.json["unit"] is None
-    for line in (found.json["cron_line"], found.json["command"]):
-        assert "holdfast.cli service start" in line
-        assert line in result.err
-        assert line in holdfast("service", "status").out
+    line = found.json["command"]
+    assert "holdfast.cli service start" in line
+    assert line in result.err
+    assert line in holdfast("service", "status").out
     assert programs.units() == []
 
 
@@ -114,7 +114,7 @@ def test_a_line_break_in_the_folder_and_a_refusal_of_systemd_leave_nothing(
         holdfast("service", "install").refused()
     assert programs.units() == []
     programs.set("systemctl.refuses")
-    holdfast("service", "install").refused("Unit file does not exist.", "crontab -e")
+    holdfast("service", "install").refused("Unit file does not exist.", "run as this user after each start")
     assert programs.units() == []
 
 
@@ -126,7 +126,7 @@ def test_a_folder_that_is_not_mounted_is_an_error(
     assert not (tmp_path / "missing").exists()
 
 
-def test_jobs_continue_when_cron_runs_the_line_after_a_restart(
+def test_jobs_continue_when_the_command_runs_after_a_restart(
     holdfast: Command, jobs: JobHarness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = jobs.submit("true")
@@ -138,18 +138,18 @@ def test_jobs_continue_when_cron_runs_the_line_after_a_restart(
         FakePrograms(tmp_path / "bin", patch)
         found = holdfast("service", "status", "--json").json
         assert found["starts"] == [job.id for job in running]
-        line = found["cron_line"].removeprefix("@reboot ").replace("\\%", "%")
+        line = found["command"]
     records = Records(jobs.state)
     for job in running:
         everything = [*jobs.roles(job, "controller"), *jobs.roles(job, "agent")]
         processes.kill(everything)
         processes.kill(jobs.of_job(job))
         _be_of_an_earlier_boot(records, job.id)
-    # As cron does: no environment but this, and the home as the current folder.
+    # As by cron: no environment but this, and the home as the current folder.
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "SHELL": "/bin/sh", "LOGNAME": "me"}
-    subprocess.run(["/bin/sh", "-c", line], env=environment, cwd=tmp_path, check=True)
-    said = (jobs.state / "service.log").read_text()
-    assert said == "".join(f"job {job.id} ({job.name}) is RECOVERING\n" for job in running)
+    words = ["/bin/sh", "-c", line]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "".join(f"job {job.id} ({job.name}) is RECOVERING\n" for job in running)
     for job in running:
         jobs.wait_for(job, lambda job=job: "attempt 2 is up" in jobs.log(job), "the second attempt")
         for rank in range(job.num_nodes):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import Corrupt
 from holdfast.system.linux.locks import try_flock
 from holdfast.watch.hang import stacks as capturing
 from holdfast.watch.hang.incidents import (
@@ -37,7 +35,6 @@ from holdfast.watch.hang.stacks import (
     capture,
     find_place,
     main_thread,
-    parse_json,
     parse_stacks,
 )
 
@@ -188,15 +185,6 @@ def test_records_of_several_ranks_are_one_hang_each_time() -> None:
         ([1], None),
         ([0], None),
     ]
-
-
-def test_the_json_of_py_spy_is_parsed_and_checked() -> None:
-    frame = {"name": "f", "filename": "/a/train.py", "line": 3, "module": None}
-    text = json.dumps([{"thread_id": 7, "frames": [frame]}, {"thread_id": 8, "frames": []}]).encode()
-    assert parse_json(text) == (Thread(8, ()), Thread(7, (Frame("/a/train.py", 3, "f"),)))
-    for damaged in (b"", b"{}", b"[3]", b'[{"frames": 3}]', b'[{"frames": [3]}]', b"\xff"):
-        with pytest.raises(Corrupt):
-            parse_json(damaged)
 
 
 SLOW_WRITER = """

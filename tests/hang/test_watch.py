@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +14,12 @@ from holdfast.cli import main as cli
 from holdfast.errors import HUNG_STATUS
 from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.watch.hang.incidents import describe_odd, group_ranks
-from holdfast.watch.hang.stacks import find_py_spy, read_stacks, read_state
-from stage.training import wait_until
 
 PLACES = {
     "loop": "in training.py:{spin} (spin)",
     "sleep": "in training.py:{sleep} (odd_trouble)",
     "gil": "in training.py:{gil} (odd_trouble)",
-    "stop": "stopped",  # and its place, with py-spy
+    "stop": "stopped",
     "loader": "in DataLoader.__next__, called at training.py:{batch} (main); its worker is in training.py:",
 }
 """Place of the rank that hangs, by the way it does."""
@@ -48,27 +43,6 @@ def test_the_place_is_found_whatever_the_process_does(trial: Trial, way: str) ->
     found = describe_odd(trial.hang().ranks)
     assert PLACES[way].split("{")[0] in found
     trial.wait_until(lambda: "THE TRAINING HANGS" in trial.printed())
-
-
-def test_py_spy_reads_the_stacks_of_a_stopped_process(tmp_path: Path) -> None:
-    script = tmp_path / "asleep.py"
-    script.write_text(
-        "import time\n\n\ndef nap():\n    print('asleep', flush=True)\n    time.sleep(1000)\n\n\nnap()\n"
-    )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: read_state(process.pid) == "stopped")
-        dump = [find_py_spy() or "false", "dump", "--nonblocking", "--pid", str(process.pid)]
-        if subprocess.run(dump, capture_output=True, check=False).returncode:
-            pytest.skip("py-spy is missing, or may not read other processes here")
-        found = read_stacks(process.pid)
-        assert [frame.function for frame in found[-1].frames][-2:] == ["nap", "<module>"]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize(

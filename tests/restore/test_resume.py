@@ -20,7 +20,7 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import recover_commit
 from holdfast.checkpoint.home.listing import list_home
-from holdfast.checkpoint.restore.candidates import Mark, RankFrom, Request, Selection
+from holdfast.checkpoint.restore.candidates import Mark, Request, Selection
 from holdfast.checkpoint.restore.resume import restore_newest
 from holdfast.checkpoint.restore.stages import Restored
 from holdfast.checkpoint.store.contract import Store
@@ -73,15 +73,11 @@ def restore(
     return restored
 
 
-def on_ranks(
-    store: Store, lives: list[Live], source_rank: RankFrom | None = None, *, patience_s: float = 60.0
-) -> list[Any]:
+def on_ranks(store: Store, lives: list[Live], *, patience_s: float = 60.0) -> list[Any]:
     """Return the result or the error of each rank's restore."""
 
     def work(rank: ThreadRank) -> Restored | None:
-        request = Request(
-            store, lives[rank.rank].load, rank, num_threads=2, source_rank=source_rank, patience_s=patience_s
-        )
+        request = Request(store, lives[rank.rank].load, rank, num_threads=2, patience_s=patience_s)
         return restore_newest(request)
 
     return on_threads(work, len(lives))
@@ -427,28 +423,6 @@ def test_another_number_of_ranks_takes_parts_modulo_the_saved_one(world_size: in
     assert [one.step for one in results] == [200] * world_size
     assert [live.values for live in lives] == [[[{"rank": rank % 2}]] for rank in range(world_size)]
     assert [live.tensors["own"][1].item() for live in lives] == [rank % 2 for rank in range(world_size)]
-
-
-def test_a_rank_can_choose_the_saved_rank_of_its_per_rank_state() -> None:
-    asked = []
-
-    def source_rank(rank: int, world_size: int, saved: int) -> int:
-        asked.append((rank, world_size, saved))
-        return rank * saved // world_size
-
-    lives = [rank_live() for _ in range(4)]
-    on_ranks(two_rank_store(), lives, source_rank)
-    assert {*asked} == {(rank, 4, 2) for rank in range(4)}
-    assert [live.values for live in lives] == [[[{"rank": rank // 2}]] for rank in range(4)]
-    assert [live.tensors["own"][1].item() for live in lives] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("answer", [2, -1, None])
-def test_a_rank_that_did_not_save_cannot_be_chosen(answer: Any) -> None:
-    lives = [rank_live(), rank_live()]
-    results = on_ranks(two_rank_store(), lives, lambda *_: answer)
-    assert all(isinstance(one, InvalidInput) and "source_rank returned" in str(one) for one in results)
-    assert not any(tensor.any() for live in lives for tensor in live.tensors.values())
 
 
 def test_ancestors_are_the_same_on_every_rank() -> None:

@@ -26,6 +26,7 @@ from holdfast.system.documents import Count, decode_as, to_plain
 from holdfast.system.environment import JobReport, report_to_job
 from holdfast.system.linux.files import NOT_A_FILE, open_regular
 from holdfast.system.log import get_logger
+from holdfast.system.units import parse_step
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
@@ -77,8 +78,7 @@ def save_checkpoint(
             step = arguments.get(name)
             if step is None:
                 return func(*args, **kwargs)
-            if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-                raise InvalidInput(f"A step must be a whole number from 0 on, not {step!r}.")
+            step = parse_step(step, "save_checkpoint")
             series = _Series(Path(save_dir), checkpoint_prefix)
             model = arguments.get("model", next(iter([*arguments.values()][1:]), None))
             result = series.save(step, lambda: func(*args, **kwargs), type(model).__name__)

@@ -187,6 +187,19 @@ class RankGroup(ABC):
         return tuple(rank for rank, place in enumerate(self.gather(here)) if place == here)
 
 
+def world() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
+        raise InvalidInput(
+            f"WORLD_SIZE is {world_size} but there is no process group, so the ranks cannot agree on a "
+            "checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer, or "
+            "before the first save with Nebula's interface."
+        )
+    return 0, 1
+
+
 @final
 class Ranks(RankGroup):
     """Ranks of torch.distributed, over a gloo group of our own; a single rank without it.
@@ -198,18 +211,11 @@ class Ranks(RankGroup):
     """
 
     def __init__(self, *, timeout_s: float) -> None:
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size = world()
         self._group: dist.ProcessGroup | None = None
         self._exchange: tuple[torch.Tensor, dist.Work] | None = None  # under way
         self._timeout_s = timeout_s
         self._number = next(_numbers)
-        if dist.is_available() and dist.is_initialized():
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        elif (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
-            raise InvalidInput(
-                f"WORLD_SIZE is {world_size} but there is no process group, so the ranks cannot agree on "
-                "a checkpoint. Call torch.distributed.init_process_group() before making the Checkpointer."
-            )
         if self.world_size > 1:
             # A group of its own: its collectives must never match those of training.
             group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))

@@ -305,7 +305,7 @@ _ACTIONS = ("install", "uninstall", "status", "start")
         "actions:\n"
         "  install    continue the jobs on this machine when it starts, by a systemd user unit\n"
         "  uninstall  remove the unit; jobs continue\n"
-        "  status     show what is installed, and the line for cron where systemd is not running;\n"
+        "  status     show what is installed, and the command that continues the jobs;\n"
         "             exit status 1 if nothing is installed\n"
         "  start      start the controllers of all jobs that have not ended, as the service does"
     ),
@@ -342,6 +342,5 @@ def _print_service(found: job_service.Service) -> None:
         ("jobs in", found.state),
         ("continues", f"{plural(len(found.starts), 'job')} now{numbers}"),
         ("runs", found.command),
-        ("for cron", found.cron_line or "too long for cron"),
     ]
     print_fields(fields, width=12)

@@ -1,7 +1,6 @@
 """Service of a state folder: a systemd user unit continues its jobs after a restart of the machine.
 
-Source: systemd.service(5), systemd.exec(5) and systemd.syntax(7) about units and their quoting; crontab(5)
-about `@reboot` and `%`.
+Source: systemd.service(5), systemd.exec(5) and systemd.syntax(7) about units and their quoting.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ _PATH = "PYTHONPATH"
 _MAX_NAME = 40
 _LIMIT_S = 60.0
 _RUNTIME = "XDG_RUNTIME_DIR"
-_MAX_CRON_BYTES = 999  # longest command that all versions of cron run. Debian's cuts off the rest silently.
 _TARGET = "default.target"
 _STOP_S = 60  # time for the jobs at the end of the machine: the lead of their notice, and as much again
 
@@ -43,7 +41,6 @@ class Service(Struct, frozen=True):
     state: str  # path of the state folder
     unit: str | None  # path of the installed unit; None if there is none
     command: str  # the command that runs after a restart, for a shell
-    cron_line: str | None  # the line of a crontab that runs it instead; None if it is too long for cron
     starts: tuple[int, ...]  # numbers of the jobs that it would continue now
     problems: tuple[str, ...]  # reasons why it may not start the jobs, each with the remedy
 
@@ -103,7 +100,6 @@ def status() -> Service:
         state=str(boot.state),
         unit=str(path) if is_enabled else None,
         command=boot.shell_text(),
-        cron_line=boot.cron_line(),
         starts=tuple(record.job.number for record in records if not record.state.job_state.status.is_final),
         problems=tuple(problems),
     )
@@ -131,14 +127,6 @@ class BootCommand(Struct, frozen=True):
         """Return it for a shell."""
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*variables, shlex.join(self.words)])
-
-    def cron_line(self) -> str | None:
-        """Return the line of a crontab that runs it, or None if cron would cut it off."""
-        variables = [f"{name}={_quoted_for_cron(value)}" for name, value in self.environment.items()]
-        words = ["/usr/bin/env", *variables, *map(_quoted_for_cron, self.words)]
-        log = _quoted_for_cron(str(self.state / "service.log"))  # cron would send the output by mail
-        text = f"{' '.join(words)} >>{log} 2>&1"
-        return None if len(text.encode()) > _MAX_CRON_BYTES else f"@reboot {text}"
 
     def unit_text(self) -> str:
         """Return the text of its unit."""
@@ -173,9 +161,7 @@ WantedBy={_TARGET}
 
     def other_way(self) -> str:
         """Return how to run it after each start of the machine without systemd."""
-        line = self.cron_line()
-        by_cron = f"add this line with `crontab -e`: {line}" if line else "use another program"
-        return f"Or have `{self.shell_text()}` run as this user after each start of the machine: {by_cron}"
+        return f"Or have this command run as this user after each start of the machine: {self.shell_text()}"
 
 
 def make_boot_command(state: Path) -> BootCommand:
@@ -198,17 +184,6 @@ def service_name(state: Path) -> str:
     place = os.fsencode(state.resolve())
     shown = re.sub(r"[^A-Za-z0-9_]+", "-", state.name).strip("-")[:_MAX_NAME]
     return f"holdfast-{shown or 'jobs'}-{hashlib.sha256(place).hexdigest()[:8]}"
-
-
-def _quoted_for_cron(text: str) -> str:
-    """Quote a text for the shell, in a way that cron does not change.
-
-    cron ends the command at a `%`, unless a backslash precedes it, and some versions leave that backslash for
-    the shell. Some take two backslashes for one. So neither is within the same quotes as its neighbours.
-    """
-    parts = re.split(r"([%\\])", text)
-    quoted = "".join("\\%" if part == "%" else shlex.quote(part) if part else "" for part in parts)
-    return quoted or "''"
 
 
 def _quoted(text: str) -> str:

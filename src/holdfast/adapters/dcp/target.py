@@ -19,8 +19,9 @@ from holdfast.checkpoint.home.listing import Listing, WriterId, candidates, list
 from holdfast.checkpoint.retention import line_of
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.factory import absolute_place
-from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, SaveWarning, Unsupported
+from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, SaveWarning, Unsupported
 from holdfast.system.callsite import warn
+from holdfast.system.units import parse_step
 
 _ID = re.compile(r"(?:(.*)/)?step-([0-9]+)/*", re.DOTALL)
 
@@ -34,9 +35,7 @@ class Target(Struct, frozen=True):
     @classmethod
     def of(cls, home: str | os.PathLike[str], step: int | None) -> Target:
         """Return the target of a user's arguments."""
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-            raise InvalidInput(f"step must be the number of completed steps, 0 or more, not {step!r}.")
-        return cls(absolute_place(home), step)
+        return cls(absolute_place(home), None if step is None else parse_step(step, "step="))
 
     def at(self, checkpoint_id: str | os.PathLike[str] | None) -> Target:
         """Return the target of a `checkpoint_id`, or this one without it.

@@ -36,12 +36,12 @@ from holdfast.adapters.nebula.tag_writer import (
     memory_limit,
     own_rank,
     parse_location,
-    world,
 )
 from holdfast.checkpoint.exchange.packed_value import Packed, describe_partitions, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.claim import read_run
 from holdfast.checkpoint.keeper import MemoryTierStore, wait_for_orphans
+from holdfast.checkpoint.ranks import world
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, SaveWarning

@@ -23,6 +23,7 @@ from holdfast.adapters.kit.store_ranks import StoreRanks, wait_for
 from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.claim import claim_run
 from holdfast.checkpoint.keeper import Save
+from holdfast.checkpoint.ranks import world
 from holdfast.checkpoint.run import Checkpointer
 from holdfast.checkpoint.run.options import Home, Limits, Local
 from holdfast.checkpoint.state.entry import per_rank
@@ -233,19 +234,6 @@ class TagCoordinator:
 def is_grouped() -> bool:
     """Return True if a process group exists."""
     return dist.is_available() and dist.is_initialized()
-
-
-def world() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks."""
-    if is_grouped():
-        return dist.get_rank(), dist.get_world_size()
-    if (world_size := read_integer("WORLD_SIZE", 1, minimum=1)) > 1:
-        raise InvalidInput(
-            f"WORLD_SIZE is {world_size}, but there is no process group, so the ranks "
-            "cannot agree on a checkpoint. Nothing was saved. Call "
-            "torch.distributed.init_process_group() before the first save."
-        )
-    return 0, 1
 
 
 def own_rank() -> int:

@@ -16,7 +16,7 @@ from holdfast.checkpoint.keeper.lockfile import KeeperInfo, Lockfile
 from holdfast.checkpoint.keeper.messages import Configure, Message, Ping, Pong
 from holdfast.checkpoint.keeper.packets import Outbox
 from holdfast.system.entry import command
-from holdfast.system.linux.processes import allow_tracing, read_stat, start_time
+from holdfast.system.linux.processes import read_stat, start_time
 from holdfast.system.units import format_duration
 
 _REAP_S = 5.0
@@ -92,7 +92,6 @@ class ChildProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
             lockfile.close()
-        allow_tracing(process.pid)  # py-spy reads the stacks of a trainer that is stopped
         child = cls(process, ours, stderr_fd=stderr_fd, lockfile=lockfile)
         fds = (pulse_fd,) if pulse_fd >= 0 else ()
         child.outbox.send(Configure(config), fds if listener is None else (*fds, listener.fileno()))

@@ -47,8 +47,6 @@ class Loading(Protocol):
         ...
 
 
-RankFrom = Callable[[int, int, int], int]
-"""Function of rank, world size and saved world size that returns the saved rank whose state is loaded."""
 StateLoad = Callable[[Manifest, Sequence[Mapping[str, Any]]], Loading]
 """Function that plans the load of a checkpoint from its manifest, this rank's values and those of other
 structures."""
@@ -87,7 +85,6 @@ class Request(Struct, frozen=True):
     num_threads: int | None = None  # threads that read, hash and copy; None for what suits the nearest tier
     on_bytes: Callable[[int], None] | None = None  # called with the size of each read, never by two threads
     share_reads: bool = False  # each chunk is read by one of the ranks that need it, and sent to the others
-    source_rank: RankFrom | None = None  # by default a rank loads the state of `rank % saved`
     own_local: Store | None = None  # this rank's local folder, where other ranks have others
     may_commit: bool = True  # write missing manifests; False without a claim, beside a living writer
     show: Callable[[str], None] = _ignore  # called with a line for the user

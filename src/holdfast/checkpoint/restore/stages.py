@@ -31,7 +31,6 @@ from holdfast.checkpoint.restore.read import FileRead, ReadStats, Want, discard,
 from holdfast.checkpoint.restore.share import Lending, read_shared
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.tiered import TieredStore
-from holdfast.errors import InvalidInput
 
 
 class Stages:
@@ -92,25 +91,9 @@ class Stages:
         """Check that all files exist with their sizes, and read this rank's values."""
         besides = [] if self._node_local is None else [self._node_local.listing]
         check_listed(self._store, self.manifest, besides=besides)
-        self._source = self._choose_source()
+        self._source = self._request.group.rank % self.manifest.world_size
         ranks = self._parts.structures(self._source)
         self._values = [self._parts.part(rank).values for rank in ranks]
-
-    def _choose_source(self) -> int:
-        """Return the saved rank whose per-rank state this rank loads."""
-        request, saved = self._request, self.manifest.world_size
-        rank, world_size = request.group.rank, request.group.world_size
-        if request.source_rank is None:
-            return rank % saved
-        source = request.source_rank(rank, world_size, saved)
-        if source not in range(saved):
-            raise InvalidInput(
-                f"source_rank returned {source!r} for rank {rank} of {world_size}; the checkpoint was saved "
-                f"by ranks 0 to {saved - 1}. Nothing was changed.",
-                step=self._checkpoint.step,
-                rank=rank,
-            )
-        return source
 
     def plan(self) -> list[str]:
         """Plan the reads. Returns overwritten tensors that this checkpoint does not hold."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -174,16 +173,12 @@ class Reads:
         threads: number of parallel reads; by default what suits the storage.
         shared: read what several ranks need once, and send it from rank to rank: for a home that is slower
             than the network between the ranks.
-        source_rank: function that returns the saved rank whose per-rank state (random numbers, data loaders)
-            a rank loads, given its rank, the world size and the saved world size. By default a rank loads
-            that of the same number, or on fewer saved ranks `rank % saved`.
     """
 
     _: KW_ONLY
     patience: Duration = "2m"
     threads: int | None = None
     shared: bool = False
-    source_rank: Callable[[int, int, int], int] | None = None
 
     def __post_init__(self) -> None:
         _ = self.patience_s

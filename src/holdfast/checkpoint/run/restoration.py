@@ -80,7 +80,6 @@ class Restoration:
                 keep=options.keep,
                 num_threads=options.reads.threads,
                 share_reads=options.reads.shared,
-                source_rank=options.reads.source_rank,
                 own_local=own_local,
                 may_commit=keeper is not None,
                 show=self._components.show,

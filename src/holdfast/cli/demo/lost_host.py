@@ -129,7 +129,7 @@ def find_mirrored(home: Path, world_size: int) -> int:
 
 
 def find_restored(home: Path) -> list[dict[str, Any]]:
-    """Return the line of the history about rank 0's restore in the second attempt, once it is there."""
+    """Return the line of the history about rank 0's restore in the second attempt, once it was written."""
     lines, _ = read_lines(open_store(str(home)), 2)
     return [line for line in lines if line["event"] == "restored" and line["rank"] == 0]
 

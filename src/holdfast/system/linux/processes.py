@@ -16,7 +16,6 @@ from msgspec import Struct
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_PTRACER = 0x59616D61
 
 # Runs a command that receives a signal when its parent dies. The parent may have died before prctl.
 _DIE_WITH_PARENT = (
@@ -96,11 +95,6 @@ def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> l
 def adopt_orphans() -> None:
     """Make orphaned descendants children of this process, so that it can reap them, see prctl(2)."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def allow_tracing(pid: int) -> None:
-    """Allow a process and its descendants to trace this one (prctl(2), PR_SET_PTRACER)."""
-    _prctl(_PR_SET_PTRACER, pid)
 
 
 def _prctl(option: int, value: int) -> None:

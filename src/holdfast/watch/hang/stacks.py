@@ -1,4 +1,4 @@
-"""Stacks of a process: written by its own signal handler or read by py-spy, and the place that they show."""
+"""Stacks of a process, which its own signal handler writes, and the place that they show."""
 
 from __future__ import annotations
 
@@ -7,24 +7,19 @@ import ctypes
 import faulthandler
 import os
 import re
-import shutil
 import signal
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
-from holdfast.errors import HUNG_STATUS, Corrupt
-from holdfast.system.documents import decode
+from holdfast.errors import HUNG_STATUS
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.linux.processes import handles_signal, read_stat, start_time, threads_blocking
-from holdfast.system.linux.program_runs import run_program
 
 NAME = "hang"
 """Name of the watch. The first of its words in the pulse is one more than the descriptor for stacks."""
@@ -108,56 +103,6 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     return tuple(Thread(ident, tuple(frames[:MAX_FRAMES])) for ident, frames in found[-MAX_THREADS:])
 
 
-_PY_SPY_S = 15.0
-_MAX_JSON_BYTES = 4 << 20
-
-
-def find_py_spy() -> str | None:
-    """Return the path of py-spy beside this Python, or on the PATH; None without it."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
-
-
-def read_stacks(pid: int) -> tuple[Thread, ...]:
-    """Return the threads of a process; empty if py-spy is not installed, or may not read the process.
-
-    Source: py-spy 0.4, `py-spy dump --json --nonblocking`.
-
-    Blocks: at most 15 s.
-    """
-    program = find_py_spy()
-    if program is None:
-        return ()
-    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
-    try:
-        found = run_program(command, timeout_s=_PY_SPY_S)
-        # It needs rights that containers often lack.
-        return parse_json(found.out) if found.status == 0 else ()
-    except (OSError, Corrupt):
-        return ()
-
-
-def parse_json(text: bytes) -> tuple[Thread, ...]:
-    """Return the threads in the JSON of py-spy. Raises Corrupt if it is not a list of threads."""
-    body = decode(text, "the output of py-spy", max_bytes=_MAX_JSON_BYTES, any_text=True)
-    if not isinstance(body, list) or not all(isinstance(one, dict) for one in body):
-        raise Corrupt("The output of py-spy is not a list of threads.")
-    threads: list[Thread] = []
-    for thread in reversed(body):  # the oldest thread last, as faulthandler writes them
-        frames, ident = thread.get("frames"), thread.get("thread_id")
-        if not isinstance(frames, list) or not all(isinstance(one, dict) for one in frames):
-            raise Corrupt("The output of py-spy has a thread without a list of frames.")
-        threads.append(
-            Thread(ident if isinstance(ident, int) else 0, tuple(map(_frame, frames[:MAX_FRAMES])))
-        )
-    return tuple(threads[-MAX_THREADS:])
-
-
-def _frame(frame: Mapping[str, Any]) -> Frame:
-    line, file, name = frame.get("line"), str(frame.get("filename")), str(frame.get("name"))
-    return Frame(file[-_MAX_TEXT:], line if isinstance(line, int) else 0, name[:_MAX_TEXT])
-
-
 MAX_WORKERS = 8  # child processes whose stacks are captured, such as workers of data loaders
 _WRITE_S, _QUIET_S = 3.0, 0.1
 """Time that a process may take to write its stacks, and time without growth after which they may be whole."""
@@ -176,14 +121,14 @@ _STATES = {
 def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStacks, ...]]:
     """Return the stacks of a trainer, which it writes into a file, and of its workers with its handler.
 
-    Blocks: at most 3 s per process, 15 s for one that py-spy reads, and 45 s for other captures.
+    Blocks: at most 3 s per process, and 45 s for other captures.
     """
     try:
         file = os.open(f"/proc/{pid}/fd/{stacks_fd}", os.O_RDONLY | os.O_CLOEXEC) if stacks_fd >= 0 else -1
     except OSError:
         file = -1
     if file < 0:
-        return ProcessStacks(pid, read_state(pid), read_stacks(pid)), ()
+        return ProcessStacks(pid, read_state(pid), ()), ()
     try:
         # The stacks of two captures must not alternate in it.
         deadline_s = time.monotonic() + _OTHERS_S
@@ -191,7 +136,7 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
             if time.monotonic() >= deadline_s:
                 return ProcessStacks(pid, read_state(pid), ()), ()
             time.sleep(_LOOK_S)
-        own = ProcessStacks(pid, read_state(pid), _dump(pid, file) or read_stacks(pid))
+        own = ProcessStacks(pid, read_state(pid), _dump(pid, file))
         workers = [
             ProcessStacks(child, read_state(child), _dump(child, file))
             for child, _ in zip(_children(pid), range(MAX_WORKERS), strict=False)

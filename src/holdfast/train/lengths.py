@@ -13,13 +13,7 @@ from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
 from holdfast.train.data.batches import Batches, fingerprint, keep_two
 
-__all__ = [
-    "Batches",
-    "BucketBatches",
-    "Padding",
-    "compare_paddings",
-    "first_fit",
-]
+__all__ = ["Batches", "BucketBatches", "Padding", "compare_paddings", "first_fit"]
 
 
 @final

@@ -136,7 +136,7 @@ def train(
     """
     whole = torch.ones_like(rows)  # each row is one sequence
     places = torch.arange(LENGTH).expand_as(rows)
-    loss, count = model({"input_ids": rows, "position_ids": places, "sequence_ids": whole, "labels": rows})
+    loss, count = model({"input_ids": rows, "position_ids": places, "sequence_ids": whole})
     loss = loss / count * weight
     optimizer.zero_grad()
     loss.backward()

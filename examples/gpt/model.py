@@ -5,8 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from holdfast.train.lengths import attention_mask
-
 NOTHING = -100
 """Label of a position without a prediction, which cross-entropy ignores."""
 
@@ -54,12 +52,19 @@ class Gpt(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, row: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the summed cross-entropy of rows of `PackedRows`, each (rows, length), and its tokens."""
+        """Return the summed cross-entropy of packed rows, and the number of tokens that are predicted.
+
+        Args:
+            row: `input_ids`, `position_ids` and `sequence_ids` (-1 for padding), each (rows, length).
+        """
         x = self.token(row["input_ids"]) + self.place(row["position_ids"])
-        mask = attention_mask(row["sequence_ids"])
+        ids = row["sequence_ids"]
+        mask = (ids[:, None, :, None] == ids[:, None, None, :]).tril()
         for block in self.blocks:
             x = block(x, mask)
-        logits, labels = self.head(self.norm(x[:, :-1])), row["labels"][:, 1:]
+        logits = self.head(self.norm(x[:, :-1]))
+        is_predicted = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)  # no sequence's first token
+        labels = row["input_ids"][:, 1:].where(is_predicted, NOTHING)
         loss = functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="sum"
         )

@@ -1,12 +1,15 @@
-"""Training data of the GPT: functions and classes of Python's standard library, as bytes."""
+"""Training data of the GPT: functions and classes of Python's standard library, as bytes in full rows."""
 
 from __future__ import annotations
 
 import re
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+from holdfast.train.lengths import first_fit
 
 BEGIN = 256
 """First token of each sequence; the others are its bytes."""
@@ -46,3 +49,26 @@ def library(max_tokens: int, max_bytes: int, folder: Path | None = None) -> list
         left -= len(text)
         found += split_source(text, max_tokens)
     return found
+
+
+def pack(sequences: Sequence[torch.Tensor], length: int) -> list[dict[str, torch.Tensor]]:
+    """Return rows that have every sequence once, each in the first row with room."""
+    rows = first_fit([len(one) for one in sequences], length)
+    return [join([sequences[index] for index in row], length) for row in rows]
+
+
+def join(sequences: Sequence[torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+    """Join sequences into one row, and fill the rest with padding.
+
+    Returns:
+        Tensors of shape (length,) int64: `input_ids`; `position_ids`, from 0 in each sequence;
+        `sequence_ids`, 0, 1, ..., and -1 for padding.
+    """
+    padding = torch.zeros(length - sum(map(len, sequences)), dtype=torch.int64)
+    parts = [*sequences, padding]
+    ids = torch.tensor([*range(len(sequences)), -1])
+    return {
+        "input_ids": torch.cat(parts),
+        "position_ids": torch.cat([torch.arange(len(part)) for part in parts]),
+        "sequence_ids": ids.repeat_interleave(torch.tensor([len(part) for part in parts])),
+    }

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import Gpt
-from source import VOCABULARY, library
+from source import VOCABULARY, library, pack
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast.train.lengths import PackedBatches, PackedRows
+from holdfast.train.data import GlobalBatches
 
 
 def main() -> None:
@@ -47,12 +47,10 @@ def train(args: argparse.Namespace, device: str) -> None:
     model = holdfast.shard(model, compile=not args.eager, quiet=args.quiet)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, args.steps))
-    texts = library(args.length, args.bytes)
+    packed = pack(library(args.length, args.bytes), args.length)
     # A batch is drawn for all ranks together, so its rows are the same on however many they are.
-    batches = PackedBatches(
-        [len(text) for text in texts], args.batch, row_length=args.length, seed=args.seed, drop_last=True
-    )
-    loader = DataLoader(PackedRows(texts, args.length), batch_sampler=batches)
+    batches = GlobalBatches(len(packed), args.batch, seed=args.seed, drop_last=True)
+    loader = DataLoader(packed, batch_sampler=batches)  # pyright: ignore[reportArgumentType] - a list will do
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches}
     with holdfast.Checkpointer(args.home, state, every=args.every, quiet=args.quiet) as ckpt:
         rows = rows_of(loader, device)

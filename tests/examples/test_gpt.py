@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from examples.running import EXAMPLES, run_on
 from holdfast.checkpoint.store import open_store
-from holdfast.train.lengths import PackedBatches
+from holdfast.train.data import GlobalBatches
 from holdfast.watch.report.summary import read_summary
 
 FOLDER = EXAMPLES / "gpt"
@@ -61,29 +61,49 @@ def test_the_library_is_read_up_to_a_size(tmp_path: Path) -> None:
     assert all(len(one) <= 64 for one in source.library(64, 20_000))
 
 
-def test_a_batch_has_the_same_rows_on_any_number_of_ranks() -> None:
-    lengths = [len(one) for one in source.library(128, 60_000)]
+def test_a_row_small_enough_to_read() -> None:
+    row = source.join([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], 7)
+    assert {name: one.tolist() for name, one in row.items()} == {
+        "input_ids": [5, 6, 7, 8, 9, 0, 0],
+        "position_ids": [0, 1, 2, 0, 1, 0, 1],
+        "sequence_ids": [0, 0, 0, 1, 1, -1, -1],
+    }
 
-    def first(world_size: int) -> list[set[tuple[int, ...]]]:
+
+def test_packed_rows_are_nearly_full_and_have_every_sequence_once() -> None:
+    texts = source.library(128, 60_000)
+    rows = source.pack(texts, 128)
+    found = [
+        tuple(row["input_ids"][row["sequence_ids"] == number].tolist())
+        for row in rows
+        for number in range(int(row["sequence_ids"].max()) + 1)
+    ]
+    assert sorted(found) == sorted(tuple(text.tolist()) for text in texts)
+    assert {len(one) for row in rows for one in row.values()} == {128}
+    assert sum(map(len, texts)) > 0.95 * 128 * len(rows)
+
+
+def test_a_batch_has_the_same_rows_on_any_number_of_ranks() -> None:
+    num_rows = len(source.pack(source.library(128, 60_000), 128))
+
+    def first(world_size: int) -> list[set[int]]:
         ranks = [
-            iter(PackedBatches(lengths, 8, row_length=128, drop_last=True, rank=rank, world_size=world_size))
+            iter(GlobalBatches(num_rows, 8, drop_last=True, rank=rank, world_size=world_size))
             for rank in range(world_size)
         ]
-        return [{tuple(row) for rank in ranks for row in next(rank)} for _ in range(5)]
+        return [{row for rank in ranks for row in next(rank)} for _ in range(5)]
 
     assert first(1) == first(2) == first(4)
     assert all(len(batch) == 8 for batch in first(4))
 
 
 def test_sequences_do_not_attend_to_each_other_and_padding_is_ignored() -> None:
-    from holdfast.train.lengths import join_sequences
-
     torch.manual_seed(0)
     model = load("model").Gpt(source.VOCABULARY, 32, width=16, heads=2, layers=2)
     texts = [torch.tensor([source.BEGIN, *text]) for text in (b"def f(): pass", b"x = 1")]
 
     def loss_of(*sequences: torch.Tensor) -> tuple[torch.Tensor, int]:
-        loss, count = model({name: one[None] for name, one in join_sequences(sequences, 32).items()})
+        loss, count = model({name: one[None] for name, one in source.join(sequences, 32).items()})
         return loss, int(count)
 
     together, count = loss_of(*texts)

@@ -1,65 +1,23 @@
-"""Batches of sequences of unequal length: the cost of padding, buckets and packed rows."""
+"""Batches of sequences of unequal length: buckets, and the cost of padding."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from msgspec import Struct
-from torch.utils.data import Dataset
 
 from holdfast.errors import InvalidInput
 from holdfast.system.units import plural
 from holdfast.train.data.batches import Batches, fingerprint, keep_two
 
-__all__ = [
-    "Batches",
-    "BucketBatches",
-    "PackedBatches",
-    "PackedRows",
-    "Padding",
-    "attention_mask",
-    "compare_paddings",
-    "first_fit",
-    "join_sequences",
-]
-
-Unit = TypeVar("Unit")
-
-
-class ArrangedBatches(Batches[Unit]):
-    """Batches of samples of given lengths. All units of an epoch are arranged at once, by sorting."""
-
-    def __init__(self, lengths: Sequence[int], batch_size: int, **options: Any) -> None:
-        super().__init__(batch_size, **options)
-        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
-        self._mark = fingerprint(lengths)
-        self._arranged: dict[int, list[Unit]] = {}  # by epoch; two
-
-    @abstractmethod
-    def _arrange(self, generator: torch.Generator) -> list[Unit]:
-        """Return all units of an epoch, in an order that a generator decides."""
-
-    def _arrange_epoch(self, epoch: int) -> list[Unit]:
-        def arrange() -> list[Unit]:
-            seed = (self.seed * 1_000_003 + epoch) % 2**63
-            return self._arrange(torch.Generator().manual_seed(seed))
-
-        return keep_two(self._arranged, epoch, arrange)
-
-    def _count_units(self, epoch: int) -> int:
-        return len(self._arrange_epoch(epoch))
-
-    def _units(self, epoch: int, offsets: Sequence[int]) -> list[Unit]:
-        arranged = self._arrange_epoch(epoch)
-        return [arranged[offset] for offset in offsets]
+__all__ = ["Batches", "BucketBatches", "Padding", "compare_paddings", "first_fit"]
 
 
 @final
-class BucketBatches(ArrangedBatches[int]):
+class BucketBatches(Batches):
     """Global batches of samples of similar length. Yields lists of the indices of this rank.
 
     All samples are shuffled, sorted by length within pools of several batches, and divided into batches,
@@ -76,8 +34,11 @@ class BucketBatches(ArrangedBatches[int]):
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, *, pool: int = 20, **options: Any) -> None:
-        super().__init__(lengths, batch_size, **options)
+        super().__init__(batch_size, **options)
+        self._lengths = torch.as_tensor(lengths, dtype=torch.int64)
+        self._mark = fingerprint(lengths)
         self._pool = pool
+        self._orders: dict[int, list[int]] = {}  # by epoch; two
         self._check_samples(len(lengths), f", {pool=}", is_wrong=pool < 0)
 
     def _count_units(self, epoch: int) -> int:
@@ -86,8 +47,13 @@ class BucketBatches(ArrangedBatches[int]):
     def _identity(self) -> dict[str, Any]:
         return {"lengths": self._mark, "pool": self._pool}
 
-    def _arrange(self, generator: torch.Generator) -> list[int]:
+    def _units(self, epoch: int, offsets: Sequence[int]) -> list[int]:
+        order = keep_two(self._orders, epoch, lambda: self._order(epoch))
+        return [order[offset] for offset in offsets]
+
+    def _order(self, epoch: int) -> list[int]:
         """Return all samples of an epoch, in order."""
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
         order = torch.randperm(len(self._lengths), generator=generator)
         if self._pool == 0:
             return order.tolist()
@@ -97,58 +63,6 @@ class BucketBatches(ArrangedBatches[int]):
         full = order[: num_full * self.batch_size].view(num_full, self.batch_size)
         full = full[torch.randperm(num_full, generator=generator)]
         return torch.cat([full.flatten(), order[full.numel() :]]).tolist()
-
-
-@final
-class PackedBatches(ArrangedBatches[list[int]]):
-    """Global batches of rows of several samples each. Yields lists of lists of indices.
-
-    All samples are shuffled, and packed by first fit within pools. As the `batch_sampler=` of a DataLoader
-    over a `PackedRows`, each list of indices becomes one row.
-
-    Args:
-        lengths: tokens of each sample, at most `row_length`.
-        batch_size: rows of all ranks in one optimizer step.
-        row_length: tokens in a row.
-        pool: number of samples that are packed together. Larger pools fill rows better.
-        **options: as for `Batches`: `seed`, `accumulation_steps`, `drop_last`, `rank`, `world_size`.
-
-    Raises:
-        InvalidInput: an argument is out of range, or a sample is longer than a row.
-    """
-
-    def __init__(
-        self, lengths: Sequence[int], batch_size: int, *, row_length: int, pool: int = 10_000, **options: Any
-    ) -> None:
-        super().__init__(lengths, batch_size, **options)
-        if pool < 1 or not lengths:
-            raise InvalidInput(
-                f"PackedBatches needs at least one sample and pool >= 1, got "
-                f"{plural(len(lengths), 'sample')} and {pool=}.",
-                rank=self.rank,
-            )
-        self._row_length, self._pool = row_length, pool
-        min_rows = batch_size if self.drop_last else self._num_shares
-        if self._count_units(0) < min_rows:  # also rejects samples that are too long, before training starts
-            raise InvalidInput(
-                f"{plural(len(lengths), 'sample')} fill {self._count_units(0)} rows of "
-                f"{row_length}, fewer than one batch of {batch_size} for {self.world_size} ranks "
-                f"(accumulation_steps={self.accumulation_steps}, drop_last={self.drop_last}).",
-                rank=self.rank,
-            )
-
-    def _identity(self) -> dict[str, Any]:
-        return {"lengths": self._mark, "row_length": self._row_length, "pool": self._pool}
-
-    def _arrange(self, generator: torch.Generator) -> list[list[int]]:
-        """Return all rows of an epoch, in order."""
-        rows: list[list[int]] = []
-        for pool in torch.randperm(len(self._lengths), generator=generator).split(self._pool):
-            members = pool.tolist()
-            packed = first_fit(self._lengths[pool].tolist(), self._row_length)
-            rows += [[members[position] for position in row] for row in packed]
-        order = torch.randperm(len(rows), generator=generator).tolist()  # else the emptiest rows come last
-        return [rows[position] for position in order]
 
 
 def first_fit(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -273,81 +187,3 @@ def _slices(values: Sequence[int], size: int) -> Iterable[Sequence[int]]:
 
 def _positions(batches: Iterable[tuple[int, int]]) -> int:
     return sum(rows * width for rows, width in batches)
-
-
-IGNORED = -100  # label that cross-entropy ignores (torch's `ignore_index`)
-
-
-def join_sequences(
-    sequences: Sequence[Sequence[int] | torch.Tensor], row_length: int, *, pad_token_id: int = 0
-) -> dict[str, torch.Tensor]:
-    """Join sequences into one row, and fill the rest with padding.
-
-    Labels follow the convention of `transformers`: they are not shifted. The first token of each sequence has
-    no label, since its neighbour would predict it.
-
-    Returns:
-        int64 tensors of shape (row_length,): `input_ids`; `labels`, with -100 where nothing is predicted;
-        `position_ids`, from 0 in each sequence; `sequence_ids`, 0, 1, ..., and -1 for padding.
-    """
-    parts = [torch.as_tensor(one, dtype=torch.int64) for one in sequences]
-    used = sum(len(part) for part in parts)
-    if used > row_length or not all(map(len, parts)):
-        raise InvalidInput(
-            f"Sequences of {[len(part) for part in parts]} tokens do not fit in a row of {row_length}. Each "
-            "needs at least one token, and together they must not be longer than the row."
-        )
-    padding = torch.full((row_length - used,), pad_token_id, dtype=torch.int64)
-    counts = torch.tensor([len(part) for part in parts] + [len(padding)])
-    starts = counts.cumsum(0) - counts
-    ids = torch.arange(len(parts) + 1)
-    ids[-1] = -1
-    input_ids = torch.cat([*parts, padding])
-    labels = input_ids.clone()
-    labels[starts[:-1]] = IGNORED
-    labels[used:] = IGNORED
-    return {
-        "input_ids": input_ids,
-        "labels": labels,
-        "position_ids": torch.arange(row_length) - starts.repeat_interleave(counts),
-        "sequence_ids": ids.repeat_interleave(counts),
-    }
-
-
-def attention_mask(sequence_ids: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """Return the mask that limits attention to each position's own sequence.
-
-    With `causal`, later positions are masked too. Padding attends to padding, so that no row is empty.
-
-    Args:
-        sequence_ids: int tensor of shape (rows, length), as from `join_sequences`.
-        causal: mask later positions.
-
-    Returns:
-        bool tensor of shape (rows, 1, length, length), True where attention is allowed: the `attn_mask` of
-        `scaled_dot_product_attention`, and a 4D `attention_mask` for models of `transformers`.
-    """
-    mask = sequence_ids[:, None, :, None] == sequence_ids[:, None, None, :]
-    return mask.tril() if causal else mask
-
-
-@final
-class PackedRows(Dataset[dict[str, torch.Tensor]]):
-    """Dataset of rows: for a list of indices, it joins those sequences into one row.
-
-    Args:
-        sequences: the tokens of each sequence by index: a list or a dataset.
-        row_length: tokens in a row.
-        pad_token_id: token that fills the rest of a row.
-    """
-
-    def __init__(self, sequences: Any, row_length: int, *, pad_token_id: int = 0) -> None:
-        self._sequences, self._row_length, self._pad_token_id = sequences, row_length, pad_token_id
-
-    def __getitem__(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        sequences = [self._sequences[index] for index in indices]
-        return join_sequences(sequences, self._row_length, pad_token_id=self._pad_token_id)
-
-    def __len__(self) -> int:
-        """Return the number of sequences. The number of rows depends on their order."""
-        return len(self._sequences)

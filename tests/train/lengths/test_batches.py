@@ -1,4 +1,4 @@
-"""Batches of sequences of unequal length: their order, the cost of padding, and packed rows as tensors."""
+"""Batches of sequences of unequal length: their order, and the cost of padding."""
 
 from __future__ import annotations
 
@@ -7,88 +7,68 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from holdfast.errors import InvalidInput
 from holdfast.train.data.progress import EpochLayout
 from holdfast.train.lengths import (
-    Batches,
     BucketBatches,
-    PackedBatches,
-    PackedRows,
-    attention_mask,
     compare_paddings,
     first_fit,
-    join_sequences,
 )
 from train.data.numbers import Numbers
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=16, max_size=90)
 
 
-def make(kind: str, lengths: list[int], batch_size: int, **options: Any) -> Batches[Any]:
-    if kind == "buckets":
-        return BucketBatches(lengths, batch_size, pool=3, **options)
-    return PackedBatches(lengths, batch_size, row_length=40, pool=30, **options)
+def make(lengths: list[int], batch_size: int, **options: Any) -> BucketBatches:
+    return BucketBatches(lengths, batch_size, pool=3, **options)
 
 
-def flat(batch: list[Any]) -> list[int]:
-    """Return the indices in a batch of either kind."""
-    return [index for unit in batch for index in (unit if isinstance(unit, list) else [unit])]
-
-
-def epochs(batches: Batches[Any], num: int) -> list[list[Any]]:
+def epochs(batches: BucketBatches, num: int) -> list[list[int]]:
     """Return all batches of the next `num` epochs."""
     return [batch for _ in range(num) for batch in batches]
 
 
-def read(batches: Batches[Any], num: int) -> list[Any]:
+def read(batches: BucketBatches, num: int) -> list[list[int]]:
     """Return the next `num` batches, of several epochs if needed."""
     return list(itertools.islice(itertools.chain.from_iterable(batches for _ in itertools.count()), num))
 
 
 @st.composite
-def settings_of(draw: st.DrawFn) -> tuple[str, list[int], int, int, int]:
-    """Draw kind, lengths, batch size, ranks and accumulation steps with enough packed rows."""
+def settings_of(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
+    """Draw lengths, batch size, ranks and accumulation steps."""
     world, parts = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2)]))
-    batch_size = draw(st.integers(world * parts, 12))
-    kind = draw(st.sampled_from(["buckets", "packs"]))
-    lengths = draw(LENGTHS)
-    if kind == "packs":
-        lengths = [*lengths, *[40] * 12]
-    return kind, lengths, batch_size, world, parts
+    return draw(LENGTHS), draw(st.integers(world * parts, 12)), world, parts
 
 
 @given(settings_of())
 def test_every_sample_occurs_once_per_epoch_and_all_ranks_get_as_many_batches(
-    drawn: tuple[str, list[int], int, int, int],
+    drawn: tuple[list[int], int, int, int],
 ) -> None:
-    kind, lengths, size, world, parts = drawn
+    lengths, size, world, parts = drawn
     options = {"world_size": world, "accumulation_steps": parts}
-    ranks = [epochs(make(kind, lengths, size, rank=rank, **options), 1) for rank in range(world)]
-    used = Counter(index for batches in ranks for batch in batches for index in flat(batch))
+    ranks = [epochs(make(lengths, size, rank=rank, **options), 1) for rank in range(world)]
+    used = Counter(index for batches in ranks for batch in batches for index in batch)
     assert used == Counter(range(len(lengths)))
     assert len({len(batches) for batches in ranks}) == 1
     assert all(batch for batches in ranks for batch in batches)
-    assert len(ranks[0]) == len(make(kind, lengths, size, rank=0, **options))
+    assert len(ranks[0]) == len(make(lengths, size, rank=0, **options))
 
 
 @given(settings_of(), st.data())
 def test_a_resume_at_any_batch_yields_the_remaining_batches(
-    drawn: tuple[str, list[int], int, int, int], data: st.DataObject
+    drawn: tuple[list[int], int, int, int], data: st.DataObject
 ) -> None:
-    kind, lengths, size, world, parts = drawn
+    lengths, size, world, parts = drawn
     options = {"rank": world - 1, "world_size": world, "accumulation_steps": parts}
-    whole = epochs(make(kind, lengths, size, **options), 3)
-    first = make(kind, lengths, size, **options)
+    whole = epochs(make(lengths, size, **options), 3)
+    first = make(lengths, size, **options)
     num_before = parts * data.draw(st.integers(0, len(whole) // parts - 1))
     assert read(first, num_before) == whole[:num_before]
-    second = make(kind, lengths, size, **options)
+    second = make(lengths, size, **options)
     second.load_state_dict(first.state_dict())
     assert read(second, len(whole) - num_before) == whole[num_before:]
 
@@ -98,13 +78,13 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(
     lengths: list[int], world: int, data: st.DataObject
 ) -> None:
     """After a resume on several ranks, the steps see the same samples as without an interruption."""
-    whole = epochs(make("buckets", lengths, 8, rank=0, world_size=1), 2)
-    first = make("buckets", lengths, 8, rank=0, world_size=1)
+    whole = epochs(make(lengths, 8, rank=0, world_size=1), 2)
+    first = make(lengths, 8, rank=0, world_size=1)
     num_before = data.draw(st.integers(0, len(whole) - 1))
     assert read(first, num_before) == whole[:num_before]
     rests = []
     for rank in range(world):
-        resumed = make("buckets", lengths, 8, rank=rank, world_size=world)
+        resumed = make(lengths, 8, rank=rank, world_size=world)
         resumed.load_state_dict(first.state_dict())
         rests.append(epochs(resumed, 2 - resumed.epoch))
     together = [sorted(itertools.chain(*shares)) for shares in zip(*rests, strict=True)]
@@ -131,12 +111,12 @@ def test_no_batch_is_too_large_and_few_are_small(n: int, size: int, min_units: i
 
 def test_the_order_differs_by_epoch_and_seed() -> None:
     lengths = list(range(1, 65))
-    batches = make("buckets", lengths, 8)
+    batches = make(lengths, 8)
     first, second = epochs(batches, 1), epochs(batches, 1)
     assert first != second
     assert batches.epoch == 2
-    assert epochs(make("buckets", lengths, 8, seed=1), 1) != first
-    assert epochs(make("buckets", lengths, 8), 1) == first
+    assert epochs(make(lengths, 8, seed=1), 1) != first
+    assert epochs(make(lengths, 8), 1) == first
 
 
 def test_buckets_hold_samples_of_similar_length() -> None:
@@ -148,18 +128,10 @@ def test_buckets_hold_samples_of_similar_length() -> None:
     assert spread(20) < spread(0) / 8
 
 
-def test_packed_rows_are_nearly_full_and_none_overflows() -> None:
-    lengths = [1 + (31 * number) % 60 for number in range(300)]
-    rows = [row for batch in PackedBatches(lengths, 4, row_length=100) for row in batch]
-    filled = [sum(lengths[index] for index in row) for row in rows]
-    assert max(filled) <= 100
-    assert sum(filled) > 0.95 * 100 * len(rows)
-
-
 def test_a_resume_with_other_data_is_rejected_with_the_differences() -> None:
-    state = make("buckets", [1, 2, 3, 4], 2).state_dict()
+    state = make([1, 2, 3, 4], 2).state_dict()
     with pytest.raises(InvalidInput, match=r"batch_size was 2, is 4, lengths was 4 of 10 tokens"):
-        make("buckets", [1, 2, 3, 5], 4).load_state_dict(state)
+        make([1, 2, 3, 5], 4).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +145,15 @@ def test_a_resume_with_other_data_is_rejected_with_the_differences() -> None:
 )
 def test_batches_that_cannot_be_divided_are_rejected(size: int, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=r"cannot be divided|do not fill one batch"):
-        make("buckets", [3] * 6, size, drop_last=True, **options)
+        make([3] * 6, size, drop_last=True, **options)
 
 
 def test_if_fewer_units_than_ranks_are_left_the_next_epoch_starts() -> None:
     """9 samples in batches of 4: one rank gets 4, 3, 2; after 7 of them, four ranks cannot share 2."""
-    first = make("buckets", [5] * 9, 4, rank=0, world_size=1)
+    first = make([5] * 9, 4, rank=0, world_size=1)
     iterator = iter(first)
     assert len(next(iterator)) + len(next(iterator)) == 7
-    second = make("buckets", [5] * 9, 4, rank=0, world_size=4)
+    second = make([5] * 9, 4, rank=0, world_size=4)
     second.load_state_dict(first.state_dict())
     assert len(next(iter(second))) == 1
     assert second.epoch == 1
@@ -193,9 +165,7 @@ def test_a_stateful_loader_that_reads_ahead_resumes_exactly(num_workers: int) ->
     lengths = [1 + (7 * number) % 30 for number in range(50)]
 
     def loader() -> StatefulDataLoader[int]:
-        return StatefulDataLoader(
-            Numbers(50), batch_sampler=make("buckets", lengths, 8), num_workers=num_workers
-        )
+        return StatefulDataLoader(Numbers(50), batch_sampler=make(lengths, 8), num_workers=num_workers)
 
     expected = [batch.tolist() for batch in loader()]
     first = loader()
@@ -279,70 +249,3 @@ def test_a_sequence_longer_than_a_row_is_rejected_and_none_needs_no_row() -> Non
     with pytest.raises(InvalidInput, match="12 tokens does not fit in a row of 10"):
         first_fit([3, 12], 10)
     assert first_fit([], 10) == []
-
-
-def test_a_row_small_enough_to_read() -> None:
-    row = join_sequences([[5, 6, 7], torch.tensor([8, 9])], 7, pad_token_id=1)
-    assert {name: one.tolist() for name, one in row.items()} == {
-        "input_ids": [5, 6, 7, 8, 9, 1, 1],
-        "labels": [-100, 6, 7, -100, 9, -100, -100],
-        "position_ids": [0, 1, 2, 0, 1, 0, 1],
-        "sequence_ids": [0, 0, 0, 1, 1, -1, -1],
-    }
-    mask = attention_mask(row["sequence_ids"][None])[0, 0]
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 1, 1],
-    ]
-    assert torch.equal(attention_mask(row["sequence_ids"][None], causal=False)[0, 0], mask | mask.T)
-
-
-@pytest.mark.parametrize("sequences", [[[1, 2], [3, 4]], [[1], []]])
-def test_sequences_that_do_not_fit_are_rejected(sequences: list[list[int]]) -> None:
-    with pytest.raises(InvalidInput, match="do not fit in a row of 3"):
-        join_sequences(sequences, 3)
-
-
-class Tiny(nn.Module):
-    """One layer of attention over tokens and positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(20, 16), nn.Embedding(16, 16)
-        self.into, self.head = nn.Linear(16, 48), nn.Linear(16, 20)
-
-    def loss(self, row: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the summed loss of all labels of a batch of rows."""
-        x = self.embed(row["input_ids"]) + self.place(row["position_ids"])
-        query, key, value = self.into(x)[:, None].chunk(3, dim=-1)
-        x = nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask(row["sequence_ids"])
-        )
-        logits = self.head(x[:, 0])[:, :-1].flatten(0, 1)
-        return nn.functional.cross_entropy(logits, row["labels"][:, 1:].flatten(), reduction="sum")
-
-
-def test_a_packed_batch_has_the_loss_and_gradients_of_its_sequences() -> None:
-    torch.manual_seed(0)
-    model = Tiny()
-    sequences = [torch.randint(20, (length,)) for length in (5, 3, 7, 2, 6, 4, 1)]
-    loader = DataLoader(
-        PackedRows(sequences, 12),
-        batch_sampler=PackedBatches([len(one) for one in sequences], 2, row_length=12),  # type: ignore[arg-type]
-    )
-    packed = torch.stack([model.loss(batch) for batch in loader]).sum()
-    packed.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    rows = [join_sequences([sequence], len(sequence)) for sequence in sequences]
-    losses = [model.loss({name: tensor[None] for name, tensor in row.items()}) for row in rows]
-    alone = torch.stack(losses).sum()
-    alone.backward()
-    torch.testing.assert_close(packed, alone)
-    for found, parameter in zip(gradients, model.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter.grad)

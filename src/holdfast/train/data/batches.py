@@ -13,7 +13,7 @@ import weakref
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -36,14 +36,13 @@ from holdfast.train.data.progress import (
     add_range,
 )
 
-Unit = TypeVar("Unit")
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 _MAX_AHEAD = 8  # steps that a program may read ahead of training, besides the worker processes of a loader
 
 
-class Batches(ABC, Generic[Unit]):
+class Batches(ABC):
     """This rank's share of each global batch, epoch after epoch: a `batch_sampler=` for a DataLoader.
 
     A batch is drawn for all ranks together and divided among them, so its contents do not depend on their
@@ -100,7 +99,7 @@ class Batches(ABC, Generic[Unit]):
             )
         self._layout = EpochLayout(batch_size, self._num_shares, drop_last, self._count_units)
         self._progress = BatchProgress(self._layout)
-        self._newest: weakref.ref[_Epoch[Unit]] | None = None
+        self._newest: weakref.ref[_Epoch] | None = None
         self._has_warned = False
 
     @property
@@ -112,7 +111,7 @@ class Batches(ABC, Generic[Unit]):
         """Return the number of units of an epoch, at least one."""
 
     @abstractmethod
-    def _units(self, epoch: int, offsets: Sequence[int]) -> list[Unit]:
+    def _units(self, epoch: int, offsets: Sequence[int]) -> list[int]:
         """Return the units at some places of an epoch's order."""
 
     @abstractmethod
@@ -130,7 +129,7 @@ class Batches(ABC, Generic[Unit]):
             )
 
     # -- iteration -------------------------------------------------------------------------------------------
-    def __iter__(self) -> Iterator[list[Unit]]:
+    def __iter__(self) -> Iterator[list[int]]:
         """Return this rank's remaining batches of the epoch. The next call starts another epoch.
 
         Once steps are counted, batches of an unfinished iteration that no step has used are yielded again.
@@ -148,7 +147,7 @@ class Batches(ABC, Generic[Unit]):
         num_batches = self._layout.num_batches(self._count_units(self.epoch))
         return num_batches * self.accumulation_steps
 
-    def _share(self, batch: GlobalBatch, part: int) -> list[Unit]:
+    def _share(self, batch: GlobalBatch, part: int) -> list[int]:
         """Return this rank's units of one part of a batch."""
         offsets = batch.offsets[part * self.world_size + self.rank :: self._num_shares]
         place = f"{self.seed}/{batch.before.epoch}/{batch.stretches[0][0]}/{part}/{self.rank}"
@@ -254,20 +253,20 @@ class Batches(ABC, Generic[Unit]):
         )
 
 
-class _Epoch(Generic[Unit]):
+class _Epoch:
     """The rest of one epoch. Has its own state for loaders that save their iterator."""
 
-    def __init__(self, batches: Batches[Unit]) -> None:
+    def __init__(self, batches: Batches) -> None:
         self.drawer = Pass(self)
         self._batches = batches
         self._progress = batches._progress
         self._batch: GlobalBatch | None = None  # some of its parts are not returned yet
         self._part = 0
 
-    def __iter__(self) -> _Epoch[Unit]:
+    def __iter__(self) -> _Epoch:
         return self
 
-    def __next__(self) -> list[Unit]:
+    def __next__(self) -> list[int]:
         if self._batch is None and not self._draw():
             raise StopIteration
         batch, part = self._batch, self._part
@@ -300,7 +299,7 @@ class _Epoch(Generic[Unit]):
             self._part = state["part"]
 
 
-def _check_use(of_caller: Mapping[str, Any], batches: Batches[Any]) -> None:
+def _check_use(of_caller: Mapping[str, Any], batches: Batches) -> None:
     """Raise if a sampler that groups single samples, such as BatchSampler, iterates over batches."""
     caller = of_caller.get("self")
     size = of_caller.get("batch_size", getattr(caller, "batch_size", None))
@@ -330,14 +329,14 @@ def fingerprint(lengths: Sequence[int]) -> str:
     return f"{len(lengths)} of {int(data.sum())} tokens, {zlib.crc32(view_bytes(data.contiguous())):08x}"
 
 
-class SeededUnits(list[Unit]):
+class SeededUnits(list[int]):
     """Units of a batch, which seed the generators of the worker process that receives them.
 
     A loader sends them to whichever worker is free. So what a data set draws for a batch depends on the
     batch, not on the number of workers, on what they have read before, or on where a run has resumed.
     """
 
-    def __init__(self, units: Iterable[Unit], place: str) -> None:
+    def __init__(self, units: Iterable[int], place: str) -> None:
         super().__init__(units)
         self._place = place
 
@@ -346,7 +345,7 @@ class SeededUnits(list[Unit]):
         return _receive, (list(self), self._place)
 
 
-def _receive(units: list[Unit], place: str) -> list[Unit]:
+def _receive(units: list[int], place: str) -> list[int]:
     """Return the units of a batch. In a worker, first seed torch, numpy and random for it."""
     if get_worker_info() is not None:
         seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], "little") >> 1
@@ -420,7 +419,7 @@ _BLOCK = 8192  # places whose samples are computed together, since a single one 
 
 
 @final
-class GlobalBatches(Batches[int]):
+class GlobalBatches(Batches):
     """Global batches of shuffled samples. Yields lists of the indices of this rank.
 
     `DataLoader(data, batch_sampler=GlobalBatches(len(data), 64))` replaces `DataLoader(data, 64,

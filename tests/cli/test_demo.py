@@ -186,7 +186,7 @@ def test_a_lost_host_costs_nothing_but_the_steps_since_its_last_copy(
 
 def test_without_the_programs_for_hosts_the_demo_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts.shutil, "which", lambda program: None if program == "ip" else f"/bin/{program}")
-    with pytest.raises(Unsupported, match="`ip`, which is not installed here"):
+    with pytest.raises(Unsupported, match="programs of iproute2, which is not installed here"):
         demo.run(arguments("--hosts", "2"))
 
 

@@ -262,7 +262,7 @@ def test_an_unreachable_peer_holds_up_nothing(make_pair: Callable[..., tuple[Nod
 
 
 # -- conversations -------------------------------------------------------------------------------------------
-def converse(caller_secret: bytes, holder_secret: bytes, *tls: TlsFiles) -> tuple[object, object]:
+def converse(caller_secret: str, holder_secret: str, *tls: TlsFiles) -> tuple[object, object]:
     """Outcomes of a greeting on both sides: the message that each received, or its error.
 
     `tls` are the files of the holder and of the caller.
@@ -294,11 +294,11 @@ def converse(caller_secret: bytes, holder_secret: bytes, *tls: TlsFiles) -> tupl
 
 
 def test_two_keepers_of_one_attempt_converse() -> None:
-    assert converse(b"s" * 32, b"s" * 32) == (Welcome(), Hello(4))
+    assert converse("5e" * 32, "5e" * 32) == (Welcome(), Hello(4))
 
 
 def test_a_stranger_is_refused() -> None:
-    caller, held = converse(b"x" * 32, b"s" * 32)
+    caller, held = converse("aa" * 32, "5e" * 32)
     assert isinstance(held, Denied)
     assert isinstance(caller, RetryLater)  # it is disconnected without an answer
 
@@ -317,7 +317,7 @@ def test_a_stranger_that_listens_is_refused() -> None:
 
     thread = threading.Thread(target=pretend)
     thread.start()
-    side = call(PeerAddress(1, HERE, port_of(listener)), b"s" * 32, None)
+    side = call(PeerAddress(1, HERE, port_of(listener)), "5e" * 32, None)
     side.send(Hello(0))
     with pytest.raises(Denied, match="secret"):
         side.expect(Welcome)
@@ -458,7 +458,7 @@ def test_a_message_without_end_is_not_read(node: Node) -> None:
 def test_a_copy_of_another_rank_is_refused(node: Node) -> None:
     image, catalog = make_image(0)
     file = parts.DataFile(len(image), 32 << 10, holder.digest(image))
-    side = call(PeerAddress(0, HERE, port_of(node.listener)), bytes.fromhex(SECRET), None)
+    side = call(PeerAddress(0, HERE, port_of(node.listener)), SECRET, None)
     with contextlib.closing(side):
         side.send(Hello(1))
         side.expect(Welcome)
@@ -470,7 +470,7 @@ def test_a_copy_of_another_rank_is_refused(node: Node) -> None:
 
 
 def test_a_rank_whose_copies_are_elsewhere_is_refused(node: Node) -> None:
-    side = call(PeerAddress(0, HERE, port_of(node.listener)), bytes.fromhex(SECRET), None)
+    side = call(PeerAddress(0, HERE, port_of(node.listener)), SECRET, None)
     with contextlib.closing(side):
         side.send(Hello(3))
         with pytest.raises(RetryLater):
@@ -480,9 +480,9 @@ def test_a_rank_whose_copies_are_elsewhere_is_refused(node: Node) -> None:
 def test_a_message_of_another_kind_is_refused() -> None:
     listener = listen()
     ends = list[Conversation]()
-    thread = threading.Thread(target=lambda: ends.append(answer(listener.accept()[0], b"s" * 32, None)))
+    thread = threading.Thread(target=lambda: ends.append(answer(listener.accept()[0], "5e" * 32, None)))
     thread.start()
-    side = call(PeerAddress(1, HERE, port_of(listener)), b"s" * 32, None)
+    side = call(PeerAddress(1, HERE, port_of(listener)), "5e" * 32, None)
     thread.join()
     with listener, contextlib.closing(side), contextlib.closing(ends[0]):
         ends[0].send(Welcome())
@@ -515,8 +515,8 @@ def make_tls(folder: Path, name: str) -> TlsFiles:
 
 def test_tls_hides_the_bytes_and_requires_the_authority(tmp_path: Path) -> None:
     good, other = make_tls(tmp_path, "good"), make_tls(tmp_path, "other")
-    assert converse(b"s" * 32, b"s" * 32, good, good) == (Welcome(), Hello(4))
-    caller, held = converse(b"s" * 32, b"s" * 32, good, other)
+    assert converse("5e" * 32, "5e" * 32, good, good) == (Welcome(), Hello(4))
+    caller, held = converse("5e" * 32, "5e" * 32, good, other)
     assert isinstance(caller, RetryLater)
     assert isinstance(held, RetryLater)
     assert "certificate" in f"{caller}{held}".lower()

@@ -53,11 +53,6 @@ class PeersConfig(Struct, frozen=True):
     bandwidth: float | None = None  # bytes per second to each holder
     tls: TlsFiles | None = None
 
-    @property
-    def secret_bytes(self) -> bytes:
-        """The secret as a key."""
-        return bytes.fromhex(self.secret)
-
 
 class KeeperConfig(Struct, frozen=True):
     """Configuration of the keeper of one rank."""

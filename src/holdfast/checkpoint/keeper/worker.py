@@ -191,10 +191,7 @@ class Worker:
         draining.join()
 
     def _offer_to_successor(self) -> None:
-        """Offer the memory soon after the trainer's end. A lost host's parts may be missing from all saves.
-
-        Without peers nothing is offered before the last save is committed, or cannot be.
-        """
+        """Offer the memory soon after the trainer's end: a lost host's parts are missing from all saves."""
         self._inbox.wait_gone()
         if self._inbox.frees_memory:
             return

@@ -18,7 +18,6 @@ from holdfast.errors import InvalidInput
 from holdfast.system.log import get_logger
 
 _log = get_logger("checkpoint.run")
-_BACKLOG = 64
 _FAILED, _PENDING, _HELD, _NONE = range(4)
 """What a rank sends about the save that peers copy. The lowest of all ranks counts."""
 
@@ -145,7 +144,7 @@ def _listen(ranks: RankGroup, options: Peers) -> tuple[socket.socket, tuple[str,
     def listen() -> socket.socket:
         try:
             family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((own, 0), family=family, backlog=_BACKLOG)
+            return socket.create_server((own, 0), family=family)
         except OSError as error:
             raise InvalidInput(
                 f"Rank {ranks.rank} cannot listen for its peers at {own}: {error.strerror}. Nothing was "

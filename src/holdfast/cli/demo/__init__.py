@@ -110,8 +110,11 @@ def _check(args: argparse.Namespace) -> int:
     num_bytes = parse_bytes(args.size or ("100MB" if args.hosts is None else "25MB"), "--size")
     if args.hosts is not None and not 2 <= args.hosts <= 16:
         raise InvalidInput(f"--hosts must be between 2 and 16; got {args.hosts}.")
-    if args.steps < (MIN_STEPS if args.hosts is None else 12):
-        raise InvalidInput(f"--steps must be {MIN_STEPS} or more, which all failures need; got {args.steps}.")
+    if args.hosts is not None and "://" in (args.home or ""):
+        raise InvalidInput("With --hosts, --home is a folder, which all hosts share.")
+    least = MIN_STEPS if args.hosts is None else 12
+    if args.steps < least:
+        raise InvalidInput(f"--steps must be {least} or more, which all failures need; got {args.steps}.")
     if num_bytes < MIN_BYTES:
         raise InvalidInput(
             f"--size must be {format_bytes(MIN_BYTES)} or more, the size of the model; got {args.size}."

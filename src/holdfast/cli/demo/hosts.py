@@ -24,11 +24,9 @@ _START_S = 10.0
 
 def isolated(command: Sequence[str]) -> list[str]:
     """Return a command that runs another one as root of new namespaces, or raise `Unsupported`."""
-    for program, package in _PROGRAMS.items():
-        if shutil.which(program) is None:
-            raise Unsupported(
-                f"Hosts are made with `{program}`, which is not installed here. Install {package}."
-            )
+    missing = [package for program, package in _PROGRAMS.items() if shutil.which(program) is None]
+    if missing:
+        raise Unsupported(f"Hosts are made with programs of {missing[0]}, which is not installed here.")
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     # The first process of a PID namespace: with it the kernel ends all hosts.
     start = ["unshare", *user, "--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -81,15 +79,6 @@ class Host:
     def run(self, *command: str) -> None:
         """Run a command here, such as `tc`, and wait for its end."""
         _run(*self._entered(command))
-
-    @property
-    def num_processes(self) -> int:
-        """Number of the processes that die with it."""
-        count = 0
-        for process in Path("/proc").glob("[0-9]*/ns/pid"):
-            with contextlib.suppress(OSError):  # it has just ended, or is another user's
-                count += process.readlink() == Path(f"/proc/{self._first}/ns/pid").readlink()
-        return count
 
     def kill(self) -> None:
         """Kill all processes at once, and delete the folder."""

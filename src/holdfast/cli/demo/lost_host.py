@@ -91,20 +91,20 @@ def lose_host(
     training = start()
     training.wait_for(lambda: find_mirrored(home, num_hosts) >= 8)
     victim, lost_s = hosts[1], time.monotonic()
-    num_processes, mirrored = victim.num_processes, find_mirrored(home, num_hosts)
+    mirrored = find_mirrored(home, num_hosts)
     in_home = candidates(list_home(open_store(str(home))))
     victim.kill()
     trained = training.step
     training.kill()
     hosts[1] = add_host()
-    show(f"{victim.name} is dead, with {num_processes} processes and its folder; {hosts[1].name} replaces it")
+    show(f"{victim.name} is dead, with all processes and its folder; {hosts[1].name} replaces it")
     training = start()
     training.wait_for(lambda: training.step)
     back_s = time.monotonic() - lost_s
     show(f"training continues, {format_duration(back_s)} after the loss")
-    training.wait_for(lambda: find_restored(home))  # the keeper writes it
+    training.wait_for(lambda: find_events(home, 2, "restored"))  # the keepers write them
     training.kill()
-    restored = find_restored(home)[0]
+    restored = max(find_events(home, 2, "restored"), key=itemgetter("bytes"))
     return {
         "proven": restored["step"] >= mirrored,
         "host": victim.name,
@@ -121,17 +121,16 @@ def lose_host(
 def find_mirrored(home: Path, world_size: int) -> int:
     """Return the newest step that the peers of all ranks hold, by the history in home; 0 without one."""
     newest = [0] * world_size
-    with contextlib.suppress(HoldfastError):  # home is not there yet
-        for line in read_lines(open_store(str(home)), 1)[0]:
-            if line["event"] == "mirrored":
-                newest[line["rank"]] = max(newest[line["rank"]], line["step"])
+    for line in find_events(home, 1, "mirrored"):
+        newest[line["rank"]] = max(newest[line["rank"]], line["step"])
     return min(newest)
 
 
-def find_restored(home: Path) -> list[dict[str, Any]]:
-    """Return the line of the history about rank 0's restore in the second attempt, once it was written."""
-    lines, _ = read_lines(open_store(str(home)), 2)
-    return [line for line in lines if line["event"] == "restored" and line["rank"] == 0]
+def find_events(home: Path, attempt: int, kind: str) -> list[dict[str, Any]]:
+    """Return the lines of the history about one kind of events in an attempt, in order of time."""
+    with contextlib.suppress(HoldfastError):  # nothing was saved yet
+        return [line for line in read_lines(open_store(str(home)), attempt)[0] if line["event"] == kind]
+    return []
 
 
 def main() -> int:
@@ -158,8 +157,8 @@ def main() -> int:
         ("steps lost beyond the announced one", max(0, loss["mirrored"] - loss["restored"])),
     ]
     print()
-    title = f"WHEN {loss['host'].upper()} DIED"
-    print_table((Column(title, itemgetter(0), "text"), Column("STEP", itemgetter(1), "right")), rows)
+    columns = Column("WHEN THE HOST DIED", itemgetter(0), "text"), Column("STEP", itemgetter(1), "right")
+    print_table(columns, rows)
     return 0 if loss["proven"] else 1
 
 

@@ -27,12 +27,9 @@ from holdfast.checkpoint.keeper.config import PeerAddress, TlsFiles
 from holdfast.errors import Corrupt, Denied, RetryLater
 from holdfast.system.documents import Count, decode_as, to_plain
 
-OPENING_S = 10.0
-"""Time within which a conversation is opened; a stranger is disconnected after it."""
-SILENCE_S = 20.0
-"""Time after which a connection that transfers nothing is given up."""
-_SEND_BYTES = 1 << 20
-"""Bytes of one call of the socket, which `SILENCE_S` is the limit of."""
+OPENING_S = 10.0  # within which both sides prove the secret; a stranger is disconnected after it
+SILENCE_S = 20.0  # after which a connection that transfers nothing is given up
+_SEND_BYTES = 1 << 20  # of one call of the socket, which `SILENCE_S` is the limit of
 _NONCE_BYTES = 32
 _MAC = "sha256"
 _MAC_BYTES = 32
@@ -199,7 +196,7 @@ def _reported() -> Iterator[None]:
         raise RetryLater(f"The connection to a peer failed: {error}.") from error
 
 
-def call(address: PeerAddress, secret: bytes, tls: TlsFiles | None) -> Conversation:
+def call(address: PeerAddress, secret: str, tls: TlsFiles | None) -> Conversation:
     """Open a conversation with the keeper at an address.
 
     Blocks: until the peer has answered, at most `OPENING_S` for each step of the opening.
@@ -209,18 +206,18 @@ def call(address: PeerAddress, secret: bytes, tls: TlsFiles | None) -> Conversat
     return _open(end, secret, tls, is_caller=True)
 
 
-def answer(end: socket.socket, secret: bytes, tls: TlsFiles | None) -> Conversation:
+def answer(end: socket.socket, secret: str, tls: TlsFiles | None) -> Conversation:
     """Open the conversation that a caller has connected for; see `call`."""
     return _open(end, secret, tls, is_caller=False)
 
 
-def _open(end: socket.socket, secret: bytes, tls: TlsFiles | None, *, is_caller: bool) -> Conversation:
+def _open(end: socket.socket, secret: str, tls: TlsFiles | None, *, is_caller: bool) -> Conversation:
     try:
         with _reported():
             end.settimeout(OPENING_S)
             if tls is not None:
                 end = _context(tls, is_caller=is_caller).wrap_socket(end, server_side=not is_caller)
-        return Conversation(end, secret, is_caller=is_caller)
+        return Conversation(end, bytes.fromhex(secret), is_caller=is_caller)
     except BaseException:
         end.close()
         raise

@@ -35,16 +35,10 @@ class Room(Struct):
                 f"the host of the peer has no {format_bytes(num_bytes)} of memory: {error.strerror}"
             ) from error
 
-    def close(self) -> None:
-        """Release the memory."""
-        self.memory.close()
-        os.close(self.fd)
-
 
 class HeldCopy(Struct):
     """Copy of the files of one rank of one save."""
 
-    step: int
     part: Part
     room: Room
     images: tuple[Image, ...]  # of the data file, that of the frozen tensors if there is one, and the part
@@ -83,10 +77,10 @@ class CopyMemory:
         images, end = _arrange(part, len(document))
         with self._lock:
             own = self._copies.setdefault(part.rank, [])
-            for copy in [one for one in own if one.step not in keep or not one.is_whole]:
+            for copy in [one for one in own if one.part.step not in keep or not one.is_whole]:
                 own.remove(copy)
                 self._free.append(copy.room)
-            copy = HeldCopy(part.step, part, self._take_room(end), images)
+            copy = HeldCopy(part, self._take_room(end), images)
             own.append(copy)
         copy.view(-1)[:] = document
         return copy
@@ -97,7 +91,9 @@ class CopyMemory:
                 self._free.remove(room)
                 return room
         while self._free:
-            self._free.pop().close()
+            room = self._free.pop()
+            room.memory.close()
+            os.close(room.fd)
         used = sum(len(copy.room.memory) for own in self._copies.values() for copy in own)
         if used + num_bytes > self._limit_bytes:
             raise RetryLater(

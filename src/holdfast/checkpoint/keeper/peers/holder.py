@@ -25,8 +25,7 @@ from holdfast.checkpoint.keeper.peers.copies import CopyMemory, HeldCopy
 from holdfast.checkpoint.keeper.persist import BLOCK_BYTES
 from holdfast.errors import Corrupt, HoldfastError, RetryLater
 
-_MAX_STRANGERS = 16
-"""Connections at once whose callers have not proved the secret yet. More are closed unanswered."""
+_MAX_STRANGERS = 16  # connections at once whose callers have not proved the secret; more are closed
 
 
 class Holder:
@@ -61,7 +60,7 @@ class Holder:
         """Take copies from one caller until it disconnects, or is a stranger."""
         rank = -1
         try:
-            conversation = answer(end, self._config.secret_bytes, self._config.tls)
+            conversation = answer(end, self._config.secret, self._config.tls)
             with contextlib.suppress(HoldfastError):
                 rank = conversation.expect(Hello).rank
         except HoldfastError:

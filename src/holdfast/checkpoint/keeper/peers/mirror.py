@@ -178,8 +178,6 @@ def _describe_file(image: memoryview) -> DataFile:
 
 def _in_memory(documents: Mapping[str, bytes]) -> dict[int, tuple[Image, ...]]:
     """Return the images of documents in a new memfd, which stays open as long as this process."""
-    if not documents:
-        return {}
     fd, images, end = os.memfd_create("holdfast-parts"), list[Image](), 0
     for name, document in documents.items():
         os.pwrite(fd, document, end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 
@@ -95,7 +94,7 @@ class PeerSender:
     def _connected(self) -> Conversation:
         """Return the open conversation. The peer may have closed it, which the first message finds out."""
         if self._conversation is None:
-            found = call(self._address, self._config.secret_bytes, self._config.tls)
+            found = call(self._address, self._config.secret, self._config.tls)
             with self._changed:
                 self._conversation = found
             found.send(Hello(self._rank))
@@ -117,5 +116,4 @@ class PeerSender:
         with self._changed:
             conversation, self._conversation = self._conversation, None
         if conversation is not None:
-            with contextlib.suppress(OSError):
-                conversation.close()
+            conversation.close()

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from holdfast import RetryLater, Save
-from holdfast.errors import Denied, MissingKey, NotFound, TimedOut
+from holdfast.errors import Denied, MissingKey, NotFound, TimedOut, Unsupported
 from holdfast.system import log
 
 
@@ -106,3 +106,22 @@ def test_a_wait_that_takes_long_is_logged_once(monkeypatch: pytest.MonkeyPatch, 
         logger.removeHandler(handler)
     save.wait_home()
     assert lines == [f"waiting until step 5 is {stage}. It is staging now."]
+
+
+def test_a_wait_for_copies_on_peers_ends_where_there_will_be_none() -> None:
+    save = Save(1)
+    save.mark_staged()
+    with pytest.raises(Unsupported, match=r"this run has no peers\. Give Checkpointer\(peers=1\)"):
+        save.wait_mirrored()
+    skipped, failed = Save(2), Save(3)
+    skipped.mark_skipped()
+    skipped.wait_mirrored()
+    failed.mark_failed(RetryLater("the copy failed"))
+    with pytest.raises(RetryLater, match="the copy failed"):
+        failed.wait_mirrored()
+    copied = Save(4)
+    copied.has_peers = True
+    copied.mark_staged()
+    copied.mark_mirrored()
+    copied.wait_mirrored()
+    assert copied.mirrored

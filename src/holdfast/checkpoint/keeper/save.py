@@ -138,6 +138,8 @@ class Save:
         Blocks: until the peers have verified the copies.
         """
         self._wait_or_raise(self._staged, timeout, "staged")
+        if self.skipped:
+            return
         if not self.has_peers:
             raise Unsupported(
                 f"Step {self.step} has no copy on another host, and will have none: this run has no peers. "

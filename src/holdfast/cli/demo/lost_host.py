@@ -1,7 +1,4 @@
-"""Lost host of the demo: one of several hosts dies whole, and the training continues from copies on peers.
-
-It runs inside of namespaces (`holdfast.cli.demo.hosts`), as FOLDER HOSTS STEPS BYTES text|json.
-"""
+"""Lost host of the demo: one of several hosts dies whole, and the training continues from copies on peers."""
 
 from __future__ import annotations
 
@@ -135,7 +132,7 @@ def find_events(home: Path, attempt: int, kind: str) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run the demo of the arguments, and print its outcome; the exit status is 0 if nothing else was lost."""
-    folder, num_hosts, steps, num_bytes, form = sys.argv[1:]
+    folder, num_hosts, steps, num_bytes, form = sys.argv[1:]  # the last one is "text" or "json"
     began_s, output = time.monotonic(), sys.stderr if form == "json" else sys.stdout
 
     def show(text: str) -> None:

@@ -18,11 +18,12 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
+from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.keeper.config import KeeperConfig, PeerAddress, PeersConfig, TlsFiles
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, ArenaReleased, CopyEnded, SubmitSave
-from holdfast.checkpoint.keeper.peers import conversation, holder, sender
+from holdfast.checkpoint.keeper.peers import conversation, sender
 from holdfast.checkpoint.keeper.peers.conversation import Conversation, Hello, Offer, Welcome, answer, call
 from holdfast.checkpoint.keeper.peers.mirror import Mirror
 from holdfast.checkpoint.store.memory import MemoryStore
@@ -377,7 +378,7 @@ def caller_of(port: int, node: Node) -> sender.PeerSender:
 def own_copy(step: int) -> sender.OwnCopy:
     image, catalog = make_image(1)
     file = parts.DataFile(len(image), 32 << 10, "")
-    file = replace(file, hashes=holder.digest(image))
+    file = replace(file, hashes=digest(image))
     document = parts.finish(make_draft(1, catalog, step=step), file)
     return sender.OwnCopy(step, document, (memoryview(image),))
 
@@ -457,7 +458,7 @@ def test_a_message_without_end_is_not_read(node: Node) -> None:
 
 def test_a_copy_of_another_rank_is_refused(node: Node) -> None:
     image, catalog = make_image(0)
-    file = parts.DataFile(len(image), 32 << 10, holder.digest(image))
+    file = parts.DataFile(len(image), 32 << 10, digest(image))
     side = call(PeerAddress(0, HERE, port_of(node.listener)), SECRET, None)
     with contextlib.closing(side):
         side.send(Hello(1))

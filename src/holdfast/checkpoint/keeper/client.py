@@ -417,7 +417,7 @@ class Keeper:
                 self._listen_to(child)
                 num_saves = self._resend()
                 if self._copying is not None and self._copying not in self._submitted:
-                    self._end_copy(self._copying, f"Step {self._copying} is in memory of a dead keeper.")
+                    self._end_copy(self._copying, f"Step {self._copying} has no copy: its keeper has died.")
                 if self._close is not None:
                     child.outbox.send(self._close)
                 self._add_problem(

@@ -77,16 +77,27 @@ def verified_blocks(store: Store, name: str, file: DataFile) -> Iterator[memoryv
     for start in range(0, file.num_bytes, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, file.num_bytes - start)]
         store.read_into(name, start, block)
-        for at in range(0, len(block), file.chunk_bytes):
-            number = (start + at) // file.chunk_bytes
-            found = digest(block[at : at + file.chunk_bytes])
-            if found != file.hash_of(number):
-                raise Corrupt(
-                    f"{name} in {store.url} is damaged in chunk {number}: expected "
-                    f"xxh3:{file.hash_of(number)}, found xxh3:{found}. It was not copied.",
-                    key=name,
-                )
+        check_chunks(block, start, file, name, f"in {store.url}")
         yield block
+
+
+def check_chunks(block: memoryview, start: int, file: DataFile, name: str, where: str) -> None:
+    """Compare the chunks of a block, which begins at `start` of a file, with their hashes."""
+    for at in range(0, len(block), file.chunk_bytes):
+        number = (start + at) // file.chunk_bytes
+        found = digest(block[at : at + file.chunk_bytes])
+        if found != file.hash_of(number):
+            raise Corrupt(
+                f"{name} {where} is damaged in chunk {number}: expected xxh3:{file.hash_of(number)}, found "
+                f"xxh3:{found}. It was not copied.",
+                key=name,
+            )
+
+
+def describe_file(image: memoryview) -> DataFile:
+    """Return the size and the chunk hashes of a file image."""
+    chunk_bytes = chunk_bytes_for(len(image))
+    return DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
 
 
 def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -> None:

@@ -9,7 +9,7 @@ import time
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
-from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks, short_digest
+from holdfast.checkpoint.format.hashes import short_digest
 from holdfast.checkpoint.format.part import Copies, DataFile
 from holdfast.checkpoint.format.sections import Sections
 from holdfast.checkpoint.home.claim import check_claim, check_not_fenced
@@ -18,7 +18,7 @@ from holdfast.checkpoint.home.metrics import SaveValues, write_metrics
 from holdfast.checkpoint.keeper.components import KeeperComponents
 from holdfast.checkpoint.keeper.config import KeeperConfig
 from holdfast.checkpoint.keeper.inbox import StagedSave
-from holdfast.checkpoint.keeper.persist import has_image, persist, put
+from holdfast.checkpoint.keeper.persist import describe_file, has_image, persist, put
 from holdfast.checkpoint.keeper.reports import TRANSIENT_ERRORS
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, Unsupported
@@ -162,8 +162,7 @@ class FrozenFile:
 
         Blocks: until the bytes are durable under their new name.
         """
-        chunk_bytes = chunk_bytes_for(len(image))
-        file = DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
+        file = describe_file(image)
         self._find_newest()
         if must_match:
             self._check_unchanged(step, file)

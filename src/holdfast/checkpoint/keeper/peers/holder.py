@@ -8,7 +8,6 @@ import threading
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
-from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.part import DataFile
 from holdfast.checkpoint.keeper.config import PeersConfig
 from holdfast.checkpoint.keeper.peers.conversation import (
@@ -22,7 +21,7 @@ from holdfast.checkpoint.keeper.peers.conversation import (
     answer,
 )
 from holdfast.checkpoint.keeper.peers.copies import CopyMemory, HeldCopy
-from holdfast.checkpoint.keeper.persist import BLOCK_BYTES
+from holdfast.checkpoint.keeper.persist import BLOCK_BYTES, check_chunks
 from holdfast.errors import Corrupt, HoldfastError, RetryLater
 
 _MAX_STRANGERS = 16  # connections at once whose callers have not proved the secret; more are closed
@@ -112,8 +111,4 @@ def _receive_file(conversation: Conversation, copy: HeldCopy, number: int, file:
     for start in range(0, file.num_bytes, BLOCK_BYTES):  # a multiple of every size of chunks
         block = image[start : start + BLOCK_BYTES]
         conversation.receive_into(block)
-        for at in range(0, len(block), file.chunk_bytes):
-            chunk = (start + at) // file.chunk_bytes
-            if digest(block[at : at + file.chunk_bytes]) != file.hash_of(chunk):
-                name = copy.images[number].name
-                raise Corrupt(f"{name} was damaged in chunk {chunk} on its way to a peer.", key=name)
+        check_chunks(block, start, file, copy.images[number].name, "on its way to a peer")

@@ -15,8 +15,6 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
-from holdfast.checkpoint.format.hashes import chunk_bytes_for, hash_chunks
-from holdfast.checkpoint.format.part import DataFile
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.keeper import messages
 from holdfast.checkpoint.keeper.config import KeeperConfig
@@ -24,6 +22,7 @@ from holdfast.checkpoint.keeper.inbox import StagedSave, TrainerInbox
 from holdfast.checkpoint.keeper.messages import Image
 from holdfast.checkpoint.keeper.peers.holder import Holder
 from holdfast.checkpoint.keeper.peers.sender import OwnCopy, PeerSender
+from holdfast.checkpoint.keeper.persist import describe_file
 from holdfast.checkpoint.keeper.reports import bugs_as_errors
 from holdfast.errors import HoldfastError, RetryLater
 
@@ -87,7 +86,7 @@ class Mirror:
                 files = tuple(arena[one.offset : one.offset + one.num_bytes] for one in images)
                 draft = os.pread(save.draft_fd, os.fstat(save.draft_fd).st_size, 0)
                 found, _ = parts.findings_of(draft, names.part(*key))
-                document = parts.finish(draft, *map(_describe_file, files), watches=found)
+                document = parts.finish(draft, *map(describe_file, files), watches=found)
         except HoldfastError as error:
             self._drop(request.arena, save.arena_fd)
             self._fail(step, error)
@@ -169,11 +168,6 @@ class Mirror:
                 for step, kept in self._kept.items()
             }
         return own | _in_memory(documents) | self._holder.memory.images()
-
-
-def _describe_file(image: memoryview) -> DataFile:
-    chunk_bytes = chunk_bytes_for(len(image))
-    return DataFile(len(image), chunk_bytes, hash_chunks(image, chunk_bytes))
 
 
 def _in_memory(documents: Mapping[str, bytes]) -> dict[int, tuple[Image, ...]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import mmap
 import os
+import resource
 import socket
 import ssl
 import subprocess
@@ -217,7 +219,7 @@ def test_a_peer_that_was_replaced_is_called_again(make_pair: Callable[..., tuple
     first.save(1, arena=1)
     wait_until(lambda: first.has(1))
     for open_one, _ in second.mirror._holder._open.values():
-        open_one.close()  # as its death would
+        open_one.interrupt()  # as its death would
     first.save(2, arena=2)
     wait_until(lambda: first.has(2))
 
@@ -296,6 +298,34 @@ def converse(caller_secret: str, holder_secret: str, *tls: TlsFiles) -> tuple[ob
 
 def test_two_keepers_of_one_attempt_converse() -> None:
     assert converse("5e" * 32, "5e" * 32) == (Welcome(), Hello(4))
+
+
+@pytest.mark.parametrize("lowest_fd", [0, 1100])  # select() takes none of 1024 or more
+def test_a_wait_ends_when_another_thread_ends_the_conversation(lowest_fd: int) -> None:
+    """The waiting thread still owns the descriptor, which no other connection can have got meanwhile."""
+    listener, limits = listen(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    near, far = socket.create_connection((HERE, port_of(listener))), listener.accept()[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 1200), limits[1]))
+    number = fcntl.fcntl(near.fileno(), fcntl.F_DUPFD, lowest_fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with socket.socket(fileno=number) as end, near, far, listener:
+        far.sendall(b"n" * 32)
+        side = Conversation(end, bytes(32), is_caller=True)
+        ended = threading.Event()
+
+        def wait() -> None:
+            side.wait()
+            with pytest.raises(RetryLater):
+                side.expect(Welcome)
+            ended.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not ended.is_set()
+        side.interrupt()
+        thread.join(60)
+        assert ended.is_set()
+        assert end.fileno() >= lowest_fd
 
 
 def test_a_stranger_is_refused() -> None:

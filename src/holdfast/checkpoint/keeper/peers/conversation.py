@@ -117,8 +117,9 @@ class Conversation:
         Blocks: without a limit.
         """
         if not (isinstance(self._end, ssl.SSLSocket) and self._end.pending()):  # else it is here already
-            with _reported():
-                select.select([self._end], [], [])
+            ready = select.poll()  # select() fails for a descriptor of 1024 or more
+            ready.register(self._end, select.POLLIN)
+            ready.poll()
 
     def send(self, message: PeerMessage) -> None:
         """Send a message."""
@@ -169,10 +170,15 @@ class Conversation:
                     raise ConnectionError("the connection was closed")
                 data = data[num_bytes:]
 
-    def close(self) -> None:
-        """Close the connection, also while another thread waits for it."""
+    def interrupt(self) -> None:
+        """End the connection from another thread. The thread that uses it then fails, and closes it."""
+        # Closing it here would leave that thread a descriptor that may soon be another connection's.
         with contextlib.suppress(OSError):
-            self._end.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._end, socket.SHUT_RDWR)  # that of SSLSocket ends encryption first
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.interrupt()
         self._end.close()
 
     def _send_all(self, data: bytes | memoryview) -> None:

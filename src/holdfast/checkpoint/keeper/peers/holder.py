@@ -66,21 +66,19 @@ class Holder:
             return
         finally:
             self._strangers.release()
-        if rank not in self._config.writers:
-            conversation.close()
-            return
-        with self._lock:
-            before = self._open.get(rank)
-            self._open[rank] = conversation, threading.current_thread()
-        if before is not None:
-            before[0].close()
-            before[1].join()  # it may still write into memory that is about to hold another copy
-        with contextlib.suppress(HoldfastError):  # the caller calls again
+        with contextlib.closing(conversation), contextlib.suppress(HoldfastError):  # the caller calls again
+            if rank not in self._config.writers:
+                return
+            with self._lock:
+                before = self._open.get(rank)
+                self._open[rank] = conversation, threading.current_thread()
+            if before is not None:
+                before[0].interrupt()
+                before[1].join()  # it may still write into memory that is about to hold another copy
             conversation.end_opening()
             conversation.send(Welcome())
             while True:
                 self._take(conversation, rank)
-        conversation.close()
 
     def _take(self, conversation: Conversation, rank: int) -> None:
         """Take one copy."""

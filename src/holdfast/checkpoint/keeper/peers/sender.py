@@ -62,9 +62,8 @@ class PeerSender:
         """Stop sending the copy of a step, whose arena is about to change. It ends with an error."""
         with self._changed:
             self._given_up = step
-            conversation = self._conversation
-        if conversation is not None:
-            conversation.close()
+            if self._conversation is not None:
+                self._conversation.interrupt()
 
     def _run(self) -> None:
         while True:
@@ -114,6 +113,6 @@ class PeerSender:
 
     def _disconnect(self) -> None:
         with self._changed:
-            conversation, self._conversation = self._conversation, None
-        if conversation is not None:
-            conversation.close()
+            if self._conversation is not None:
+                self._conversation.close()
+            self._conversation = None

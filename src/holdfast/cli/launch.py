@@ -28,6 +28,7 @@ from holdfast.jobs.task.model import Task, TaskFile
 from holdfast.jobs.task.problems import MAX_PRIORITY
 from holdfast.system.documents import decode_text, to_plain
 from holdfast.system.units import plural
+from holdfast.watch.standby.start.sitecustomize import STANDBY
 
 
 def show_plan(file: TaskFile, engine: RecordedEngine, args: argparse.Namespace) -> None:
@@ -175,6 +176,11 @@ _TASK = (
         "statuses to notify of, such as running; ended means all final ones, failed all failures "
         "(default: HOLDFAST_NOTIFY_ON, or ended,recovering)",
     ),
+    argument(
+        "--standby",
+        "keep a process on each node that has imported what the training script imports, from which the "
+        "next attempt begins; see `holdfast standby --help`",
+    ),
     argument("--dry-run", "show the plan without starting anything"),
     argument(
         "-o, --output FILE", "with --dry-run: write what would be submitted to FILE (- for standard output)"
@@ -184,6 +190,7 @@ _TASK = (
 def run(args: argparse.Namespace) -> int:
     """Submit the job, or show its plan."""
     engine = get_engine(args.on)
+    args.env += [f"{STANDBY}=1"] if args.standby else []
     statuses = None if args.notify_on is None else [args.notify_on]
     file = engine.subscribed(read_tasks(args), args.notify, statuses)
     if args.output is not None and not args.dry_run:

@@ -35,6 +35,8 @@ from holdfast.system.environment import PROGRESS, read_progress
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import adopt_orphans, die_with_parent
 from holdfast.system.linux.wakeup_pipe import wake
+from holdfast.watch.standby import with_standby
+from holdfast.watch.standby.start.sitecustomize import STANDBY
 
 _DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -234,6 +236,8 @@ class Agent:
             os.dup2(self._log, 1)
             os.dup2(self._log, 2)
             script, environment = plan.run, plan.environment
+            if environment.get(STANDBY):
+                environment = with_standby(environment)
             if phase is Phase.SETUP:
                 script, environment = str(plan.setup), {**environment, **setup_variables(environment)}
             if self._container is not None:

@@ -1,0 +1,327 @@
+"""Standby process: has imported the modules of a training, and forks each next start of its script."""
+
+from __future__ import annotations
+
+import array
+import atexit
+import builtins
+import contextlib
+import importlib.machinery
+import io
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from holdfast.errors import HoldfastError
+from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as
+from holdfast.system.environment import KEEP_IN_MEMORY
+from holdfast.system.linux.processes import die_with_parent
+from holdfast.system.units import parse_duration
+from holdfast.watch.standby.start.sitecustomize import FORWARDED, surroundings, user_of
+
+_MAX_BYTES = 16 << 20  # of a plan or a start, whose environment may be large
+_RECEIVE_S = 10.0
+_NEXT = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
+    *("HOLDFAST_", "SKYPILOT_", "SLURM_", "PWD", "OLDPWD", "SHLVL", "_"),
+)
+"""Beginnings of variables that differ from start to start, and that no library reads during its import."""
+_Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+
+
+class Plan(Struct, frozen=True):
+    """Modules to import, in their order, with the path to find them."""
+
+    path: list[_Text]
+    modules: list[_Text]
+
+
+class Start(Struct, frozen=True):
+    """Start of the script, as its process was started."""
+
+    words: list[_Text]
+    position: Count  # of the script, or of `-m`, in `words`
+    path: list[_Text]  # of imports, without the folder of the script
+    environment: dict[_Text, _Text]
+    folder: _Text
+    surroundings: dict[str, Any]
+    ignored: list[_Text]  # names of signals
+    soft_limits: list[int]
+    processors: list[int]
+    umask: Count
+
+
+class ImportedModules:
+    """The imported modules of a training, with the files that they came from."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._environment, self._surroundings = dict(os.environ), surroundings()
+        sys.path[:] = plan.path
+        num_threads = 1
+        for name in sorted(plan.modules, key=lambda name: name != "numpy"):  # its library starts threads
+            with contextlib.suppress(Exception, SystemExit):  # a start imports it again, and sees the error
+                importlib.import_module(name)
+            if name == "numpy":
+                num_threads = _num_threads()
+        self._has_threads = threading.active_count() > 1 or _num_threads() > num_threads
+        files = {getattr(module, "__file__", None) for module in sys.modules.values()}
+        self._files = {path: _stamp(path) for path in files if isinstance(path, str)}
+
+    def reason_against(self, start: Start) -> str:
+        """Return why a start must import everything itself; empty if it need not."""
+        if self._has_threads:
+            return "an imported module starts threads, which no forked process has"
+        if any(name.startswith(("/dev/nvidia", "/dev/kfd")) for name in _open_files()):
+            return "an imported module uses a GPU, which no forked process can use then"
+        for path, stamp in self._files.items():
+            if _stamp(path) != stamp:
+                return f"{path} has changed"
+        for name in sorted({*self._environment, *start.environment}):
+            is_same = self._environment.get(name) == start.environment.get(name)
+            if not is_same and not name.startswith(_NEXT):
+                return f"the variable {name} has changed"
+        for name, value in self._surroundings.items():
+            if value != start.surroundings.get(name):
+                return f"its {name} differ"
+        return ""
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    """Return what changes when a file is written or replaced; None if it is gone."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - of thousands of files, while a training waits
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _num_threads() -> int:
+    return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+
+def _open_files() -> list[str]:
+    found = list[str]()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the list itself
+            found.append(str(path.readlink()))
+    return found
+
+
+class _Running(Struct, frozen=True):
+    """Forked training, and the connection to the process that it runs for."""
+
+    pid: int
+    pidfd: int
+    end: socket.socket
+
+
+class Server:
+    """Server of the starts of one script.
+
+    Args:
+        trainer: pipe that is closed when the training ends that has made this process.
+    """
+
+    def __init__(self, modules: ImportedModules, listener: socket.socket, trainer: int) -> None:
+        self._modules, self._listener, self._trainer = modules, listener, trainer
+        self._running: list[_Running] = []
+        self._has_trainer = True
+        self._is_over = False  # the training has ended without an error, or this process cannot serve it
+        self._poll = select.poll()
+        for one in (listener, trainer):
+            self._poll.register(one, select.POLLIN)
+
+    def serve(self, linger_s: float) -> Start | None:
+        """Fork each start. Return it in the process that runs it, and None here once no more is expected.
+
+        Args:
+            linger_s: time to wait for the next start after a training was killed.
+        """
+        while self._running or self._has_trainer or not self._is_over:
+            found = self._poll.poll(None if self._running or self._has_trainer else linger_s * 1000)
+            if not found:
+                return None
+            fds = {fd for fd, _ in found}
+            if self._trainer in fds:
+                self._read_trainer()
+            # First: a start must not meet the training before it, whose process may have been killed alone.
+            for one in [one for one in self._running if {one.pidfd, one.end.fileno()} & fds]:
+                self._end(one)
+            is_called = self._listener.fileno() in fds
+            if is_called and (start := self._answer(self._listener.accept()[0])) is not None:
+                return start
+        return None
+
+    def _read_trainer(self) -> None:
+        if os.read(self._trainer, 1):
+            self._is_over = True
+        else:
+            self._poll.unregister(self._trainer)
+            self._has_trainer = False
+
+    def _end(self, one: _Running) -> None:
+        """Send the exit status of a training that has ended, or kill one whose process was killed."""
+        signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)  # without effect on one that has ended
+        status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
+        self._is_over |= status == 0
+        with contextlib.suppress(OSError):
+            one.end.send(str(status).encode())
+        for fd in one.pidfd, one.end:
+            self._poll.unregister(fd)
+        self._running.remove(one)
+        one.end.close()
+        os.close(one.pidfd)
+
+    def _answer(self, end: socket.socket) -> Start | None:
+        """Fork a start, or refuse it. Return it in the new process."""
+        fds = list[int]()
+        try:
+            if user_of(end) == os.getuid():
+                end.settimeout(_RECEIVE_S)
+                start = _receive(end, fds)
+                if reason := self._modules.reason_against(start):
+                    self._close_listener()
+                    end.sendall(reason.encode()[:1000])
+                elif self._fork(end, fds):
+                    return start
+        except (OSError, HoldfastError):
+            pass  # a watch that looks for its standby, or a start that was given up
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if not any(one.end is end for one in self._running):
+            end.close()
+        return None
+
+    def _fork(self, end: socket.socket, fds: list[int]) -> bool:
+        """Fork this process. Return True in the new one, whose standard files are then those of its start."""
+        pid = os.fork()
+        if pid:
+            pidfd = os.pidfd_open(pid)
+            self._running.append(_Running(pid, pidfd, end))
+            for one in (end, pidfd):
+                self._poll.register(one, select.POLLIN)
+            # The process that waits has no other name of it: a pid may soon be another process's.
+            rights = array.array("i", [pidfd])
+            end.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            return False
+        die_with_parent()
+        os.setsid()
+        for number, fd in enumerate(fds):
+            os.dup2(fd, number)
+        for one in (end, self._listener, *(one.end for one in self._running)):
+            one.close()
+        for one in self._running:
+            os.close(one.pidfd)
+        return True
+
+    def _close_listener(self) -> None:
+        self._poll.unregister(self._listener)
+        self._listener.close()
+        self._is_over = True
+
+
+def _receive(end: socket.socket, fds: list[int]) -> Start:
+    """Receive a start, and append its standard files to `fds`."""
+    length, found, _, _ = socket.recv_fds(end, 4, 3)
+    fds += found
+    left = int.from_bytes(length, "big")
+    if len(length) < 4 or len(fds) < 3 or left > _MAX_BYTES:
+        raise ConnectionError("this is no start")
+    document = bytearray()
+    while left > len(document):
+        if not (block := end.recv(left - len(document))):
+            raise ConnectionError("the start was given up")
+        document += block
+    return decode_as(Start, document, "a start", max_bytes=_MAX_BYTES, any_text=True)
+
+
+def run(start: Start) -> None:
+    """Run the script of a start in this process, which becomes as if Python had started for it."""
+    os.chdir(start.folder)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    os.umask(start.umask)
+    os.sched_setaffinity(0, start.processors)
+    for number, soft in enumerate(start.soft_limits):
+        resource.setrlimit(number, (soft, resource.getrlimit(number)[1]))
+    for name in FORWARDED:
+        how = signal.SIG_IGN if name in start.ignored else signal.SIG_DFL
+        signal.signal(getattr(signal, name), how)
+    if "SIGINT" not in start.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=stream.isatty() or stream is sys.stderr)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # that of python's `random` is new in each forked process
+    words = start.words[start.position :]
+    is_module = words[0] == "-m"
+    first = start.folder if is_module else str(Path(words[0]).resolve().parent)
+    sys.path[:] = start.path if getattr(sys.flags, "safe_path", False) else [first, *start.path]
+    sys.orig_argv = start.words
+    sys.argv = words[1:] if is_module else words
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if is_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    path = str(Path(words[0]).absolute())
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __builtins__=builtins, __loader__=loader)
+    main.__dict__.update(__cached__=None, __annotations__={})
+    sys.excepthook = partial(_show, path)
+    try:
+        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), main.__dict__)
+    finally:
+        # Handlers at exit see it, though what has run this file puts its own back before.
+        atexit.register(sys.modules.__setitem__, "__main__", main)
+
+
+def _show(path: str, kind: Any, error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print an exception without the frames before the first one of a script, as Python does."""
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename != path:
+        first = first.tb_next
+    sys.__excepthook__(kind, error.with_traceback(first or trace), first or trace)
+
+
+def _linger_s() -> float:
+    value = os.environ.get(KEEP_IN_MEMORY, "").strip() or "2m"
+    return 0.0 if value == "0" else parse_duration(value, KEEP_IN_MEMORY)
+
+
+def main() -> None:
+    """Listen, import, and serve; in a forked process, run the script."""
+    name, plan_fd = sys.argv[1], int(sys.argv[2])
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError:
+        return  # another rank was first
+    for number in FORWARDED:
+        signal.signal(getattr(signal, number), signal.SIG_IGN)
+    with open(plan_fd, "rb") as file:
+        file.seek(0)
+        plan = decode_as(Plan, file.read(_MAX_BYTES), "a plan", max_bytes=_MAX_BYTES)
+    modules = ImportedModules(plan)
+    listener.listen()  # not before: a start meanwhile does not wait
+    start = Server(modules, listener, sys.stdin.fileno()).serve(_linger_s())
+    if start is None:
+        os._exit(0)  # what the modules do at the exit of a training is not for this process
+    run(start)
+
+
+if __name__ == "__main__":
+    main()

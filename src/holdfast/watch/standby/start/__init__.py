@@ -1,0 +1,1 @@
+"""Folder whose `sitecustomize.py` Python imports at each start."""

@@ -1,0 +1,76 @@
+"""Watch that makes a standby for the next start of the script, once the first save is durable."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, ClassVar
+
+from typing_extensions import override
+
+from holdfast.checkpoint.keeper.save import Save
+from holdfast.checkpoint.watch import Watch
+from holdfast.system.entry import command
+from holdfast.watch.standby.start.sitecustomize import STANDBY, connect
+
+
+class Standby(Watch):
+    """Maker of the standby process, which imports what this process has imported, and waits.
+
+    The environment names this watch, see `start/sitecustomize.py`.
+    """
+
+    name: ClassVar[str] = "standby"
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @override
+    def saved(self, save: Save) -> None:
+        name, _, position = os.environ.get(STANDBY, "").partition(":")
+        if self._process is not None or not name:
+            return
+        if (end := connect(name)) is not None:  # this process came from it, or another rank was first
+            end.close()
+            return
+        plan = {"path": sys.path, "modules": list(sys.modules)}
+        plan_fd = os.memfd_create("holdfast-standby")  # a pipe would be full, and hold up the training
+        os.write(plan_fd, json.dumps(plan).encode())
+        python, *words = command("holdfast.watch.standby", name, str(plan_fd))
+        self._process = subprocess.Popen(
+            [python, *sys.orig_argv[1 : int(position)], *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(plan_fd,),
+            env=dict(_first_environment()),
+            start_new_session=True,
+        )
+        os.close(plan_fd)
+        assert self._process.stdin is not None
+        atexit.register(_end, self._process.stdin)  # closed by the end of this process, however that comes
+
+
+def _first_environment() -> Iterator[tuple[bytes, bytes]]:
+    """Yield the variables with which this process began, as the next start does, without the tag of a node.
+
+    By that tag the processes of an attempt are found and ended.
+    """
+    for line in Path("/proc/self/environ").read_bytes().split(b"\0"):
+        name, equals, value = line.partition(b"=")
+        if equals and name != b"HOLDFAST_NODE":
+            yield name, value
+
+
+def _end(pipe: IO[bytes]) -> None:
+    """Have the standby exit if this process has no error to show, as its script is complete."""
+    with contextlib.suppress(OSError):  # it has ended
+        if not hasattr(sys, "last_type"):
+            pipe.write(b".")
+        pipe.close()

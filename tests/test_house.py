@@ -41,7 +41,7 @@ FLOORS = {
         | node_spec task | state_machine | history
         | records | engine node | machines notifications
         | controller description recorded | registry | interface k8s local sky slurm
-        | __main__ dash service
+        | __main__ dash
     """,
 }
 # Imports that still point up or sideways. This list only shrinks.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import TimedOut
-from holdfast.jobs import notifications, service
+from holdfast.jobs import notifications
 from holdfast.system.linux import program_runs
 from holdfast.system.linux.processes import read_stat
 from holdfast.system.linux.program_runs import run_program
@@ -23,11 +23,10 @@ def pid_file(tmp_path: Path) -> Iterator[Path]:
     os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-def test_a_daemon_that_keeps_pipes_delays_nothing(pid_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_keeps_pipes_delays_nothing(pid_file: Path) -> None:
     """As those that git and SkyPilot start. Every command of the system failed at its time limit."""
-    monkeypatch.setattr(service, "_LIMIT_S", 5.0)
     code = f"sleep 600 & echo $! > {pid_file}; echo out; echo err >&2; exit 3"
-    done = service.run_program("sh", "-c", code)
+    done = run_program(("sh", "-c", code), timeout_s=5.0)
     assert (done.status, done.text, done.error, done.message) == (3, "out", "err", "err")
     assert read_stat(int(pid_file.read_text())) is not None
 

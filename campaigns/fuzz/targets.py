@@ -502,21 +502,14 @@ def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
     base: Any = sqlite3.connect(":memory:")  # serialize and deserialize are new in Python 3.11
     try:
         base.deserialize(data)
-        tables = {
-            "fact": ("key", "value"),
-            "entry": ("number", "name", "source", "form", "bytes", "changed_ns", "inode", "digest"),
-            "sent": ("name", "bytes", "changed_ns", "inode", "digest"),
-            "problem": ("name", "bytes", "changed_ns", "inode", "kind", "why"),
-        }
-        table = chance.choice(list(tables))
-        column = chance.choice(tables[table])
-        value = chance.choice(
-            (None, "x", b"\xff\xfe", -1, 2**62, 1.5, "[" * 5000, "9" * 5000, "null", "x" * 10**5)
-        )
+        table, column = chance.choice(("fact", "entry", "sent", "problem")), chance.choice(("key", "value"))
+        strange = (None, "x", b"\xff\xfe", -1, 2**62, 1.5, "[" * 5000, "9" * 5000, "null", "x" * 10**5)
+        text = chance.choice(base.execute(f"SELECT value FROM {table}").fetchall() or [("{}",)])[0]
+        value = chance.choice((*strange, mutate_bytes(str(text).encode(), chance).decode("utf-8", "replace")))
         if chance.randrange(6) == 0:
             recursive = (
                 "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
-                "SELECT i, i, i, i, i, i, i, i FROM n"
+                "SELECT i AS key, i AS value FROM n"
             )
             statement = chance.choice(
                 (

@@ -58,8 +58,8 @@ def run() -> Facts:
             super().show_step(name, step, loss)
 
     with tempfile.TemporaryDirectory(prefix="holdfast-picture-") as folder:
-        with Recorder(sys.stdout, steps=STEPS, home=folder) as screen:
-            outcome = Scenario(Path(folder), steps=STEPS, num_bytes=NUM_BYTES, screen=screen).run()
+        screen = Recorder(sys.stdout, steps=STEPS, home=folder)
+        outcome = Scenario(Path(folder), steps=STEPS, num_bytes=NUM_BYTES, screen=screen).run()
         return {
             "failures": [
                 {

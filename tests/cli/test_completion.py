@@ -71,11 +71,11 @@ def test_options_and_choices_are_completed() -> None:
     assert texts("holdfast completion ") == ["bash", "zsh", "fish"]
 
 
-def test_homes_of_this_machine_are_completed(folder: Path) -> None:
+def test_folders_of_this_machine_are_completed(folder: Path) -> None:
     assert texts("holdfast ls ") == ["runs/"]
-    assert texts("holdfast ls runs/") == ["runs/gpt", "runs/old/"]
-    assert texts("holdfast ls 'runs/g") == ["runs/gpt"]
-    assert texts("holdfast ls runs/gpt/") == []
+    assert sorted(texts("holdfast ls runs/")) == ["runs/.hidden/", "runs/gpt/", "runs/old/"]
+    assert texts("holdfast ls 'runs/g") == ["runs/gpt/"]
+    assert texts("holdfast diff runs/g") == ["runs/gpt/"]
     assert texts("holdfast ls runs/missing/") == []
     assert texts("holdfast logs runs/") == []
     assert texts(f"holdfast ls {folder}/runs/o") == [f"{folder}/runs/old/"]
@@ -86,13 +86,12 @@ def test_steps_of_a_home_are_completed() -> None:
     assert texts("holdfast show runs/gpt --step ") == ["400", "300", "250", "200", "100"]
     assert texts("holdfast show --json runs/gpt --step=2") == ["250", "200"]
     assert texts("holdfast rm runs/gpt --before 4") == ["400"]
-    assert texts("holdfast diff runs/gpt@1") == ["@100"]
-    assert texts("holdfast diff runs/gpt@100 runs/gpt@3") == ["@300"]
+    assert texts("holdfast show runs/missing --step ") == []
     assert texts("holdfast show s3://bucket/run --step ") == []
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("before", ["launch", "check --", "report H -o", "ls H --local"])
+@pytest.mark.parametrize("before", ["launch", "check --", "report H -o"])
 def test_files_are_completed(before: str) -> None:
     assert texts(f"holdfast {before} runs/n") == ["runs/notes.txt"]
 
@@ -127,10 +126,9 @@ def terminal_env(folder: Path) -> dict[str, str]:
     ("typed", "completed"),
     [
         ("holdfast hist", "holdfast history "),
-        ("holdfast ls runs/g", "holdfast ls runs/gpt "),
+        ("holdfast ls runs/g", "holdfast ls runs/gpt/"),
         ("holdfast show runs/gpt --step 4", "holdfast show runs/gpt --step 400 "),
         ("holdfast show runs/gpt --step=4", "holdfast show runs/gpt --step=400 "),
-        ("holdfast diff runs/gpt@4", "holdfast diff runs/gpt@400 "),
         ("holdfast launch runs/no", "holdfast launch runs/notes.txt "),
         ("holdfast verify runs/gpt --thr", "holdfast verify runs/gpt --threads "),
     ],

@@ -223,8 +223,12 @@ def test_a_value_of_another_type_in_the_journal_is_damage(tmp_path: Path):
     queue = JournaledQueue(tmp_path)
     queue.do(lambda order: order.put("data", version(1)))
     with closing(sqlite3.connect(tmp_path / FOLDER / FILE)) as base, base:
-        base.execute("UPDATE entry SET digest = x'00'")
-    with pytest.raises(Corrupt, match=r"Expected `str`, got `bytes` - at `\$\.version\.digest`"):
+        base.execute("UPDATE entry SET value = json_set(value, '$.version.digest', 0)")
+    with pytest.raises(Corrupt, match=r"Expected `str`, got `int` - at `\$\.version\.digest`"):
+        queue.load()
+    with closing(sqlite3.connect(tmp_path / FOLDER / FILE)) as base, base:
+        base.execute("UPDATE entry SET value = x'00'")
+    with pytest.raises(Corrupt, match="Expected `str`, got `bytes`"):
         queue.load()
     queue.close()
 

@@ -50,7 +50,6 @@ GROUPS = {
         "forget": "Remove ended jobs, with their files and output.",
         "nodes": "List the nodes of jobs, with the attempts that they have lost.",
         "drain": "Wait until all files of a write-back directory are in its bucket.",
-        "service": "Continue jobs after a restart of the machine.",
     },
     "This machine, as in `holdfast doctor runs/gpt`": {
         "doctor": "Check whether this machine and a home are ready for training.",
@@ -62,7 +61,7 @@ GROUPS = {
 """Summary of each command, by heading of the help, in its order."""
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 _MODULES = {
-    **dict.fromkeys(("queue", "wait", "cancel", "preempt", "forget", "nodes", "service"), "job_commands"),
+    **dict.fromkeys(("queue", "wait", "cancel", "preempt", "forget", "nodes"), "job_commands"),
     **dict.fromkeys(("import", "export"), "exchange"),
 }
 """Modules of the commands that are not in one of their own name."""

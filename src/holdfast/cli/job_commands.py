@@ -1,4 +1,4 @@
-"""Commands for jobs that exist: their list, their end, and the nodes and the service of all of them."""
+"""Commands for jobs that exist: their list, their end, and the nodes of all of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from operator import attrgetter
 
 from holdfast.cli import FOUND, print_note
 from holdfast.cli.commands import argument, command, either, repeated, step_number
-from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors, print_jobs
+from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors
 from holdfast.cli.tables import (
     Column,
     format_age,
     format_time,
     may_remove,
-    print_fields,
     print_json,
     print_result,
     print_table,
 )
 from holdfast.errors import HoldfastError, InvalidInput
-from holdfast.jobs import service as job_service
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job, each, sorted_out
 from holdfast.jobs.folder import state_dir
@@ -58,7 +56,8 @@ _SHOWN = 20
 def list_jobs(args: argparse.Namespace) -> int:
     """List the jobs: those that have not ended, then the others, each newest first."""
     jobs = queue(on=args.on, statuses=args.status)
-    _print_unreadable()
+    for message in Records(state_dir()).unreadable():
+        print_note(message)
     active = [job for job in jobs if not job.status.is_final]
     ended = jobs[len(active) :]
     is_whole = args.all or (args.json and args.tail is None)
@@ -75,11 +74,6 @@ def list_jobs(args: argparse.Namespace) -> int:
         if left := len(jobs) - len(shown):
             print(f"{plural(left, 'older job')} not shown; use --all or --tail K to show more")
     return 0
-
-
-def _print_unreadable() -> None:
-    for message in Records(state_dir()).unreadable():
-        print_note(message)
 
 
 _JOB_COLUMNS = (  # of a job and its durations
@@ -149,8 +143,10 @@ def cancel(args: argparse.Namespace) -> int:
     if bool(args.jobs) == args.all:
         raise InvalidInput("Choose jobs by number or name, or all with --all. Nothing was cancelled.")
     found, errors = sorted_out(cancel_each(*args.jobs, every=args.all))
-    cancelled = lambda job: f"{'was' if job.status.is_final else 'is being'} cancelled"  # noqa: E731
-    print_jobs(args, found, cancelled, nothing="" if errors else "no jobs")
+    ended = {True: "was", False: "is being"}
+    lines = [f"job {job.id} ({job.name}) {ended[job.status.is_final]} cancelled" for job in found]
+    if args.json or lines or not errors:
+        print_result(args, [job_row(job) for job in found], "\n".join(lines) or "no jobs")
     return print_errors(errors)
 
 
@@ -288,59 +284,3 @@ _NODE_COLUMNS = (
     Column("LAST TROUBLE", lambda node: node.lost_unix_s and format_time(node.lost_unix_s), spare=1),
     Column("WHY", lambda node: "; ".join(node.reasons), "text"),
 )
-
-_ACTIONS = ("install", "uninstall", "status", "start")
-
-
-@command(
-    "service",
-    """
-    holdfast service install
-    holdfast service status --json
-    HOLDFAST_STATE=/data/jobs holdfast service uninstall
-    """,
-    argument("action ACTION", ", ".join(_ACTIONS), choices=_ACTIONS),
-    details=(
-        "Each state folder (HOLDFAST_STATE) has a service of its own.\n\n"
-        "actions:\n"
-        "  install    continue the jobs on this machine when it starts, by a systemd user unit\n"
-        "  uninstall  remove the unit; jobs continue\n"
-        "  status     show what is installed, and the command that continues the jobs;\n"
-        "             exit status 1 if nothing is installed\n"
-        "  start      start the controllers of all jobs that have not ended, as the service does"
-    ),
-)
-def service(args: argparse.Namespace) -> int:
-    """Run an action."""
-    if args.action == "start":
-        jobs = job_service.start()
-        _print_unreadable()
-        print_jobs(args, jobs, lambda job: f"is {job.status.value}", nothing="no jobs to continue")
-        return 0
-    if args.action == "uninstall":
-        existed = job_service.uninstall()
-        text = "removed; the jobs continue" if existed else "it was not installed, so nothing was removed"
-        print_result(args, {"removed": existed}, text)
-        return 0
-    is_status = args.action == "status"
-    found = job_service.status() if is_status else job_service.install()
-    text = (
-        f"installed: systemd continues the jobs in {found.state} when this machine starts\n"
-        f"to see it: holdfast service status ({found.unit})"
-    )
-    print_result(args, to_plain(found), (lambda: _print_service(found)) if is_status else text)
-    for problem in found.problems if not args.json else ():
-        print_note(problem)
-    return 0 if found.unit or not is_status else FOUND
-
-
-def _print_service(found: job_service.Service) -> None:
-    numbers = f": {', '.join(map(str, found.starts))}" if found.starts else ""
-    fields = [
-        ("service", found.name),
-        ("installed", f"by systemd ({found.unit})" if found.unit else "no; see `holdfast service install`"),
-        ("jobs in", found.state),
-        ("continues", f"{plural(len(found.starts), 'job')} now{numbers}"),
-        ("runs", found.command),
-    ]
-    print_fields(fields, width=12)

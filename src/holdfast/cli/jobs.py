@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from holdfast.cli import TROUBLE, print_note
 from holdfast.cli.commands import Argument, argument
-from holdfast.cli.tables import print_result
 from holdfast.errors import HoldfastError
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job
@@ -27,13 +25,6 @@ def engine_option(*, default: str | None, shown: str) -> Argument:
 def job_row(job: Job) -> dict[str, Any]:
     """Return a job as a JSON object, with its durations."""
     return {**to_plain(job), "status": job.status.value, **to_plain(durations_of(job))}
-
-
-def print_jobs(args: argparse.Namespace, jobs: list[Job], text: Callable[[Job], str], nothing: str) -> None:
-    """Print a line for each job, with a text after its name, or all of them as JSON."""
-    lines = [f"job {job.id} ({job.name}) {text(job)}" for job in jobs] or [nothing]
-    if args.json or any(lines):
-        print_result(args, [job_row(job) for job in jobs], "\n".join(lines))
 
 
 def print_errors(errors: Iterable[HoldfastError]) -> int:

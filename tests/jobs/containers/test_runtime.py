@@ -12,9 +12,9 @@ from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.node.containers import node_container
 from holdfast.jobs.node.containers.container import ContainerRuntime, ImageSpec, make_image_spec
-from holdfast.jobs.node.mounts.mount_records import MountKind, MountSpec, write_mount_specs
+from holdfast.jobs.node.mounts.mount_records import MountSpec, write_mount_specs
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.model import qualified
+from holdfast.jobs.task.model import MountMode, qualified
 from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.containers.stand_in import StandIn
 from jobs.harness import JobHarness, needs_namespaces, write_program
@@ -130,8 +130,8 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
     folder = harness.state / "jobs" / "1"
     folder.mkdir(parents=True)
     job = JobFolder(folder)
-    for kind, expected in ((MountKind.COPY, False), (MountKind.BUCKET, True)):
-        write_mount_specs(job, [MountSpec(kind, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
+    for mode, expected in ((MountMode.COPY, False), (MountMode.MOUNT, True)):
+        write_mount_specs(job, [MountSpec(mode, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
         found = make_image_spec(job, ContainerRuntime.PODMAN, "an/image", "sky-1", has_gpus=False)
         words = node_container.create_command(found, 0, "sha256:1")
         assert (f"type=bind,source={folder},target={folder},bind-propagation=rslave" in words) == expected

@@ -69,10 +69,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         folder = _make_folder(args.home)
     try:
-        with Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder)) as screen:
-            screen.show_event(f"all files of the demo are in {home or folder}")
-            scenario = Scenario(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home)
-            outcome = scenario.run()
+        screen = Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder))
+        screen.show_event(f"all files of the demo are in {home or folder}")
+        outcome = Scenario(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home).run()
         checked, recoveries = check_claims(outcome), find_recoveries(outcome)
     finally:
         if not args.keep:

@@ -18,6 +18,7 @@ from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.cli.demo.hosts import Host, make_network
+from holdfast.cli.demo.screen import Screen
 from holdfast.cli.tables import Column, print_json, print_table
 from holdfast.errors import HoldfastError, RetryLater
 from holdfast.system.entry import command
@@ -133,15 +134,11 @@ def find_events(home: Path, attempt: int, kind: str) -> list[dict[str, Any]]:
 def main() -> int:
     """Run the demo of the arguments, and print its outcome; the exit status is 0 if nothing else was lost."""
     folder, num_hosts, steps, num_bytes, form = sys.argv[1:]  # the last one is "text" or "json"
-    began_s, output = time.monotonic(), sys.stderr if form == "json" else sys.stdout
-
-    def show(text: str) -> None:
-        print(f"{time.monotonic() - began_s:5.1f} s  {text}", file=output, flush=True)
-
+    screen = Screen(sys.stderr if form == "json" else sys.stdout)
     make_network()
     bandwidth = str(int(int(num_bytes) * _HOME_SHARE))
     options = ["--steps", steps, "--every", "2", "--bytes", num_bytes, "--bandwidth", bandwidth]
-    loss = lose_host(Path(folder), int(num_hosts), options, show)
+    loss = lose_host(Path(folder), int(num_hosts), options, screen.show_event)
     if form == "json":
         print_json(loss)
         return 0 if loss["proven"] else 1

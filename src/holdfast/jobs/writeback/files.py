@@ -25,7 +25,7 @@ NameTest: TypeAlias = "Callable[[str], bool]"
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
-class Fingerprint(Struct, frozen=True, rename={"num_bytes": "bytes"}):
+class Fingerprint(Struct, frozen=True):
     """State of a file by size, time and inode. Compare with `matches`."""
 
     num_bytes: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 import time
@@ -17,21 +18,17 @@ from holdfast.system.log import get_logger
 
 FOLDER = ".holdfast-writeback"
 """Folder in the directory for journal, kept versions and locks. On the same disk, for hard links."""
-FILE, VERSION = "journal.sqlite", "1"
+FILE, VERSION = "journal.sqlite", "2"
 _WAIT_S = 30.0  # for another process's transaction
 _PAUSE_S = 1.0
 
-_KINDS = {"entry": ("number", Upload), "sent": ("name", Sent), "problem": ("name", UploadProblem)}
-"""Key column and values of each table. A row has the members of the structs in a value side by side."""
+_KINDS = {"entry": (int, Upload), "sent": (str, Sent), "problem": (str, UploadProblem)}
+"""Types of the keys and values of each table. A value is a text of JSON."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS fact (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS entry (
-    number INTEGER PRIMARY KEY, name TEXT NOT NULL, source TEXT NOT NULL, form TEXT,
-    bytes INTEGER, changed_ns INTEGER, inode INTEGER, digest TEXT);
-CREATE TABLE IF NOT EXISTS sent (
-    name TEXT PRIMARY KEY, bytes INTEGER, changed_ns INTEGER, inode INTEGER, digest TEXT);
-CREATE TABLE IF NOT EXISTS problem (
-    name TEXT PRIMARY KEY, bytes INTEGER, changed_ns INTEGER, inode INTEGER, kind TEXT, why TEXT);
+CREATE TABLE IF NOT EXISTS entry (key INTEGER PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sent (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS problem (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _T = TypeVar("_T")
 _log = get_logger("jobs.writeback")
@@ -51,7 +48,6 @@ class Journal:
             self._base = sqlite3.connect(
                 self._path, timeout=_WAIT_S, isolation_level=None, check_same_thread=False
             )
-            self._base.row_factory = sqlite3.Row
             self._base.execute("PRAGMA trusted_schema=OFF")
             self._check_schema()
             if is_writer:
@@ -88,13 +84,12 @@ class Journal:
 
     def _read(self, table: str) -> Iterator[tuple[Any, Any]]:
         """Yield keys and values, whose types are checked, as SQLite stores any value in any column."""
-        name, kind = _KINDS[table]
+        key_kind, kind = _KINDS[table]
         # By the number of an entry. Others are in the order of the queue.
-        for row in map(dict, self._base.execute(f"SELECT * FROM {table} ORDER BY rowid")):
-            what = f"{self._path}: {shown(row[name])}"
-            version = {**row, "fingerprint": row}
-            members = {**version, "version": None if row.get("form") is None else version}
-            yield read_as(int if kind is Upload else str, row[name], what), read_as(kind, members, what)
+        for key, text in self._base.execute(f"SELECT key, value FROM {table} ORDER BY rowid"):
+            what = f"{self._path}: {shown(key)}"
+            members = decode_as(dict[str, Any], read_as(str, text, what), what, any_text=True)
+            yield read_as(key_kind, key, what), read_as(kind, {**members, "number": key}, what)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -159,16 +154,13 @@ class JournaledQueue(Journal):
         return result
 
     def _write(self, table: str, key: int | str, value: Upload | Sent | UploadProblem | None) -> None:
-        name = _KINDS[table][0]
         if value is None:
-            self._base.execute(f"DELETE FROM {table} WHERE {name} = ?", (key,))
+            self._base.execute(f"DELETE FROM {table} WHERE key = ?", (key,))
             return
-        row = {name: key, **_side_by_side(to_plain(value))}
         # Unlike REPLACE, this keeps the place of a row, as a dictionary does.
-        changes = ", ".join(f"{column} = excluded.{column}" for column in row if column != name)
-        into, values = f"{table} ({', '.join(row)})", ", ".join("?" * len(row))
-        statement = f"INSERT INTO {into} VALUES ({values}) ON CONFLICT ({name}) DO UPDATE SET {changes}"
-        self._base.execute(statement, tuple(row.values()))
+        update = "ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+        text = json.dumps(to_plain(value))
+        self._base.execute(f"INSERT INTO {table} VALUES (?, ?) {update}", (key, text))
         if table == "entry":  # no number is used twice, as kept versions are named by it
             self._base.execute("INSERT OR REPLACE INTO fact VALUES ('last', ?)", (str(key),))
 
@@ -196,12 +188,3 @@ class JournaledQueue(Journal):
                 _log.error(error)
                 return
             self._trouble = trouble
-
-
-def _side_by_side(members: dict[str, Any]) -> dict[str, Any]:
-    """Return the members of nested structs beside the others. What is None has no columns."""
-    found: dict[str, Any] = {}
-    for name, member in members.items():
-        if member is not None:
-            found |= _side_by_side(member) if isinstance(member, dict) else {name: member}
-    return found

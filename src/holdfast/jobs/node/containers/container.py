@@ -17,9 +17,10 @@ from holdfast.errors import Unsupported
 from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document
 from holdfast.jobs.node import processes
-from holdfast.jobs.node.mounts.mount_records import MountKind, read_links, read_mount_specs
+from holdfast.jobs.node.mounts.mount_records import read_links, read_mount_specs
 from holdfast.jobs.node.roles import Server
 from holdfast.jobs.node_spec import read_environment
+from holdfast.jobs.task.model import MountMode
 from holdfast.system.linux.mount_namespace import JoinedNamespaces, open_namespaces
 from holdfast.system.linux.program_runs import run_program
 
@@ -103,7 +104,7 @@ def make_image_spec(
         task_id,
         tuple(sorted({*own, *others})),
         has_gpus=has_gpus,
-        has_file_systems=any(one.kind is MountKind.BUCKET for one in read_mount_specs(mounts)),
+        has_file_systems=any(one.mode is MountMode.MOUNT for one in read_mount_specs(mounts)),
         scratch="" if scratch is None else str(scratch.path),
         owner=owner,
     )

@@ -17,7 +17,6 @@ from holdfast.jobs.folder import JobFolder, bucket_folder
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
-    MountKind,
     MountSpec,
     is_coverable,
     is_private_target,
@@ -32,11 +31,6 @@ from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_ou
 from holdfast.jobs.task.model import FileMount, MountMode, Task, memory_mib
 from holdfast.system.units import format_bytes
 
-_REMOTE = {
-    MountMode.COPY: MountKind.COPY,
-    MountMode.MOUNT: MountKind.BUCKET,
-    MountMode.MOUNT_CACHED: MountKind.CACHE,
-}
 _OF_KERNEL = frozenset({"dev", "proc", "sys"})
 _OF_PROGRAMS = frozenset({"bin", "etc", "lib", "lib32", "lib64", "libx32", "sbin", "usr"})
 _OF_SYSTEM = frozenset({"home", "opt", "root", "run", "srv", "tmp", "var"})
@@ -229,7 +223,7 @@ def _spec(mount: FileMount, path: Path, state: Path) -> MountSpec:
     config: Any = mount.spec.get("config") or {}
     is_dataset = str(mount.spec.get("type", "")).upper() == "DATASET_RO"
     return MountSpec(
-        _REMOTE[mount.mode],
+        mount.mode,
         place,
         str(path),
         mount.target,

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,7 +21,7 @@ from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.records import Records
 from holdfast.jobs.status import JobStatus
-from holdfast.jobs.task.model import FileMount, Task
+from holdfast.jobs.task.model import FileMount, MountMode, Task
 from holdfast.system.entry import command
 from holdfast.system.linux.mount_namespace import add_links, enter
 from holdfast.system.linux.mounts import mount_points
@@ -33,18 +32,10 @@ _TRIAL_S = 60.0
 ROOT = Path("/")
 
 
-class MountKind(str, Enum):
-    """Kind of a mount."""
-
-    COPY = "copy"  # all objects, copied once
-    BUCKET = "bucket"  # a file system served by rclone
-    CACHE = "cache"  # a write-back directory
-
-
 class MountSpec(Struct, frozen=True):
     """Specification of a mount, shared by all nodes of a job."""
 
-    kind: MountKind
+    mode: MountMode  # all objects, copied once; a file system served by rclone; a write-back directory
     place: str  # path or URL
     path: str  # absolute, in the job's folder
     key: str  # key in the task file, for messages
@@ -65,7 +56,7 @@ def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
 
 def caches(folder: JobFolder) -> list[MountSpec]:
     """Return the write-back directories among a job's mounts."""
-    return [spec for spec in read_mount_specs(folder) if spec.kind is MountKind.CACHE]
+    return [spec for spec in read_mount_specs(folder) if spec.mode is MountMode.MOUNT_CACHED]
 
 
 class Link(Struct, frozen=True):

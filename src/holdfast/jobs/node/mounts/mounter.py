@@ -18,7 +18,6 @@ from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.mounts.attempt import HOLDERS, READY, UNSENT, UPLOADS, UnsentFiles
 from holdfast.jobs.node.mounts.download import BucketCopy
 from holdfast.jobs.node.mounts.mount_records import (
-    MountKind,
     MountSpec,
     caches,
     is_mounted,
@@ -30,6 +29,7 @@ from holdfast.jobs.node.mounts.scratch import read_scratch_owner
 from holdfast.jobs.node.mounts.uploads import WriteBack, remove_copies, uploading
 from holdfast.jobs.node.roles import log_line, start_controller
 from holdfast.jobs.records import JobRecord, Records
+from holdfast.jobs.task.model import MountMode
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import dying_with_parent
 from holdfast.system.linux.wakeup_pipe import wake
@@ -133,9 +133,9 @@ class Mounter:
         self._folder = folder
         self._mounts: dict[MountSpec, BucketCopy | BucketMount | WriteBack] = {}
         for spec in specs:
-            if spec.kind is MountKind.COPY:
+            if spec.mode is MountMode.COPY:
                 self._mounts[spec] = BucketCopy(spec)
-            elif spec.kind is MountKind.CACHE:
+            elif spec.mode is MountMode.MOUNT_CACHED:
                 self._mounts[spec] = WriteBack(spec, owner, attempt)
             else:
                 self._mounts[spec] = BucketMount(spec, folder / f"rclone-{Path(spec.path).name}.log")
@@ -161,10 +161,10 @@ class Mounter:
         """Mount everything, and record that it is ready."""
         for spec, mount in self._mounts.items():
             began_s = time.monotonic()
-            if spec.kind is not MountKind.COPY:  # a copy reports its own progress
+            if spec.mode is not MountMode.COPY:  # a copy reports its own progress
                 log_line(f"mounting {spec.place} at {spec.key}")
             self._patiently(lambda mount=mount: mount.open(self.is_wanted))
-            if spec.kind is not MountKind.COPY:
+            if spec.mode is not MountMode.COPY:
                 took = format_duration(time.monotonic() - began_s)
                 log_line(f"mounted {spec.place} at {spec.key} in {took}")
         write_document(self._folder / READY, "")

@@ -1,4 +1,4 @@
-"""Events of a run's history, and the saves, their copies and the contents of the tiers that follow; pure."""
+"""Events of a run's history, and the saves and their copies that follow; pure."""
 
 from __future__ import annotations
 
@@ -156,10 +156,10 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
 
 
 def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> CheckpointId | None:
-    """Return the checkpoint that a commit, drain, deletion or restore is about; None if it is unknown.
+    """Return the checkpoint that a commit, drain or restore is about; None if it is unknown.
 
-    An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
-    attempt; otherwise the newest checkpoint of that step counts.
+    An attempt also commits and drains checkpoints of earlier attempts. The detail may contain their attempt;
+    otherwise the newest checkpoint of that step counts.
     """
     if (attempt := named_attempt(event)) is not None:
         checkpoint = CheckpointId(attempt=attempt, step=event.step or 0)
@@ -228,35 +228,3 @@ def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: in
         num_bytes=num_bytes,
         was_drained=bool(drained),
     )
-
-
-class TierLevel(Struct, frozen=True):
-    """Contents of a tier from one moment on."""
-
-    unix_s: float
-    tier: str
-    num_bytes: int
-    num_checkpoints: int
-
-
-def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> list[TierLevel]:
-    """Return every change of the contents of a tier, by time.
-
-    Deletions without an event are missing, such as by `holdfast rm` or of a host's memory.
-    """
-    sizes = {save.checkpoint_id: save.num_bytes for save in saves}
-    contents: dict[str, dict[CheckpointId, int]] = {}
-    levels: list[TierLevel] = []
-    for event in events:
-        tier = contents.setdefault(event.tier, {})
-        before = len(tier)
-        # A restored checkpoint was complete, even if the commit was made by a later attempt without an event.
-        is_there = event.kind == "restored" and event.tier != MEMORY
-        if event.kind in ("committed", "drained") or is_there:
-            if (checkpoint := checkpoint_of(event, sizes)) is not None:
-                tier[checkpoint] = sizes[checkpoint]
-        elif event.kind == "retained" and (checkpoint := checkpoint_of(event, tier)) is not None:
-            del tier[checkpoint]
-        if len(tier) != before:
-            levels.append(TierLevel(event.unix_s, event.tier, sum(tier.values()), len(tier)))
-    return levels

@@ -32,14 +32,7 @@ from holdfast.watch.report.interruptions import (
     seconds_of,
     seconds_per_step,
 )
-from holdfast.watch.report.saves import (
-    HistoryEvent,
-    SaveRecord,
-    TierLevel,
-    collect_saves,
-    parse_events,
-    tier_levels,
-)
+from holdfast.watch.report.saves import HistoryEvent, SaveRecord, collect_saves, parse_events
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
@@ -134,7 +127,6 @@ class RunSummary(Struct, frozen=True):
     times: TimeBreakdown
     overhead_share: float | None  # save() as a share of the attempts' training time
     advice: IntervalAdvice
-    levels: tuple[TierLevel, ...]
     problems: tuple[HistoryEvent, ...]
     drains: tuple[HistoryEvent, ...]
     home_contents: HomeContents | None
@@ -161,8 +153,7 @@ class RunSummary(Struct, frozen=True):
     @property
     def end_unix_s(self) -> float | None:
         """Time of the last event. Keepers continue after the last event of their trainers."""
-        times = [self.last_unix_s, *(level.unix_s for level in self.levels[-1:])]
-        times += [event.unix_s for event in (*self.problems[-1:], *self.drains[-1:])]
+        times = [self.last_unix_s, *(event.unix_s for event in (*self.problems[-1:], *self.drains[-1:]))]
         times += [copy.durable_unix_s for save in self.saves[-100:] for copy in save.copies]
         return max((moment for moment in times if moment is not None), default=None)
 
@@ -255,7 +246,6 @@ def summarize(
         _times(began, last, losses, saves),
         sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None,
         _advise(attempts, saves, losses.interruptions, up_s),
-        tuple(tier_levels(events, saves)),
         of(*PROBLEMS),
         of("drained"),
         home_contents,

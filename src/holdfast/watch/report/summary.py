@@ -92,7 +92,6 @@ class IntervalAdvice(Struct, frozen=True):
     interval_s: float | None  # mean time from save to save
     step_s: float | None  # median duration of a step
     durable_s: float | None  # median time until durable in the nearest tier; shorter intervals are useless
-    restart_s: float  # mean time from a failure's last event until training resumed
     up_s: float  # time in which failures could happen
     num_failures: int
     mtbf_s: float | None  # None: without failures it is unknown
@@ -294,7 +293,6 @@ def _advise(
     num_failures = sum(1 + one.num_failed_starts for one in failures)
     cost_s = statistics.fmean(costs) if costs else None
     interval_s = statistics.fmean(gaps) if gaps else None
-    restart_s = statistics.fmean(one.down_s + one.restore_s for one in failures) if failures else 0.0
     mtbf_s = up_s / num_failures if num_failures and up_s > 0 else None
     least, most = mtbf_bounds_s(up_s, num_failures)
     durable = [took_s for save in saves if (took_s := save.durable_s) is not None]
@@ -306,7 +304,6 @@ def _advise(
         interval_s=interval_s,
         step_s=seconds_per_step(attempts, saves),
         durable_s=statistics.median(durable) if durable else None,
-        restart_s=restart_s,
         up_s=up_s,
         num_failures=num_failures,
         mtbf_s=mtbf_s,

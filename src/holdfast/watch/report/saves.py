@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.checkpoint.home.history import Line, is_number
+from holdfast.checkpoint.home.history import Line, is_count, is_number
+from holdfast.checkpoint.home.metrics import Metric, metric_values
 
 MEMORY, PEERS, LOCAL, HOME = "memory", "peers", "local", "home"
 TIERS = (MEMORY, PEERS, LOCAL, HOME)  # tiers of a checkpoint, nearest first
 
 
 METRICS = "metrics"  # kind of events with training metrics
-Metric = tuple[str, int, float]  # value of a training metric: its name, the step, the value
 
 
 class HistoryEvent(Struct, frozen=True):
@@ -39,14 +39,14 @@ class HistoryEvent(Struct, frozen=True):
         return cls(
             float(line["t"]),
             line["event"],
-            step if _is_count(step) else None,
+            step if is_count(step) else None,
             attempt=int(_amount(line, "attempt")),
             rank=int(_amount(line, "rank")),
             tier=tier_of(line),
             num_bytes=int(_amount(line, "bytes")),
             seconds=_amount(line, "seconds"),
             detail=str(line.get("detail") or ""),
-            numbers=_numbers(line) if line["event"] == METRICS else (),
+            numbers=tuple(metric_values(line)) if line["event"] == METRICS else (),
         )
 
 
@@ -61,27 +61,9 @@ def parse_events(lines: Iterable[Line]) -> list[HistoryEvent]:
     return sorted((HistoryEvent.from_line(line) for line in lines), key=lambda event: event.unix_s)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _amount(line: Line, name: str) -> float:
     value = line.get(name)
     return max(0, value) if isinstance(value, (int, float)) and is_number(value) else 0
-
-
-def _numbers(line: Line) -> tuple[Metric, ...]:
-    """Return the valid metric values of a line."""
-    steps, values = line.get("steps"), line.get("values")
-    if not isinstance(steps, list) or not isinstance(values, dict):
-        return ()
-    return tuple(
-        (name, step, float(value))
-        for name, column in values.items()
-        if isinstance(column, list)
-        for step, value in zip(steps, column, strict=False)
-        if _is_count(step) and (value in ("nan", "inf", "-inf") or is_number(value))
-    )
 
 
 DURABLE, UNFINISHED = "durable", "unfinished"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import http.client
 import sys
 import threading
@@ -27,8 +26,6 @@ from holdfast.watch.preemption.sources import (
     ray_context,
 )
 from notice.cloud_services import AwsService, AzureService, GcpService
-
-WHEN = datetime.datetime(2026, 6, 23, 2, 30, tzinfo=datetime.timezone.utc).timestamp()
 
 
 @pytest.fixture
@@ -63,11 +60,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- AWS -------------------------------------------------------------------------------------------------
 
 
-def test_an_aws_interruption_is_a_notice_with_a_deadline(aws: AwsService) -> None:
+def test_an_aws_interruption_is_a_notice(aws: AwsService) -> None:
     source = Aws(aws.url)
     assert source.poll() is None
     aws.documents["spot/instance-action"] = '{"action": "terminate", "time": "2026-06-23T02:30:00Z"}'
-    assert source.poll() == Notice("aws", "spot terminate", WHEN)
+    assert source.poll() == Notice("aws", "spot terminate")
     assert aws.asked.count(("PUT", "/latest/api/token")) == 1, "one token serves many requests"
 
 
@@ -76,7 +73,7 @@ def test_a_rejected_aws_token_is_renewed(aws: AwsService) -> None:
     assert source.poll() is None
     aws.token = "token-2"
     aws.documents["spot/instance-action"] = '{"action": "stop", "time": "2026-06-23T02:30:00Z"}'
-    assert source.poll() == Notice("aws", "spot stop", WHEN)
+    assert source.poll() == Notice("aws", "spot stop")
 
 
 def test_an_aws_rebalance_recommendation_is_not_final_and_returned_once(aws: AwsService) -> None:
@@ -137,7 +134,7 @@ def test_gcp_maintenance_is_a_notice_only_if_it_ends_the_machine(
 # -- Azure -----------------------------------------------------------------------------------------------
 
 
-def test_an_azure_event_of_this_machine_is_a_notice_with_a_deadline(azure: AzureService) -> None:
+def test_an_azure_event_of_this_machine_is_a_notice(azure: AzureService) -> None:
     source = Azure(azure.url)
     assert source.poll() is None
     azure.events = [
@@ -148,7 +145,7 @@ def test_an_azure_event_of_this_machine_is_a_notice_with_a_deadline(azure: Azure
     azure.events.append(
         {"EventType": "Preempt", "Resources": ["vm-7"], "NotBefore": "Tue, 23 Jun 2026 02:30:00 GMT"}
     )
-    assert source.poll() == Notice("azure", "Preempt", WHEN)
+    assert source.poll() == Notice("azure", "Preempt")
 
 
 # -- all of them -----------------------------------------------------------------------------------------
@@ -191,8 +188,8 @@ def test_an_unknown_source_is_rejected_with_the_valid_names() -> None:
         parse_sources("awz")
 
 
-def info(*nodes: str, deadline_ms: int | None = None) -> Any:
-    return SimpleNamespace(preempted_node_to_ranks={node: [0] for node in nodes}, deadline_ms=deadline_ms)
+def info(*nodes: str) -> Any:
+    return SimpleNamespace(preempted_node_to_ranks={node: [0] for node in nodes})
 
 
 def worker(monkeypatch: pytest.MonkeyPatch, context: Any) -> None:
@@ -204,10 +201,10 @@ def worker(monkeypatch: pytest.MonkeyPatch, context: Any) -> None:
 
 
 def test_each_node_asks_for_one_save() -> None:
-    found = iter([None, info("a", deadline_ms=5500), info("a"), info("a", "b"), info("a", "b")])
+    found = iter([None, info("a"), info("a"), info("a", "b"), info("a", "b")])
     source = Ray(lambda: next(found))
     assert source.poll() is None
-    assert source.poll() == Notice("ray", "a node is reclaimed", 5.5, is_final=False)
+    assert source.poll() == Notice("ray", "a node is reclaimed", is_final=False)
     assert source.poll() is None
     assert source.poll() == Notice("ray", "a node is reclaimed", is_final=False)
     assert source.poll() is None

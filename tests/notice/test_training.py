@@ -70,7 +70,7 @@ def test_a_notice_in_the_last_step_lets_the_run_finish(tmp_path: Path) -> None:
     assert (tmp_path / "home" / "done.json").exists()
 
 
-NOTICE = Notice("holdfast preempt", "again", 1782181800.0)
+NOTICE = Notice("holdfast preempt", "again")
 
 
 def test_a_written_notice_is_read_back(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_written_notice_is_read_back(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notice"]
 
 
-@pytest.mark.parametrize("text", ["", "the end is near\n", "[]", '{"deadline_unix_s": "x"}', "\x00\xff"])
+@pytest.mark.parametrize("text", ["", "the end is near\n", "[]", '{"detail": 3}', "\x00\xff"])
 def test_any_file_is_a_notice(tmp_path: Path, text: str) -> None:
     (tmp_path / "notice").write_text(text, encoding="latin-1")
     notice = read_notice(tmp_path / "notice")

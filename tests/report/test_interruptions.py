@@ -66,7 +66,6 @@ def test_the_advice_after_a_kill(killed: MadeUpRun) -> None:
     assert (advice.cost_s, advice.interval_s, advice.step_s) == pytest.approx((0.5, 10.0, 0.95))
     assert advice.own is not None
     assert advice.own.young_s == pytest.approx((2 * 0.5 * 41) ** 0.5)
-    assert advice.restart_s == pytest.approx(73.5)
     assert advice.useful_s == pytest.approx(advice.own.daly_s)
 
 
@@ -139,14 +138,6 @@ def test_the_recorded_end_of_an_attempt_determines_its_kind(
     assert summary.interruptions == (() if kind in ("finished", "closed") else (one,))
     assert (one.last_step, one.steps_lost, one.max_steps_lost) == (38, 8, 8)
     assert one.redo_s == pytest.approx(9.5)
-
-
-def test_the_same_process_that_restored_an_older_step_went_back(killed: MadeUpRun) -> None:
-    killed.events = [event for event in killed.events if event.attempt == 1]
-    killed.claim(2, 100.0, pid=101)
-    killed.add(2, 104.0, "restored", 10)
-    (one,) = summary_of(killed).interruptions
-    assert (one.kind, one.is_failure) == ("went back", False)
 
 
 def test_a_restarted_container_did_not_go_back(killed: MadeUpRun) -> None:

@@ -26,7 +26,7 @@ vl_convert = pytest.importorskip("vl_convert")
 
 IDS = [
     *("timeline", "curve-1", "progress", "shares", "costs", "pace", "problems", "nodes"),
-    *("durations", "levels", "intervals"),
+    *("durations", "intervals"),
 ]
 TABLES = ["problems", "nodes"]
 """Figures without a chart."""

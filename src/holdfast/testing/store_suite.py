@@ -399,7 +399,6 @@ class StoreSuite:
         """`url` and `properties` are valid before any object is written."""
         assert isinstance(store.url, str)
         assert store.url
-        assert store.properties.read_align_bytes >= 1
         assert store.properties.survives_host in (True, False)
 
 

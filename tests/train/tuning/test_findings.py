@@ -35,13 +35,11 @@ from holdfast.train.tuning.measurements import (
 from holdfast.train.tuning.watchers import useful_lengths
 
 LINE, OTHER = SourceLine("train.py", 7, "loss.item()"), SourceLine("train.py", 9)
-LOADER = LoaderInfo(0, SourceLine("train.py", 3), SourceLine("data.py", 5), 4, 0, is_iterable=False)
+LOADER = LoaderInfo(0, SourceLine("train.py", 3), SourceLine("data.py", 5), 0, is_iterable=False)
 STEPS = StepMeasurements(
     device="cpu",
     steps=(StepTiming(0.1, 0.05, 0.0, 4),) * 5,
     call=SourceLine("train.py", 6),
-    optimizer="AdamW",
-    learning_rate=1e-3,
     loader=LOADER,
     shapes=("(4, 128)",),
     lengths=None,
@@ -150,7 +148,7 @@ def race(eager: list[float], compiled: list[float], *, warm_up_s: float = 10.0) 
 
 
 def step(wall_s: float, *, wait_s: float = 0.0, is_odd: bool = False) -> StepTiming:
-    return StepTiming(wall_s, wall_s / 2, wait_s, 8, None, is_odd)
+    return StepTiming(wall_s, wall_s / 2, wait_s, 8, is_odd)
 
 
 @pytest.mark.parametrize(

@@ -389,7 +389,6 @@ class PositionedLoader:
     """Part of a prepared loader's class that records and continues its passes."""
 
     holdfast_position: DataPosition  # a loader without the first batches shares that of its origin
-    holdfast_origin: Any = None  # loader that the first batches were left out of; None for a whole one
     holdfast_continues = False  # this loader continues the pass of a checkpoint, if it has one
 
     def __iter__(self) -> Iterator[Any]:
@@ -412,8 +411,7 @@ def follow_position(loader: Any, origin: Any, *, continues: bool) -> Any:
     position = _position_of(origin)
     if isinstance(position, DataPosition) and hasattr(loader, "iteration"):
         insert_class(loader, PositionedLoader, before=type(loader))
-        loader.holdfast_position, loader.holdfast_origin = position, origin
-        loader.holdfast_continues = continues
+        loader.holdfast_position, loader.holdfast_continues = position, continues
     return loader
 
 

@@ -127,11 +127,6 @@ class Session(CheckpointEngine):
         # With the folder that it is read by.
         self._source: tuple[str, SavedFiles | ReshardedFiles] | None = None
 
-    @property
-    def waited_for_copy_s(self) -> float:
-        """Total time that optimizers have waited for copies of this process."""
-        return 0.0 if self._current is None else self._current.checkpointer.waited_for_copy_s
-
     def wait(self) -> None:
         """Wait until everything saved so far is durable."""
         if self._current is not None:

@@ -207,6 +207,11 @@ def is_number(value: object) -> bool:
         return False
 
 
+def is_count(value: object) -> bool:
+    """Return True if a value of JSON is an integer that is not negative."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 _TRAINERS = ("restored", "saved", "staged", "skipped", "dropped", "ended", "metrics")
 """Events from the trainer's own process."""
 _IN_ORDER = ("preempted", "went back", "finished", "closed")

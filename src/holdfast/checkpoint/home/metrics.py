@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from holdfast.checkpoint.format import names, run
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.home.history import Line, parse_lines
+from holdfast.checkpoint.home.history import Line, is_count, is_number, parse_lines
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.store.contract import Store
 from holdfast.errors import Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
-from holdfast.system.documents import read_as
 
 
 class SaveValues(Struct, frozen=True):
@@ -99,6 +97,7 @@ _MAX_ATTEMPTS = 64
 
 Values = dict[int, dict[str, float]]
 """Values by name, by step."""
+Metric = tuple[str, int, float]  # value of a training metric: its name, the step, the value
 
 
 def read_recent_values(stores: Sequence[Store], line: Sequence[CheckpointId], num_steps: int) -> Values:
@@ -115,7 +114,7 @@ def read_recent_values(stores: Sequence[Store], line: Sequence[CheckpointId], nu
     for checkpoint, base in list(zip(line, bases, strict=False))[: -_MAX_ATTEMPTS - 1 : -1]:
         log = _read_log(stores, checkpoint.attempt)
         for event in parse_lines(reversed(log.splitlines()), "metrics"):
-            for at, name, value in _values_of(event):
+            for name, at, value in reversed(metric_values(event)):
                 if base < at <= checkpoint.step:
                     found.setdefault(at, {}).setdefault(name, value)  # the last one of a step counts
             if len(found) > num_steps:
@@ -137,16 +136,15 @@ def _read_log(stores: Sequence[Store], attempt: int) -> bytes:
     return b""
 
 
-class _MetricsLine(Struct, frozen=True):
-    steps: tuple[int, ...]
-    values: dict[str, tuple[run.EncodedMetric | None, ...]]
-
-
-def _values_of(line: Line) -> Iterator[tuple[int, str, float]]:
-    """Yield step, name and value of each value in a line, the last first."""
-    with contextlib.suppress(Corrupt):
-        found = read_as(_MetricsLine, line, "a line of metrics")
-        for name, column in found.values.items():
-            for step, value in list(zip(found.steps, column, strict=False))[::-1]:
-                if value is not None:
-                    yield step, name, float(value)
+def metric_values(line: Line) -> list[Metric]:
+    """Return the valid values of training metrics in a line, in its order."""
+    steps, values = line.get("steps"), line.get("values")
+    if not isinstance(steps, list) or not isinstance(values, dict):
+        return []
+    return [
+        (name, step, float(value))
+        for name, column in values.items()
+        if isinstance(column, list)
+        for step, value in zip(steps, column, strict=False)
+        if is_count(step) and (value in ("nan", "inf", "-inf") or is_number(value))
+    ]

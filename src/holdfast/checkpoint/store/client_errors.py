@@ -14,6 +14,7 @@ from holdfast.checkpoint.store.error_codes import (
     NOT_TRUSTED,
     REGION,
     RENEW,
+    REQUEST,
     TLS,
     ErrorKind,
 )
@@ -104,7 +105,9 @@ def _kind_and_advice(
             return kind, advice
     if code in BY_CODE:
         return BY_CODE[code]
-    return _kind_of(error, message, details, status), ""
+    kind = _kind_of(error, message, details, status)
+    # A code of a request that Holdfast does not make: the server misunderstands it.
+    return (ErrorKind.MISCONFIGURED, REQUEST) if code and kind is ErrorKind.LASTING else (kind, "")
 
 
 def _kind_of(error: Exception, message: str, details: str, status: int | None) -> ErrorKind:

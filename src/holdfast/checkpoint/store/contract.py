@@ -68,15 +68,13 @@ class ObjectInfo(Struct, frozen=True):
 class Properties(Struct, frozen=True):
     """Properties of a store. Callers check these, never the class.
 
-    `survives_host` - bytes outlive the machine. `read_align_bytes` - reads whose offset, length and buffer
-    address are multiples of this take the fastest path; 1 if alignment does not matter. `parallel_reads` -
-    concurrent calls of `read_into` that reach full speed. `read_bytes` - read length that reaches full speed.
+    `survives_host` - bytes outlive the machine. `parallel_reads` - concurrent calls of `read_into` that reach
+    full speed. `read_bytes` - read length that reaches full speed.
     `zero_copy_views` - bytes arrive in memory of the store's own, so `read_view` saves the copy of
     `read_into`. `has_documents` - False for data files in memory, which prove no loss of the others.
     """
 
     survives_host: bool
-    read_align_bytes: int = 1
     parallel_reads: int = 4
     read_bytes: int = 8 << 20
     zero_copy_views: bool = False

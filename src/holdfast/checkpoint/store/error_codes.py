@@ -62,7 +62,7 @@ _PAYER = (
     "The bucket bills the requester: append `requester_pays=yes` to the URL, or name a project that pays."
 )
 _SIZE = "The object or part is larger or smaller than the store allows. Set `part_bytes` in the URL."
-_REQUEST = (
+REQUEST = (
     "The store does not accept requests of this form. If it is not S3, Google Cloud Storage or Azure itself, "
     "check that it is compatible, and the options of the URL."
 )
@@ -155,41 +155,12 @@ _CODES: dict[tuple[ErrorKind, str], str] = {
     (ErrorKind.MISCONFIGURED, _SIZE): "EntityTooLarge EntityTooSmall RequestBodyTooLarge BlockListTooLong",
     (ErrorKind.NAME, ""): "KeyTooLongError KeyTooLong InvalidURI",
     (ErrorKind.NOT_OFFERED, ""): "NotImplemented MethodNotAllowed UnsupportedHttpVerb",
-    # Of requests that Holdfast does not make: a server that sends these codes misunderstands it.
-    (ErrorKind.MISCONFIGURED, _REQUEST): """
-        AccessControlListNotSupported AccessPointAlreadyOwnedByYou AccountAlreadyExists
-        AmbiguousGrantByEmailAddress AuthorizationQueryParametersError BlobNotArchived
-        BlobTierInadequateForContentLength BucketAlreadyExists BucketAlreadyOwnedByYou
-        BucketHasAccessPointsAttached BucketNameUnavailable BucketNotEmpty CannotChangeToLowerTier
-        ClientTokenConflict ConditionHeadersNotSupported ContainerAlreadyExists CopyAcrossAccountsNotSupported
-        CredentialsNotSupported CrossLocationLoggingProhibited DeviceNotActiveError EmptyMetadataKey
-        ExcessHeaderValues FeatureVersionMismatch IllegalVersioningConfigurationException InappropriateJSON
-        IncorrectNumberOfFilesInPostRequest IncrementalCopyBlobMismatch
-        IncrementalCopyOfEarlierSnapshotNotAllowed IncrementalCopySourceMustBeSnapshot
-        InfiniteLeaseDurationRequired InlineDataTooLarge InvalidArgument InvalidBlobTier InvalidBlobType
-        InvalidBlockId InvalidBucketAclWithObjectOwnership InvalidHeaderValue InvalidHttpMethod
-        InvalidHttpVerb InvalidInput InvalidMetadata InvalidOperation InvalidPageRange InvalidPolicyDocument
-        InvalidQueryParameterValue InvalidRequest InvalidSOAPRequest InvalidSourceBlobType
-        InvalidSourceBlobUrl InvalidStorageClass InvalidTag InvalidTargetBucketForLogging
-        InvalidVersionForPageBlobOperation InvalidXmlDocument InvalidXmlNodeValue MalformedACLError
-        MalformedBucketConfiguration MalformedHeaderValue MalformedPOSTRequest MalformedPolicy MalformedXML
-        MaxMessageLengthExceeded MaxPostPreDataLengthExceededError MetadataTooLarge MissingAttachment
-        MissingContentLength MissingContentLengthHeader MissingRequestBodyError MissingRequiredHeader
-        MissingRequiredQueryParameter MissingRequiredXmlNode MissingSecurityElement MissingSecurityHeader
-        MultipleConditionHeadersNotSupported NoLoggingStatusForKey NoSuchAsyncRequest NoSuchBucketPolicy
-        NoSuchCORSConfiguration NoSuchConfiguration NoSuchLifecycleConfiguration NoSuchObjectLockConfiguration
-        NoSuchTagSet NoSuchWebsiteConfiguration NotDeviceOwnerError ObjectLockConfigurationNotFoundError
-        OutOfRangeInput OutOfRangeQueryParameterValue OwnershipControlsNotFoundError
-        PreviousSnapshotCannotBeNewer PreviousSnapshotNotFound PreviousSnapshotOperationNotSupported
-        ReplicationConfigurationNotFoundError RequestHeaderSectionTooLarge RequestIsNotMultiPartContent
-        RequestTorrentOfBucketError RestoreAlreadyInProgress SequenceNumberIncrementTooLarge
-        ServerSideEncryptionConfigurationNotFoundError TokenCodeInvalidError TooManyAccessPoints
-        TooManyBuckets TooManyMultiRegionAccessPointregionsError UnexpectedContent
-        UnresolvableGrantByEmailAddress UnsupportedArgument UnsupportedHeader UnsupportedQueryParameter
-        UnsupportedSignature UnsupportedXmlNode UserKeyMustBeSpecified BlobOperationNotSupported
+    # With statuses of conflicts between writers, which they are not.
+    (ErrorKind.MISCONFIGURED, REQUEST): """
+        BlobOperationNotSupported FeatureVersionMismatch InvalidBlobType InvalidHttpVerb InvalidOperation
         ResourceTypeMismatch
     """,
 }
 
 BY_CODE = {code: found for found, codes in _CODES.items() for code in codes.split()}
-"""Kind and advice of each code."""
+"""Kind and advice of the codes whose status does not tell enough."""

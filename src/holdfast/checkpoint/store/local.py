@@ -84,11 +84,7 @@ class LocalStore(Store):
         self._real = Path(os.path.realpath(given))  # later changes of links have no effect
         self.root = self._real if ".." in given.parts else given
         self.url = str(self.root)
-        self.properties = Properties(
-            survives_host=survives_host,
-            read_align_bytes=direct_io.ALIGN_BYTES,
-            read_bytes=direct_io.READ_BYTES,
-        )
+        self.properties = Properties(survives_host=survives_host, read_bytes=direct_io.READ_BYTES)
         self._seen: tuple[int, int] | None = None  # device and inode of the root
         self._names = DurableNames(self._real)
         with translating(self.root, "open", ""), self._rooted():

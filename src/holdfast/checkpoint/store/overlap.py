@@ -46,20 +46,8 @@ def _identity_of(path: Path) -> Identity:
     for level in (path, *path.parents):
         with suppress(OSError):
             facts = level.stat()
-            names = path.relative_to(level).parts
-            if _ignores_case(level):
-                names = tuple(name.casefold() for name in names)
-            return (facts.st_dev, facts.st_ino), names
+            return (facts.st_dev, facts.st_ino), path.relative_to(level).parts
     return None, path.parts
-
-
-def _ignores_case(directory: Path) -> bool:
-    """Return True if the file system ignores case, judged by one existing name."""
-    other = directory.with_name(directory.name.swapcase()) if directory.name else directory
-    try:
-        return other.name != directory.name and other.samefile(directory)
-    except OSError:
-        return False
 
 
 def _path_on_device(path: Path) -> tuple[str, tuple[str, ...]]:

@@ -265,7 +265,7 @@ class LocalController(Controller):
     @override
     def _notify_nodes(self, source: str, deadline_unix_s: float) -> JobEvent | None:
         self._nodes.poll(self._killed_unix_s())
-        return NoticeDelivered(self.state.attempt, self._nodes.notify(source, deadline_unix_s))
+        return NoticeDelivered(self.state.attempt, self._nodes.notify(source))
 
     @override
     def _kill_nodes(self, since_unix_s: float, *, with_keepers: bool) -> None:
@@ -434,13 +434,12 @@ class Nodes:
         """Return the outcomes of the nodes that have exited."""
         return {rank: node.outcome for rank, node in enumerate(self._nodes) if node.outcome is not None}
 
-    def notify(self, source: str, deadline_unix_s: float) -> int:
+    def notify(self, source: str) -> int:
         """Send every node a notice, as a file and SIGTERM. Return how many processes handle SIGTERM."""
-        notice = Notice(source, deadline_unix_s=deadline_unix_s)
         for node in self._nodes:
             if node.outcome is None:
                 with contextlib.suppress(FileNotFoundError):  # the node was never started
-                    write_notice(node.folder.notice, notice)
+                    write_notice(node.folder.notice, Notice(source))
         agents = [one.agent for one in self._nodes if one.agent is not None and one.outcome is None]
         listening = [process for agent in agents for process in processes.topmost_handlers(agent.pid)]
         return sum(processes.send(process, signal.SIGTERM) for process in listening)

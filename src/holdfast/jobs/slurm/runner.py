@@ -280,7 +280,7 @@ class _Runner:
     def _on_notice(self, number: int) -> None:
         lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
         source = f"Slurm ({signal.Signals(number).name})"
-        self._notify(source, time.time() + lead_s)
+        self._notify(source)
         self._tell(notice=source, notice_lead_s=lead_s)
 
     def _receive(self) -> None:
@@ -289,7 +289,7 @@ class _Runner:
         for orders in self._inbox.feed(data):
             self._orders = orders
             if orders.notice and orders.notice_unix_s != self._report.notified_unix_s:
-                num_listening = self._notify(orders.notice, orders.notice_unix_s)
+                num_listening = self._notify(orders.notice)
                 self._tell(notified_unix_s=orders.notice_unix_s, num_listening=num_listening)
         orders = self._orders
         if not data:  # the controller is gone
@@ -303,14 +303,14 @@ class _Runner:
             with contextlib.suppress(OSError):  # what waits for mounts or the container ends
                 (self._folder.attempt(self._attempt) / STOPPED).touch()
 
-    def _notify(self, source: str, deadline_unix_s: float) -> int:
+    def _notify(self, source: str) -> int:
         """Send the node's processes the notice, once, as many programs abort on a second SIGTERM."""
         listening = processes.topmost_handlers(os.getpid()) if self._report.outcome is None else []
         if self._is_notified:
             return len(listening)
         self._is_notified = True
         with contextlib.suppress(OSError):
-            write_notice(self._node.notice, Notice(source, deadline_unix_s=deadline_unix_s))
+            write_notice(self._node.notice, Notice(source))
         return sum(processes.send(one, signal.SIGTERM) for one in listening)
 
     def _has_keepers(self) -> bool:

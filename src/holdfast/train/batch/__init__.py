@@ -1,26 +1,6 @@
 """The batch size that fits in memory and reaches full throughput, found by measuring."""
 
-from holdfast.train.batch.finder import Search, fit_batch
-from holdfast.train.batch.result import (
-    Accumulation,
-    BatchFit,
-    Probe,
-    ScaledRate,
-    choose_size,
-    format_rates,
-    plan_accumulation,
-    scale_rates,
-)
+from holdfast.train.batch.finder import fit_batch
+from holdfast.train.batch.result import BatchFit, Probe
 
-__all__ = [
-    "Accumulation",
-    "BatchFit",
-    "Probe",
-    "ScaledRate",
-    "Search",
-    "choose_size",
-    "fit_batch",
-    "format_rates",
-    "plan_accumulation",
-    "scale_rates",
-]
+__all__ = ["BatchFit", "Probe", "fit_batch"]

@@ -17,14 +17,7 @@ from holdfast.system import host_memory
 from holdfast.system.environment import read_integer
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration, plural
-from holdfast.train.batch.result import (
-    BatchFit,
-    Probe,
-    choose_size,
-    format_rates,
-    plan_accumulation,
-    scale_rates,
-)
+from holdfast.train.batch.result import BatchFit, Probe, choose_size, plan_accumulation, scaled_rates
 from holdfast.train.batch.training_step import (
     STEPS_PER_PROBE,
     StepBenchmark,
@@ -214,6 +207,12 @@ def fit_batch(
     min_size = min_size or (2 if training.has_batch_norm else 1)
     _check(training, min_size, max_size, timed_steps)
     ranks = Ranks(timeout_s=_RANKS_TIMEOUT_S)
+    if (tuned_batch_size or 1) < 1 or (global_batch_size or ranks.world_size) < ranks.world_size:
+        raise InvalidInput(
+            "fit_batch() needs at least one sample for every rank in tuned_batch_size and "
+            f"global_batch_size, got {tuned_batch_size} and {global_batch_size} for "
+            f"{plural(ranks.world_size, 'rank')}."
+        )
     sample_size = batch_size_of(sample) if make_batch is None or tuned_batch_size is None else 0
     make_batch = make_batch or (lambda size: resize(sample, size))
     devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
@@ -369,24 +368,24 @@ def _print(
     result: BatchFit, training: TrainingState, tuned_batch_size: int, global_batch_size: int | None
 ) -> None:
     """Print the result, and what it means for the learning rate and gradient accumulation."""
-    lines = [str(result)]
+    lines = str(result).splitlines()
     batch_size = result.size * result.world_size
     if global_batch_size is not None:
-        plan = plan_accumulation(global_batch_size, result.size, result.world_size)
+        num, size = plan_accumulation(global_batch_size, result.size, result.world_size)
         lines.append(
             f"to keep a global batch of {global_batch_size}: accumulate "
-            f"{plural(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of at most "
-            f"{plan.micro_batch_size} samples on each rank per optimizer step; keep the learning rate"
+            f"{plural(num, 'micro-batch', 'micro-batches')} of at most {size} samples on each rank per "
+            "optimizer step; keep the learning rate"
         )
     elif batch_size != tuned_batch_size:
         for optimizer in training.optimizers:
             rates = {float(group["lr"]) for group in optimizer.param_groups}
             kind = type(optimizer).__name__
             for rate in sorted(one for one in rates if one > 0):
-                rules = format_rates(scale_rates(rate, tuned_batch_size, batch_size, optimizer=kind))
                 lines.append(
                     f"if {kind}'s learning rate {rate:.3g} was tuned for a global batch of "
-                    f"{tuned_batch_size}, try for {batch_size} (not changed):\n{rules}"
+                    f"{tuned_batch_size}, try for {batch_size} (not changed):"
                 )
-    for line in "\n".join(lines).splitlines():
+                lines += scaled_rates(rate, tuned_batch_size, batch_size, optimizer=kind)
+    for line in lines:
         _log.info(line)

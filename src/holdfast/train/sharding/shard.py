@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from msgspec import Struct
+from msgspec.structs import astuple
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,11 +23,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from holdfast.checkpoint.ranks import Ranks
 from holdfast.errors import Internal, InvalidInput, Unsupported
 from holdfast.system.log import get_logger
 from holdfast.train.sharding.inspection import describe
 from holdfast.train.sharding.process_group import ensure_process_group, make_mesh_layout
 from holdfast.train.sharding.weights import (
+    ModelDigest,
     WeightsLike,
     broadcast_weights,
     choose_source,
@@ -35,6 +37,7 @@ from holdfast.train.sharding.weights import (
     materialize,
 )
 
+_RANKS_TIMEOUT_S = 3600.0
 MIN_PARAMS = 20_000  # parameters of a block in models without layers. The FSDP tutorial's `min_num_params`
 
 WrapPolicy: TypeAlias = "int | str | type | nn.Module | Iterable[str | type | nn.Module]"
@@ -345,15 +348,13 @@ def shard(
         raise InvalidInput(f"prefetch must be a number of units, at least 0, got {prefetch!r}.")
     _check_not_sharded(model)
     device = ensure_process_group(device)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    layout = make_mesh_layout(shards, num_ranks)
+    ranks = Ranks(timeout_s=_RANKS_TIMEOUT_S)
+    layout = make_mesh_layout(shards, ranks.world_size)
     blocks = find_blocks(model, wrap)
     _check_dtypes(model, blocks)
     digest = digest_model(model)
-    digests = [digest] * num_ranks
-    if num_ranks > 1:
-        dist.all_gather_object(digests, digest)
-    source = choose_source(model, digests, weights, device, rank)
+    digests = [ModelDigest(*row) for row in ranks.gather(astuple(digest))]
+    source = choose_source(model, digests, weights, ranks)
     _make_units(
         model,
         blocks.names,
@@ -367,12 +368,13 @@ def shard(
     )
     if digest.on_meta:
         materialize(model, device, cpu_offload=cpu_offload)
-    sent_bytes = 0 if source is None else broadcast_weights(model, source, device, rank)
+    sent_bytes = 0 if source is None else broadcast_weights(model, source, device, ranks)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         # Otherwise each rank would train its own, without a warning.
         if not isinstance(parameter, DTensor) or parameter.device_mesh.shape != layout.mesh_shape:
             raise Internal(f"{name} was not sharded over {layout.num_ranks} ranks.")
-    if rank == 0 and not quiet:
+    ranks.barrier_and_close()
+    if ranks.rank == 0 and not quiet:
         lines = [str(describe(model)), f"  blocks: {blocks.found}"]
         if left := ", ".join(blocks.left):
             lines.append(f"  in the unit of the whole model, due to shared parameters: {left}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,18 @@ import xxhash
 from msgspec import Struct
 from torch import nn
 
+from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.restore.checkpoint import Checkpoint
 from holdfast.checkpoint.restore.checkpoint import open as open_checkpoint
 from holdfast.checkpoint.state.sharding import shards_of
 from holdfast.checkpoint.state.tensors import is_dtensor
-from holdfast.errors import HoldfastError, InvalidInput, NotFound
+from holdfast.errors import InvalidInput, NotFound
 from holdfast.system.rawbytes import view_bytes
 from holdfast.system.units import plural
 
 WeightsLike: TypeAlias = "Mapping[str, torch.Tensor] | Checkpoint | str | os.PathLike[str]"
 """Source of weights: a state dict, a checkpoint, or the home of a run with its newest checkpoint."""
 
-_T = TypeVar("_T")
 Read = Callable[[str], torch.Tensor]
 
 
@@ -58,7 +58,7 @@ def digest_model(model: nn.Module) -> ModelDigest:
 
 
 def choose_source(
-    model: nn.Module, digests: Sequence[ModelDigest], weights: WeightsLike | None, device: str, rank: int
+    model: nn.Module, digests: Sequence[ModelDigest], weights: WeightsLike | None, ranks: Ranks
 ) -> WeightSource | None:
     """Return the source of all ranks' weights, or None if they are already equal.
 
@@ -74,10 +74,11 @@ def choose_source(
                 "parameters. Build the same model on every rank. Nothing was changed.",
                 rank=other,
             )
-    if _from_rank_0(weights is not None):
+    if ranks.share(weights is not None):
         on_meta = {name for digest in digests for name in digest.on_meta}
-        found = _on_rank_0(partial(_fitting, model, weights, on_meta), rank, _device(device))
-        return found or WeightSource({}.__getitem__, frozenset(), "")
+        sources: list[WeightSource] = []  # of rank 0
+        _on_rank_0(lambda: sources.append(_fitting(model, weights, on_meta)), ranks)
+        return sources[0] if sources else WeightSource({}.__getitem__, frozenset(), "")
     if first.on_meta:
         raise InvalidInput(
             f"The model is on meta ({plural(len(first.on_meta), 'tensor')}, such as {first.on_meta[0]}) and "
@@ -86,7 +87,7 @@ def choose_source(
         )
     if all(one.content == first.content for one in digests):
         return None
-    tensors = {name: tensor.detach() for name, tensor in _tensors(model)} if rank == 0 else {}
+    tensors = {name: tensor.detach() for name, tensor in _tensors(model)} if ranks.rank == 0 else {}
     are_on_meta = any(one.on_meta for one in digests)
     description = "rank 0's weights" if are_on_meta else "rank 0's weights, because the ranks' differed"
     return WeightSource(tensors.__getitem__, frozenset(tensors), description)
@@ -106,7 +107,7 @@ def materialize(model: nn.Module, device: str, *, cpu_offload: bool) -> None:
         model._apply(filled)  # keeps the identity of parameters, and so their ties
 
 
-def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank: int) -> int:
+def broadcast_weights(model: nn.Module, source: WeightSource, device: str, ranks: Ranks) -> int:
     """Fill a sharded model with rank 0's weights, and return the number of bytes sent.
 
     At any time a rank holds one full tensor besides its own shards.
@@ -116,15 +117,15 @@ def broadcast_weights(model: nn.Module, source: WeightSource, device: str, rank:
     """
     where = _device(device)
     sent_bytes = 0
-    wanted = _from_rank_0({name for name, _ in _tensors(model) if _plain_name(name) in source.names})
+    wanted = set(ranks.share([name for name, _ in _tensors(model) if _plain_name(name) in source.names]))
     with torch.no_grad():
         for name, live in _tensors(model):
             if name not in wanted:
                 continue
             whole = torch.empty(live.shape, dtype=live.dtype, device=where)
-            _on_rank_0(partial(_read, whole, source, _plain_name(name)), rank, where)
+            _on_rank_0(partial(_read, whole, source, _plain_name(name)), ranks)
             dist.broadcast(whole, src=0)
-            for shard, region in shards_of(live, dist.get_rank()):
+            for shard, region in shards_of(live, ranks.rank):
                 shard.copy_(whole[region.slices])
             sent_bytes += whole.nbytes
     return sent_bytes
@@ -196,21 +197,11 @@ def _read(whole: torch.Tensor, source: WeightSource, name: str) -> None:
     whole.copy_(found)
 
 
-def _on_rank_0(act: Callable[[], _T], rank: int, where: torch.device) -> _T | None:
-    """Return `act()` on rank 0, and None elsewhere. If it fails, all ranks raise, and none waits."""
-    result = problem = None
-    if rank == 0:
-        try:
-            result = act()
-        except Exception as error:  # noqa: BLE001 - raised below, on every rank
-            problem = error
-    failed = torch.tensor([problem is not None], dtype=torch.uint8, device=where)
-    dist.broadcast(failed, src=0)
-    if failed.item():
-        is_ours = isinstance(problem, HoldfastError)
-        sent = _from_rank_0(problem if is_ours else HoldfastError(f"{type(problem).__name__}: {problem}"))
-        raise problem or sent
-    return result
+def _on_rank_0(act: Callable[[], None], ranks: Ranks) -> None:
+    """Call `act` on rank 0. If it fails, all ranks raise, and none waits."""
+    outcome = ranks.on_first(act)
+    if outcome.error is not None:
+        raise outcome.error
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -229,10 +220,3 @@ def _device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def _from_rank_0(value: _T) -> _T:
-    """Return rank 0's value on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

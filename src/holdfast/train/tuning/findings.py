@@ -296,7 +296,7 @@ class TuningReport(Struct, frozen=True):
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values."""
         values = to_plain(self)
-        shown = ("device", "optimizer", "learning_rate", "loader", "call")
+        shown = ("device", "loader", "call")
         values["steps"] = {key: values["steps"][key] for key in shown}
         for verdict, row in zip(self.verdicts, values["verdicts"], strict=True):
             row["pays"] = verdict.pays

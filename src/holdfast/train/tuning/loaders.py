@@ -77,7 +77,6 @@ class LoaderMonitor:
             index=index,
             place=self._lines[index] if index >= 0 else None,
             sample_code=source_lines.function_line(loader.collate_fn) or source_lines.function_line(read),
-            batch_size=_batch_size(loader),
             num_workers=loader.num_workers,
             is_iterable=is_iterable,
         )

@@ -26,7 +26,6 @@ class StepTiming(Struct, frozen=True):
     cpu_s: float
     wait_s: float  # part of `wall_s` spent waiting for the data loader
     num_items: int  # samples: first dimensions of the model's inputs, or the loader's batch sizes
-    peak_bytes: int | None = None  # peak of memory, if it can be measured
     is_odd: bool = False  # the step started an epoch or compiled something, so it is not typical
 
 
@@ -37,7 +36,6 @@ class LoaderInfo(Struct, frozen=True):
     place: SourceLine | None  # line that created the loader
     sample_code: SourceLine | None
     """Line of the code that makes batches: the collate function, or the dataset."""
-    batch_size: int | None  # batch size, or None for a custom sampler
     num_workers: int
     is_iterable: bool  # the dataset is a stream, which each worker would read completely
 
@@ -55,8 +53,6 @@ class StepMeasurements(Struct, frozen=True, tag=True):
     device: str
     steps: tuple[StepTiming, ...]
     call: SourceLine | None  # line that calls the model
-    optimizer: str
-    learning_rate: float | None  # learning rate of the first group; with a schedule, its initial value
     loader: LoaderInfo | None
     shapes: tuple[str, ...]  # shape of the model's largest input, step by step
     lengths: RowLengths | None
@@ -200,7 +196,6 @@ class Throughput(Struct, frozen=True):
     wait_share: float  # share of the wall time spent waiting for data
     items_per_s: float  # samples per second of wall time
     noise: float
-    peak_bytes: int | None
 
 
 def measure_throughput(steps: Sequence[StepTiming], device: str) -> Throughput:
@@ -214,14 +209,12 @@ def measure_throughput(steps: Sequence[StepTiming], device: str) -> Throughput:
     wall_s = sum(step.wall_s for step in chosen)
     items = sum(step.num_items for step in chosen)
     works = [step.cpu_s if device == "cpu" else step.wall_s for step in chosen]
-    peaks = [step.peak_bytes for step in steps if step.peak_bytes is not None]
     return Throughput(
         step_s=statistics.median(step.wall_s for step in chosen),
         work_s=statistics.median(works),
         wait_share=sum(step.wait_s for step in chosen) / wall_s,
         items_per_s=items / wall_s,
         noise=max(MIN_GAIN, 2 * _error(works)),
-        peak_bytes=max(peaks, default=None),
     )
 
 

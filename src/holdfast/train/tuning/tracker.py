@@ -43,7 +43,6 @@ class TrainingInfo(Struct, frozen=True):
     """Facts about the training from its first step."""
 
     modules: tuple[OutermostModule, ...]
-    optimizer: Optimizer
     device: torch.device
 
     @property
@@ -113,7 +112,7 @@ def _from_first_step(watcher: Watcher) -> Watching:
     inner = {id(child) for one in found.values() for child in one.module.modules() if child is not one.module}
     outermost = tuple(one for key, one in found.items() if key not in inner)
     device = next(one for group in optimizer.param_groups for one in group["params"]).device
-    return (yield from watcher(TrainingInfo(outermost, optimizer, device)))
+    return (yield from watcher(TrainingInfo(outermost, device)))
 
 
 @contextlib.contextmanager

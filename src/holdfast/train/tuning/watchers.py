@@ -161,7 +161,6 @@ def watch_steps(
         for number in range(num_steps + _WARM_UP):
             given.clear()
             started, compiled = loaders.num_started, tracker.compilation_state()
-            clock.reset_peak()
             loaders.pop_waited()
             started_s, started_cpu_s = time.perf_counter(), time.process_time()
             if not (yield):
@@ -173,7 +172,7 @@ def watch_steps(
             if number >= _WARM_UP:
                 waited_s, num_loaded = loaders.pop_waited()
                 num_items = sum(one.shape[0] for one in largest) or num_loaded
-                steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, clock.peak_bytes(), is_odd))
+                steps.append(StepTiming(wall_s, cpu_s, waited_s, num_items, is_odd))
             # After the timing, since reading the inputs makes the host wait.
             if largest:
                 shapes.append(str(tuple(max((one.shape for one in largest), key=torch.Size.numel))))
@@ -181,15 +180,11 @@ def watch_steps(
                 if len(rows) < _MAX_BATCHES and (found := useful_lengths(tensors, mask)) is not None:
                     rows.append(found[0])
                     widths.append(found[1])
-    group = training.optimizer.param_groups[0]
-    rate = group.get("initial_lr", group.get("lr"))  # a schedule changes "lr"
     modules = [tracker.unwrap(one.module) for one in training.modules]
     return StepMeasurements(
         device=training.device.type,
         steps=tuple(steps),
         call=next((one.place for one in training.modules if one.place is not None), None),
-        optimizer=type(training.optimizer).__name__,
-        learning_rate=None if rate is None else float(rate),
         loader=loader,
         shapes=tuple(shapes),
         lengths=RowLengths(tuple(rows), tuple(widths)) if rows else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import re
@@ -35,23 +34,12 @@ class Notice(Struct, frozen=True):
 
     source: str  # such as "SIGTERM", "aws", "holdfast preempt"
     detail: str = ""
-    deadline_unix_s: float | None = None  # the machine's end, if the source gives it
     is_final: bool = True  # False: the machine may be reclaimed soon, so save once and continue
 
     @property
     def reason(self) -> str:
         """Source and detail in a few words."""
         return f"{self.source}: {self.detail}" if self.detail else self.source
-
-
-def parse_time(text: str) -> float | None:
-    """Parse a time in ISO 8601 or RFC 1123 format into Unix time. Return None if it is neither."""
-    text = text.strip()
-    for form in ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%dT%H:%M:%S.%fZ", "%a, %d %b %Y %H:%M:%S GMT"):
-        with contextlib.suppress(ValueError):
-            moment = datetime.datetime.strptime(text, form)
-            return moment.replace(tzinfo=datetime.timezone.utc).timestamp()
-    return None
 
 
 _MAX_FILE_BYTES = 1 << 16
@@ -140,14 +128,12 @@ def request(
 
 
 _TOKEN_S = 3600
-_Word = Annotated[str, Meta(max_length=64)]
 
 
 class _SpotAction(Struct, frozen=True):
     """Document of a spot interruption."""
 
-    action: _Word
-    time: _Word | None = None
+    action: Annotated[str, Meta(max_length=64)]
 
 
 class Aws(Cloud):
@@ -173,7 +159,7 @@ class Aws(Cloud):
                 action = decode_as(_SpotAction, text, "the notice")
             except Corrupt:  # the document exists only when the machine is reclaimed
                 return Notice("aws", "spot interruption")
-            return Notice("aws", f"spot {action.action}", parse_time(action.time or ""))
+            return Notice("aws", f"spot {action.action}")
         if self._has_rebalanced or self._get("/latest/meta-data/events/recommendations/rebalance") is None:
             return None
         self._has_rebalanced = True  # the document is never withdrawn, and one save for it is enough
@@ -223,17 +209,15 @@ class Gcp(Cloud):
 
     def parse(self, text: str) -> Notice | None:
         """Return the notice that a value announces, or None."""
-        _, announced, detail, lead_s = GCP_VALUES[self.name]
-        end_unix_s = None if lead_s is None else time.time() + lead_s
-        return Notice("gcp", detail, end_unix_s) if text == announced else None
+        _, announced, detail = GCP_VALUES[self.name]
+        return Notice("gcp", detail) if text == announced else None
 
 
-GCP_VALUES: dict[str, tuple[str, str, str, float | None]] = {
-    "gcp": ("preempted", "TRUE", "preempted", 30.0),
-    "gcp-maintenance": ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance", None),
+GCP_VALUES: dict[str, tuple[str, str, str]] = {
+    "gcp": ("preempted", "TRUE", "preempted"),
+    "gcp-maintenance": ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "host maintenance"),
 }
-"""Path, announcing value, detail and usual lead of each value. A spot machine may have another lead than the
-default of 30 s, which the value does not contain."""
+"""Path, announcing value and detail of each value."""
 _AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 _AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 
@@ -249,7 +233,6 @@ class _EndingEvent(Struct, frozen=True, rename="pascal"):
 
     event_type: Literal["Preempt", "Terminate", "Reboot", "Redeploy"]
     resources: list[Any]
-    not_before: Any = ""
 
 
 class Azure(Cloud):
@@ -281,7 +264,7 @@ class Azure(Cloud):
             with contextlib.suppress(Corrupt):  # an event of another type
                 event = read_as(_EndingEvent, one, "an event")
                 if self._machine in event.resources:
-                    return Notice("azure", event.event_type, parse_time(str(event.not_before)))
+                    return Notice("azure", event.event_type)
         return None
 
     def _get(self, path: str, timeout_s: float) -> str:
@@ -314,8 +297,7 @@ class Ray(Cloud):
         if info is None or (nodes := frozenset(map(str, info.preempted_node_to_ranks))) <= self._nodes:
             return None
         self._nodes |= nodes
-        deadline_s = info.deadline_ms / 1000 if info.deadline_ms else None
-        return Notice("ray", "a node is reclaimed", deadline_s, is_final=False)
+        return Notice("ray", "a node is reclaimed", is_final=False)
 
 
 def _read_ray_info() -> Any:
@@ -362,8 +344,7 @@ class End(Cloud):
             self._most_lead_s = left_s / 2
         lead_s = min(max(_LEAST_LEAD_S, 2 * self.save_s + _MARGIN_S), self._most_lead_s)
         if left_s <= lead_s:
-            detail = f"{self.detail} in {format_duration(max(left_s, 0.0))}"
-            return Notice(self.name, detail, time.time() + left_s)
+            return Notice(self.name, f"{self.detail} in {format_duration(max(left_s, 0.0))}")
         # Half of the way: the end may move closer, and a save may take longer than before.
         self.pause_s = min(max((left_s - lead_s) / 2, _LEAST_PAUSE_S), _MOST_PAUSE_S)
         return None

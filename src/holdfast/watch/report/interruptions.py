@@ -71,7 +71,6 @@ class AttemptSpan(Struct, frozen=True):
     last_step: int  # last recorded step
     has_trained: bool  # False: no event besides its claim
     host: str | None
-    pid: int | None
     num_ranks: int | None
     end: str | None = None  # reason of its end, if recorded
     has_last_step: bool = False  # `last_step` is its newest completed step, not only the last recorded one
@@ -120,7 +119,6 @@ def _attempt_span(number: int, events: list[HistoryEvent], claim: run.AttemptCla
         last_step=max((event.step or 0 for event in trainers), default=0),
         has_trained=bool(trainers),
         host=claim.host if claim else None,
-        pid=claim.pid if claim else None,
         num_ranks=claim.world_size if claim else len({event.rank for event in trainers}) or None,
         end=(ended[0].detail or "ended") if ended else None,
         has_last_step=bool(ended) or any(event.kind == "killed" for event in trainers),
@@ -205,7 +203,7 @@ def find_losses(
     trained = [attempt for attempt in attempts if attempt.has_trained or attempt is attempts[0]]
     step_s = seconds_per_step(attempts, saves)
     for before, after in pairwise(trained):
-        kind = _kind(before, after, saves, finished)
+        kind = _kind(before, finished)
         last_seen = min(before.last_seen_unix_s, after.started_unix_s)
         outage = seen.add(last_seen, after.started_unix_s)
         start = seen.add(after.started_unix_s, after.training_unix_s)
@@ -240,19 +238,11 @@ def find_losses(
     return losses
 
 
-def _kind(before: AttemptSpan, after: AttemptSpan, saves: Sequence[SaveRecord], finished: int | None) -> str:
+def _kind(before: AttemptSpan, finished: int | None) -> str:
     if before.end is not None:
         kinds = (kind for kind in (PREEMPTED, WENT_BACK, *_IDLE) if before.end.startswith(kind))
         return next(kinds, STOPPED)
-    if before.number == finished:
-        return FINISHED
-    # In a container every process has the same id. Only the restored step distinguishes a restart.
-    same_process = before.pid is not None and (before.host, before.pid) == (after.host, after.pid)
-    newest = max((one.step for one in saves if one.attempt == before.number and one.durable), default=None)
-    chose_older = (
-        newest is not None and (after.restored_step or 0) < newest and not _SKIPPED.search(after.remark)
-    )
-    return WENT_BACK if same_process and chose_older else STOPPED
+    return FINISHED if before.number == finished else STOPPED
 
 
 def _reached_at(

@@ -1,4 +1,4 @@
-"""Events of a run's history, and the saves, their copies and the contents of the tiers that follow; pure."""
+"""Events of a run's history, and the saves and their copies that follow; pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import Struct
 
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
-from holdfast.checkpoint.home.history import Line, is_number
+from holdfast.checkpoint.home.history import Line, is_count, is_number
+from holdfast.checkpoint.home.metrics import Metric, metric_values
 
 MEMORY, PEERS, LOCAL, HOME = "memory", "peers", "local", "home"
 TIERS = (MEMORY, PEERS, LOCAL, HOME)  # tiers of a checkpoint, nearest first
 
 
 METRICS = "metrics"  # kind of events with training metrics
-Metric = tuple[str, int, float]  # value of a training metric: its name, the step, the value
 
 
 class HistoryEvent(Struct, frozen=True):
@@ -39,14 +39,14 @@ class HistoryEvent(Struct, frozen=True):
         return cls(
             float(line["t"]),
             line["event"],
-            step if _is_count(step) else None,
+            step if is_count(step) else None,
             attempt=int(_amount(line, "attempt")),
             rank=int(_amount(line, "rank")),
             tier=tier_of(line),
             num_bytes=int(_amount(line, "bytes")),
             seconds=_amount(line, "seconds"),
             detail=str(line.get("detail") or ""),
-            numbers=_numbers(line) if line["event"] == METRICS else (),
+            numbers=tuple(metric_values(line)) if line["event"] == METRICS else (),
         )
 
 
@@ -61,27 +61,9 @@ def parse_events(lines: Iterable[Line]) -> list[HistoryEvent]:
     return sorted((HistoryEvent.from_line(line) for line in lines), key=lambda event: event.unix_s)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _amount(line: Line, name: str) -> float:
     value = line.get(name)
     return max(0, value) if isinstance(value, (int, float)) and is_number(value) else 0
-
-
-def _numbers(line: Line) -> tuple[Metric, ...]:
-    """Return the valid metric values of a line."""
-    steps, values = line.get("steps"), line.get("values")
-    if not isinstance(steps, list) or not isinstance(values, dict):
-        return ()
-    return tuple(
-        (name, step, float(value))
-        for name, column in values.items()
-        if isinstance(column, list)
-        for step, value in zip(steps, column, strict=False)
-        if _is_count(step) and (value in ("nan", "inf", "-inf") or is_number(value))
-    )
 
 
 DURABLE, UNFINISHED = "durable", "unfinished"
@@ -156,10 +138,10 @@ def collect_saves(events: Iterable[HistoryEvent]) -> list[SaveRecord]:
 
 
 def checkpoint_of(event: HistoryEvent, known: Collection[CheckpointId]) -> CheckpointId | None:
-    """Return the checkpoint that a commit, drain, deletion or restore is about; None if it is unknown.
+    """Return the checkpoint that a commit, drain or restore is about; None if it is unknown.
 
-    An attempt also commits, drains and deletes checkpoints of earlier attempts. The detail may contain their
-    attempt; otherwise the newest checkpoint of that step counts.
+    An attempt also commits and drains checkpoints of earlier attempts. The detail may contain their attempt;
+    otherwise the newest checkpoint of that step counts.
     """
     if (attempt := named_attempt(event)) is not None:
         checkpoint = CheckpointId(attempt=attempt, step=event.step or 0)
@@ -228,35 +210,3 @@ def _copy(tier: str, events: Sequence[HistoryEvent], began: float, num_bytes: in
         num_bytes=num_bytes,
         was_drained=bool(drained),
     )
-
-
-class TierLevel(Struct, frozen=True):
-    """Contents of a tier from one moment on."""
-
-    unix_s: float
-    tier: str
-    num_bytes: int
-    num_checkpoints: int
-
-
-def tier_levels(events: Iterable[HistoryEvent], saves: Sequence[SaveRecord]) -> list[TierLevel]:
-    """Return every change of the contents of a tier, by time.
-
-    Deletions without an event are missing, such as by `holdfast rm` or of a host's memory.
-    """
-    sizes = {save.checkpoint_id: save.num_bytes for save in saves}
-    contents: dict[str, dict[CheckpointId, int]] = {}
-    levels: list[TierLevel] = []
-    for event in events:
-        tier = contents.setdefault(event.tier, {})
-        before = len(tier)
-        # A restored checkpoint was complete, even if the commit was made by a later attempt without an event.
-        is_there = event.kind == "restored" and event.tier != MEMORY
-        if event.kind in ("committed", "drained") or is_there:
-            if (checkpoint := checkpoint_of(event, sizes)) is not None:
-                tier[checkpoint] = sizes[checkpoint]
-        elif event.kind == "retained" and (checkpoint := checkpoint_of(event, tier)) is not None:
-            del tier[checkpoint]
-        if len(tier) != before:
-            levels.append(TierLevel(event.unix_s, event.tier, sum(tier.values()), len(tier)))
-    return levels

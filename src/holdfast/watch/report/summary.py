@@ -32,14 +32,7 @@ from holdfast.watch.report.interruptions import (
     seconds_of,
     seconds_per_step,
 )
-from holdfast.watch.report.saves import (
-    HistoryEvent,
-    SaveRecord,
-    TierLevel,
-    collect_saves,
-    parse_events,
-    tier_levels,
-)
+from holdfast.watch.report.saves import HistoryEvent, SaveRecord, collect_saves, parse_events
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
 """Mean times between failures for the best interval, besides the run's own."""
@@ -99,7 +92,6 @@ class IntervalAdvice(Struct, frozen=True):
     interval_s: float | None  # mean time from save to save
     step_s: float | None  # median duration of a step
     durable_s: float | None  # median time until durable in the nearest tier; shorter intervals are useless
-    restart_s: float  # mean time from a failure's last event until training resumed
     up_s: float  # time in which failures could happen
     num_failures: int
     mtbf_s: float | None  # None: without failures it is unknown
@@ -134,7 +126,6 @@ class RunSummary(Struct, frozen=True):
     times: TimeBreakdown
     overhead_share: float | None  # save() as a share of the attempts' training time
     advice: IntervalAdvice
-    levels: tuple[TierLevel, ...]
     problems: tuple[HistoryEvent, ...]
     drains: tuple[HistoryEvent, ...]
     home_contents: HomeContents | None
@@ -161,8 +152,7 @@ class RunSummary(Struct, frozen=True):
     @property
     def end_unix_s(self) -> float | None:
         """Time of the last event. Keepers continue after the last event of their trainers."""
-        times = [self.last_unix_s, *(level.unix_s for level in self.levels[-1:])]
-        times += [event.unix_s for event in (*self.problems[-1:], *self.drains[-1:])]
+        times = [self.last_unix_s, *(event.unix_s for event in (*self.problems[-1:], *self.drains[-1:]))]
         times += [copy.durable_unix_s for save in self.saves[-100:] for copy in save.copies]
         return max((moment for moment in times if moment is not None), default=None)
 
@@ -255,7 +245,6 @@ def summarize(
         _times(began, last, losses, saves),
         sum(save.blocked_s or 0.0 for save in saves) / up_s if up_s > 0 else None,
         _advise(attempts, saves, losses.interruptions, up_s),
-        tuple(tier_levels(events, saves)),
         of(*PROBLEMS),
         of("drained"),
         home_contents,
@@ -304,7 +293,6 @@ def _advise(
     num_failures = sum(1 + one.num_failed_starts for one in failures)
     cost_s = statistics.fmean(costs) if costs else None
     interval_s = statistics.fmean(gaps) if gaps else None
-    restart_s = statistics.fmean(one.down_s + one.restore_s for one in failures) if failures else 0.0
     mtbf_s = up_s / num_failures if num_failures and up_s > 0 else None
     least, most = mtbf_bounds_s(up_s, num_failures)
     durable = [took_s for save in saves if (took_s := save.durable_s) is not None]
@@ -316,7 +304,6 @@ def _advise(
         interval_s=interval_s,
         step_s=seconds_per_step(attempts, saves),
         durable_s=statistics.median(durable) if durable else None,
-        restart_s=restart_s,
         up_s=up_s,
         num_failures=num_failures,
         mtbf_s=mtbf_s,

@@ -1,4 +1,4 @@
-"""Durations of saves, the contents of every tier over time, and the best interval between saves."""
+"""Durations of saves, and the best interval between them."""
 
 from __future__ import annotations
 
@@ -14,36 +14,6 @@ from holdfast.watch.report.style import Row, Spec
 from holdfast.watch.report.summary import IntervalAdvice, RunSummary
 
 _POINTS = 80
-
-
-def levels(summary: RunSummary) -> WatchFigure | None:
-    """Return the figure of the contents of the tiers; None if no tier had any."""
-    if not summary.levels or summary.last_unix_s is None:
-        return None
-    drawn = summary.levels[-style.MAX_MARKS :]
-    values = [
-        {
-            "t": style.to_ms(level.unix_s),
-            "bytes": level.num_bytes,
-            "tier": level.tier,
-            "what": f"{plural(level.num_checkpoints, 'checkpoint')}, {style.format_size(level.num_bytes)}",
-        }
-        for level in drawn
-    ]
-    last = {level.tier: level for level in drawn}
-    end = style.to_ms(summary.end_unix_s or drawn[-1].unix_s)
-    values += [
-        {"t": end, "bytes": level.num_bytes, "tier": tier, "what": "at the end"}
-        for tier, level in last.items()
-    ]
-    note = ""
-    if summary.home_contents is not None:
-        held = summary.home_contents
-        size = style.format_size(held.num_bytes) if held.num_checkpoints else "nothing"
-        note = f" At present home holds {size} (checkpoints: {held.num_checkpoints})."
-    rows = [(one.unix_s, one.tier, one.num_checkpoints, one.num_bytes) for one in summary.levels]
-    chart = {"levels": values, "time": style.time_axis("t", summary)}
-    return style.make_figure("levels", rows, note=note, chart=chart)
 
 
 def durations(summary: RunSummary) -> WatchFigure:

@@ -9,6 +9,7 @@ from goals import Found, Goal, Verdict
 from replaying.progress import PARTS
 from results import Results, Spread
 
+OURS = ("standby", "holdfast")
 GOAL = 0.97
 """Goodput of the time that a trace leaves."""
 HEADINGS = (
@@ -39,7 +40,7 @@ def rows(document: Document) -> list[list[str]]:
     for trace in results.states():
         share = document["traces"][trace]["share"]
         found.append([f"**{trace}**", *[""] * (len(HEADINGS) - 1)])
-        tools = sorted(results.contestants(trace), key=lambda name: name != "holdfast")
+        tools = sorted(results.contestants(trace), key=lambda name: name not in OURS)
         found += [_row(results, trace, tool, share) for tool in tools]
     return found
 
@@ -106,10 +107,11 @@ def judge(document: Document) -> list[Verdict]:
     """Return the goals of each trace: enough goodput, and more than each peer in the same round."""
     results, found = Results(tuple(document["runs"])), []
     for trace in results.states():
-        goodput = results.spread(trace, "holdfast", "goodput")
+        ours = next(one for one in OURS if one in results.contestants(trace))
+        goodput = results.spread(trace, ours, "goodput")
         found.append(_verdict(f"{trace}: goodput of the time left", GOAL, "", goodput))
-        for peer in (one for one in results.contestants(trace) if one != "holdfast"):
-            ahead = results.paired(trace, "holdfast", peer, _ratio)
+        for peer in (one for one in results.contestants(trace) if one not in OURS):
+            ahead = results.paired(trace, ours, peer, _ratio)
             found.append(_verdict(f"{trace}: goodput, compared with {peer}", 1.0, "times", ahead))
     return found
 

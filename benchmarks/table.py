@@ -383,6 +383,16 @@ RENDERERS = {
             "lost_without": "steps lost by kill -9 of a node, at most, with a save every 20 steps",
         }
     ),
+    "standby": render_numbers(
+        {
+            way: f"seconds from the kill to the next step: {way}{goal}"
+            for way, goal in (
+                *((one, "") for one in ("python", "torchrun")),
+                ("python with a standby", " (goal: under 1)"),
+                *((one, "") for one in ("torchrun with a standby", "python with a standby, slowest")),
+            )
+        }
+    ),
     "draining": render_numbers(
         {
             "quiet_s": "seconds of 20 training steps",

@@ -19,7 +19,8 @@ REPOSITORY = f"{_SETTING[1]}/blob/main" if _SETTING and _SETTING[1] else ""
 GUIDES = (
     *("save", "train-by-epochs", "shuffle-and-resume", "change-a-resumed-run"),
     *("change-ranks", "use-a-bucket", "handle-preemption"),
-    *("failed-saves", "survive-a-lost-host", "find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
+    *("failed-saves", "start-again-at-once", "survive-a-lost-host"),
+    *("find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
     *("look-inside", "read-a-report"),
     *("launch-a-job", "run-on-slurm-and-clouds"),
     *("find-the-batch", "should-i-compile", "shard-a-model"),

@@ -10,20 +10,23 @@ from typing import Any
 
 from holdfast.jobs.engine import Job
 from holdfast.jobs.local.engine import LocalEngine
+from holdfast.jobs.node import processes
 from holdfast.jobs.task.parser import Overrides, parse_tasks
 
 from .progress import Progress, sum_up
 from .schedule import Event, Schedule
 from .troubles import Troubles, wait
 
+_LISTENING = "00010000"  # flags of such a socket in /proc/net/unix
 SCRIPT = Path(__file__).resolve().parent / "training.py"
 # A node that is away cannot start anything: the job's first command waits for it.
 TASK = """\
 num_nodes: {num_nodes}
 resources: {{job_recovery: {{max_restarts_on_errors: 100000}}}}
+envs: {{{envs}}}
 run: |
   while [ -e {gate} ]; do sleep 0.02; done
-  BEGAN_UNIX_S=$EPOCHREALTIME exec {python} {script} {folder} {tool} --every {every} {steps}
+  HOLDFAST_BEGAN_UNIX_S=$EPOCHREALTIME exec {python} {script} {folder} {tool} --every {every} {steps}
 """
 
 
@@ -33,11 +36,12 @@ class Replay:
     def __init__(
         self, folder: Path, tool: str, *, num_nodes: int, every: int, steps: int | None = None
     ) -> None:
-        self._folder = folder
+        self._folder, self._has_standbys = folder, tool == "standby"
         self._gate = folder / "gate"
         folder.mkdir(parents=True)
         text = TASK.format(
             num_nodes=num_nodes,
+            envs="HOLDFAST_STANDBY: '1'" if self._has_standbys else "",
             gate=self._gate,
             python=sys.executable,
             script=SCRIPT,
@@ -54,6 +58,8 @@ class Replay:
         """Let all events happen, and return what the job has done meanwhile."""
         choice = random.Random(seed)
         wait(self._has_step, "the first step")
+        if self._has_standbys:
+            wait(lambda: num_listening() >= schedule.num_nodes, "the standby of each node")
         begin_unix_s = self.progress()[0].steps[0][1]
         for event in schedule.events:
             _sleep_until(begin_unix_s + event.at_s)
@@ -66,6 +72,8 @@ class Replay:
     def close(self) -> None:
         """End the job."""
         self._gate.unlink(missing_ok=True)
+        if self._has_standbys:
+            processes.kill([one for one in processes.snapshot().values() if is_standby(one.pid)])
         if not self.job.status.is_final:
             self._engine.cancel(self._job.id)
         self.wait_ended()
@@ -103,6 +111,20 @@ class Replay:
         if event.outage_s:
             _sleep_until(begin_unix_s + event.at_s + event.outage_s)
             self._gate.unlink()
+
+
+def num_listening() -> int:
+    """Return how many standbys wait for the next start of their script."""
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return sum(line[3] == _LISTENING and line[-1].startswith("@holdfast-standby-") for line in lines)
+
+
+def is_standby(pid: int) -> bool:
+    """Return True for a process from which the next start of a script is forked, or was."""
+    try:
+        return b"holdfast.watch.standby" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _sleep_until(unix_s: float) -> None:

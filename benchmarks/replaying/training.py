@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-began_unix_s = float(os.environ.get("BEGAN_UNIX_S", time.time()))
+began_unix_s = float(os.environ.get("HOLDFAST_BEGAN_UNIX_S", time.time()))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -29,6 +29,7 @@ STEP_S = 0.05
 TOTAL = 1_000_000
 TOOLS = {
     "holdfast": "with_holdfast.WithHoldfast",
+    "standby": "with_holdfast.WithStandby",
     "torch.save": "torch_save.TorchSave",
     "dcp": "dcp_async.DcpAsync",
     "ravex": "with_ravex.WithRavex",

@@ -27,3 +27,9 @@ class WithHoldfast(Loop):
             watches=[holdfast.Hang("restart", limit=f"{HANG_S:.0f}s")],
         ) as ckpt:
             yield from ckpt.steps(total)
+
+
+class WithStandby(WithHoldfast):
+    """The same, in a job that was launched with --standby."""
+
+    title = "holdfast launch --standby"

@@ -93,6 +93,11 @@ def hard_exit_at_exit(status: int) -> None:
     _status_at_exit = status
 
 
+def is_failure() -> bool:
+    """Return True in a handler at exit if an error or a status set here ends the interpreter."""
+    return _status_at_exit is not None or hasattr(sys, "last_type")
+
+
 def _exit_if_set() -> None:
     if _status_at_exit is not None:
         hard_exit(_status_at_exit)

@@ -363,7 +363,7 @@ def main():
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo")
-    torch.manual_seed(rank)
+    torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
@@ -413,29 +413,23 @@ def test_a_killed_training_continues_from_its_standby(site: Site) -> None:
 
 def test_torchrun_restarts_all_ranks_from_their_standby(site: Site) -> None:
     site.write(TRAINING)
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOLDFAST_KEEP_IN_MEMORY": "2m"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
 
     def train(*words: str) -> list[list[str]]:
-        launcher = [
+        program = [
             sys.executable,
             "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            "0",
-            "--max-restarts",
-            "1",
+            "holdfast.cli",
+            "standby",
+            sys.executable,
+            *launcher,
+            site.script.name,
         ]
-        program = [sys.executable, "-m", "holdfast.cli", "standby", *launcher, site.script.name, *words]
         done = subprocess.run(
-            program,
-            cwd=site.folder,
-            env=os.environ,
-            capture_output=True,
-            text=True,
-            check=False,
+            [*program, *words], cwd=site.folder, env=env, capture_output=True, text=True, check=False,
             timeout=LIMIT_S,
-        )
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return endings(done.stdout)
 

@@ -2,7 +2,7 @@
 
 A job has `start/` on PYTHONPATH, so Python imports `start/sitecustomize.py` before a script. That file names
 the watch in `watch.py`, which starts the process in `__main__.py` after the first save. At the next start of
-the script it has that process fork, and waits until the forked process has ended.
+the script, that process forks, and the process that was started waits for the forked one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ _PATH = "PYTHONPATH"
 
 
 def with_standby(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which scripts have standbys."""
+    """Return an environment whose scripts have standbys."""
     folders = [str(Path(__file__).with_name("start")), environment.get(_PATH, "")]
     return {**environment, _PATH: os.pathsep.join(folder for folder in folders if folder)}

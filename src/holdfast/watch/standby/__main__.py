@@ -40,15 +40,15 @@ _NEXT = (
 _Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 
 
-class Plan(Struct, frozen=True):
+class ImportPlan(Struct, frozen=True):
     """Modules to import, in their order, with the path to find them."""
 
     path: list[_Text]
     modules: list[_Text]
 
 
-class Start(Struct, frozen=True):
-    """Start of the script, as its process was started."""
+class ScriptStart(Struct, frozen=True):
+    """Start of a script, as its process was started."""
 
     words: list[_Text]
     position: Count  # of the script, or of `-m`, in `words`
@@ -65,7 +65,7 @@ class Start(Struct, frozen=True):
 class ImportedModules:
     """The imported modules of a training, with the files that they came from."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ImportPlan) -> None:
         self._environment, self._surroundings = dict(os.environ), surroundings()
         sys.path[:] = plan.path
         num_threads = 1
@@ -78,7 +78,7 @@ class ImportedModules:
         files = {getattr(module, "__file__", None) for module in sys.modules.values()}
         self._files = {path: _stamp(path) for path in files if isinstance(path, str)}
 
-    def reason_against(self, start: Start) -> str:
+    def reason_against(self, start: ScriptStart) -> str:
         """Return why a start must import everything itself; empty if it need not."""
         if self._has_threads:
             return "an imported module starts threads, which no forked process has"
@@ -126,7 +126,7 @@ class _Running(Struct, frozen=True):
     end: socket.socket
 
 
-class Server:
+class StandbyServer:
     """Server of the starts of one script.
 
     Args:
@@ -142,7 +142,7 @@ class Server:
         for one in (listener, trainer):
             self._poll.register(one, select.POLLIN)
 
-    def serve(self, linger_s: float) -> Start | None:
+    def serve(self, linger_s: float) -> ScriptStart | None:
         """Fork each start. Return it in the process that runs it, and None here once no more is expected.
 
         Args:
@@ -183,7 +183,7 @@ class Server:
         one.end.close()
         os.close(one.pidfd)
 
-    def _answer(self, end: socket.socket) -> Start | None:
+    def _answer(self, end: socket.socket) -> ScriptStart | None:
         """Fork a start, or refuse it. Return it in the new process."""
         fds = list[int]()
         try:
@@ -232,7 +232,7 @@ class Server:
         self._is_over = True
 
 
-def _receive(end: socket.socket, fds: list[int]) -> Start:
+def _receive(end: socket.socket, fds: list[int]) -> ScriptStart:
     """Receive a start, and append its standard files to `fds`."""
     length, found, _, _ = socket.recv_fds(end, 4, 3)
     fds += found
@@ -244,10 +244,10 @@ def _receive(end: socket.socket, fds: list[int]) -> Start:
         if not (block := end.recv(left - len(document))):
             raise ConnectionError("the start was given up")
         document += block
-    return decode_as(Start, document, "a start", max_bytes=_MAX_BYTES, any_text=True)
+    return decode_as(ScriptStart, document, "a start", max_bytes=_MAX_BYTES, any_text=True)
 
 
-def run(start: Start) -> None:
+def run(start: ScriptStart) -> None:
     """Run the script of a start in this process, which becomes as if Python had started for it."""
     os.chdir(start.folder)
     os.environ.clear()
@@ -314,10 +314,10 @@ def main() -> None:
         signal.signal(getattr(signal, number), signal.SIG_IGN)
     with open(plan_fd, "rb") as file:
         file.seek(0)
-        plan = decode_as(Plan, file.read(_MAX_BYTES), "a plan", max_bytes=_MAX_BYTES)
+        plan = decode_as(ImportPlan, file.read(_MAX_BYTES), "a plan", max_bytes=_MAX_BYTES)
     modules = ImportedModules(plan)
     listener.listen()  # not before: a start meanwhile does not wait
-    start = Server(modules, listener, sys.stdin.fileno()).serve(_linger_s())
+    start = StandbyServer(modules, listener, sys.stdin.fileno()).serve(_linger_s())
     if start is None:
         os._exit(0)  # what the modules do at the exit of a training is not for this process
     run(start)

@@ -1,4 +1,4 @@
-"""Watch that makes a standby for the next start of the script, once the first save is durable."""
+"""Watch that starts a standby for the next start of the script, once the first save is durable."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ from typing_extensions import override
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.watch import Watch
 from holdfast.system.entry import command
+from holdfast.system.process_exit import is_failure
 from holdfast.watch.standby.start.sitecustomize import STANDBY, connect
 
 
 class Standby(Watch):
-    """Maker of the standby process, which imports what this process has imported, and waits.
-
-    The environment names this watch, see `start/sitecustomize.py`.
-    """
+    """Watch that starts the standby process. The environment names it, see `start/sitecustomize.py`."""
 
     name: ClassVar[str] = "standby"
 
@@ -58,7 +56,7 @@ class Standby(Watch):
 
 
 def _first_environment() -> Iterator[tuple[bytes, bytes]]:
-    """Yield the variables with which this process began, as the next start does, without the tag of a node.
+    """Yield the variables of this process at its start, without the tag of a node.
 
     By that tag the processes of an attempt are found and ended.
     """
@@ -69,8 +67,8 @@ def _first_environment() -> Iterator[tuple[bytes, bytes]]:
 
 
 def _end(pipe: IO[bytes]) -> None:
-    """Have the standby exit if this process has no error to show, as its script is complete."""
+    """Have the standby exit if the training is complete."""
     with contextlib.suppress(OSError):  # it has ended
-        if not hasattr(sys, "last_type"):
+        if not is_failure():
             pipe.write(b".")
         pipe.close()

@@ -34,7 +34,7 @@ from replaying.training import TOOLS, tool_class  # noqa: E402
 MAX_OUTAGE_S = 1.0
 UNDISTURBED = 160  # steps
 FIRST_EVERY = 20  # steps from save to save, until the cost of one is known
-LEAST_COST_S = 0.001
+LEAST_COST_S = 0.03  # less is not told from the noise of such a run
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 

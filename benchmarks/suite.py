@@ -64,6 +64,7 @@ PARTS = (
     Part("scale", LARGEST, (), 3600, check=LARGEST),
     Part("writeback", None, (), 3600),
     Part("recovering", None, (), 3600),
+    Part("standby", None, (), 1800),
     Part("sharding", None, (), 3600),
     Part("compiled", None, (), 3600),
     Part("resharding", None, (), 3600),

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +38,7 @@ class Mirroring:
         self._current: int | None = None  # step that is being copied
         self._state = _NONE  # of the current one, on this rank
         self._was_sent = False  # the ranks exchange its state
+        self._began_s = self.took_s = 0.0  # begin of the current one, and duration of the last copy
         self._lock = threading.Lock()
 
     def meet(self, ranks: RankGroup, config: KeeperConfig) -> tuple[KeeperConfig, dict[str, Any]]:
@@ -65,6 +67,7 @@ class Mirroring:
             if self._current is not None:
                 return False
             self._current, self._state, self._was_sent = step, _PENDING, False
+            self._began_s = time.monotonic()
             return True
 
     def end(self, step: int, is_held: bool) -> None:
@@ -72,6 +75,7 @@ class Mirroring:
         with self._lock:
             if step == self._current:
                 self._state = _HELD if is_held else _FAILED
+                self.took_s = time.monotonic() - self._began_s
 
     def propose(self) -> tuple[int | None, int]:
         """Return the step that is being copied, and the number to send about it."""

@@ -15,6 +15,8 @@ from holdfast.checkpoint.run.cadence import Flags
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.saves import Saves
 from holdfast.checkpoint.watch import Act, Vote
+from holdfast.system.host_memory import available_bytes
+from holdfast.system.units import format_bytes, format_duration, plural
 
 if TYPE_CHECKING:
     from holdfast.checkpoint.run.mirroring import Mirroring
@@ -36,6 +38,7 @@ class StepSync:
         self._components, self._saves, self._mirroring = components, saves, mirroring
         self.must_save = False  # whatever the policies: the restored step is not in a store
         self._is_alone = components.ranks.world_size == 1
+        self._has_shown = False  # what fits
         self._sent: ExchangeRecord | None = None  # at the exchange before
         self._scores = Scores(components.options.keep)
 
@@ -74,10 +77,26 @@ class StepSync:
             mirroring = self._mirroring
             if mirroring is not None and mirroring.receive(answered.mirrored, state) and keeper is not None:
                 keeper.keep_copies(mirroring.kept)
+                self._show_what_fits(mirroring, keeper, step)
             decided = cadence.decide(step, now_s, received, sent_step=answered.step)
         if decided.is_torn:
             saves.note_tear()
         return decided._replace(is_due=decided.is_due and step != sent.saved)
+
+    def _show_what_fits(self, mirroring: Mirroring, keeper: Keeper, step: int) -> None:
+        """Show once, with the first copy, how often peers can copy a save, and the memory for it."""
+        peers, last = keeper.config.peers, self._saves.last
+        if self._has_shown or mirroring.held is None or peers is None or last is None:
+            return
+        self._has_shown = True
+        num_steps, num_hosts = step - mirroring.held, len(peers.holders)
+        self._components.show(
+            f"step {mirroring.held} ({format_bytes(last.num_bytes)}) was in memory of "
+            f"{plural(num_hosts, 'other host')} after {format_duration(mirroring.took_s)}, "
+            f"{plural(num_steps, 'step')}: every={num_steps} or more copies each save. This takes "
+            f"{format_bytes((3 + 2 * num_hosts) * last.num_bytes)} of a host for each rank; "
+            f"{format_bytes(available_bytes())} are free here"
+        )
 
     def _score_of_last(self) -> int:
         """Return the value of the last save's metric as it is exchanged; see `Scores`."""

@@ -34,7 +34,8 @@ _MAX_BYTES = 16 << 20  # of a plan or a start, whose environment may be large
 _RECEIVE_S = 10.0
 _NEXT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
-    *("HOLDFAST_", "SKYPILOT_", "SLURM_", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("HOLDFAST_", "SKYPILOT_", "SLURM_", "NODE_RANK", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 )
 """Beginnings of variables that differ from start to start, and that no library reads during its import."""
 _Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
@@ -68,13 +69,10 @@ class ImportedModules:
     def __init__(self, plan: ImportPlan) -> None:
         self._environment, self._surroundings = dict(os.environ), surroundings()
         sys.path[:] = plan.path
-        num_threads = 1
-        for name in sorted(plan.modules, key=lambda name: name != "numpy"):  # its library starts threads
+        for name in plan.modules:
             with contextlib.suppress(Exception, SystemExit):  # a start imports it again, and sees the error
                 importlib.import_module(name)
-            if name == "numpy":
-                num_threads = _num_threads()
-        self._has_threads = threading.active_count() > 1 or _num_threads() > num_threads
+        self._has_threads = threading.active_count() > 1 or _has_native_threads()
         files = {getattr(module, "__file__", None) for module in sys.modules.values()}
         self._files = {path: _stamp(path) for path in files if isinstance(path, str)}
 
@@ -106,8 +104,12 @@ def _stamp(path: str) -> tuple[int, int] | None:
     return found.st_mtime_ns, found.st_size
 
 
-def _num_threads() -> int:
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+def _has_native_threads() -> bool:
+    """Return True if this process has more threads than those of OpenBLAS, which starts its own in a fork."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    num_libraries = sum("openblas" in path for path in mapped)  # NumPy and SciPy have one each
+    num_threads = sum(1 for _ in Path("/proc/self/task").iterdir())
+    return num_threads > 1 + num_libraries * ((os.cpu_count() or 1) - 1)
 
 
 def _open_files() -> list[str]:
@@ -208,7 +210,12 @@ class StandbyServer:
         """Fork this process. Return True in the new one, whose standard files are then those of its start."""
         pid = os.fork()
         if pid:
-            pidfd = os.pidfd_open(pid)
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                os.kill(pid, signal.SIGKILL)  # or the training would run twice
+                os.waitpid(pid, 0)
+                raise
             self._running.append(_Running(pid, pidfd, end))
             for one in (end, pidfd):
                 self._poll.register(one, select.POLLIN)

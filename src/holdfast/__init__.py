@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from holdfast.watch.preemption.trainer import Preemption as Preemption
     from holdfast.watch.replicas import Replicas as Replicas
     from holdfast.watch.spike import Spike as Spike
+    from holdfast.watch.standby.prebuilt import prebuild as prebuild
     from holdfast.watch.values import FiniteValues as FiniteValues
 
 _NAMES = {
@@ -99,6 +100,7 @@ _NAMES = {
     "watch.pace.watch": "SlowRanks",
     "watch.preemption.trainer": "Preemption",
     "watch.replicas": "Replicas",
+    "watch.standby.prebuilt": "prebuild",
     "watch.spike": "Spike",
     "watch.values": "FiniteValues",
 }

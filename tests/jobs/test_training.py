@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -98,6 +99,35 @@ def test_a_preemption_with_notice_costs_no_step(harness: JobHarness, uninterrupt
     check_steps(harness)
     assert {attempt for attempt, _ in steps(harness.folder)} == {1, 2}
     assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+
+
+@pytest.mark.slow
+def test_the_next_attempt_begins_with_all_modules_imported(
+    harness: JobHarness, uninterrupted: Digest
+) -> None:
+    """Its processes belong to the job as others do: after its end only standbys are left, for two minutes."""
+    envs = {"HOLDFAST_STANDBY": "1", "HOLDFAST_KEEP_IN_MEMORY": "2m"}
+    job = harness.submit(command(harness.folder, *PAUSE), **envs)
+    harness.wait_for(job, lambda: standbys(harness), "a standby that listens")
+    harness.engine.preempt(job.id, lead_s=600)
+    assert check_recovery(harness, job).step == TOTAL
+    assert b"holdfast.watch.standby" not in (harness.folder / "parent-1").read_bytes()
+    assert b"holdfast.watch.standby" in (harness.folder / "parent-2").read_bytes()
+    assert (harness.folder / "final.txt").read_text() == uninterrupted(TOTAL)
+    harness.wait_for(job, lambda: not standbys(harness), "the end of the standby of a complete training")
+
+
+def standbys(harness: JobHarness) -> list[str]:
+    """Return the sockets on which standbys of this test's training listen."""
+    found = []
+    for process in processes.snapshot().values():
+        with contextlib.suppress(OSError):  # it has ended
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            environment = Path(f"/proc/{process.pid}/environ").read_bytes()
+            if b"holdfast.watch.standby" in words and str(harness.state).encode() in environment:
+                found.append(words[words.index(b"holdfast.watch.standby") + 1].decode())
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [name for name in found if any(line.endswith(f"@{name}") and "00010000" in line for line in lines)]
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     state = {"model": model, "optimizer": optimizer}
     folder, attempt = args.home.parent, os.environ.get("HOLDFAST_ATTEMPT")
+    (folder / f"parent-{attempt}").write_bytes(Path(f"/proc/{os.getppid()}/cmdline").read_bytes())
     watches = [] if args.hang_at is None else [holdfast.Hang("restart", limit="4s")]
     last = int(os.environ.get("WORLD_SIZE", "1")) - 1
     with holdfast.Checkpointer(args.home, state, every=args.every, watches=watches) as ckpt:

@@ -411,6 +411,52 @@ def test_a_killed_training_continues_from_its_standby(site: Site) -> None:
     assert train("home", "killed") == (0, [["rank", "0", "warm", whole]])
 
 
+MODULE = """
+import os
+import torch
+
+def make(width):
+    with open("calls", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    return torch.nn.Linear(8, width)
+"""
+
+
+def test_a_model_is_built_before_the_start_bit_for_bit(site: Site) -> None:
+    """The training is killed once its standby has built the model; the next start must not build it."""
+    calls = site.folder / "calls"
+    (site.folder / "mine.py").write_text(MODULE)
+    found = "sitecustomize.connect(name) is not None"
+    assert found in TRAINING
+    site.write(
+        TRAINING.replace("torch.nn.Linear(8, 8)", "holdfast.prebuild(mine.make, 8)")
+        .replace("import holdfast\n", "import holdfast\nimport mine\n")
+        .replace(found, "len(open('calls').readlines()) == 2")
+        .replace("state = {", "print('first', os.getpid(), torch.rand(1).item(), flush=True)\n    state = {")
+    )
+
+    def train(*words: str) -> tuple[list[list[str]], list[str], list[str]]:
+        calls.unlink(missing_ok=True) if "again" not in words else None
+        program = [sys.executable, site.script.name, words[0], *words[1:2]]
+        done = subprocess.run(
+            program, cwd=site.folder, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+        first = next(line.split() for line in done.stdout.splitlines() if line.startswith("first"))
+        return endings(done.stdout), first, calls.read_text().split()
+
+    whole, (_, pid, number), pids = train("whole")
+    assert pids == [pid]
+    ended, (_, killed_pid, _), pids = train("home", "killed")
+    assert ended == []
+    assert pids[0] == killed_pid
+    ended, (_, pid, its_number), after = train("home", "killed", "again")
+    assert ended == [[*whole[0][:2], "warm", whole[0][3]]]
+    assert after[:2] == pids
+    assert pid == pids[1]
+    assert its_number == number
+
+
 def test_torchrun_restarts_all_ranks_from_their_standby(site: Site) -> None:
     site.write(TRAINING)
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOLDFAST_KEEP_IN_MEMORY": "2m"}

@@ -17,50 +17,30 @@ import socket
 import sys
 import threading
 import types
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from holdfast.errors import HoldfastError
-from holdfast.system.documents import MAX_TEXT_CHARS, Count, decode_as
+from holdfast.system.documents import decode_as
 from holdfast.system.environment import KEEP_IN_MEMORY
 from holdfast.system.linux.processes import die_with_parent
 from holdfast.system.units import parse_duration
-from holdfast.watch.standby.start.sitecustomize import FORWARDED, surroundings, user_of
+from holdfast.watch.standby.documents import ImportPlan, PrebuildRequest, ScriptStart
+from holdfast.watch.standby.start.sitecustomize import FORWARDED, send_document, surroundings, user_of
 
 _MAX_BYTES = 16 << 20  # of a plan or a start, whose environment may be large
 _RECEIVE_S = 10.0
+_T = TypeVar("_T")
 _NEXT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
     *("HOLDFAST_", "SKYPILOT_", "SLURM_", "NODE_RANK", "PWD", "OLDPWD", "SHLVL", "_"),
     *("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
 )
 """Beginnings of variables that differ from start to start, and that no library reads during its import."""
-_Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-
-
-class ImportPlan(Struct, frozen=True):
-    """Modules to import, in their order, with the path to find them."""
-
-    path: list[_Text]
-    modules: list[_Text]
-
-
-class ScriptStart(Struct, frozen=True):
-    """Start of a script, as its process was started."""
-
-    words: list[_Text]
-    position: Count  # of the script, or of `-m`, in `words`
-    path: list[_Text]  # of imports, without the folder of the script
-    environment: dict[_Text, _Text]
-    folder: _Text
-    surroundings: dict[str, Any]
-    ignored: list[_Text]  # names of signals
-    soft_limits: list[int]
-    processors: list[int]
-    umask: Count
 
 
 class ImportedModules:
@@ -138,6 +118,7 @@ class StandbyServer:
     def __init__(self, modules: ImportedModules, listener: socket.socket, trainer: int) -> None:
         self._modules, self._listener, self._trainer = modules, listener, trainer
         self._running: list[_Running] = []
+        self._spares = dict[str, _Running]()  # processes with a built object, by the place of their rank
         self._has_trainer = True
         self._is_over = False  # the training has ended without an error, or this process cannot serve it
         self._poll = select.poll()
@@ -186,16 +167,20 @@ class StandbyServer:
         os.close(one.pidfd)
 
     def _answer(self, end: socket.socket) -> ScriptStart | None:
-        """Fork a start, or refuse it. Return it in the new process."""
+        """Fork what is asked for, or refuse it. Return the start in the process that runs it."""
         fds = list[int]()
         try:
             if user_of(end) == os.getuid():
                 end.settimeout(_RECEIVE_S)
-                start = _receive(end, fds)
+                document = _receive(end, fds)
+                if not fds:
+                    return self._prebuild(_decode(PrebuildRequest, document), end)
+                start = _decode(ScriptStart, document)
                 if reason := self._modules.reason_against(start):
                     self._close_listener()
                     end.sendall(reason.encode()[:1000])
-                elif self._fork(end, fds):
+                elif not self._hand_over(start, document, end, fds) and not self._fork(end):
+                    _use(fds)
                     return start
         except (OSError, HoldfastError):
             pass  # a watch that looks for its standby, or a start that was given up
@@ -206,32 +191,81 @@ class StandbyServer:
             end.close()
         return None
 
-    def _fork(self, end: socket.socket, fds: list[int]) -> bool:
-        """Fork this process. Return True in the new one, whose standard files are then those of its start."""
+    def _fork(self, end: socket.socket) -> bool:
+        """Fork a training for the process at an end. Return False in the training."""
+        pid, pidfd = self._fork_alone(end)
+        if pid:
+            self._watch(_Running(pid, pidfd, end))
+        return bool(pid)
+
+    def _watch(self, one: _Running) -> None:
+        """Wait for the end of a training, and of the process that it runs for."""
+        self._running.append(one)
+        for fd in one.end, one.pidfd:
+            self._poll.register(fd, select.POLLIN)
+        # The process that waits has no other name of it: a pid may soon be another process's.
+        rights = array.array("i", [one.pidfd])
+        one.end.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+
+    def _fork_alone(self, *ends: socket.socket) -> tuple[int, int]:
+        """Fork this process. Return the new process's pid and a descriptor of it; 0 and -1 in that process.
+
+        Args:
+            ends: closed in the new process, as all that is this server's.
+        """
         pid = os.fork()
         if pid:
             try:
-                pidfd = os.pidfd_open(pid)
+                return pid, os.pidfd_open(pid)
             except OSError:
                 os.kill(pid, signal.SIGKILL)  # or the training would run twice
                 os.waitpid(pid, 0)
                 raise
-            self._running.append(_Running(pid, pidfd, end))
-            for one in (end, pidfd):
-                self._poll.register(one, select.POLLIN)
-            # The process that waits has no other name of it: a pid may soon be another process's.
-            rights = array.array("i", [pidfd])
-            end.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-            return False
         die_with_parent()
         os.setsid()
-        for number, fd in enumerate(fds):
-            os.dup2(fd, number)
-        for one in (end, self._listener, *(one.end for one in self._running)):
+        others = [*self._running, *self._spares.values()]
+        for one in (self._listener, *ends, *(one.end for one in others)):
             one.close()
-        for one in self._running:
+        for one in others:
             os.close(one.pidfd)
+        return 0, -1
+
+    # -- objects for the next start --------------------------------------------------------------------------
+    def _prebuild(self, request: PrebuildRequest, end: socket.socket) -> ScriptStart | None:
+        """Fork a process that builds an object and waits. Return its start in that process."""
+        ours, theirs = socket.socketpair()
+        pid, pidfd = self._fork_alone(end, ours)
+        end.close()
+        if pid:
+            theirs.close()
+            if (before := self._spares.pop(_place(request.environment), None)) is not None:
+                self._drop(before)
+            self._spares[_place(request.environment)] = _Running(pid, pidfd, ours)
+            return None
+        try:
+            return _build_and_wait(request, theirs)
+        except BaseException:  # noqa: BLE001 - of the user's function, which the start calls itself then
+            os._exit(1)
+
+    def _hand_over(self, start: ScriptStart, document: bytes, end: socket.socket, fds: list[int]) -> bool:
+        """Give a start to the process that has built an object for it. Return False without one."""
+        spare = self._spares.pop(_place(start.environment), None)
+        if spare is None:
+            return False
+        try:
+            send_document(spare.end, document, fds)
+        except OSError:  # it has died, as the function has failed
+            self._drop(spare)
+            return False
+        spare.end.close()
+        self._watch(_Running(spare.pid, spare.pidfd, end))
         return True
+
+    def _drop(self, spare: _Running) -> None:
+        signal.pidfd_send_signal(spare.pidfd, signal.SIGKILL)
+        os.waitpid(spare.pid, 0)
+        os.close(spare.pidfd)
+        spare.end.close()
 
     def _close_listener(self) -> None:
         self._poll.unregister(self._listener)
@@ -239,19 +273,48 @@ class StandbyServer:
         self._is_over = True
 
 
-def _receive(end: socket.socket, fds: list[int]) -> ScriptStart:
-    """Receive a start, and append its standard files to `fds`."""
+def _build_and_wait(request: PrebuildRequest, end: socket.socket) -> ScriptStart:
+    from holdfast.watch.standby.prebuilt import build
+
+    os.environ.update(request.environment)
+    sys.path[:] = request.path
+    build(request.recipe)
+    fds = list[int]()
+    start = _decode(ScriptStart, _receive(end, fds))
+    end.close()
+    _use(fds)
+    for fd in fds:
+        os.close(fd)
+    return start
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    """Return the number of a rank on its host, which stays when it is started again."""
+    return environment.get("LOCAL_RANK", "")
+
+
+def _use(fds: list[int]) -> None:
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+
+
+def _decode(kind: type[_T], document: bytes) -> _T:
+    return decode_as(kind, document, "a request of a standby", max_bytes=_MAX_BYTES, any_text=True)
+
+
+def _receive(end: socket.socket, fds: list[int]) -> bytes:
+    """Receive a document, and append the files that come with it to `fds`."""
     length, found, _, _ = socket.recv_fds(end, 4, 3)
     fds += found
     left = int.from_bytes(length, "big")
-    if len(length) < 4 or len(fds) < 3 or left > _MAX_BYTES:
-        raise ConnectionError("this is no start")
+    if len(length) < 4 or len(fds) not in (0, 3) or left > _MAX_BYTES:
+        raise ConnectionError("this is no document")
     document = bytearray()
     while left > len(document):
         if not (block := end.recv(left - len(document))):
             raise ConnectionError("the start was given up")
         document += block
-    return decode_as(ScriptStart, document, "a start", max_bytes=_MAX_BYTES, any_text=True)
+    return bytes(document)
 
 
 def run(start: ScriptStart) -> None:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +17,12 @@ from typing_extensions import override
 
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.watch import Watch
+from holdfast.system.documents import to_plain
 from holdfast.system.entry import command
 from holdfast.system.process_exit import is_failure
-from holdfast.watch.standby.start.sitecustomize import STANDBY, connect
+from holdfast.watch.standby.documents import PrebuildRequest
+from holdfast.watch.standby.prebuilt import called
+from holdfast.watch.standby.start.sitecustomize import STANDBY, connect, send_document
 
 
 class Standby(Watch):
@@ -28,21 +32,27 @@ class Standby(Watch):
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_done = False
 
     @override
     def saved(self, save: Save) -> None:
         name, _, position = os.environ.get(STANDBY, "").partition(":")
-        if self._process is not None or not name:
+        if self._is_done or not name:
             return
-        if (end := connect(name)) is not None:  # this process came from it, or another rank was first
-            end.close()
-            return
-        plan = {"path": sys.path, "modules": list(sys.modules)}
+        if (end := connect(name)) is not None:
+            self._is_done = True
+            with end:
+                _have_built(end)
+        elif self._process is None:  # else it is importing
+            self._start(name, int(position))
+
+    def _start(self, name: str, position: int) -> None:
+        plan = {"path": _path(), "modules": list(sys.modules)}
         plan_fd = os.memfd_create("holdfast-standby")  # a pipe would be full, and hold up the training
         os.write(plan_fd, json.dumps(plan).encode())
         python, *words = command("holdfast.watch.standby", name, str(plan_fd))
         self._process = subprocess.Popen(
-            [python, *sys.orig_argv[1 : int(position)], *words],
+            [python, *sys.orig_argv[1:position], *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -53,6 +63,18 @@ class Standby(Watch):
         os.close(plan_fd)
         assert self._process.stdin is not None
         atexit.register(_end, self._process.stdin)  # closed by the end of this process, however that comes
+
+
+def _path() -> list[str]:
+    return [folder for folder in sys.path if isinstance(folder, str)]  # others find nothing
+
+
+def _have_built(end: socket.socket) -> None:
+    """Have the standby at the other end make the call of `prebuild` for the next start of this rank."""
+    if (recipe := called()) is not None:
+        variables = {os.fsdecode(name): os.fsdecode(value) for name, value in _first_environment()}
+        request = PrebuildRequest(_path(), variables, recipe)
+        send_document(end, json.dumps(to_plain(request)).encode())
 
 
 def _first_environment() -> Iterator[tuple[bytes, bytes]]:

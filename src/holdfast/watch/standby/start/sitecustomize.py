@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 STANDBY = "HOLDFAST_STANDBY"
@@ -105,17 +106,21 @@ def _hand_over(end: socket.socket, position: int) -> None:
         "processors": list(os.sched_getaffinity(0)),
         "umask": mask,
     }
-    document = json.dumps(start).encode()
     end.settimeout(_REPLY_S)
-    rights = array.array("i", (0, 1, 2))
-    end.sendmsg([len(document).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-    end.sendall(document)
+    send_document(end, json.dumps(start).encode(), [0, 1, 2])
     reply, fds, _, _ = socket.recv_fds(end, 1000, 1)
     if not fds:
         reason = reply.decode(errors="replace") or "it ended"
         _write(reason)
         return
     _act_for(end, fds[0])
+
+
+def send_document(end: socket.socket, document: bytes, fds: Sequence[int] = ()) -> None:
+    """Send a document to a standby, and open files with it."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    end.sendmsg([len(document).to_bytes(4, "big")], rights)
+    end.sendall(document)
 
 
 def _act_for(end: socket.socket, pidfd: int) -> NoReturn:

@@ -15,13 +15,5 @@ from holdfast.watch.values import FiniteValues
 
 def default_watches() -> tuple[Watch, ...]:
     """Return the watches of a Checkpointer whose argument `watches=` names no others."""
-    return (
-        Preemption(),
-        CompileCache(),
-        Hang(),
-        SlowRanks(),
-        FiniteValues(),
-        Spike(),
-        Replicas(),
-        HostMemory(),
-    )
+    kinds = Preemption, CompileCache, Hang, SlowRanks, FiniteValues, Spike, Replicas, HostMemory
+    return tuple(kind() for kind in kinds)

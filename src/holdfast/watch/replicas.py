@@ -194,9 +194,8 @@ class ReplicaHashes(Struct):
             if replica.tensor >= len(names):
                 raise ValueError(f"a replica of tensor {replica.tensor}, but the catalog has {len(names)}")
             key = names[replica.tensor], replica.region
-            self.hashes.setdefault(key, {})[rank] = found.hashes[
-                i * REPLICA_DIGITS : (i + 1) * REPLICA_DIGITS
-            ]
+            at = i * REPLICA_DIGITS
+            self.hashes.setdefault(key, {})[rank] = found.hashes[at : at + REPLICA_DIGITS]
             if replica.is_trained:
                 self.trained.add(key)
 
@@ -282,18 +281,12 @@ class ReplicaWatch:
             equal_at = self._seen[key].equal_at
             before = equal_at if equal_at is not None and equal_at < step else None
             together.setdefault((step, split, before), []).append(key[0])
-        return tuple(
-            ReplicaDifference(
-                step,
-                tuple(names[:MAX_TENSORS]),
-                len(names),
-                split.ranks,
-                split.others,
-                tuple(self._hosts.get(rank, "") for rank in split.ranks),
-                equal_at,
-            )
-            for (step, split, equal_at), names in together.items()
-        )
+        made: list[ReplicaDifference] = []
+        for (step, split, equal_at), names in together.items():
+            shown, hosts = tuple(names[:MAX_TENSORS]), tuple(self._hosts.get(one, "") for one in split.ranks)
+            facts = split.ranks, split.others, hosts, equal_at
+            made.append(ReplicaDifference(step, shown, len(names), *facts))
+        return tuple(made)
 
 
 def _split(hashes: Mapping[int, str]) -> _Split:

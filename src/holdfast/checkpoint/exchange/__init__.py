@@ -6,20 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.exchange.exporter import (
-        Exported,
-        export_checkpoint,
-        export_in_background,
-    )
+    from holdfast.checkpoint.exchange.exporter import Exported, export_checkpoint, export_in_background
     from holdfast.checkpoint.exchange.importer import Imported, import_checkpoint
 
-__all__ = [
-    "Exported",
-    "Imported",
-    "export_checkpoint",
-    "export_in_background",
-    "import_checkpoint",
-]
+__all__ = ["Exported", "Imported", "export_checkpoint", "export_in_background", "import_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:  # each imports what only it needs

@@ -283,9 +283,13 @@ def _run(export: Future[Exported], write: Callable[[], Exported], target: Path, 
         export.set_result(write())
     except _ProgramEnds:
         pass
-    except NotFound as error:
-        _fail(export, target, _not_in_home(error, after))
     except HoldfastError as error:
+        if isinstance(error, NotFound) and after is not None and not after.skipped:
+            text = (
+                f"{error} It was saved by this program: if it was only due in the local folder, save it with "
+                "to_home=True; if `keep` has deleted it since, keep more."
+            )
+            error = NotFound(text, step=after.step)
         _fail(export, target, error)
     except Exception as error:  # noqa: BLE001 - the thread must not end without a result
         text = f"{error!r}. Nothing was written there. This is a bug of Holdfast: report it."
@@ -315,16 +319,6 @@ def _wait_for(save: Save) -> int:
             step=save.step,
         )
     return save.step
-
-
-def _not_in_home(error: NotFound, after: Save | None) -> HoldfastError:
-    if after is None or after.skipped:
-        return error
-    return NotFound(
-        f"{error} It was saved by this program: if it was only due in the local folder, save it with "
-        "to_home=True; if `keep` has deleted it since, keep more.",
-        step=after.step,
-    )
 
 
 @atexit.register

@@ -56,17 +56,9 @@ class ChildProcess:
         Args:
             listener: socket on which the peers of the keeper call, if it has peers.
         """
-        pid = os.getpid()
+        trainer = os.getpid(), start_time(os.getpid()) or 0
         # Busy from the start: it owns what is sent to it while it starts.
-        info = KeeperInfo(
-            config.attempt,
-            config.rank,
-            pid,
-            start_time(pid) or 0,
-            busy=True,
-            pulse_fd=pulse_fd,
-            run=config.run,
-        )
+        info = KeeperInfo(config.attempt, config.rank, *trainer, busy=True, pulse_fd=pulse_fd, run=config.run)
         lockfile = Lockfile.create(config.home, info)
         ours, theirs = packets.make_pair()
         stderr_fd = os.memfd_create("holdfast-keeper-stderr")  # leaves no file behind

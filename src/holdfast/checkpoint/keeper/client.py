@@ -95,9 +95,7 @@ class Keeper:
         self._released, self._copied = released, copied
         self._submitted: dict[int, _Submitted] = {}
         self._towards_home: dict[int, Save] = {}  # durable in the local tier, and to be sent home
-        self._sent_again: dict[
-            int, HoldfastError | None
-        ] = {}  # why a step that was sent later is not in home
+        self._sent_again: dict[int, HoldfastError | None] = {}  # why a step sent later is not in home
         self._arenas_in_use: set[int] = set()
         self._turned_s = 0.0  # time at which the keeper turned to its next save
         self._delayed: Save | None = None  # the last one whose delay was reported

@@ -332,15 +332,12 @@ class Drain:
         return {entry.name: entry.num_bytes for entry in self._home.list(f"{names.step_dir(step)}/")}
 
     def _copy_rank(self, checkpoint: CheckpointId, rank: int, in_home: Sizes) -> int:
-        name = names.part(checkpoint.step, checkpoint.attempt, rank)
+        key = checkpoint.step, checkpoint.attempt, rank
+        name = names.part(*key)
         text = self._local.get(name)
         part = parts.parse(text, name)
-        num_bytes = 0
-        if part.frozen is not None:
-            num_bytes += self._copy_frozen(part, part.frozen, in_home)
-        num_bytes += self._copy_file(
-            names.data(checkpoint.step, checkpoint.attempt, rank), part.file, in_home
-        )
+        num_bytes = 0 if part.frozen is None else self._copy_frozen(part, part.frozen, in_home)
+        num_bytes += self._copy_file(names.data(*key), part.file, in_home)
         # As in a save, a part follows the files that it describes, and the manifest follows all parts (003).
         if name in in_home and in_home[name] != len(text):  # damaged, in a step without a manifest
             self._home.put(name, text)
@@ -353,9 +350,7 @@ class Drain:
 
     def _copy_frozen(self, part: Part, file: DataFile, in_home: Sizes) -> int:
         name = names.frozen(part.step, part.attempt, part.rank)
-        if in_home.get(name) == file.num_bytes:
-            return 0
-        if self._frozen.link(name, file):
+        if in_home.get(name) == file.num_bytes or self._frozen.link(name, file):
             return 0
         num_bytes = self._copy_file(name, file, in_home)
         self._frozen.remember(name, file)
@@ -365,9 +360,7 @@ class Drain:
         """Send a file, unless it exists. A name is never used for other bytes."""
         if in_home.get(name) == file.num_bytes:
             return 0
-        blocks = verified_blocks(self._local, name, file)
-        if self._config.bandwidth is not None:
-            blocks = paced(blocks, self._config.bandwidth)
+        blocks = paced(verified_blocks(self._local, name, file), self._config.bandwidth)
         is_free = name not in in_home  # else it is damaged, in a step without a manifest, and is replaced
         try:
             self._home.put_parts(name, blocks, file.num_bytes, if_absent=is_free)

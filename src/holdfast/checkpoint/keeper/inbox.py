@@ -167,20 +167,18 @@ class TrainerInbox:
             return False
         if isinstance(message, messages.Ping):
             self.reply(messages.Pong())
-            return True
-        if isinstance(message, messages.TextShown):
+        elif isinstance(message, messages.TextShown):
             self.text_shown.set()
-            return True
-        if isinstance(message, messages.KeepCopies):
+        elif isinstance(message, messages.KeepCopies):
             if self._mirror is not None:
                 self._mirror.keep(message.steps)
-            return True
-        with self._changed:
-            self._add(message, fds)
-            self._changed.notify_all()
-            delay = self._delay
-        if delay and isinstance(message, messages.SubmitSave):
-            self.report_delay(message.step, delay)
+        else:
+            with self._changed:
+                self._add(message, fds)
+                self._changed.notify_all()
+                delay = self._delay
+            if delay and isinstance(message, messages.SubmitSave):
+                self.report_delay(message.step, delay)
         return True
 
     def _add(self, message: messages.Message, fds: list[int]) -> None:

@@ -103,8 +103,7 @@ class MemoryTierStore(ReadOnlyStore):
 
     @override
     def get(self, name: str) -> bytes:
-        size = self.size(name)
-        return bytes(self.read_view(name, 0, size or 0))
+        return bytes(self.read_view(name, 0, self.size(name) or 0))
 
     @override
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -180,10 +179,7 @@ def _serve(listener: socket.socket, find: Callable[[], Images], deadline_s: floa
         while (left_s := deadline_s - time.monotonic()) > 0 and selector.select(left_s):
             end, _ = listener.accept()
             end.settimeout(_REPLY_S)
-            with (
-                end,
-                contextlib.suppress(OSError, Corrupt),
-            ):  # the client may have exited, or be another program
+            with end, contextlib.suppress(OSError, Corrupt):  # the client has exited, or is another program
                 message, _ = packets.receive(end)
                 if isinstance(message, FreeImages):
                     return

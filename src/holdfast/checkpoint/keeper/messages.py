@@ -257,10 +257,8 @@ def encode(message: Message) -> bytes:
 
 
 def parse(text: bytes) -> Message:
-    """Return the message in a JSON text."""
-    return decode_as(
-        Message, text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True
-    )  # paths may not be UTF-8
+    """Return the message in a JSON text, whose paths may not be UTF-8."""
+    return decode_as(Message, text, _WHAT, max_bytes=MAX_MESSAGE_BYTES, any_text=True)
 
 
 def encode_metrics(metrics: Mapping[str, float]) -> EncodedMetrics:

@@ -112,10 +112,11 @@ def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -
     store.put_parts(name, paced(blocks, bytes_per_s), len(image), if_absent=True)
 
 
-def paced(blocks: Iterable[memoryview], bytes_per_s: float) -> Iterator[memoryview]:
-    """Yield blocks with pauses that keep them within a rate."""
+def paced(blocks: Iterable[memoryview], bytes_per_s: float | None) -> Iterator[memoryview]:
+    """Yield blocks with pauses that keep them within a rate; None for no limit."""
     began, num_bytes = time.monotonic(), 0
     for block in blocks:
         yield block
         num_bytes += len(block)
-        time.sleep(max(0.0, began + num_bytes / bytes_per_s - time.monotonic()))
+        if bytes_per_s is not None:
+            time.sleep(max(0.0, began + num_bytes / bytes_per_s - time.monotonic()))

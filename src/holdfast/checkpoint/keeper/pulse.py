@@ -50,8 +50,11 @@ class TrainerProgress(Struct, frozen=True):
 
     def words(self, watch: str) -> tuple[int, ...]:
         """Return the words of a watch; zeros if it has written none."""
-        at = _find(self.slots, _digest(watch))
-        return (0,) * NUM_WORDS if at is None else self.slots[at : at + NUM_WORDS]
+        marks, mark = self.slots[:: 1 + NUM_WORDS], _digest(watch)
+        if mark not in marks:
+            return (0,) * NUM_WORDS
+        at = marks.index(mark) * (1 + NUM_WORDS) + 1
+        return self.slots[at : at + NUM_WORDS]
 
 
 class Pulse:
@@ -222,9 +225,3 @@ class PulseReader:
 def _digest(watch: str) -> int:
     """Return the number that marks the words of a watch; never 0."""
     return int.from_bytes(hashlib.blake2b(watch.encode(), digest_size=7).digest(), "big") | 1
-
-
-def _find(slots: tuple[int, ...], digest: int) -> int | None:
-    """Return the position of the words of a watch; None if the pulse lacks them."""
-    marks = slots[:: 1 + NUM_WORDS]
-    return marks.index(digest) * (1 + NUM_WORDS) + 1 if digest in marks else None

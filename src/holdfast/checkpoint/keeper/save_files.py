@@ -101,13 +101,8 @@ class SaveFiles:
             image = arena[layout.frozen_at : layout.frozen_at + layout.frozen_bytes]
             frozen = self._frozen.persist(step, image, must_match=layout.is_frozen_unchanged)
         name, image = names.data(step, config.attempt, config.rank), arena[: layout.data_bytes]
-        file = persist(
-            self._store,
-            name,
-            image,
-            bytes_per_s=config.persist_bandwidth,
-            on_hashed=self._watches.persisting(image) if self._sections is None else None,
-        )
+        on_hashed = self._watches.persisting(image) if self._sections is None else None
+        file = persist(self._store, name, image, bytes_per_s=config.persist_bandwidth, on_hashed=on_hashed)
         failpoint("keeper.data")
         self._reports.history.settle()  # before each part
         if metrics.values:  # before the part: a complete checkpoint has its metrics

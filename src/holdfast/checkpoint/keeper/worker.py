@@ -324,9 +324,7 @@ class Worker:
         try:
             with bugs_as_errors(f"Step {save.step}"):
                 return self._tiers.try_commit(save, limit_s)
-        except (
-            TRANSIENT_ERRORS
-        ) as error:  # this rank's part is durable; only the check or the manifest failed
+        except TRANSIENT_ERRORS as error:  # only of the check or the manifest: this rank's part is durable
             if now_s - save.received_s > limit_s:
                 return RetryLater(str(error), step=save.step)
             if save.is_worth_a_line(error.kind):

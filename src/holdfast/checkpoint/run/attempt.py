@@ -241,9 +241,8 @@ class Attempt:
             # New phases are no hang, however long the pause is.
             with self._components.pulse.phase("a pause until a save is durable"):
                 late = next((save for save in saves if not _ends_soon(save)), None)
-                rows = self._ranks.gather(
-                    (late is not None, self._components.watching.stop_reason() is not None)
-                )
+                must_stop = self._components.watching.stop_reason() is not None
+                rows = self._ranks.gather((late is not None, must_stop))
             if not any(is_late for is_late, _ in rows) or any(is_preempted for _, is_preempted in rows):
                 break
             now_s = time.monotonic()
@@ -316,11 +315,6 @@ class Attempt:
     def _report_failed(self, save: Save) -> None:
         if self.keeper is not None:
             report_to_job(JobReport(attempt=self.keeper.config.attempt, failed_save=save.step))
-
-    def report_progress(self, step: int) -> None:
-        """Report the newest checkpoint to the job that this training is part of, if any."""
-        if self._ranks.rank == 0:
-            report_to_job(JobReport(home=self._tiers.home, step=step))
 
     # -- problems and waits ----------------------------------------------------------------------------------
     def surface(self) -> None:
@@ -496,10 +490,6 @@ class SaveInterval:
             if failures is not None
             else ""
         )
-        detail = f"a save every {format_duration(found.interval_s)}, by {found.reason}; a save costs "
-        keeper.record(
-            "interval",
-            step=step,
-            seconds=found.interval_s,
-            detail=f"{detail}{format_duration(cost_s)}{known}",
-        )
+        every, cost = format_duration(found.interval_s), format_duration(cost_s)
+        detail = f"a save every {every}, by {found.reason}; a save costs {cost}{known}"
+        keeper.record("interval", step=step, seconds=found.interval_s, detail=detail)

@@ -51,9 +51,8 @@ class Components(Struct, frozen=True):
         tiers = Tiers(options.home, options.local)
         refuse_snapshots(state or {})
         watch_loaders()  # here, since its scan would make the first save slow
-        objects = State(
-            {} if state is None else state, world=None if group is None else (group.rank, group.world_size)
-        )
+        world = None if group is None else (group.rank, group.world_size)
+        objects = State({} if state is None else state, world=world)
         ranks: RankGroup = group or Ranks(timeout_s=options.limits.rank_timeout_s)
         check_versions(ranks)
         metrics, now_s, watching = MetricsBuffer(), time.monotonic(), Watching(options.watches)
@@ -66,25 +65,10 @@ class Components(Struct, frozen=True):
             min_arenas=1 if options.peers is None else MIN_ARENAS_WITH_PEERS,
             watching=watching,
         )
-        cadence = Cadence(
-            (*options.policies, *watching.policies),
-            HomeCadence(tiers.home_every, now_s=now_s),
-            rank=ranks.rank,
-            now_s=now_s,
-        )
-        done = DoneMarker(tiers.home_store, rank=ranks.rank)
-        return cls(
-            options,
-            tiers,
-            ranks,
-            pipeline,
-            cadence,
-            metrics,
-            done,
-            pulse=Pulse(),
-            watching=watching,
-            has_state=state is not None,
-        )
+        policies, home = (*options.policies, *watching.policies), HomeCadence(tiers.home_every, now_s=now_s)
+        cadence = Cadence(policies, home, rank=ranks.rank, now_s=now_s)
+        done, has_state = DoneMarker(tiers.home_store, rank=ranks.rank), state is not None
+        return cls(options, tiers, ranks, pipeline, cadence, metrics, done, Pulse(), watching, has_state)
 
     def show(self, text: str) -> None:
         """Log a line for the user on rank 0, unless the option `quiet` is set."""

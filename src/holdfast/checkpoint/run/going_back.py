@@ -108,16 +108,10 @@ class GoingBack:
         tiers, upto = self._components.tiers, self._newest_choice(vote)
         stores, newest = tiers.durable_stores(), CheckpointId(attempt=keeper.config.attempt, step=step)
         durable = attempt.latest() or 0
+        kept, run_id = min(step, durable) - (self._components.watching.goes_back or 0), keeper.config.run
+        steps = {"upto_step": upto, "kept_upto_step": kept}
         choices = Patience(self._components.options.reads.patience_s, self._components.show).spend(
-            tiers.home,
-            lambda: find_healthy(
-                stores,
-                newest,
-                attempt.ancestors,
-                run_id=keeper.config.run,
-                upto_step=upto,
-                kept_upto_step=min(step, durable) - (self._components.watching.goes_back or 0),
-            ),
+            tiers.home, lambda: find_healthy(stores, newest, attempt.ancestors, run_id=run_id, **steps)
         )
         if not choices:
             text = (

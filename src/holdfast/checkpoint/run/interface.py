@@ -18,16 +18,7 @@ from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.loop import TrainingLoop
-from holdfast.checkpoint.run.options import (
-    Home,
-    Limits,
-    Local,
-    Memory,
-    Options,
-    Peers,
-    Reads,
-    parse_home,
-)
+from holdfast.checkpoint.run.options import Home, Limits, Local, Memory, Options, Peers, Reads, parse_home
 from holdfast.checkpoint.run.training import Training
 from holdfast.checkpoint.run.watching import choose_watches
 from holdfast.checkpoint.watch import Watch

@@ -277,13 +277,8 @@ class SaveMetrics:
         if saved is None:
             return SaveValues()
         saved.is_sent = True
-        values: dict[str, float] = {}
-        of_steps: dict[str, int] = {}
-        for name, (at, value) in saved.values.items():
-            values[name] = value
-            if at != step:
-                of_steps[name] = at
-        return SaveValues(values, of_steps)
+        values = {name: value for name, (_, value) in saved.values.items()}
+        return SaveValues(values, {name: at for name, (at, _) in saved.values.items() if at != step})
 
     def has(self, step: int) -> bool:
         """Return True for the step of a save."""

@@ -108,16 +108,8 @@ class Pipeline:
         plan = self._plan_for(captured)
         config = keeper.config
         copies = self._copies_of(plan, number, config.attempt)
-        facts = parts.PartFacts(
-            run=config.run,
-            step=save.step,
-            attempt=config.attempt,
-            rank=config.rank,
-            world_size=config.world_size,
-            ancestors=ancestors,
-            values=captured.values,
-            own=plan.own,
-        )
+        place = config.run, save.step, config.attempt, config.rank, config.world_size
+        facts = parts.PartFacts(*place, ancestors=ancestors, values=captured.values, own=plan.own)
         draft = parts.draft(facts, plan.shared_starts, plan.catalog, catalog_digest=plan.catalog_digest)
         arena = self._acquire(plan.arena_bytes, may_skip=self._skips_when_full and not must)
         if arena is None:

@@ -99,10 +99,8 @@ class Restoration:
     ) -> Load:
         """Return the plan that fills the state, or new objects, from a checkpoint."""
         own, *others = values
-        objects, is_own_rank = (
-            self._components.pipeline.objects,
-            manifest.world_size == self._ranks.world_size,
-        )
+        objects = self._components.pipeline.objects
+        is_own_rank = manifest.world_size == self._ranks.world_size
         if selection.is_new:
             self._load = objects.load_new(
                 manifest.tensors,
@@ -166,21 +164,11 @@ class Restoration:
             keeper.drain_checkpoint(found.checkpoint_id)  # its own attempt may not have drained it
         if keeper.config.is_node_local:
             keeper.mark_complete(found.checkpoint_id)
+        notes = [*describe_skipped(found), *describe_saved_steps(found), *self.differences.for_history()]
+        detail, tier = "; ".join([f"attempt {found.attempt}", *notes]), self._tiers.name_of(found.sources)
+        step, num_bytes, seconds = found.step, found.num_bytes, found.seconds
         keeper.record(
-            "restored",
-            step=found.step,
-            num_bytes=found.num_bytes,
-            seconds=found.seconds,
-            detail="; ".join(
-                (
-                    f"attempt {found.attempt}",
-                    *describe_skipped(found),
-                    *describe_saved_steps(found),
-                    *self.differences.for_history(),
-                )
-            ),
-            tier=self._tiers.name_of(found.sources),
-            surely=True,
+            "restored", step=step, num_bytes=num_bytes, seconds=seconds, detail=detail, tier=tier, surely=True
         )
 
 

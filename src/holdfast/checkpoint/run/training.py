@@ -20,19 +20,12 @@ from holdfast.checkpoint.home.metrics import read_recent_values
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.restore.candidates import Selection
 from holdfast.checkpoint.restore.stages import Restored
+from holdfast.checkpoint.run import status_lines
 from holdfast.checkpoint.run.attempt import Attempt
 from holdfast.checkpoint.run.components import Components
 from holdfast.checkpoint.run.going_back import GoingBack, describe_skipped_samples, leave_out, range_to_skip
 from holdfast.checkpoint.run.position import Position, StepFollowers
 from holdfast.checkpoint.run.restoration import DifferenceReport
-from holdfast.checkpoint.run.status_lines import (
-    show_restored,
-    show_rollback,
-    show_what_is_left,
-    warn_of_doubts,
-    warn_of_gradients,
-    warn_of_samples,
-)
 from holdfast.checkpoint.run.watching import NamedVote
 from holdfast.checkpoint.state import stepping
 from holdfast.checkpoint.state.load import renamer
@@ -135,7 +128,7 @@ class Training:
                 step = self.restore(Selection()) or 0
         self._has_restored = False
         self._cadence.restart(step, time.monotonic())
-        show_what_is_left(self._components, step, total)
+        status_lines.show_what_is_left(self._components, step, total)
         self._pipeline.watch_optimizers()
         self._components.pulse.begin(step)
         return step
@@ -195,9 +188,8 @@ class Training:
         if not self.is_open:
             return
         self._components.pulse.end()
-        if (
-            is_orderly or self._watching.stop_reason() is None
-        ):  # else the end of a worker must not interrupt the save
+        # Not after a notice: then the end of a worker must not interrupt the save.
+        if is_orderly or self._watching.stop_reason() is None:
             self._watching.set_looping(False)
         if is_orderly is None:
             return
@@ -279,7 +271,7 @@ class Training:
         self._followers.reach(step)
         save = self.attempt.save(step, must=must, to_home=to_home)
         if self.position.step == step:
-            warn_of_gradients(self._components)
+            status_lines.warn_of_gradients(self._components)
         if self._ranks.rank == 0:
             self._saved.reach(step)
         if self._has_reviewed:
@@ -288,7 +280,7 @@ class Training:
                 warn(f"The run will not resume exactly: {doubt}", LoaderWarning)
         elif not save.skipped:
             self._has_reviewed = True
-            warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
+            status_lines.warn_of_doubts(self._components, is_new_run=self.attempt.base_step is None)
         return save
 
     def _save_last(self, step: int) -> None:
@@ -354,7 +346,7 @@ class Training:
 
     def _continue_from(self, found: Restored, selection: Selection) -> None:
         """Continue from a checkpoint that was restored, without the samples of earlier rollbacks."""
-        show_restored(self._components, found)
+        status_lines.show_restored(self._components, found)
         self.position.clear()  # the state is no longer that of the step which a loop has reached
         self._saved.clear()
         self._followers.restart(found.step)
@@ -363,9 +355,9 @@ class Training:
         objects = self._pipeline.objects
         unknown = leave_out(objects.skippables(), found.rollbacks.skipped(), renamer(selection.rename))
         if self._ranks.rank == 0:
-            warn_of_samples(found, unknown, has_kept=bool(selection.kept))
+            status_lines.warn_of_samples(found, unknown, has_kept=bool(selection.kept))
+            report_to_job(JobReport(home=self._components.tiers.home, step=found.step))
         self._cadence.restart(found.step, time.monotonic())
-        self.attempt.report_progress(found.step)
 
     def roll_back(self) -> int:
         """Go back to the agreed checkpoint, save it anew, and return its step.
@@ -408,7 +400,7 @@ class Training:
         failpoint("rollback.noted")
         leave_out(objects.skippables(), {key: [one] for key, one in ranges.items()}, lambda key: key)
         self._going_back.finish(rollback)
-        show_rollback(self._components, rollback, plan.watch)
+        status_lines.show_rollback(self._components, rollback, plan.watch)
         samples = describe_skipped_samples(rollback.skipped, rollback.kept)
         self.attempt.note("rollback", step=found.step, detail=f"{rollback.reason}; {samples}")
         self._save(found.step, must=True)

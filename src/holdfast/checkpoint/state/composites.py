@@ -107,11 +107,8 @@ def _of_dtensor(tensor: Any) -> SavedTensor:
             "it is a DTensor on a mesh without this rank, over a tensor of another class. Leave it out of "
             "the state on this rank."
         )
-    facts = {
-        "shape": list(tensor.shape),
-        "offsets": list(regions[0].offsets),
-        "sizes": list(regions[0].sizes),
-    }
+    own = regions[0]
+    facts = {"shape": list(tensor.shape), "offsets": list(own.offsets), "sizes": list(own.sizes)}
     return SavedTensor(DTENSOR, {"local": local}, facts)
 
 

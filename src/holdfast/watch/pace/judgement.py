@@ -59,19 +59,13 @@ class PaceJudge:
         if len(self._windows) < _LEAST_WINDOWS:
             return []
         slow = self._find_slow()
-        cost_share = round(self._cost(slow), 4)
-        found = [
-            SlowPeriod(
-                rank,
-                hosts.get(rank, "?"),
-                self.slow[rank].since_unix_s if rank in self.slow else self._began_at(rank),
-                round(statistics.median(self._factors[rank][-_WINDOWS:]), 3),
-                cost_share,
-                round(window.step_s, 6),
-                find_cause(self._windows, rank),
-            )
-            for rank in slow
-        ]
+        found: list[SlowPeriod] = []
+        costs = round(self._cost(slow), 4), round(window.step_s, 6)
+        for rank in slow:
+            since_unix_s = self.slow[rank].since_unix_s if rank in self.slow else self._began_at(rank)
+            own = round(statistics.median(self._factors[rank][-_WINDOWS:]), 3)
+            cause = find_cause(self._windows, rank)
+            found.append(SlowPeriod(rank, hosts.get(rank, "?"), since_unix_s, own, *costs, cause))
         before = self.slow
         self.slow = {one.rank: one for one in sorted(found, key=lambda one: (-one.factor, one.rank))}
         end_s = (window.number + 1) * self._window_s

@@ -152,9 +152,8 @@ class PaceKeeper(KeeperWatch):
             self._hosts |= dict.fromkeys(ranks, self._host)
             self._table.add(window)
             self._lines.append(window)
-            if len(self._lines) >= min(
-                _MAX_LINE_WINDOWS, max(_LINE_WINDOWS, self._num_windows // _AGE_WINDOWS)
-            ):
+            most = max(_LINE_WINDOWS, self._num_windows // _AGE_WINDOWS)
+            if len(self._lines) >= min(_MAX_LINE_WINDOWS, most):
                 self._flush()
         if self._config.rank == 0:
             if len(self._ranks) < self._config.world_size:

@@ -87,11 +87,9 @@ def attempt_spans(
         if event.attempt > 0:
             by_attempt.setdefault(event.attempt, []).append(event)
     return [
-        _attempt_span(number, by_attempt[number], claims.get(number))
-        for number in sorted(by_attempt)
-        if not any(
-            event.kind == "committed" and event.detail.startswith("imported") for event in by_attempt[number]
-        )
+        _attempt_span(number, own, claims.get(number))
+        for number, own in sorted(by_attempt.items())
+        if not any(one.kind == "committed" and one.detail.startswith("imported") for one in own)
     ]
 
 
@@ -250,16 +248,10 @@ def _reached_at(
 ) -> float:
     """Return the time when training first reached the step that `after` resumed from."""
     earlier = [attempt for attempt in trained if attempt.number < after.number]
-    damaged = {
-        CheckpointId(attempt=int(attempt), step=int(step)) for step, attempt in _SKIPPED.findall(after.remark)
-    }
-    at_step = [
-        save
-        for save in saves
-        if save.step == after.restored_step
-        and save.attempt < after.number
-        and save.checkpoint_id not in damaged
-    ]
+    skipped = _SKIPPED.findall(after.remark)
+    damaged = {CheckpointId(attempt=int(attempt), step=int(step)) for step, attempt in skipped}
+    sound = (one for one in saves if one.attempt < after.number and one.checkpoint_id not in damaged)
+    at_step = [save for save in sound if save.step == after.restored_step]
     whole = [save for save in at_step if save.durable] or at_step
     if whole:
         origin = max(whole, key=lambda save: save.attempt)

@@ -70,31 +70,19 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
         step, held = home.newest_step, "home holds no checkpoint"
         if home.num_checkpoints:
             held = f"home holds {plural(home.num_checkpoints, 'checkpoint')}, {format_size(home.num_bytes)}"
+    wanted = f"of {format_seconds(times.wanted_s)} since the first start"
+    in_save = f"of training time spent in save(); {format_seconds(advice.cost_s)} per save"
+    lost = format_seconds(times.lost_s) if summary.interruptions else "nothing"
+    again = f"{plural(len(summary.interruptions), 'interruption')}; {lost_steps} steps known to be repeated"
+    saved = f"{len(durable)} durable" + (f", {num_failed} not" if num_failed else "")
+    saved += f"; {format_size(newest.num_bytes)} each" if newest else ""
+    saved += "" if advice.durable_s is None else f", {format_seconds(advice.durable_s)} until durable"
     return [
         HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", held),
-        HeadlineNumber(
-            "Training that counts",
-            format_share(times.goodput),
-            f"of {format_seconds(times.wanted_s)} since the first start",
-        ),
-        HeadlineNumber(
-            "Saving overhead",
-            format_share(summary.overhead_share),
-            f"of training time spent in save(); {format_seconds(advice.cost_s)} per save",
-        ),
-        HeadlineNumber(
-            "Lost to interruptions",
-            format_seconds(times.lost_s) if summary.interruptions else "nothing",
-            f"{plural(len(summary.interruptions), 'interruption')}; {lost_steps} steps known to be repeated",
-        ),
-        HeadlineNumber(
-            "Saves",
-            str(len(summary.saves)),
-            f"{len(durable)} durable"
-            + (f", {num_failed} not" if num_failed else "")
-            + (f"; {format_size(newest.num_bytes)} each" if newest else "")
-            + (f", {format_seconds(advice.durable_s)} until durable" if advice.durable_s is not None else ""),
-        ),
+        HeadlineNumber("Training that counts", format_share(times.goodput), wanted),
+        HeadlineNumber("Saving overhead", format_share(summary.overhead_share), in_save),
+        HeadlineNumber("Lost to interruptions", lost, again),
+        HeadlineNumber("Saves", str(len(summary.saves)), saved),
         HeadlineNumber("Best interval", *_best(summary)),
         *(_only_value(curve) for curve in summary.curves if curve.has_one_value),
     ][:MAX_NUMBERS]

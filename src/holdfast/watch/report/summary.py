@@ -185,17 +185,11 @@ def read_summary(store: Store, node_checks: Sequence[CheckedNode] = ()) -> RunSu
     lines, num_torn = read_lines(store)
     home = list_home(store)
     claims = {one: _read(store, run.AttemptClaim, names.attempt(one)) for one in home.attempts}
-    whole = [saved for saved in home.saved.values() if saved.is_committed]
-    newest = candidates(home)
-    found = summarize(
-        parse_events(lines),
-        {number: claim for number, claim in claims.items() if claim is not None},
-        finished=_read(store, run.Done, names.DONE),
-        home_contents=HomeContents(
-            sum(saved.num_bytes for saved in whole), len(whole), newest[0].step if newest else None
-        ),
-        num_torn=num_torn,
-    )
+    known = {number: claim for number, claim in claims.items() if claim is not None}
+    done = _read(store, run.Done, names.DONE)
+    whole, newest = [saved for saved in home.saved.values() if saved.is_committed], candidates(home)
+    held = HomeContents(sum(one.num_bytes for one in whole), len(whole), newest[0].step if newest else None)
+    found = summarize(parse_events(lines), known, finished=done, home_contents=held, num_torn=num_torn)
     return replace(
         found,
         lines=tuple(lines),

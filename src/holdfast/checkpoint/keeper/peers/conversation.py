@@ -24,6 +24,7 @@ from msgspec import Struct
 
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.checkpoint.keeper.config import PeerAddress, TlsFiles
+from holdfast.checkpoint.keeper.persist import paced
 from holdfast.errors import Corrupt, Denied, RetryLater
 from holdfast.system.documents import Count, decode_as, to_plain
 
@@ -152,12 +153,9 @@ class Conversation:
 
     def send_bytes(self, data: memoryview, bytes_per_s: float | None) -> None:
         """Send the bytes of a file, within a rate; None for no limit."""
-        began_s = time.monotonic()
-        for start in range(0, len(data), _SEND_BYTES):
-            block = data[start : start + _SEND_BYTES]
+        blocks = (data[start : start + _SEND_BYTES] for start in range(0, len(data), _SEND_BYTES))
+        for block in paced(blocks, bytes_per_s):
             self._send_all(block)
-            if bytes_per_s is not None:
-                time.sleep(max(0.0, began_s + (start + len(block)) / bytes_per_s - time.monotonic()))
 
     def receive_into(self, data: memoryview) -> None:
         """Receive the next bytes of a file."""

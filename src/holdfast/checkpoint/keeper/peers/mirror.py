@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 
 from msgspec import Struct, field
@@ -167,15 +167,11 @@ class Mirror:
                 names.part(step, self._config.attempt, self._config.rank): kept.document
                 for step, kept in self._kept.items()
             }
-        return own | _in_memory(documents) | self._holder.memory.images()
-
-
-def _in_memory(documents: Mapping[str, bytes]) -> dict[int, tuple[Image, ...]]:
-    """Return the images of documents in a new memfd, which stays open as long as this process."""
-    fd, images, end = os.memfd_create("holdfast-parts"), list[Image](), 0
-    for name, document in documents.items():
-        os.pwrite(fd, document, end)
-        images.append(Image(name, end, len(document)))
-        end += -(-len(document) // mmap.PAGESIZE) * mmap.PAGESIZE
-    os.ftruncate(fd, end)
-    return {fd: tuple(images)}
+        # The documents are in a new memfd, which stays open as long as this process.
+        fd, images, end = os.memfd_create("holdfast-parts"), list[Image](), 0
+        for name, document in documents.items():
+            os.pwrite(fd, document, end)
+            images.append(Image(name, end, len(document)))
+            end += -(-len(document) // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(fd, end)
+        return own | {fd: tuple(images)} | self._holder.memory.images()

@@ -70,13 +70,9 @@ def _saving(saves: list[SaveRecord]) -> list[Spec]:
 
 
 def _bar(lane: str, span: Span, what: str) -> Spec:
-    return {
-        "lane": lane,
-        "from": style.to_ms(span[0]),
-        "to": style.to_ms(span[1]),
-        "what": what,
-        "took": style.format_seconds(span[1] - span[0]),
-    }
+    began, end = map(style.to_ms, span)
+    took = style.format_seconds(span[1] - span[0])
+    return {"lane": lane, "from": began, "to": end, "what": what, "took": took}
 
 
 def _rows(summary: RunSummary) -> list[Row]:
@@ -111,14 +107,9 @@ def progress(summary: RunSummary) -> WatchFigure | None:
     line: list[Spec] = []
     for attempt in attempts:
         own = [(save.started_unix_s, save.step) for save in saves if save.attempt == attempt.number]
-        ends = [
-            (attempt.training_unix_s, attempt.restored_step or 0),
-            (attempt.last_seen_unix_s, attempt.last_step),
-        ]
-        line += [
-            {"t": style.to_ms(t), "step": step, "attempt": attempt.number}
-            for t, step in sorted([*own, *ends])
-        ]
+        began = attempt.training_unix_s, attempt.restored_step or 0
+        places = sorted([*own, began, (attempt.last_seen_unix_s, attempt.last_step)])
+        line += [{"t": style.to_ms(t), "step": step, "attempt": attempt.number} for t, step in places]
     points = [
         {
             "t": style.to_ms(save.started_unix_s),
@@ -146,25 +137,15 @@ def shares(summary: RunSummary) -> WatchFigure | None:
     whole_s = times.wanted_s
     if whole_s <= 0:
         return None
-    kinds = {
-        "kept": times.kept_s,
-        "save()": times.blocked_s,
-        "repeated": times.redo_s,
-        "down": times.down_s,
-        "restoring": times.restore_s,
-    }
+    lost = {"repeated": times.redo_s, "down": times.down_s, "restoring": times.restore_s}
+    kinds = {"kept": times.kept_s, "save()": times.blocked_s, **lost}
     bars = [
         {"kind": kind, "s": s, "label": f"{style.format_seconds(s)}, {style.format_share(s / whole_s)}"}
         for kind, s in kinds.items()
     ]
     longest, rows = max(kinds.values()), [(kind, s, s / whole_s) for kind, s in kinds.items()]
-    chart = {
-        "height": 30 * len(bars),
-        "bars": bars,
-        "kinds": list(kinds),
-        "domain": [0, longest * 1.01],
-        "ticks": style.span_ticks(longest),
-    }
+    axis = {"domain": [0, longest * 1.01], "ticks": style.span_ticks(longest)}
+    chart = {"height": 30 * len(bars), "bars": bars, "kinds": list(kinds), **axis}
     return style.make_figure("shares", rows, chart=chart)
 
 
@@ -179,20 +160,13 @@ def costs(summary: RunSummary) -> WatchFigure | None:
     if len(drawn) < len(found):
         note = f" Of {len(found)} interruptions, the {_MAX_BARS} most expensive are drawn."
     longest, sums = max(one.cost_s for one in drawn), [_part(one, one.cost_s) for one in drawn]
-    chart = {
-        "height": 28 * len(drawn) + 4,
-        "parts": [
-            _part(gap, s, part=part, order=order)
-            for gap in drawn
-            for order, (part, s) in enumerate(
-                [("repeated", gap.redo_s), ("down", gap.down_s), ("restoring", gap.restore_s)]
-            )
-        ],
-        "sums": sums,
-        "labels": [one["which"] for one in sums],
-        "domain": [0, longest or 1],
-        "ticks": style.span_ticks(longest),
-    }
+    parts: list[Spec] = []
+    for gap in drawn:
+        costs_s = {"repeated": gap.redo_s, "down": gap.down_s, "restoring": gap.restore_s}
+        parts += [_part(gap, s, part=part, order=order) for order, (part, s) in enumerate(costs_s.items())]
+    axis = {"labels": [one["which"] for one in sums], "domain": [0, longest or 1]}
+    axis["ticks"] = style.span_ticks(longest)
+    chart = {"height": 28 * len(drawn) + 4, "parts": parts, "sums": sums, **axis}
     return style.make_figure("costs", list(map(_cost_row, found)), note=note, chart=chart)
 
 

@@ -51,7 +51,7 @@ STARTS = (
 """For each quantity its key, label, and the limit or its key."""
 UNMEASURED = ("engines",)
 """Kinds whose table names the command until there are results."""
-OWN_GOALS = ("standby", "goodput")
+OWN_GOALS = ("standby", "goodput", "simulated")
 REAL = ("gpt2-124m", "gpt2-355m")
 
 
@@ -275,6 +275,27 @@ def render_numbers(labels: Mapping[str, str]) -> Callable[[list[dict[str, Any]]]
     return render
 
 
+def render_simulated(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of `simulate.py`: goodput by interval and way, and the simulation beside the replays."""
+    document = documents[0]
+    rows, ways = document["rows"], list(dict.fromkeys(row["way"] for row in document["rows"]))
+    found = []
+    for trace, interval_s in dict.fromkeys((row["trace"], row["interval_s"]) for row in rows):
+        mine = {r["way"]: r["goodput"] for r in rows if (r["trace"], r["interval_s"]) == (trace, interval_s)}
+        found.append([trace, f"{interval_s // 60} min", *(f"{mine[way]:.3f}" for way in ways)])
+    checked = [
+        [one["trace"], one["contestant"], f"{one['replayed']:.3f}", f"{one['simulated']:.3f}"]
+        for one in document["checked"]
+    ]
+    return "\n\n".join(
+        [
+            f"_{columns.facts(document['machine'], rounds=None)}_",
+            _table(["failures of", "saves in home every", *ways], found),
+            _table(["replayed trace", "tool", "goodput replayed", "simulated"], checked),
+        ]
+    )
+
+
 def render_starts(documents: list[dict[str, Any]]) -> str:
     """The Markdown of `starts.py`: for each quantity the limit, two peers, an older version, and now."""
     document = documents[0]
@@ -384,6 +405,7 @@ RENDERERS = {
             "lost_without": "steps lost by kill -9 of a node, at most, with a save every 20 steps",
         }
     ),
+    "simulated": render_simulated,
     "standby": render_numbers(
         {
             way: f"seconds from the kill to the next step: {way}{goal}"

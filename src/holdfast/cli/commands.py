@@ -40,7 +40,7 @@ GROUPS = {
     },
     "Jobs, as in `holdfast launch task.yaml`": {
         "launch": "Run a task file or a command as a job that survives failures.",
-        "standby": "Run a command whose scripts start again with their modules imported.",
+        "standby": "Run a command whose scripts restart with their modules imported.",
         "queue": "List jobs and their status.",
         "describe": "Show everything that is recorded about a job.",
         "logs": "Print the output of a job.",

@@ -131,9 +131,11 @@ class Preempted(SystemExit):
     """
 
     code: int  # pyright: ignore[reportIncompatibleVariableOverride] never anything else here
+    was_raised = False  # in this process, whose exit status cannot be seen from inside
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(PREEMPTED_STATUS)
+        Preempted.was_raised = True
         self.step = step
         self.reason = reason
 

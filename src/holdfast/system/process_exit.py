@@ -9,6 +9,8 @@ import time
 import weakref
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from holdfast.errors import Preempted
+
 if TYPE_CHECKING:
     from multiprocessing import util
 
@@ -94,8 +96,8 @@ def hard_exit_at_exit(status: int) -> None:
 
 
 def is_failure() -> bool:
-    """Return True in a handler at exit if an error or a status set here ends the interpreter."""
-    return _status_at_exit is not None or hasattr(sys, "last_type")
+    """Return True in a handler at exit if an error or a preemption ends the interpreter."""
+    return Preempted.was_raised or hasattr(sys, "last_type")
 
 
 def _exit_if_set() -> None:

@@ -411,6 +411,18 @@ def test_a_killed_training_continues_from_its_standby(site: Site) -> None:
     assert train("home", "killed") == (0, [["rank", "0", "warm", whole]])
 
 
+@pytest.mark.parametrize(
+    ("ending", "stays"), [("raise holdfast.Preempted(1, 'x')", True), ("1 / 0", True), ("", False)]
+)
+def test_a_training_that_is_complete_needs_no_standby(site: Site, ending: str, stays: bool) -> None:
+    """A preempted one is started again, though its script ends in order."""
+    site.write(
+        f"import holdfast\nfrom holdfast.system import process_exit\nimport atexit\n"
+        f"atexit.register(lambda: print(process_exit.is_failure()))\n{ending}\n"
+    )
+    assert site.run()[1].splitlines()[-1] == str(stays)
+
+
 MODULE = """
 import os
 import torch

@@ -16,8 +16,8 @@ from holdfast.errors import Corrupt, HoldfastError, Unsupported
 FOUND, TROUBLE, INTERRUPTED, CUT_OFF = 1, 2, 130, 141
 """Exit statuses other than 0: damage, a difference or something left undone was found; an error; Ctrl-C; the
 output was closed."""
-_RAW = ("launch", "logs")
-"""Commands whose output is not escaped, as it is that of a job."""
+_RAW = ("demo", "launch", "logs")
+"""Commands whose output is not escaped: the output of a job, and moving bars."""
 _READING = ("ls", "show", "verify", "diff", "export", "history", "metrics", "report")
 _ANYWHERE = ("completion", "version")
 """Commands that run on macOS too, and on Windows too."""

@@ -34,6 +34,7 @@ from holdfast.watch.standby.start.sitecustomize import FORWARDED, send_document,
 
 _MAX_BYTES = 16 << 20  # of a plan or a start, whose environment may be large
 _RECEIVE_S = 10.0
+_BUILD_S = 20.0  # to wait for an object that is being built; the process that waits gives up after 30 s
 _T = TypeVar("_T")
 _NEXT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_"),
@@ -75,13 +76,13 @@ class ImportedModules:
         return ""
 
 
-def _stamp(path: str) -> tuple[int, int] | None:
+def _stamp(path: str) -> tuple[int, int, int] | None:
     """Return what changes when a file is written or replaced; None if it is gone."""
     try:
         found = os.stat(path)  # noqa: PTH116 - of thousands of files, while a training waits
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _has_native_threads() -> bool:
@@ -179,9 +180,12 @@ class StandbyServer:
                 if reason := self._modules.reason_against(start):
                     self._close_listener()
                     end.sendall(reason.encode()[:1000])
-                elif not self._hand_over(start, document, end, fds) and not self._fork(end):
-                    _use(fds)
-                    return start
+                elif not self._hand_over(start, document, end, fds):
+                    pid, pidfd = self._fork(end)
+                    if not pid:
+                        _use(fds)
+                        return start
+                    self._watch(_Running(pid, pidfd, end))
         except (OSError, HoldfastError):
             pass  # a watch that looks for its standby, or a start that was given up
         finally:
@@ -190,13 +194,6 @@ class StandbyServer:
         if not any(one.end is end for one in self._running):
             end.close()
         return None
-
-    def _fork(self, end: socket.socket) -> bool:
-        """Fork a training for the process at an end. Return False in the training."""
-        pid, pidfd = self._fork_alone(end)
-        if pid:
-            self._watch(_Running(pid, pidfd, end))
-        return bool(pid)
 
     def _watch(self, one: _Running) -> None:
         """Wait for the end of a training, and of the process that it runs for."""
@@ -207,7 +204,7 @@ class StandbyServer:
         rights = array.array("i", [one.pidfd])
         one.end.sendmsg([b"."], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
 
-    def _fork_alone(self, *ends: socket.socket) -> tuple[int, int]:
+    def _fork(self, *ends: socket.socket) -> tuple[int, int]:
         """Fork this process. Return the new process's pid and a descriptor of it; 0 and -1 in that process.
 
         Args:
@@ -234,7 +231,7 @@ class StandbyServer:
     def _prebuild(self, request: PrebuildRequest, end: socket.socket) -> ScriptStart | None:
         """Fork a process that builds an object and waits. Return its start in that process."""
         ours, theirs = socket.socketpair()
-        pid, pidfd = self._fork_alone(end, ours)
+        pid, pidfd = self._fork(end, ours)
         end.close()
         if pid:
             theirs.close()
@@ -252,9 +249,11 @@ class StandbyServer:
         spare = self._spares.pop(_place(start.environment), None)
         if spare is None:
             return False
+        spare.end.settimeout(_BUILD_S)
         try:
+            spare.end.recv(1)  # it has built the object
             send_document(spare.end, document, fds)
-        except OSError:  # it has died, as the function has failed
+        except OSError:  # it has died, as the function has failed, or takes long
             self._drop(spare)
             return False
         spare.end.close()
@@ -279,6 +278,7 @@ def _build_and_wait(request: PrebuildRequest, end: socket.socket) -> ScriptStart
     os.environ.update(request.environment)
     sys.path[:] = request.path
     build(request.recipe)
+    end.sendall(b".")
     fds = list[int]()
     start = _decode(ScriptStart, _receive(end, fds))
     end.close()

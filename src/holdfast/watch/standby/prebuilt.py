@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from holdfast.watch.standby.documents import Recipe
 
 _T = TypeVar("_T")
-_called: Recipe | None = None  # first call of `prebuild` in this process
+first_call: Recipe | None = None  # of `prebuild` in this process, if a standby can make it
 _ready: tuple[Recipe, Any] | None = None  # built in the standby that this process came from
 
 
@@ -35,22 +35,17 @@ def prebuild(function: Callable[..., _T], *arguments: Any) -> _T:
         process is made in a standby.
     Blocks: as long as the function, if it is called.
     """
-    global _called, _ready
+    global first_call, _ready
     recipe, built = _recipe(function, arguments), _ready
     if recipe is not None and built is not None and _are_same(recipe, built[0]):
-        _ready, _called = None, built[0]
+        _ready, first_call = None, built[0]
         _set_states(built[0].after)
         return built[1]
     others = _other_states()
     found = function(*arguments)
-    if _called is None and recipe is not None and _other_states() == others:
-        _called = replace(recipe, after=_states())
+    if first_call is None and recipe is not None and _other_states() == others:
+        first_call = replace(recipe, after=_states())
     return found
-
-
-def called() -> Recipe | None:
-    """Return the call that a standby can make for the next start; None without one."""
-    return _called
 
 
 def build(recipe: Recipe) -> None:

@@ -20,8 +20,8 @@ from holdfast.checkpoint.watch import Watch
 from holdfast.system.documents import to_plain
 from holdfast.system.entry import command
 from holdfast.system.process_exit import is_failure
+from holdfast.watch.standby import prebuilt
 from holdfast.watch.standby.documents import PrebuildRequest
-from holdfast.watch.standby.prebuilt import called
 from holdfast.watch.standby.start.sitecustomize import STANDBY, connect, send_document
 
 
@@ -41,7 +41,7 @@ class Standby(Watch):
             return
         if (end := connect(name)) is not None:
             self._is_done = True
-            with end:
+            with end, contextlib.suppress(OSError):  # the standby has ended, or is busy
                 _have_built(end)
         elif self._process is None:  # else it is importing
             self._start(name, int(position))
@@ -71,9 +71,9 @@ def _path() -> list[str]:
 
 def _have_built(end: socket.socket) -> None:
     """Have the standby at the other end make the call of `prebuild` for the next start of this rank."""
-    if (recipe := called()) is not None:
+    if prebuilt.first_call is not None:
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in _first_environment()}
-        request = PrebuildRequest(_path(), variables, recipe)
+        request = PrebuildRequest(_path(), variables, prebuilt.first_call)
         send_document(end, json.dumps(to_plain(request)).encode())
 
 

@@ -71,6 +71,7 @@ def socket_name(position: int) -> str:
 def connect(name: str) -> socket.socket | None:
     """Return a connection to the standby of this user with a name; None without one."""
     end = socket.socket(socket.AF_UNIX)
+    end.settimeout(1.0)  # a standby that is stopped holds up nothing for longer
     try:
         end.connect(f"\0{name}")
         if user_of(end) == os.getuid():  # any user may take the name

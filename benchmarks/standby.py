@@ -1,8 +1,8 @@
 """Time from the kill of a training until its next step: the demo's GPT, in each way of starting again.
 
-`python` is a loop that starts the script again, `torchrun` its own `--max-restarts`, each as it is and with
-`holdfast standby` before it. The process that trains is killed with SIGKILL; the time ends when the line of
-the first step arrives.
+`python` is a loop that starts the script again, `torchrun` its own `--max-restarts`, each as it is, with
+`holdfast standby` before it, and with `supervise` in the script. The process that trains is killed with
+SIGKILL, of two ranks the last; the time ends when the line of the first step arrives.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -34,12 +35,17 @@ from holdfast.jobs.node import processes  # noqa: E402
 from holdfast.watch.standby import with_standby  # noqa: E402
 
 SCRIPT = HERE.parent / "src" / "holdfast" / "cli" / "demo" / "training.py"
+SUPERVISED = HERE / "supervised.py"
 BYTES = 30_000_000
 EVERY = 10
 LIMIT_S = 120.0
 STEPS_BETWEEN = 25  # steps after a start until the next kill
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000")
-WAYS = ("python", "torchrun", "python with a standby", "torchrun with a standby")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "1000", "--nproc-per-node")
+WAYS = (
+    *("python", "torchrun", "python with a standby", "torchrun with a standby", "python, supervised"),
+    *("2 ranks of torchrun", "2 ranks of torchrun with standbys", "2 ranks of torchrun, supervised"),
+)
+STEP = re.compile(r'"step": (\d+)')
 GOAL_S = 1.0
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
@@ -67,11 +73,12 @@ class Training:
     """A training that is killed and started again, in one way."""
 
     def __init__(self, way: str, folder: Path) -> None:
-        self._way, self._has_standby = way, way.endswith("standby")
-        launcher = TORCHRUN if way.startswith("torchrun") else ()
+        self._way, self._has_standby, self._is_supervised = way, "standby" in way, "supervised" in way
+        launcher = (*TORCHRUN, "2" if way.startswith("2 ranks") else "1") if "torchrun" in way else ()
+        script = str(SUPERVISED if self._is_supervised else SCRIPT)
         home = ["--home", str(folder), "--steps", "1000000", "--every", str(EVERY), "--bytes", str(BYTES)]
-        self._words = [sys.executable, *launcher, str(SCRIPT), *home, "--hold", "2m"]
-        # Without the first, restarts of torchrun read the addresses of the attempt before.
+        self._words = [sys.executable, *launcher, script, *home, "--hold", "2m"]
+        # Without the first, restarts of torchrun read the addresses of the attempt before; ours do not.
         own = {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "OMP_NUM_THREADS": "1",
@@ -114,7 +121,7 @@ class Training:
 
     def _found(self, before: int, last: int) -> tuple[int, float] | None:
         """Return the first step after a kill, and the time at which its line arrived; None before that."""
-        return next((one for one in self._steps[before:] if one[0] <= last), None)
+        return next((one for one in self._steps[before:] if one[0] < last), None)  # another rank may be at it
 
     def _start_again(self) -> None:
         while not self._has_ended:
@@ -123,17 +130,17 @@ class Training:
             )
             assert self._process.stdout is not None
             for line in self._process.stdout:
-                if line.startswith("{") and "step" in (found := json.loads(line)):
-                    self._steps.append((found["step"], time.monotonic()))
+                # The lines of two ranks may be in one.
+                self._steps += [(int(step), time.monotonic()) for step in STEP.findall(line)]
             self._process.wait()
 
     def _trainer(self) -> int:
-        """Return the pid of the process that the launcher has started."""
+        """Return the pid of the process that trains as the launcher's last rank."""
         assert self._process is not None
-        if self._way.startswith("python"):
-            return self._process.pid
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return int(children[0])
+        found = self._process.pid
+        for _ in range(("torchrun" in self._way) + self._is_supervised):
+            found = int(Path(f"/proc/{found}/task/{found}/children").read_text().split()[-1])
+        return found
 
     def _end(self) -> None:
         self._has_ended = True

@@ -413,6 +413,8 @@ RENDERERS = {
                 *((one, "") for one in ("python", "torchrun")),
                 ("python with a standby", " (goal: under 1)"),
                 *((one, "") for one in ("torchrun with a standby", "python with a standby, slowest")),
+                *((one, "") for one in ("python, supervised", "2 ranks of torchrun")),
+                *((f"2 ranks of torchrun{one}", "") for one in (" with standbys", ", supervised")),
             )
         }
     ),

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from holdfast.watch.replicas import Replicas as Replicas
     from holdfast.watch.spike import Spike as Spike
     from holdfast.watch.standby.prebuilt import prebuild as prebuild
+    from holdfast.watch.standby.supervisor import supervise as supervise
     from holdfast.watch.values import FiniteValues as FiniteValues
 
 _NAMES = {
@@ -100,6 +101,7 @@ _NAMES = {
     "watch.pace.watch": "SlowRanks",
     "watch.preemption.trainer": "Preemption",
     "watch.replicas": "Replicas",
+    "watch.standby.supervisor": "supervise",
     "watch.standby.prebuilt": "prebuild",
     "watch.spike": "Spike",
     "watch.values": "FiniteValues",

@@ -23,7 +23,7 @@ INTERNAL = {
     "HOLDFAST_PATH": "end of _HOLDFAST_PATH, in the script that a shell leaves a job's environment by",
     "HOLDFAST_SANDBOX": "folder of the homes of a dry run; check, replay and tune set it",
     "HOLDFAST_TRIAL": "plan of a run for check and replay, which set it",
-    "HOLDFAST_WATCH": "watch of a run for check, replay and standbys, which set it",
+    "HOLDFAST_WATCH": "watches of a run for check, replay, standbys and supervise, which set it",
 }
 """Variables that no user sets and no job receives, with the reason."""
 

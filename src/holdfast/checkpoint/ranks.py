@@ -34,6 +34,12 @@ _numbers = itertools.count()  # of the Ranks of this process, equal on every ran
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+def forget() -> None:
+    """Give the next Ranks of this process the number 0 again, as in a new process."""
+    global _numbers
+    _numbers = itertools.count()
+
+
 class RankOutcome(Struct, Generic[_T], frozen=True):
     """Outcome of one rank's work: its value, or the error that it raised."""
 

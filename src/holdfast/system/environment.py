@@ -23,7 +23,7 @@ PROGRESS = "HOLDFAST_PROGRESS"
 TRIAL = "HOLDFAST_TRIAL"
 """File with the plan of a trial, see `watch/trial.py`; set by `holdfast check` and `replay`."""
 WATCH = "HOLDFAST_WATCH"
-"""Class of a watch that each Checkpointer has besides its own, as "module:Class"; set for trials."""
+"""Classes of watches that each Checkpointer has besides its own, as "module:Class,module:Class"."""
 NOTIFY = "HOLDFAST_NOTIFY"
 """Commands and webhooks that are notified of all jobs launched with it, one per line. May contain secrets."""
 NOTIFY_ON = "HOLDFAST_NOTIFY_ON"  # statuses of which they are notified, separated by commas

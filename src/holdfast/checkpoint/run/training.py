@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
-from typing import Any, NoReturn, SupportsFloat
+from typing import Any, ClassVar, NoReturn, SupportsFloat
 
 from torch.optim import Optimizer
 
@@ -52,6 +52,8 @@ _OTHERS_S = 5.0
 class Training:
     """Training of this process, between the calls of a Checkpointer."""
 
+    all: ClassVar[weakref.WeakSet[Training]] = weakref.WeakSet()
+
     def __init__(self, components: Components) -> None:
         self.attempt = Attempt(components)  # going back to a checkpoint replaces it
         self.position = Position(self._mark)  # newest completed step of the loop
@@ -89,6 +91,7 @@ class Training:
         self._has_reviewed = False
         # An exception that was being handled here already does not make the end of a loop disorderly.
         self._around = id(sys.exc_info()[1])
+        self.all.add(self)
         self._end_at_exit = partial(_end_at_exit, weakref.ref(self))
         atexit.register(self._end_at_exit)
 

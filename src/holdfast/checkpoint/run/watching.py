@@ -40,12 +40,12 @@ from holdfast.system.environment import WATCH
 def choose_watches(given: Iterable[Watch] | None) -> tuple[Watch, ...]:
     """Return the watches of a run: the default ones and those given, which replace defaults of their name.
 
-    One that the environment names is always added.
+    Those that the environment names are always added.
 
     Args:
         given: value of the argument `watches=`; None for no watch at all.
     """
-    added = (load_class(os.environ[WATCH])(),) if WATCH in os.environ else ()
+    added = tuple(load_class(name)() for name in os.environ.get(WATCH, "").split(",") if name)
     if given is None:
         return added
     found: dict[str, Watch] = {}

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -84,6 +85,15 @@ def _has_signal(status: str, mask: str, number: int) -> bool:
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies (prctl(2), PR_SET_PDEATHSIG)."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def has_threads() -> bool:
+    """Return True if this process has more threads than those of OpenBLAS, which starts its own in a fork."""
+    mapped = {line.split()[-1] for line in (_PROC / "self/maps").read_text().splitlines()}
+    num_libraries = sum("openblas" in path for path in mapped)  # NumPy and SciPy have one each
+    num_threads = sum(1 for _ in (_PROC / "self/task").iterdir())
+    most = 1 + num_libraries * ((os.cpu_count() or 1) - 1)
+    return threading.active_count() > 1 or num_threads > most
 
 
 def dying_with_parent(command: Sequence[str], number: int = signal.SIGKILL) -> list[str]:

@@ -3,6 +3,9 @@
 A job has `start/` on PYTHONPATH, so Python imports `start/sitecustomize.py` before a script. That file names
 the watch in `watch.py`, which starts the process in `__main__.py` after the first save. At the next start of
 the script, that process forks, and the process that was started waits for the forked one.
+
+`supervise` needs no start: `supervisor.py` forks the process of a rank again when it dies, and `in_place.py`
+calls the function of the training again in the others. They agree by the rounds in `rounds.py`.
 """
 
 from __future__ import annotations

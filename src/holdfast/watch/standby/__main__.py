@@ -15,7 +15,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import types
 from collections.abc import Mapping
 from functools import partial
@@ -27,7 +26,7 @@ from msgspec import Struct
 from holdfast.errors import HoldfastError
 from holdfast.system.documents import decode_as
 from holdfast.system.environment import KEEP_IN_MEMORY
-from holdfast.system.linux.processes import die_with_parent
+from holdfast.system.linux.processes import die_with_parent, has_threads
 from holdfast.system.units import parse_duration
 from holdfast.watch.standby.documents import ImportPlan, PrebuildRequest, ScriptStart
 from holdfast.watch.standby.start.sitecustomize import FORWARDED, send_document, surroundings, user_of
@@ -53,7 +52,7 @@ class ImportedModules:
         for name in plan.modules:
             with contextlib.suppress(Exception, SystemExit):  # a start imports it again, and sees the error
                 importlib.import_module(name)
-        self._has_threads = threading.active_count() > 1 or _has_native_threads()
+        self._has_threads = has_threads()
         files = {getattr(module, "__file__", None) for module in sys.modules.values()}
         self._files = {path: _stamp(path) for path in files if isinstance(path, str)}
 
@@ -83,14 +82,6 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _has_native_threads() -> bool:
-    """Return True if this process has more threads than those of OpenBLAS, which starts its own in a fork."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-    num_libraries = sum("openblas" in path for path in mapped)  # NumPy and SciPy have one each
-    num_threads = sum(1 for _ in Path("/proc/self/task").iterdir())
-    return num_threads > 1 + num_libraries * ((os.cpu_count() or 1) - 1)
 
 
 def _open_files() -> list[str]:

@@ -136,7 +136,11 @@ def _act_for(end: socket.socket, pidfd: int) -> NoReturn:
             signal.signal(_number(name), forward)
     end.settimeout(None)
     reply = end.recv(100)
-    status = int(reply) if reply else -signal.SIGKILL  # the standby was killed, and the program with it
+    exit_as(int(reply) if reply else -signal.SIGKILL)  # the standby was killed, and the program with it
+
+
+def exit_as(status: int) -> NoReturn:
+    """Exit with the status of another process, or by the signal that has killed it."""
     if status < 0:
         import resource
 

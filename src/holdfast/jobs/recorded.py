@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -377,25 +377,6 @@ def _remove_folder(folder: Path) -> None:
         ) from error
 
 
-_NO_VOLUMES = "no volumes are created; kept for other engines"
-_NO_DISK = "no disk is created; kept for other engines"
-UNUSED_KEYS: Mapping[str, str] = {
-    "event_callback": "not called",
-    "managed_secrets": "not fetched",
-    "inputs": "not used",
-    "outputs": "not used",
-    "volumes": _NO_VOLUMES,
-    "volume_mounts": _NO_VOLUMES,
-    "api_server_access": "there is no API server",
-    "resources.disk_size": _NO_DISK,
-    "resources.disk_tier": _NO_DISK,
-    "resources.max_hourly_cost": "nothing is bought",
-    "resources.ports": "ports are neither opened nor closed",
-    "resources.volumes": _NO_VOLUMES,
-}
-"""Keys that have no use without a cloud, and why."""
-_CHOICES = ("cloud", "region", "zone", "instance_type", "local_disk", "accelerator_args", "any_of", "ordered")
-CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)  # keys that choose a machine
 IMAGE = "resources.image_id"
 _IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
 _CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
@@ -405,17 +386,20 @@ _BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profil
 _UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
 
 
-def find_unsupported(task: Task, table: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a task with their effects in a table, by a path such as resources.use_spot."""
-    for key, what in table.items():
+def find_unsupported(task: Task, engine: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a task that an engine ignores or changes whatever their values are, and how."""
+    from holdfast.jobs.task.document import read_table  # slow, and only launches need it
+
+    for key, of_engines in read_table("task/unsupported_keys.yaml").items():
+        what = of_engines if isinstance(of_engines, str) else of_engines.get(engine)
         is_used = key == IMAGE and task.image is not None
-        if key in task.lines and not is_used and value_at(task.document, key) is not None:
+        if what and key in task.lines and not is_used and value_at(task.document, key) is not None:
             yield key, what
 
 
-def find_on_machines(task: Task, table: Mapping[str, str], *, bucket: str) -> Iterator[tuple[str, str]]:
+def find_on_machines(task: Task, engine: str, *, bucket: str) -> Iterator[tuple[str, str]]:
     """Yield the keys that an engine which runs the commands itself ignores or changes, and how."""
-    yield from find_unsupported(task, table)
+    yield from find_unsupported(task, engine)
     for key, text in (("setup", task.setup), ("run", task.run)):
         if _BASHRC.search(text):
             yield key, _NO_BASHRC

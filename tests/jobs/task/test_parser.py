@@ -14,7 +14,7 @@ from holdfast.errors import InvalidInput, NotFound, Unsupported
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import Accelerators, MountMode, Task, parse_accelerators
 from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_tasks
-from holdfast.jobs.task.problems import RESOURCES, STORAGE, TASK
+from holdfast.jobs.task.problems import RESOURCES, TASK
 from jobs.task.guide import SNIPPETS
 
 
@@ -296,7 +296,9 @@ def test_merged_maps_may_be_overridden() -> None:
 def test_the_schema_has_all_keys() -> None:
     assert {"run", "setup", "workdir", "file_mounts", "secrets", "config"} <= set(TASK.shapes)
     assert {"accelerators", "use_spot", "any_of", "job_recovery", "network_tier"} <= set(RESOURCES)
-    assert {"name", "source", "mode", "type"} <= set(STORAGE)
+    mounts = TASK.shapes["file_mounts"].either[0].inner
+    assert mounts is not None
+    assert {"name", "source", "mode", "type"} <= set(mounts.either[1].shapes)
 
 
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=5)

@@ -208,6 +208,32 @@ class RecordedEngine(ABC):
     def _record(self, number: int) -> JobRecord:
         return self._records().get(number)
 
+    def _grace_s(self, task: Task) -> float:
+        return GRACE_S
+
+    def _spec(self, task: Task, after: int | None) -> JobSpec:
+        """Return the shape of a job, which starts after another one in a pipeline."""
+        num_gpus, is_set_up = task.accelerators.num_per_node, bool(task.setup)
+        return JobSpec(task.num_nodes, num_gpus, is_set_up, getpass.getuser(), after, image=task.image or "")
+
+    def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
+        """Return the submissions of the tasks of a file, with their numbers."""
+        now_s = time.time()
+        found: list[Submission] = []
+        for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
+            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
+            task_id = create_task_id(name, numbers[0], now_s, position)
+            policy = RestartPolicy(
+                task.num_nodes,
+                task.recovery.max_restarts,
+                task.recovery.free_codes,
+                max_same=max_same(task.envs),
+                grace_s=self._grace_s(task),
+            )
+            spec = self._spec(task, numbers[position - 1] if position else None)
+            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        return found
+
     def _announce(self, record: JobRecord) -> None:
         """Send the notification of a status, if the controller was killed before it did so."""
         folder = job_folder(self._state, record.job.number)
@@ -230,14 +256,6 @@ class NodeEngine(RecordedEngine):
         """Return a task whose commands run in its container image, if possible, or else the task as it is."""
         image = docker_image(task)
         return task if image is None or not self._runs_image(task) else in_image(task, image)
-
-    def _grace_s(self, task: Task) -> float:
-        return GRACE_S
-
-    def _spec(self, task: Task, after: int | None) -> JobSpec:
-        """Return the shape of a job, which starts after another one in a pipeline."""
-        num_gpus, is_set_up = task.accelerators.num_per_node, bool(task.setup)
-        return JobSpec(task.num_nodes, num_gpus, is_set_up, getpass.getuser(), after, image=task.image or "")
 
     def _user_variables(self) -> dict[str, str]:
         """Return the variables of this user for a job, where its nodes do not have them."""
@@ -287,23 +305,6 @@ class NodeEngine(RecordedEngine):
             records.complete(submission)
         self._start(tasks[0], submissions[0])
         return self._current([records.get(one.number) for one in submissions])
-
-    def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
-        now_s = time.time()
-        found: list[Submission] = []
-        for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
-            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
-            task_id = create_task_id(name, numbers[0], now_s, position)
-            policy = RestartPolicy(
-                task.num_nodes,
-                task.recovery.max_restarts,
-                task.recovery.free_codes,
-                max_same=max_same(task.envs),
-                grace_s=self._grace_s(task),
-            )
-            spec = self._spec(task, numbers[position - 1] if position else None)
-            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
-        return found
 
 
 @contextlib.contextmanager

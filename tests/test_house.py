@@ -10,13 +10,16 @@ import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import holdfast
+import holdfast.jobs
 import slow_tests
 from holdfast.errors import Unsupported
 from holdfast.system.failpoint import POINTS
+from holdfast.system.stubs import read_stub
 from programs import run_python
 
 ROOT = Path(__file__).parent.parent
@@ -248,16 +251,15 @@ def test_warnings_point_at_the_users_line(path: Path) -> None:
     assert not calls, f"lines {calls}: use holdfast.system.callsite.warn"
 
 
-def test_type_checkers_and_the_interpreter_see_the_same_public_names() -> None:
-    aliases = {
-        alias.asname: str(node.module).removeprefix("holdfast.")
-        for node in ast.walk(parsed(PACKAGE / "__init__.py"))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname
-    }
-    assert aliases == holdfast._PLACES
-    assert dir(holdfast) == holdfast.__all__ == sorted(aliases)
+@pytest.mark.parametrize("package", [holdfast, holdfast.jobs], ids=lambda package: package.__name__)
+def test_type_checkers_and_the_interpreter_see_the_same_public_names(package: ModuleType) -> None:
+    """Type checkers take a name from a stub only if the import repeats it."""
+    stub = Path(str(package.__file__)).with_suffix(".pyi")
+    imports = [node for node in ast.walk(parsed(stub)) if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)
+    found = {alias.name: node.module for node in imports for alias in node.names}
+    assert found == package._PLACES
+    assert package.__all__ == sorted(found)
 
 
 @pytest.mark.parametrize("name", holdfast.__all__)
@@ -360,8 +362,8 @@ def test_every_name_of_an_all_has_its_entry_in_the_reference() -> None:
 
 def listed(path: Path) -> list[str]:
     """Names in the `__all__` of a file; [] without one."""
-    if path == PACKAGE / "__init__.py":
-        return holdfast.__all__
+    if path.with_suffix(".pyi").is_file():
+        return sorted(read_stub(str(path)))
     for node in parsed(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
@@ -372,6 +374,7 @@ def origin(module: str, name: str) -> str:
     """Dotted name of the file that defines a name of a module, read without importing it."""
     path = PACKAGE.parent / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = stub if (stub := path.with_suffix(".pyi")).is_file() else path
     if not path.is_file():
         return f"{module}.{name}"
     for node in ast.walk(parsed(path)):

@@ -1,11 +1,13 @@
-"""Sizes and durations as people write them."""
+"""Sizes and durations as people write them, and names divided by their sizes."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput
-from holdfast.system.units import format_bytes, format_duration, parse_bytes, parse_duration
+from holdfast.system.units import divide, format_bytes, format_duration, parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -34,3 +36,13 @@ def test_quantities_are_said_for_people():
     assert {n: format_bytes(n) for n in sizes} == sizes
     durations = {0.0012: "1.2 ms", 3.44: "3.4 s", 320: "5 min 20 s", 7500: "2 h 5 min", 100_000: "1 d 3 h"}
     assert {s: format_duration(s) for s in durations} == durations
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(1, 20))
+def test_groups_have_every_name_once_and_are_not_too_large(sizes: list[int], limit: int):
+    names = [(str(i), size) for i, size in enumerate(sizes)]
+    groups = divide(names, limit)
+    assert [name for group in groups for name in group] == [name for name, _ in names]
+    for group in groups:
+        assert group
+        assert len(group) == 1 or sum(sizes[int(name)] for name in group) <= limit

@@ -14,7 +14,7 @@ from holdfast.errors import Corrupt, HoldfastError, InvalidInput, Unsupported
 from holdfast.watch.compiled import directory as directories
 from holdfast.watch.compiled import transfer as indices
 from holdfast.watch.compiled.directory import check_path, environment_key
-from holdfast.watch.compiled.transfer import CacheIndex, IndexName, PackedFile, PackName, divide, pack, unpack
+from holdfast.watch.compiled.transfer import CacheIndex, IndexName, PackedFile, PackName, pack, unpack
 
 KEY = "0123456789abcdef" * 2
 FACTS = {"cpu": "flags: avx2", "torch": "2.13.0"}
@@ -116,16 +116,6 @@ def test_other_names_are_ignored(name: str):
 def test_of_each_writer_the_newest_index_comes_first():
     names = [IndexName(*facts, KEY) for facts in ((1, 0, 1), (2, 0, 9), (2, 0, 10), (2, 1, 1))]
     assert indices.newest(names) == [[names[3]], [names[2], names[1]], [names[0]]]
-
-
-@given(st.lists(st.integers(0, 30)), st.integers(1, 20))
-def test_groups_have_every_file_once_and_are_not_too_large(sizes: list[int], limit: int):
-    files = [(str(i), size) for i, size in enumerate(sizes)]
-    groups = divide(files, limit)
-    assert [path for group in groups for path in group] == [path for path, _ in files]
-    for group in groups:
-        assert group
-        assert len(group) == 1 or sum(sizes[int(path)] for path in group) <= limit
 
 
 def test_a_golden_index_stays_readable():

@@ -25,7 +25,7 @@ from holdfast.cli.homes import open_home
 from holdfast.cli.tables import NO_BAR, Bar, Column, byte_bar, print_result, print_table
 from holdfast.errors import Corrupt
 from holdfast.system.documents import to_plain
-from holdfast.system.units import plural
+from holdfast.system.units import divide, plural
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +166,8 @@ def compare(a: Side, b: Side, *, pattern: str = "*", within: float = 0.0, bar: B
 def _changes(
     a: Side, b: Side, names: list[str], rank: int, within: float, suffix: str, bar: Bar
 ) -> Iterator[TensorChange]:
-    for batch in _batches(a.checkpoint, names):
+    sizes = {name: a.checkpoint.info(name).num_bytes for name in names}
+    for batch in divide(sizes.items(), _BATCH_BYTES):
         read = {side.name: _read(side, batch, rank) for side in (a, b)}
         for name in batch:
             found = {side: tensors[name] for side, tensors in read.items() if name in tensors}
@@ -174,21 +175,7 @@ def _changes(
                 yield TensorChange(name + suffix, f"only in {next(iter(found))}")
             elif found and (change := _change(name + suffix, found, within)):
                 yield change
-        bar.on_bytes(sum(a.checkpoint.info(name).num_bytes for name in batch))
-
-
-def _batches(checkpoint: Checkpoint, names: list[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    batch_bytes = 0
-    for name in names:
-        num_bytes = checkpoint.info(name).num_bytes
-        if batch and batch_bytes + num_bytes > _BATCH_BYTES:
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(name)
-        batch_bytes += num_bytes
-    if batch:
-        yield batch
+        bar.on_bytes(sum(sizes[name] for name in batch))
 
 
 def _read(side: Side, names: list[str], rank: int) -> dict[str, torch.Tensor]:

@@ -1,10 +1,12 @@
-"""Environment of a job's commands: variables of SkyPilot and Holdfast, and functions for conda; pure."""
+"""Environment of a job's commands: variables of SkyPilot and Holdfast, and functions for conda."""
 
 from __future__ import annotations
 
 import datetime
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -16,33 +18,12 @@ UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 _OF_SETUP = ("SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE")
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 _ACTIVATION = re.compile(r"\bconda\s+activate\b")
-_HOOK = r"""# holdfast: makes `conda activate` work in this shell and in those that it starts
-holdfast_load_conda() {
-  local program base hook=etc/profile.d/conda.sh flags=$-
-  for program in "${CONDA_EXE:-}" "$(type -P conda)" "${HOME:-}"/{miniconda3,miniforge3,anaconda3}/bin/conda \
-    /opt/conda/bin/conda; do
-    if [ ! -x "$program" ]; then continue; fi
-    base=${program%/*/*}
-    if [ ! -r "$base/$hook" ]; then base=$("$program" info --base 2>/dev/null) || continue; fi
-    if [ ! -r "$base/$hook" ]; then continue; fi
-    unset -f conda
-    set -a
-    . "$base/$hook"
-    case $flags in *a*) ;; *) set +a ;; esac
-    return 0
-  done
-  return 1
-}
-"""
-_GUARD = r"""conda() {  # otherwise `conda activate` would fail, and the commands after it would run
-  if holdfast_load_conda; then conda "$@"; return; fi
-  if [ "${1:-}" != activate ]; then echo 'bash: conda: command not found' >&2; return 127; fi
-  echo "holdfast: \`conda $*\` cannot work, so the job ends here: conda is not installed on $(uname -n)." >&2
-  echo 'Install it (https://conda-forge.org/download), or remove the line and launch the job from a' \
-    'shell in which the environment is active: a job has the PATH of that shell.' >&2
-  exit 127
-}
-"""
+
+
+@cache
+def read_packaged(name: str) -> str:
+    """Return a script or table of the folder of jobs, such as k8s/pod.sh."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 class JobPipeline(Struct, frozen=True):
@@ -102,8 +83,8 @@ def conda_start(*scripts: str) -> str:
     Source: skypilot 0.14.1, sky/skylet/log_lib.py: commands run after conda's hook, whose functions are
         exported. SkyPilot also runs ~/.bashrc, which the shell that launches a job here has run already.
     """
-    guard = _GUARD if activates_conda(*scripts) else ""
-    return f"{_HOOK}if ! holdfast_load_conda; then :\n{guard}fi\n"
+    guard = read_packaged("node/refuse_conda.sh") if activates_conda(*scripts) else ""
+    return f"{read_packaged('node/load_conda.sh')}if ! holdfast_load_conda; then :\n{guard}fi\n"
 
 
 def activates_conda(*scripts: str) -> bool:

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -208,6 +208,32 @@ class RecordedEngine(ABC):
     def _record(self, number: int) -> JobRecord:
         return self._records().get(number)
 
+    def _grace_s(self, task: Task) -> float:
+        return GRACE_S
+
+    def _spec(self, task: Task, after: int | None) -> JobSpec:
+        """Return the shape of a job, which starts after another one in a pipeline."""
+        num_gpus, is_set_up = task.accelerators.num_per_node, bool(task.setup)
+        return JobSpec(task.num_nodes, num_gpus, is_set_up, getpass.getuser(), after, image=task.image or "")
+
+    def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
+        """Return the submissions of the tasks of a file, with their numbers."""
+        now_s = time.time()
+        found: list[Submission] = []
+        for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
+            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
+            task_id = create_task_id(name, numbers[0], now_s, position)
+            policy = RestartPolicy(
+                task.num_nodes,
+                task.recovery.max_restarts,
+                task.recovery.free_codes,
+                max_same=max_same(task.envs),
+                grace_s=self._grace_s(task),
+            )
+            spec = self._spec(task, numbers[position - 1] if position else None)
+            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        return found
+
     def _announce(self, record: JobRecord) -> None:
         """Send the notification of a status, if the controller was killed before it did so."""
         folder = job_folder(self._state, record.job.number)
@@ -230,14 +256,6 @@ class NodeEngine(RecordedEngine):
         """Return a task whose commands run in its container image, if possible, or else the task as it is."""
         image = docker_image(task)
         return task if image is None or not self._runs_image(task) else in_image(task, image)
-
-    def _grace_s(self, task: Task) -> float:
-        return GRACE_S
-
-    def _spec(self, task: Task, after: int | None) -> JobSpec:
-        """Return the shape of a job, which starts after another one in a pipeline."""
-        num_gpus, is_set_up = task.accelerators.num_per_node, bool(task.setup)
-        return JobSpec(task.num_nodes, num_gpus, is_set_up, getpass.getuser(), after, image=task.image or "")
 
     def _user_variables(self) -> dict[str, str]:
         """Return the variables of this user for a job, where its nodes do not have them."""
@@ -287,23 +305,6 @@ class NodeEngine(RecordedEngine):
             records.complete(submission)
         self._start(tasks[0], submissions[0])
         return self._current([records.get(one.number) for one in submissions])
-
-    def _submissions(self, file: TaskFile, tasks: list[Task], numbers: list[int]) -> list[Submission]:
-        now_s = time.time()
-        found: list[Submission] = []
-        for position, (task, number) in enumerate(zip(tasks, numbers, strict=True)):
-            name = f"{file.name}_{task.name}" if file.is_pipeline else task.name
-            task_id = create_task_id(name, numbers[0], now_s, position)
-            policy = RestartPolicy(
-                task.num_nodes,
-                task.recovery.max_restarts,
-                task.recovery.free_codes,
-                max_same=max_same(task.envs),
-                grace_s=self._grace_s(task),
-            )
-            spec = self._spec(task, numbers[position - 1] if position else None)
-            found.append(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
-        return found
 
 
 @contextlib.contextmanager
@@ -377,25 +378,6 @@ def _remove_folder(folder: Path) -> None:
         ) from error
 
 
-_NO_VOLUMES = "no volumes are created; kept for other engines"
-_NO_DISK = "no disk is created; kept for other engines"
-UNUSED_KEYS: Mapping[str, str] = {
-    "event_callback": "not called",
-    "managed_secrets": "not fetched",
-    "inputs": "not used",
-    "outputs": "not used",
-    "volumes": _NO_VOLUMES,
-    "volume_mounts": _NO_VOLUMES,
-    "api_server_access": "there is no API server",
-    "resources.disk_size": _NO_DISK,
-    "resources.disk_tier": _NO_DISK,
-    "resources.max_hourly_cost": "nothing is bought",
-    "resources.ports": "ports are neither opened nor closed",
-    "resources.volumes": _NO_VOLUMES,
-}
-"""Keys that have no use without a cloud, and why."""
-_CHOICES = ("cloud", "region", "zone", "instance_type", "local_disk", "accelerator_args", "any_of", "ordered")
-CHOICE_KEYS = tuple(f"resources.{name}" for name in _CHOICES)  # keys that choose a machine
 IMAGE = "resources.image_id"
 _IN_PLACE = "this file itself: it is there already, so that changes of the job remain"
 _CACHED = "settings of rclone, except vfs_cache_max_size; a write-back directory replaces it"
@@ -405,17 +387,20 @@ _BASHRC = re.compile(r">\s*[\"']?(?:~|\$HOME|\$\{HOME\})/\.(?:bashrc|bash_profil
 _UV_PIP = re.compile(r"\buv\s+pip\s+(?:install|sync)\b")
 
 
-def find_unsupported(task: Task, table: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a task with their effects in a table, by a path such as resources.use_spot."""
-    for key, what in table.items():
+def find_unsupported(task: Task, engine: str) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a task that an engine ignores or changes whatever their values are, and how."""
+    from holdfast.jobs.task.document import read_table  # slow, and only launches need it
+
+    for key, of_engines in read_table("task/unsupported_keys.yaml").items():
+        what = of_engines if isinstance(of_engines, str) else of_engines.get(engine)
         is_used = key == IMAGE and task.image is not None
-        if key in task.lines and not is_used and value_at(task.document, key) is not None:
+        if what and key in task.lines and not is_used and value_at(task.document, key) is not None:
             yield key, what
 
 
-def find_on_machines(task: Task, table: Mapping[str, str], *, bucket: str) -> Iterator[tuple[str, str]]:
+def find_on_machines(task: Task, engine: str, *, bucket: str) -> Iterator[tuple[str, str]]:
     """Yield the keys that an engine which runs the commands itself ignores or changes, and how."""
-    yield from find_unsupported(task, table)
+    yield from find_unsupported(task, engine)
     for key, text in (("setup", task.setup), ("run", task.run)):
         if _BASHRC.search(text):
             yield key, _NO_BASHRC

@@ -360,7 +360,8 @@ def rebuild_state(folder: JobFolder, submission: Submission) -> StoredState:
     if attempt == 1 and plan is None:
         attempt = 0  # killed before any node was started: the job has no process, and no claim
     preempted = tuple(one.id for one in read_values(folder.requests, JobRequest) if one.kind == "preempt")
-    started_s = _modified_unix_s(folder.attempt(1)) if attempt else None
+    first = folder.attempt(1)
+    started_s = first.stat().st_mtime if attempt and first.exists() else None
     job_state = JobState()
     ended_s: float | None = None
     if attempt:
@@ -410,10 +411,3 @@ def _newest_plan(folder: JobFolder, submission: Submission, attempt: int) -> Nod
             with contextlib.suppress(FileNotFoundError, Corrupt):
                 return NodeSpec.read(folder.node(number, rank).plan)
     return None
-
-
-def _modified_unix_s(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""Sizes ("8GiB"), durations ("10m"), step numbers and lists: parsed from and formatted as text."""
+"""Sizes ("8GiB"), durations ("10m"), step numbers and lists: from and as text, and divided by size."""
 
 from __future__ import annotations
 
@@ -105,3 +105,16 @@ def some(items: Iterable[object], most: int = 8) -> str:
     found = list(map(str, items))
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
+
+
+def divide(sizes: Iterable[tuple[str, int]], max_bytes: int) -> list[list[str]]:
+    """Divide names into groups of at most `max_bytes` each. One that is larger has its own group."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, num_bytes in sizes:
+        if not groups or num_bytes > room:
+            groups.append([])
+            room = max_bytes
+        groups[-1].append(name)
+        room -= num_bytes
+    return groups

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PREEMPTED_STATUS
-from holdfast.jobs.k8s.manifest import pod_arguments, script
+from holdfast.jobs.environment import read_packaged
+from holdfast.jobs.k8s.manifest import pod_arguments
 from holdfast.jobs.task.model import JobRecovery, Task
 
 LIMIT_S = 60
@@ -67,7 +68,7 @@ class Pod:
             "HOLDFAST_PREEMPTION": f"none,file:{self.folder}/notice",
             "RANK": "3",
         }
-        command = ["bash", "-c", script("pod.sh"), *words]
+        command = ["bash", "-c", read_packaged("k8s/pod.sh"), *words]
         pipe, both = subprocess.PIPE, subprocess.STDOUT
         process = subprocess.Popen(
             command,
@@ -208,12 +209,12 @@ def test_the_workdir_is_cloned_at_a_branch_tag_or_commit(tmp_path: Path, reposit
     for number, (ref, content) in enumerate(cases):
         folder = tmp_path / f"workdir-{number}"
         folder.mkdir()
-        command = ["bash", "-c", script("clone.sh"), "holdfast", str(folder), ref or ""]
+        command = ["bash", "-c", read_packaged("k8s/clone.sh"), "holdfast", str(folder), ref or ""]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, (folder / "file").read_text()) == (0, content), done.stderr
     folder = tmp_path / "none"
     folder.mkdir()
-    command = ["bash", "-c", script("clone.sh"), "holdfast", str(folder), "gone"]
+    command = ["bash", "-c", read_packaged("k8s/clone.sh"), "holdfast", str(folder), "gone"]
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode != 0
 
 

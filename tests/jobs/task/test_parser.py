@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
-from holdfast.jobs.task.document import to_yaml
+from holdfast.jobs.task.document import read_table, to_yaml
 from holdfast.jobs.task.model import Accelerators, MountMode, Task, parse_accelerators
 from holdfast.jobs.task.parser import Overrides, command_task, load_tasks, parse_tasks
-from holdfast.jobs.task.problems import RESOURCES, STORAGE, TASK
+from holdfast.jobs.task.problems import RESOURCES, TASK
 from jobs.task.guide import SNIPPETS
 
 
@@ -296,7 +296,17 @@ def test_merged_maps_may_be_overridden() -> None:
 def test_the_schema_has_all_keys() -> None:
     assert {"run", "setup", "workdir", "file_mounts", "secrets", "config"} <= set(TASK.shapes)
     assert {"accelerators", "use_spot", "any_of", "job_recovery", "network_tier"} <= set(RESOURCES)
-    assert {"name", "source", "mode", "type"} <= set(STORAGE)
+    mounts = TASK.shapes["file_mounts"].either[0].inner
+    assert mounts is not None
+    assert {"name", "source", "mode", "type"} <= set(mounts.either[1].shapes)
+
+
+def test_the_keys_that_engines_ignore_are_in_the_schema() -> None:
+    for key, of_engines in read_table("task/unsupported_keys.yaml").items():
+        top, _, inner = key.partition(".")
+        assert top in TASK.shapes
+        assert not inner or inner.partition(".")[0] in RESOURCES
+        assert isinstance(of_engines, str) or of_engines.keys() <= {"local", "slurm", "k8s"}
 
 
 plain = st.none() | st.booleans() | st.integers() | st.text(max_size=5)

@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from msgspec.structs import astuple
@@ -59,10 +60,6 @@ from holdfast.errors import (
 )
 from holdfast.system.callsite import warn
 from holdfast.system.log import get_logger
-
-if TYPE_CHECKING:
-    import torch
-
 
 _KNOWN_ARGUMENTS = frozenset({"map_location", "strict"})
 _MAP_LOCATIONS = (None, "cpu", "on_device")

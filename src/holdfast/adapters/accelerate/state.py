@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
@@ -22,9 +23,6 @@ from holdfast.adapters.kit.data import (
 from holdfast.adapters.kit.run import end_preempted, insert_class, unwrapped, warn_of_persistent_workers
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 FOLDERS = "folders"
 """Key of the names of all folders, by step."""

@@ -17,23 +17,10 @@ from holdfast.jobs.k8s.manifest import (
     secret_name,
     to_manifest,
 )
-from holdfast.jobs.recorded import CHOICE_KEYS, UNUSED_KEYS, RecordedEngine, find_unsupported
+from holdfast.jobs.recorded import RecordedEngine, find_unsupported
 from holdfast.jobs.records import JobRecord
 from holdfast.jobs.task.model import Task, TaskFile, memory_mib, parse_cpus, value_at
 
-_CHOICE = f"the scheduler of the cluster chooses the nodes; to restrict them, use {POD_CONFIG}"
-_UNSUPPORTED_KEYS: Mapping[str, str] = {
-    **{key: what for key, what in UNUSED_KEYS.items() if key != "volumes"},
-    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
-    "setup": "runs in every pod and at every start: a container keeps no files",
-    "resources.infra": "kubectl chooses the cluster: kubectl --context NAME apply",
-    "resources.use_spot": "clusters mark spot nodes differently; add their tolerations and nodeSelector to "
-    f"{POD_CONFIG}",
-    "resources.job_recovery.strategy": "the scheduler of the cluster chooses the nodes",
-    "resources.network_tier": f"the cluster's network as it is; see {POD_CONFIG}",
-    "resources.autostop": "no machine is stopped",
-    "resources.priority": "not passed on; use priority_class",
-}
 _UNDERSTOOD = ("pod_config", "kueue")
 _REQUIRED = {
     "Job": "Kubernetes 1.31 or newer",
@@ -57,7 +44,7 @@ class ManifestEngine(RecordedEngine):
 
     @override
     def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
-        yield from find_unsupported(task, _UNSUPPORTED_KEYS)
+        yield from find_unsupported(task, "k8s")
         yield from _changed(task)
         if self._kind(task) == "PyTorchJob" and task.recovery.max_restarts:
             what = "each pod restarts `run` in place, and counts from its own start on"

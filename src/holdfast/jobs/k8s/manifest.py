@@ -9,8 +9,6 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
-from functools import cache
-from importlib import resources
 from typing import Any
 
 import yaml
@@ -22,10 +20,11 @@ from holdfast.jobs.environment import (
     UNBUFFERED,
     add_notice_file,
     conda_start,
+    read_packaged,
     setup_variables,
     sky_variables,
 )
-from holdfast.jobs.task.document import fill_in
+from holdfast.jobs.task.document import fill_in, read_table
 from holdfast.jobs.task.model import SKY_WORKDIR, Task, image_id, memory_mib, parse_cpus, value_at
 from holdfast.system.environment import KEEP_IN_MEMORY, PREEMPTION
 
@@ -94,14 +93,8 @@ def pod_arguments(task: Task, *, status: int, in_place: int, grace_s: int) -> li
     return ["holdfast", task.setup, task.run, *numbers, conda_start(task.setup, task.run), needs_link]
 
 
-@cache
-def script(name: str) -> str:
-    """Return a file of this folder, such as pod.sh."""
-    return (resources.files("holdfast.jobs.k8s") / name).read_text()
-
-
 def _template(name: str, values: Mapping[str, Any]) -> Any:
-    return _fill(yaml.safe_load(script("objects.yaml"))[name], values)
+    return _fill(read_table("k8s/objects.yaml")[name], values)
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
@@ -136,8 +129,8 @@ def _pod(
         "grace s": time_s,
         "container": container,
         "image": _image(task),
-        "script": escape(script("pod.sh")),
-        "clone script": escape(script("clone.sh")),
+        "script": escape(read_packaged("k8s/pod.sh")),
+        "clone script": escape(read_packaged("k8s/clone.sh")),
         "arguments": [escape(word) for word in arguments],
         "env": _environment(task, addresses, rank, time_s),
         "mounts": [{"name": name, "mountPath": path} for name, path, _ in volumes],
@@ -393,7 +386,7 @@ def _affinity(task: Task) -> dict[str, Any]:
     """Return the affinity for nodes with the GPUs of a task, by any label; empty if it needs none."""
     models, _ = gpu_choice(task)
     values = {"skypilot.co/accelerator": [model.lower() for model in models]}
-    for label, names in _labels().items():
+    for label, names in read_table("k8s/gpu_labels.yaml").items():
         values[label] = [name for model in models for name in names.get(model.upper(), ())]
     # Terms are alternatives: a cluster has one of these labels, and usually not the others.
     terms = [
@@ -403,11 +396,6 @@ def _affinity(task: Task) -> dict[str, Any]:
     ]
     wanted = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     return {"nodeAffinity": wanted} if terms else {}
-
-
-@cache
-def _labels() -> Mapping[str, Mapping[str, list[str]]]:
-    return yaml.safe_load((resources.files("holdfast.jobs.k8s") / "gpu_labels.yaml").read_text())
 
 
 POD_CONFIG = "config.kubernetes.pod_config"  # the user's own settings of pods, in SkyPilot's form

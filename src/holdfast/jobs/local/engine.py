@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -23,9 +23,6 @@ from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.recorded import (
-    CHOICE_KEYS,
-    IMAGE,
-    UNUSED_KEYS,
     NodeEngine,
     check_active,
     find_on_machines,
@@ -45,28 +42,6 @@ _OF_OUTER_JOB = frozenset(
     {"HOLDFAST_NODE", "HOLDFAST_JOB", "HOLDFAST_ATTEMPT", "HOLDFAST_PROGRESS", NOTIFY, NOTIFY_ON}
 )
 """Variables of a job that launches another one, which are not its own."""
-_CHOICE = "ignored: there is no choice of machines; kept for other engines"
-_ALTERNATIVES = (
-    "no choice of machines; SKYPILOT_NUM_GPUS_PER_NODE is the greatest number of GPUs in any of them"
-)
-_KEPT_FREE = "not given to other jobs, and not limited"
-_UNSUPPORTED_KEYS: Mapping[str, str] = {
-    **UNUSED_KEYS,
-    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
-    **dict.fromkeys(("resources.any_of", "resources.ordered"), _ALTERNATIVES),
-    "config": "settings of clouds and clusters; kept for other engines",
-    "resources.infra": _CHOICE,
-    "resources.cpus": f"{_KEPT_FREE}; more than this machine has means all of them",
-    "resources.memory": f"{_KEPT_FREE}; more than this machine has means all of it",
-    "resources.accelerators": "any GPUs of this machine, whatever their model; none if it has none",
-    "resources.use_spot": "nothing is bought; `holdfast preempt` simulates a preemption",
-    "resources.job_recovery.strategy": "ignored: there is only one machine",
-    "resources.network_tier": "nodes communicate over the loopback interface",
-    "resources.labels": "no machine is labelled",
-    IMAGE: "commands run on this machine as it is; images (docker:NAME) need podman or docker",
-    "resources.autostop": "this machine is not stopped",
-    "resources.priority_class": "ignored: use priority",
-}
 
 
 class LocalEngine(NodeEngine):
@@ -78,7 +53,7 @@ class LocalEngine(NodeEngine):
 
     @override
     def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
-        return find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket="a folder of this machine")
+        return find_on_machines(self._in_image(task), self.name, bucket="a folder of this machine")
 
     @override
     def check(self, task: Task) -> None:

@@ -24,6 +24,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.errors import Corrupt, Unsupported
+from holdfast.jobs.environment import read_packaged
 from holdfast.system.documents import decode_as
 from holdfast.system.failpoint import failpoint
 from holdfast.system.linux.program_runs import run_program
@@ -34,13 +35,6 @@ _NOT_COPIED = ("python", "pip", "activate", "conda", "mamba")
 _PIP = b"""import runpy
 
 runpy.run_module("pip", run_name="__main__", alter_sys=True)
-"""
-_ACTIVATE = """# Activates this environment in a shell that has left it.
-deactivate() {{ PATH=$_HOLDFAST_PATH; unset VIRTUAL_ENV _HOLDFAST_PATH; unset -f deactivate; hash -r; }}
-_HOLDFAST_PATH=$PATH
-export VIRTUAL_ENV={folder}
-export PATH="$VIRTUAL_ENV/bin:$PATH"
-hash -r
 """
 _MAX_SHEBANG_BYTES = 127  # Linux cuts a longer line
 _FIRST = re.compile(rb"#!\s*(/\S+)[ \t]*(.*)")
@@ -193,7 +187,8 @@ def _write(making: Path, folder: Path, parent: ParentPython) -> None:
     _write_packages(packages, parent)
     for name in ("python", "python3", f"python{parent.version}"):
         (programs / name).symlink_to(parent.binary)
-    (programs / "activate").write_bytes(os.fsencode(_ACTIVATE.format(folder=shlex.quote(str(folder)))))
+    activate = read_packaged("node/activate.sh").replace("{folder}", shlex.quote(str(folder)))
+    (programs / "activate").write_bytes(os.fsencode(activate))
     python = str(folder / "bin" / "python")
     pip = shebang(python) + _PIP
     scripts = {"pip": pip, "pip3": pip, f"pip{parent.version}": pip, **dict(_parent_scripts(parent, python))}

@@ -21,7 +21,7 @@ from holdfast.jobs.task.model import Repository, Task
 from holdfast.system.documents import decode_text
 from holdfast.system.linux.program_runs import Ended, run_program
 from holdfast.system.log import get_logger
-from holdfast.system.units import format_bytes, parse_bytes, plural
+from holdfast.system.units import format_bytes, parse_bytes, plural, some
 
 _LIMIT_S = 1800.0
 _TAIL = 1000
@@ -228,8 +228,8 @@ def check_copy(
             largest, most = path, num_bytes
     if unreadable:
         raise Denied(
-            f"{what}: this user cannot read {_listed(unreadable)}. Change the permissions. {way_out} "
-            "Nothing was started."
+            f"{what}: this user cannot read {some(unreadable, _NUM_SHOWN)}. Change the permissions. "
+            f"{way_out} Nothing was started."
         )
     copies = f"{format_bytes(total)} in {plural(num_files, 'file')}"
     copies += f", copied {num_copies} times" if num_copies > 1 else ""
@@ -272,7 +272,7 @@ def copy_tree(source: Path, to: Path, ignore: Ignore | None = None) -> None:
         shutil.copytree(source, to, symlinks=True, ignore=ignore, copy_function=copy_file)
     except shutil.Error as error:
         failed = [f"{one[0]}: {one[2]}" for one in error.args[0]]
-        raise OSError(errno.EIO, f"could not copy {_listed(failed)}") from None
+        raise OSError(errno.EIO, f"could not copy {some(failed, _NUM_SHOWN)}") from None
 
 
 def copy_file(source: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
@@ -326,8 +326,3 @@ def _files(source: Path, ignore: Ignore, unreadable: list[str]) -> Iterator[Path
         left_out = set(ignore(folder, [*folders, *names]))
         folders[:] = [name for name in folders if name not in left_out]
         yield from (Path(folder, name) for name in names if name not in left_out)
-
-
-def _listed(found: list[str]) -> str:
-    left = len(found) - _NUM_SHOWN
-    return ", ".join(found[:_NUM_SHOWN]) + (f" and {left} more" if left > 0 else "")

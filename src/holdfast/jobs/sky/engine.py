@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import getpass
 import re
 import time
 from collections import deque
@@ -15,15 +14,15 @@ from typing_extensions import override
 
 from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS, Conflict, HoldfastError, RetryLater, Unsupported
 from holdfast.jobs.engine import Job
-from holdfast.jobs.environment import add_notice_file, create_task_id
+from holdfast.jobs.environment import add_notice_file
 from holdfast.jobs.folder import job_folder
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.output import OutputBlock, OutputSelection
 from holdfast.jobs.recorded import RecordedEngine, check_active
-from holdfast.jobs.records import JobRecord, JobSpec, Submission
+from holdfast.jobs.records import JobRecord
 from holdfast.jobs.sky import commands
 from holdfast.jobs.sky.commands import ManagedJob
-from holdfast.jobs.state_machine import JobState, RestartPolicy
+from holdfast.jobs.state_machine import JobState
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.model import MountMode, Task, TaskFile, value_at
 from holdfast.system.environment import PREEMPTION
@@ -76,19 +75,16 @@ class SkyEngine(RecordedEngine):
         self.check_file(file)
         task = file.only()
         _log.info("submitting the job to %s; this may take minutes", commands.version())
-        now_s = time.time()
-        spec = JobSpec(task.num_nodes, task.accelerators.num_per_node, bool(task.setup), getpass.getuser())
-        policy = RestartPolicy(task.num_nodes, task.recovery.max_restarts, task.recovery.free_codes)
         records = self._records()
         number = records.reserve()
-        task_id = create_task_id(task.name, number, now_s)
+        (submission,) = self._submissions(file, [task], [number])
         path = job_folder(self._state, number).path / "task.yaml"
         try:
-            write_atomic(path, render_document(task, task_id, str(number)))
+            write_atomic(path, render_document(task, submission.task_id, str(number)))
         except OSError as error:
             raise RetryLater(f"Cannot write {path}: {error}. Nothing was started.") from error
         # Before SkyPilot has it: a running job must be recorded, even if this process dies.
-        records.complete(Submission(number, task.name, task_id, self.name, spec, policy, now_s))
+        records.complete(submission)
         try:
             engine_job_id = commands.launch(managed_name(task.name, str(number)), path, task.secrets)
         except HoldfastError:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater, Unsupported
 from holdfast.jobs.engine import Job, each
+from holdfast.jobs.environment import read_packaged
 from holdfast.jobs.folder import JobFolder, job_folder
 from holdfast.jobs.node.job_secrets import remove_secrets
 from holdfast.jobs.node.mounts.mount_plan import validate
@@ -22,9 +23,6 @@ from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir
 from holdfast.jobs.recorded import (
-    CHOICE_KEYS,
-    IMAGE,
-    UNUSED_KEYS,
     NodeEngine,
     check_active,
     find_on_machines,
@@ -44,75 +42,13 @@ from holdfast.system.linux.files import write_atomic
 GRACE_S = 60  # default time before the end at which Slurm sends its notice
 FURTHER = "config.slurm.sbatch_options"
 """Key of a task file for more options, which SkyPilot's parser accepts."""
-_NODES_WAY = "the number of nodes is `num_nodes`, and `run` starts once on each"
-_LOGS_WAY = "the output of all nodes is in `holdfast logs`"
-_REQUEUE_WAY = "it requeues a job after a preemption and, as `resources.job_recovery` says, after errors"
-_OURS = {
-    "job-name": "use `name`, or --name",
-    "comment": "it recognises its jobs by it",
-    "nodes": _NODES_WAY,
-    "ntasks-per-node": _NODES_WAY,
-    "chdir": "commands start in the workdir, which `workdir` names",
-    "output": _LOGS_WAY,
-    "open-mode": _LOGS_WAY,
-    "requeue": _REQUEUE_WAY,
-    "parsable": "it reads what sbatch prints",
-}
-"""Options that Holdfast sets, with the way to what a user may want."""
-_REFUSED = {
-    "array": (
-        "launch the file once for each value: "
-        "`for i in 1 2 3; do holdfast launch FILE --on slurm --env I=$i; done`"
-    ),
-    "ntasks": _NODES_WAY,
-    "error": _LOGS_WAY,
-    "input": "standard input is empty; read a file instead",
-    "no-requeue": _REQUEUE_WAY,
-    "wrap": "the commands are those of `run`",
-    "wait": "use `holdfast launch --attach` or `holdfast wait`",
-    "hold": "use `begin` with a time, or `scontrol hold` after the launch",
-    "export": "use `envs` and `secrets`, or --env and --secret",
-}
-"""Options that would break a job, with the way to what a user may want."""
 CONTAINERS = frozenset({"container", "container-image"})
 """Options with which Slurm itself, or Pyxis, a plugin for it, runs a job in a container."""
 NODES = frozenset({"nodelist", "nodefile"})  # options that name the nodes of a job
 _SIGNAL = re.compile(r"(?:[RB]+:)?(?:SIG)?USR1@(\d+)")
 
 Options = dict[str, str | None]  # options by name without dashes. None: the option has no value
-_BODY = """\
-# Slurm may signal this shell only. A shell runs a trap only while it waits, never while a child
-# runs in its foreground.
-told= controller=
-trap 'told=USR1; kill -USR1 "$controller" 2>/dev/null' USR1
-trap 'told=TERM; kill -TERM "$controller" 2>/dev/null' TERM
-{controller} &
-controller=$!
-if [ -n "$told" ]; then kill "-$told" "$controller"; fi
-while kill -0 "$controller" 2>/dev/null; do wait "$controller"; done
-wait "$controller"
-status=$?
-# The controller was killed, and could not requeue the job. A cancelled job stays cancelled.
-if [ "$status" -gt 128 ] && [ "$(squeue -h -j "$SLURM_JOB_ID" -o %T)" = RUNNING ]; then
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$status"
-"""
 _CHOICE = "Slurm chooses the nodes; kept for other engines"
-_UNSUPPORTED_KEYS: Mapping[str, str] = {
-    **UNUSED_KEYS,
-    **dict.fromkeys(CHOICE_KEYS, _CHOICE),
-    "resources.use_spot": "Slurm has no spot machines; choose a preemptible partition, "
-    f"as infra: slurm/CLUSTER/PARTITION or in {FURTHER}",
-    "resources.job_recovery.strategy": "Slurm's queue chooses the nodes",
-    "resources.network_tier": "the cluster's network as it is",
-    "resources.labels": "no machine is labelled",
-    IMAGE: "commands run on the nodes as they are; images (docker:NAME) need podman or docker "
-    f"on the nodes, others an option of your cluster in {FURTHER}",
-    "resources.autostop": "no machine is stopped",
-    "resources.priority": f"not passed on; use sbatch's own option, see {FURTHER}",
-    "resources.priority_class": f"not passed on; use sbatch's own option, see {FURTHER}",
-}
 _WAITING = frozenset(
     {
         *("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"),
@@ -137,7 +73,7 @@ class SlurmEngine(NodeEngine):
     @override
     def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
         bucket = "a folder beside those of the jobs"
-        yield from find_on_machines(self._in_image(task), _UNSUPPORTED_KEYS, bucket=bucket)
+        yield from find_on_machines(self._in_image(task), self.name, bucket=bucket)
         yield from _further_keys(task)
 
     @override
@@ -323,7 +259,8 @@ def batch_script(task: Task, task_id: str, files: JobFiles, controller: Sequence
         for option, value in {**ours, **wanted_options(task)}.items()
     ]
     head = "\n".join(["#!/bin/bash", *lines])
-    return f"{head}\n\n" + _BODY.format(controller=shlex.join(controller))
+    body = read_packaged("slurm/batch.sh").replace("{controller}", shlex.join(controller))
+    return f"{head}\n\n{body}"
 
 
 def _quoted(value: str) -> str:
@@ -385,10 +322,13 @@ def grace_s(options: Options) -> float:
 
 
 def _check(task: Task, option: str, value: Any) -> None:
+    from holdfast.jobs.task.document import read_table  # slow, and only launches need it
+
     where = f"{task.path}:{task.line_of(f'{FURTHER}.{option}')}: {FURTHER}"
-    if way := _OURS.get(option):
+    ways = read_table("slurm/sbatch_options.yaml")
+    if way := ways["ours"].get(option):
         raise InvalidInput(f"{where}: Holdfast sets --{option} itself: {way}. Nothing was started.")
-    if way := _REFUSED.get(option):
+    if way := ways["refused"].get(option):
         raise InvalidInput(f"{where}: --{option} is not possible here: {way}. Nothing was started.")
     if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
         raise InvalidInput(

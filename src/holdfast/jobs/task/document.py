@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import yaml
@@ -13,11 +14,19 @@ from msgspec import Struct
 from yaml.reader import ReaderError
 
 from holdfast.errors import InvalidInput, Unsupported
+from holdfast.jobs.environment import read_packaged
 from holdfast.jobs.task.model import Accelerators, Task, parse_accelerators, value_at
 
 MAX_CHARS = 1 << 17
 MAX_VALUES = 20_000  # limit for the values of a task file, with aliases expanded
 MAX_DEPTH = 32
+
+
+@cache
+def read_table(name: str) -> Any:
+    """Return the values of a YAML file of the folder of jobs, such as k8s/objects.yaml."""
+    # The loader in C, which some builds of PyYAML lack, is twenty times as fast.
+    return yaml.load(read_packaged(name), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 class TaskDocument(Struct, frozen=True):

@@ -1,7 +1,4 @@
-"""Problems of a task: all keys and the shapes of their values are checked before any is reported.
-
-Source: skypilot 0.14.1, sky/utils/schemas.py (task, resources, storage).
-"""
+"""Problems of a task: all keys and the shapes of their values are checked before any is reported."""
 
 from __future__ import annotations
 
@@ -18,14 +15,12 @@ from holdfast.jobs.task.document import (
     is_variable_name,
     parse_variables,
     places,
+    read_table,
 )
 from holdfast.jobs.task.model import is_multiple, memory_mib, parse_accelerators, parse_cpus, path_in_workdir
 
 MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
 _MAX_LISTED = 10
-MODES = ("MOUNT", "COPY", "MOUNT_CACHED")
-STORES = ("S3", "GCS", "AZURE", "R2", "IBM", "OCI", "NEBIUS", "COREWEAVE", "VASTDATA", "HF", "VOLUME")
-DISK_TIERS = ("low", "medium", "high", "ultra", "best", "none")
 
 
 class TaskProblem(Struct, frozen=True):
@@ -111,49 +106,35 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def scalar(name: str, *types: type, least: float | None = None) -> Shape:
-    """Return the shape of a scalar of some types."""
-    return Shape(kind="scalar", name=name, types=types, least=least)
+NOTHING = Shape(kind="scalar", name="nothing", types=(type(None),))
+_NAMED = {
+    "anything": Shape(),
+    "nothing": NOTHING,
+    "text": Shape(kind="scalar", name="text", types=(str,)),
+    "flag": Shape(kind="scalar", name="true or false", types=(bool,)),
+    "whole": Shape(kind="scalar", name="a whole number", types=(int,)),
+    "natural": Shape(kind="scalar", name="a whole number", types=(int,), least=0),
+    "count": Shape(kind="scalar", name="a whole number", types=(int,), least=1),
+    "number": Shape(kind="scalar", name="a number", types=(int, float)),
+}
 
 
-def word_of(*allowed: str) -> Shape:
-    """Return the shape of a text that is one of some words."""
-    return Shape(kind="scalar", name=f"one of {', '.join(allowed)}", types=(str,), allowed=allowed)
-
-
-def either(*shapes: Shape) -> Shape:
-    """Return the shape of values that have one of several shapes."""
-    name = " or ".join(dict.fromkeys(shape.name for shape in shapes if shape is not NOTHING))
-    return Shape(name=name, either=shapes)
-
-
-def optional(*shapes: Shape) -> Shape:
-    """Return the shape of a value that has one of several shapes, or is empty."""
-    return either(*shapes, NOTHING)
-
-
-def list_of(item: Shape) -> Shape:
-    """Return the shape of a list of one shape."""
-    return Shape(kind="list", name=f"a list of {item.name}", inner=item)
-
-
-def map_to(member: Shape) -> Shape:
-    """Return the shape of a map with keys that users choose."""
-    return Shape(kind="map", name=f"a map to {member.name}", inner=member)
-
-
-def keys(shapes: Mapping[str, Shape], name: str = "a map") -> Shape:
-    """Return the shape of a map with a fixed set of keys."""
-    return Shape(kind="map", name=name, shapes=shapes)
-
-
-ANYTHING = Shape()
-NOTHING = scalar("nothing", type(None))
-TEXT = scalar("text", str)
-FLAG = scalar("true or false", bool)
-WHOLE = scalar("a whole number", int)
-COUNT = scalar("a whole number", int, least=1)
-NUMBER = scalar("a number", int, float)
+def _read_shape(found: Any) -> Shape:
+    """Return a shape of `shapes.yaml`."""
+    if isinstance(found, str):
+        return _NAMED[found]
+    if isinstance(found, list):
+        shapes = tuple(map(_read_shape, found))
+        names = dict.fromkeys(shape.name for shape in shapes if shape is not NOTHING)
+        return Shape(name=" or ".join(names), either=shapes)
+    if words := found.get("words"):
+        return Shape(kind="scalar", name=f"one of {', '.join(words)}", types=(str,), allowed=words)
+    for kind, name in (("list", "a list of"), ("map", "a map to")):
+        if kind in found:
+            inner = _read_shape(found[kind])
+            return Shape(kind=kind, name=f"{name} {inner.name}", inner=inner)
+    shapes = {key: _read_shape(shape) for key, shape in found["keys"].items()}
+    return Shape(kind="map", name=found.get("name", "a map"), shapes=shapes)
 
 
 def nearest(found: str, known: Collection[str]) -> str:
@@ -163,83 +144,9 @@ def nearest(found: str, known: Collection[str]) -> str:
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-_SIZE = either(NUMBER, TEXT)  # 32, 32+, 32GB
-_WORD = either(TEXT, NUMBER)
-
-STORAGE: Mapping[str, Shape] = {
-    "name": optional(TEXT),
-    "source": optional(TEXT, list_of(TEXT)),
-    "store": optional(word_of(*STORES)),
-    "persistent": FLAG,
-    "mode": word_of(*MODES),
-    "type": word_of("MODEL_CHECKPOINT_RO", "MODEL_CHECKPOINT_RW", "DATASET_RO", "DATASET_RW"),
-    "config": keys({"mount_cached": ANYTHING, "mount": ANYTHING}),
-    "_is_sky_managed": FLAG,
-    "_bucket_sub_path": optional(TEXT),
-    "_force_delete": FLAG,
-}
-"""Keys of a store in `file_mounts`."""
-
-JOB_RECOVERY: Mapping[str, Shape] = {
-    "strategy": optional(TEXT),
-    "max_restarts_on_errors": scalar("a whole number", int, least=0),
-    "recover_on_exit_codes": either(WHOLE, list_of(WHOLE)),
-}
-"""Keys of `resources.job_recovery`."""
-
-ACCELERATORS = optional(TEXT, map_to(optional(NUMBER)), list_of(TEXT))  # accelerators in any form
-_PLACES = ("cloud", "region", "zone", "infra", "instance_type", "local_disk")
-_UNCHECKED = (
-    *("volumes", "_docker_login_config", "_docker_username_for_runpod", "_requires_fuse"),
-    *("_cluster_config_overrides", "_no_missing_accel_warnings"),
-)
-_SINGLE: dict[str, Shape] = {
-    **dict.fromkeys((*_PLACES, "spot_recovery", "priority_class"), optional(TEXT)),
-    "cpus": optional(_WORD),
-    "memory": optional(_SIZE),
-    "accelerators": ACCELERATORS,
-    "gpus": ACCELERATORS,
-    "use_spot": FLAG,
-    "job_recovery": optional(TEXT, keys(JOB_RECOVERY)),
-    "disk_size": _SIZE,
-    "disk_tier": optional(word_of(*DISK_TIERS)),
-    "network_tier": optional(word_of("standard", "best")),
-    "max_hourly_cost": optional(NUMBER),
-    "ports": optional(_WORD, list_of(_WORD)),
-    "labels": optional(map_to(optional(_WORD))),
-    "accelerator_args": optional(map_to(ANYTHING)),
-    "image_id": optional(TEXT, map_to(optional(TEXT))),
-    "autostop": optional(FLAG, _WORD, map_to(ANYTHING)),
-    "priority": optional(WHOLE),
-    **dict.fromkeys(_UNCHECKED, ANYTHING),
-}
-RESOURCES: Mapping[str, Shape] = {
-    **_SINGLE,
-    "any_of": list_of(keys(_SINGLE, "a map of resources")),
-    "ordered": list_of(keys(_SINGLE, "a map of resources")),
-}
-"""Keys of `resources`."""
-
-_VARIABLES = map_to(optional(TEXT, NUMBER, FLAG))
-
-TASK = keys(
-    {
-        "name": optional(_WORD),
-        "workdir": optional(TEXT, keys({"url": TEXT, "ref": optional(_WORD)})),
-        "num_nodes": COUNT,
-        "resources": optional(keys(RESOURCES, "a map of resources")),
-        "file_mounts": optional(map_to(either(TEXT, keys(STORAGE, "a map that describes a store")))),
-        **dict.fromkeys(("setup", "run", "event_callback"), optional(TEXT)),
-        "envs": optional(_VARIABLES),
-        "secrets": optional(_VARIABLES, list_of(TEXT)),
-        "config": optional(map_to(ANYTHING)),
-        "volumes": optional(map_to(ANYTHING)),
-        **dict.fromkeys(("service", "pool", "managed_secrets", "inputs", "outputs"), ANYTHING),
-        **dict.fromkeys(("file_mounts_mapping", "volume_mounts", "api_server_access", "_metadata"), ANYTHING),
-    },
-    "a map of keys",
-)
-"""A task."""
+TASK = _read_shape(read_table("task/shapes.yaml")["task"])
+RESOURCES = TASK.shapes["resources"].either[0].shapes  # by key
+ACCELERATORS = RESOURCES["accelerators"]  # in any form
 
 
 def find_problems(

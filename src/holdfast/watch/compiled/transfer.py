@@ -20,7 +20,7 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound
 from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown, to_plain
 from holdfast.system.failpoint import failpoint
-from holdfast.system.units import format_bytes
+from holdfast.system.units import divide, format_bytes
 from holdfast.watch.compiled import directory as directories
 from holdfast.watch.compiled.directory import (
     FOLDER,
@@ -158,19 +158,6 @@ def unpack(whole: bytes, file: PackedFile, name: str) -> bytes:
             key=file.path,
         )
     return data
-
-
-def divide(sizes: Iterable[tuple[str, int]], max_bytes: int) -> list[list[str]]:
-    """Divide paths into groups of at most `max_bytes` each. A larger file has its own group."""
-    groups: list[list[str]] = []
-    room = 0
-    for path, num_bytes in sizes:
-        if not groups or num_bytes > room:
-            groups.append([])
-            room = max_bytes
-        groups[-1].append(path)
-        room -= num_bytes
-    return groups
 
 
 MAX_INDICES = 256  # most indices to read, newest first

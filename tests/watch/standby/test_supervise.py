@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.system.entry import command
 from stage.training import wait_until
 
 SCRIPT = Path(__file__).with_name("supervised_training.py")
@@ -260,6 +261,12 @@ def test_torchrun_starts_all_ranks_after_the_last_restart(
     assert [len(set(launch.pids(rank))) for rank in (0, 1)] == [2, 4]
     assert "max_restarts=2 is used up" in output
     assert torch.equal(launch.weights(), undisturbed)
+
+
+def test_check_kills_and_starts_a_supervised_training_itself(tmp_path: Path) -> None:
+    words = [*command("holdfast.cli"), "check", str(SCRIPT), str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_arguments_are_checked() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -134,7 +135,8 @@ class _Watcher:
 def _abort() -> None:
     """Have the collectives under way fail, in whatever thread they are."""
     for group in list(distributed_c10d._world.pg_names):
-        group.abort()
+        with contextlib.suppress(RuntimeError, AttributeError):  # backends without it: connections break
+            group.abort()
 
 
 def _release(error: BaseException, reason: str) -> None:

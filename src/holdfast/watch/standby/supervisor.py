@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput, WatchWarning
 from holdfast.system.callsite import warn
+from holdfast.system.environment import TRIAL
 from holdfast.system.linux.processes import die_with_parent, has_threads
 from holdfast.watch.standby.in_place import add_watch, run_rounds
 from holdfast.watch.standby.rounds import COMPLETE, Launch, RankLink, Rounds, serve_store
@@ -62,6 +63,8 @@ def supervise(
             f"supervise(restart={restart!r}, max_restarts={max_restarts!r}): expected restart='rank' or "
             "'all', and max_restarts from 0. Nothing was started."
         )
+    if TRIAL in os.environ:  # such as `holdfast check`, which kills the training and starts it itself
+        return function(*arguments)
     launch, link = Launch.read(), RankLink()
     add_watch()
     if reason := _reason_against_fork():
@@ -181,8 +184,9 @@ class _Supervisor:
             if found in ("", COMPLETE):
                 return None
             following = self._rounds.next_after(number + 1)
-        except RuntimeError as error:
-            _write(f"rank {rank} has ended, and is not started again: {error}")
+        except RuntimeError as error:  # of the store, which may end as soon as all ranks are complete
+            if status:
+                _write(f"rank {rank} has died, and is not started again: {error}")
             return None
         if following > self._most:
             _write(f"{found}. Rank {rank} is not started again: max_restarts={self._most} is used up")

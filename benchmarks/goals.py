@@ -14,8 +14,8 @@ KEEPER_START_S, KEEPER_MIB = 0.06, 35.0
 SMALL_EXTRA_S = 0.030
 SMALL, MEDIUM, LARGE = "small-8000", "gpt2-124m", "gpt2-355m"
 SIZES = {MEDIUM: "1.5 GB", LARGE: "4.3 GB"}
-LARGEST_WORLD = 1024
-KEEPER_MEMORY, BUCKET_READS, COMMIT_S, FIRST_BYTE_S, COMPILED_SHARE = 0.8, 0.95, 0.3, 0.15, 0.15
+KEEPER_MEMORY, BUCKET_READS, FIRST_BYTE_S, COMPILED_SHARE = 0.8, 0.95, 0.15, 0.15
+COMMIT_S = {1024: 0.3, 16384: 3.0}  # by number of ranks
 """Bounds that a benchmark also checks itself."""
 
 Values = Mapping[str, float]
@@ -163,14 +163,14 @@ def _bucket_reads(document: Document) -> list[float]:
     return found or [document["summary"]["null"]["read_ratio"]]
 
 
-def _commit(layout: str) -> Goal:
+def _commit(layout: str, world_size: int) -> Goal:
     def times(document: Document) -> list[float]:
         rows = document["rows"]
-        at = [row for row in rows if row["world_size"] == LARGEST_WORLD and row["kind"] == layout]
+        at = [row for row in rows if row["world_size"] == world_size and row["kind"] == layout]
         return [value for row in at for value in row["values"]["commit_s"]]
 
-    what = f"commit of {LARGEST_WORLD} ranks, {layout}"
-    return Goal(what, COMMIT_S, "s", "benchmarks/scale.py", _of_runs("scale", times))
+    what = f"commit of {world_size} ranks, {layout}"
+    return Goal(what, COMMIT_S[world_size], "s", "benchmarks/scale.py", _of_runs("scale", times))
 
 
 def _bucket_arrivals(case: str, way: str) -> Callable[[Measurements], Found | None]:
@@ -453,7 +453,7 @@ GOALS = (
         "benchmarks/firstbyte.py",
         _of_runs("firstbyte", lambda found: [run["cold_s"] for run in found["runs"]]),
     ),
-    *(_commit(layout) for layout in ("fsdp", "hsdp", "fsdp-tp", "pipeline")),
+    *(_commit(layout, size) for size in COMMIT_S for layout in ("fsdp", "hsdp", "fsdp-tp", "pipeline")),
     *_of_nebula(MEDIUM),
     *_of_nebula(LARGE),
     Goal(

@@ -53,7 +53,7 @@ class Outcome:
 
 
 OURS = ("--contestants", "holdfast", "--states", "gpt2-124m", "small-8000", "--rounds", "2")
-LARGEST = ("--worlds", "1024", "--rounds", "1")
+ONE_WORLD = ("--worlds", "1024", "--rounds", "1")
 PARTS = (
     Part("run", (), ("--long",), 6 * 3600, check=OURS),
     Part("starts", ("--rounds", "5"), (), 1800, check=("--rounds", "3")),
@@ -61,7 +61,7 @@ PARTS = (
     Part("startup", ("--rounds", "10"), (), 900),
     Part("tiers", ("--rounds", "3"), (), 1800, check=("--rounds", "3")),
     Part("remote", ("--rounds", "3"), (), 1800, check=("--rounds", "3")),
-    Part("scale", LARGEST, (), 3600, check=LARGEST),
+    Part("scale", ONE_WORLD, (), 3600, check=ONE_WORLD),
     Part("writeback", None, (), 3600),
     Part("recovering", None, (), 3600),
     Part("standby", None, (), 1800),

@@ -32,12 +32,21 @@ TITLES = {
     "small-8000": "8000 tensors of 8 KiB",
 }
 SCALE = {
-    "plan_s": "plan of a save, each rank",
-    "part_s": "part, each rank",
-    "commit_s": "commit, rank 0",
-    "commit_again_s": "commit of a structure seen before",
-    "restore_plan_s": "plan of a restore on 3/4 of the ranks",
+    "plan_s": ("plan of a save, each rank", 1e3, "ms"),
+    "part_s": ("part, each rank", 1e3, "ms"),
+    "part_bytes": ("part, size", 1e-3, "kB"),
+    "commit_s": ("commit, rank 0", 1.0, "s"),
+    "commit_again_s": ("commit of a structure seen before", 1.0, "s"),
+    "commit_cpu_s": ("commit, processor time", 1.0, "s"),
+    "restore_plan_s": ("plan of a restore on 3/4 of the ranks", 1.0, "s"),
+    "parts_read": ("parts that it reads", 1.0, ""),
+    "place_s": ("holders of copies, each rank", 1e3, "ms"),
+    "commit_grown_bytes": ("memory of a commit", 1e-6, "MB"),
+    "plan_grown_bytes": ("memory of plan and part", 1e-6, "MB"),
+    "restore_grown_bytes": ("memory of a restore's plan", 1e-6, "MB"),
+    "place_grown_bytes": ("memory of the holders", 1e-6, "MB"),
 }
+"""Quantities of `scale.py`: label, factor and unit."""
 STARTS = (
     ("construct_s", "import and construction, no optimizer", "0.15 s"),
     ("construct-optimizer_s", "import and construction, after an optimizer", "0.15 s"),
@@ -333,15 +342,26 @@ def render_crowded(documents: list[dict[str, Any]]) -> str:
 
 
 def render_scale(documents: list[dict[str, Any]]) -> str:
-    """The Markdown of `scale.py`: a line for each layout and number of ranks, the newest."""
-    rows: dict[tuple[str, int], list[str]] = {}
+    """The Markdown of `scale.py`: a line for each layout and quantity, with a column for each world."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
     for row in (row for document in documents for row in document["rows"]):
-        found = {key: statistics.median(values) for key, values in row["values"].items()}
-        cells = [f"{found[key]:.3g} s" for key in SCALE] + [f"{found['parts_read']:.0f}"]
-        rows.setdefault((row["kind"], row["world_size"]), [row["kind"], str(row["world_size"]), *cells])
-    facts = columns.facts(documents[0]["machine"], rounds=None)
-    headings = ["layout", "ranks", *SCALE.values(), "parts it reads"]
-    return f"_{facts}_\n\n" + _table(headings, [rows[key] for key in sorted(rows)])
+        values = {key: statistics.median(spread) for key, spread in row["values"].items()}
+        found.setdefault((row["kind"], row["world_size"]), values)
+    worlds = sorted({world for _, world in found})
+    rows = [
+        [kind, label, *(_scaled(found.get((kind, world), {}).get(key), factor, unit) for world in worlds)]
+        for kind in sorted({kind for kind, _ in found})
+        for key, (label, factor, unit) in SCALE.items()
+    ]
+    loads = [row["load"] for row in documents[0]["rows"] if "load" in row]
+    busy = f"; load of other programs {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+    facts = columns.facts(documents[0]["machine"], rounds=None) + busy
+    headings = ["layout", "", *(f"{world} ranks" for world in worlds)]
+    return f"_{facts}_\n\n" + _table(headings, rows)
+
+
+def _scaled(value: float | None, factor: float, unit: str) -> str:
+    return "-" if value is None else f"{value * factor:.3g} {unit}".rstrip()
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> str:

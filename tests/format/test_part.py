@@ -83,6 +83,24 @@ def test_parts_with_other_findings_have_the_same_files(value: Part, others: dict
 
 
 @settings(max_examples=50)
+@given(parts(), parts())
+def test_a_part_is_the_same_if_it_is_read_beside_another_and_shares_an_equal_catalog(
+    value: Part, other: Part
+) -> None:
+    like = part.parse(document(other), "other")
+    found = part.parse(document(value), "part", like=like)
+    assert found == value
+    again = part.parse(document(value), "part", like=found)
+    assert again == found
+    assert again.catalog_text is found.catalog_text
+    if found.catalog_text != like.catalog_text:
+        first, _, *rest = lines_of(value)
+        foreign = seal(b"\n".join((first, like.catalog_text, *rest)))
+        with pytest.raises(Corrupt, match="its catalog does not match its digest"):
+            part.parse(foreign, "part", like=like)
+
+
+@settings(max_examples=50)
 @given(parts())
 def test_a_part_round_trips(value: Part) -> None:
     found = part.parse(document(value), "part")

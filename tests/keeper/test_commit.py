@@ -65,6 +65,23 @@ def put_part(store: Store, rank: int, *, world_size: int = 2) -> None:
     store.put(names.part(5, 1, rank), parts.finish(make_draft(rank, catalog, world_size=world_size), file))
 
 
+def test_a_slow_read_of_a_part_does_not_hold_up_the_next_ones_and_the_manifest_has_all_in_order() -> None:
+    store = FaultyStore(MemoryStore())
+    store.properties = replace(store.properties, survives_host=True)
+    for rank in range(20):
+        put_part(store, rank, world_size=20)
+    gate = store.hold("get", matching=names.part(5, 1, 0))
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(commit, store, make_config("", 0, 20).writer, 5)
+        try:
+            wait_until(lambda: any(call.name == names.part(5, 1, 7) for call in store.calls("get")), 60)
+        finally:
+            gate.opened.set()
+        assert [file.rank for file in made.result().parts] == list(range(20))
+    read = [call.name for call in store.calls("get") if call.name.endswith("-a0001.json")]
+    assert sorted(read) == [names.part(5, 1, rank) for rank in range(20)]
+
+
 def test_eight_commits_at_once_write_one_manifest(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "home"))
     for rank in range(8):

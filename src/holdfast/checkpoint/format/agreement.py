@@ -45,9 +45,7 @@ def agree(texts: tuple[bytes, ...], catalog_of: tuple[int, ...]) -> Agreement:
         for text, ranks in zip(texts, ranks_of, strict=True)
     ]
     work = _Work(_MIN_WORK + sum(map(len, texts)))
-    tensors, disputed = dict(catalogs[0].tensors), dict[str, tuple[int, int]]()
-    if len(catalogs) > 1:
-        tensors, disputed = _unite(catalogs, ranks_of, work)
+    tensors, disputed = _unite(catalogs, ranks_of, work)
     tied = {alias: name for catalog in catalogs for alias, name in catalog.tied.items()}
     _check_held(tensors, catalogs, ranks_of)
     for name, (rank_a, rank_b) in disputed.items():
@@ -157,7 +155,7 @@ def _unite(
             ):
                 continue
             pair = ranks_of[first_in[name]][0], ranks_of[index][0]
-            are_listed = _are_listed(known, tensor)
+            are_listed = {type(one.partitioning) for one in (known, tensor)} == {ListedPartitioning}
             _check_alike(
                 name, known, tensor, pair, are_held_alike=are_listed or is_same(known.held_by, tensor.held_by)
             )
@@ -167,10 +165,6 @@ def _unite(
                 disputed.setdefault(name, pair)
     tensors |= _united(tensors, listed, work)
     return tensors, disputed
-
-
-def _are_listed(*tensors: Tensor) -> bool:
-    return all(isinstance(one.partitioning, ListedPartitioning) for one in tensors)
 
 
 def _united(
@@ -241,8 +235,6 @@ def _check_held(
         indices = holding.get(id(tensor.held_by))
         if indices is None:
             indices = holding[id(tensor.held_by)] = _catalogs_of(name, tensor.held_by, index_of)
-        if len(catalogs) == 1:
-            continue
         for index, rank in indices.items():
             if name not in catalogs[index].tensors:
                 have = next(r[0] for r, one in zip(ranks_of, catalogs, strict=True) if name in one.tensors)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -33,7 +32,6 @@ from holdfast.checkpoint.format.sections import MAX_PART_BYTES, SectionRows, Sec
 from holdfast.errors import Corrupt
 from holdfast.system.documents import MAX_COUNT, Count, decode_as
 
-_get_start = operator.itemgetter(3)
 Ancestors = tuple[CheckpointId, ...]  # checkpoints that led to one by restores, oldest first
 _Starts = tuple[Count, ...]
 _FileSizes = tuple[Count, Annotated[int, Meta(ge=1, le=MAX_COUNT)]]  # bytes of a file, and of its chunks
@@ -96,7 +94,7 @@ class Part(PartFacts, frozen=True, dict=True):
     @property
     def num_shards(self) -> int:
         """Number of shards that the catalog assigns to this rank, counted without parsing their starts."""
-        return 0 if self.starts_text == b"[]" else self.starts_text.count(b",") + 1
+        return _count_integers(self.starts_text)
 
     @cached_property
     def catalog_starts(self) -> tuple[int, ...]:
@@ -126,7 +124,7 @@ class Part(PartFacts, frozen=True, dict=True):
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Byte offset of each shard in its data file."""
-        return (*self.catalog_starts, *map(_get_start, self.own))
+        return (*self.catalog_starts, *(start for *_, start in self.own))
 
     @property
     def files(self) -> dict[str, DataFile]:
@@ -204,24 +202,24 @@ def differ_in_watches_only(own: bytes, other: bytes, what: str) -> bool:
     return first == second
 
 
-def parse(document: bytes, what: str) -> Part:
-    """Parse a part; its catalog and starts are parsed at the first use."""
-    head, *lines = unseal_lines(document, what)
+def parse(document: bytes, what: str, *, like: Part | None = None) -> Part:
+    """Parse a part; its catalog and starts are parsed at the first use. A catalog as in `like` is shared."""
+    head, *lines = unseal_lines(document, what, known=b"" if like is None else like.catalog_text)
     try:
-        return _parse(VERSIONS.read(head, what), lines, what)
+        return _parse(VERSIONS.read(head, what), lines, what, like)
     except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
 
 
-def _parse(members: _PartMembers, lines: list[bytes], what: str) -> Part:
+def _parse(members: _PartMembers, lines: list[bytes], what: str, like: Part | None) -> Part:
     sizes = [one for one in (members.file, members.frozen) if one is not None]
     if len(lines) != 2 + len(sizes):
         raise ValueError(f"it has {max(0, len(lines) - 2)} lines of hashes for {len(sizes)} files")
     catalog, starts, *hashes = lines
-    if digest(catalog) != members.catalog:
+    found = like.catalog_digest if like and catalog is like.catalog_text else digest(catalog)
+    if found != members.catalog:
         raise ValueError("its catalog does not match its digest")
-    if not _has_form_of_integers(starts):
-        raise ValueError("its starts are not an array of integers")
+    _count_integers(starts)
     if members.rank >= members.world_size:
         raise ValueError(f"it is of rank {members.rank} of {members.world_size}")
     for name, dtype, shape, _ in members.own:
@@ -239,13 +237,14 @@ def _parse(members: _PartMembers, lines: list[bytes], what: str) -> Part:
     )
 
 
-def _has_form_of_integers(line: bytes) -> bool:
+@lru_cache(maxsize=4)  # most ranks have the same starts
+def _count_integers(line: bytes) -> int:
     # The integers are checked at their first use. A commit only counts them, for which digits with one comma
     # between two of them are enough.
-    items = line[1:-1]
-    if line[:1] + line[-1:] != b"[]" or items.translate(None, b"0123456789,"):
-        return False
-    return not items or b",," not in b",%b," % items
+    items, commas = line[1:-1], line.translate(None, b"0123456789")[1:-1]
+    if line[:1] + line[-1:] != b"[]" or commas.strip(b",") or (items and b",," in b",%b," % items):
+        raise ValueError("its starts are not an array of integers")
+    return len(commas) + 1 if items else 0
 
 
 def _file(sizes: tuple[int, int], line: bytes) -> DataFile:

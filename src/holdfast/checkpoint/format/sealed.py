@@ -35,8 +35,10 @@ def seal(body: bytes) -> bytes:
     return _OPEN + digest(body).encode() + b'",' + body[1:]
 
 
-def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
-    """Check the seal of a document, and return its lines without the seal."""
+def unseal_lines(
+    document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, known: bytes = b""
+) -> list[bytes]:
+    """Check the seal of a document, and return its lines without the seal. One like `known` is `known`."""
     if len(document) > max_bytes:
         raise Corrupt(
             f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
@@ -51,11 +53,13 @@ def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BY
             f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found}).", key=what
         )
     lines: list[bytes] = []
-    start, stop = _HEAD_BYTES, document.find(b"\n", _HEAD_BYTES)
-    while stop >= 0:  # not split(), which would need a copy of all lines first
-        lines.append(document[start:stop])
-        start, stop = stop + 1, document.find(b"\n", stop + 1)
-    lines.append(document[start:])
+    start = _HEAD_BYTES
+    while start <= len(document):  # not split(), which would need a copy of all lines first
+        stop = document.find(b"\n", start)
+        stop = len(document) if stop < 0 else stop
+        is_known = stop - start == len(known) and document.startswith(known, start)
+        lines.append(known if is_known else document[start:stop])
+        start = stop + 1
     lines[0] = b"{" + lines[0]
     return lines
 

@@ -59,13 +59,14 @@ class PartSections:
         self._names: dict[str, tuple[str, ...]] = {}  # in the catalogs that were parsed
         self._digests: list[str] = []  # by rank
 
-    def add(self, part: Part) -> None:
-        """Add the next rank's part."""
+    def add(self, part: Part) -> Part:
+        """Add the next rank's part, and return it."""
         self.step, self.world_size, self.ancestors = part.step, part.world_size, part.ancestors
         for name, section in part.watches.items():
             self.by_watch.setdefault(name, {})[part.rank] = section
         self._catalogs.setdefault(part.catalog_digest, (part.catalog_text, part.what))
         self._digests.append(part.catalog_digest)
+        return part
 
     def tensor_names(self, rank: int) -> tuple[str, ...]:
         """Return the names of a rank's tensors, in the order of its catalog."""

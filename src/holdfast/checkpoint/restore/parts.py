@@ -32,6 +32,7 @@ class Parts:
         self.manifest = manifest
         self.store = store
         self._parts: dict[int, Part] = {}
+        self._structures: dict[int, list[int]] = {}  # by rank
         self._shards: dict[int, dict[str, list[tuple[Shard, int]]]] = {}
 
     def part(self, rank: int) -> Part:
@@ -90,11 +91,11 @@ class Parts:
 
     def structures(self, rank: int) -> list[int]:
         """Return one rank per distinct catalog, `rank` itself first. Their parts hold all values."""
-        own = rank % self.manifest.world_size
-        first_of = {self.manifest.parts[own].catalog: own}
-        for part in self.manifest.parts:
-            first_of.setdefault(part.catalog, part.rank)
-        return list(first_of.values())
+        own, parts = rank % self.manifest.world_size, self.manifest.parts
+        if own not in self._structures:  # once: thousands of names may ask for it
+            first_of = {one.catalog: one.rank for one in reversed(parts) if one.catalog != parts[own].catalog}
+            self._structures[own] = [own, *sorted(first_of.values())]
+        return self._structures[own]
 
     def value_index(self) -> ValueIndex | None:
         """Return the index of the values that the ranks have divided; None if each has saved its own."""

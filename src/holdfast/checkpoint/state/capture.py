@@ -51,10 +51,8 @@ def catalog_of(captured: CapturedState) -> Catalog:
     dtypes = {name: NAMES[captured.tensors[name].dtype] for name in shardings}
     sizes = {name: math.prod(one.shape) * ITEM_BYTES[dtypes[name]] for name, one in shardings.items()}
     chosen = assign(sizes, shardings)
-    held_by: dict[int, tuple[int, ...]] = {}  # by id of a layout: thousands of tensors share a few
-    for sharding in shardings.values():
-        if id(sharding.layout) not in held_by:
-            held_by[id(sharding.layout)] = tuple(sorted(sharding.layout.holders))
+    layouts = {id(one.layout): one.layout for one in shardings.values()}  # thousands of tensors share a few
+    held_by = {number: tuple(sorted(layout.holders)) for number, layout in layouts.items()}
     tensors = {
         name: Tensor(dtypes[name], one.shape, chosen[name], held_by[id(one.layout)], name in structure.frozen)
         for name, one in shardings.items()

@@ -66,11 +66,10 @@ class ShardLayout:
     @functools.cached_property
     def _indices(self) -> dict[int, tuple[int, ...]]:
         """Indices of the regions that each rank holds."""
-        found: dict[int, set[int]] = {}
-        for ranks in self.copies:
-            for index, rank in enumerate(ranks):
-                found.setdefault(rank, set()).add(index)
-        return {rank: tuple(sorted(indices)) for rank, indices in found.items()}
+        found: dict[int, tuple[int, ...]] = {}
+        for index, rank in ((index, rank) for ranks in self.copies for index, rank in enumerate(ranks)):
+            found[rank] = (index,) if rank not in found else tuple(sorted({*found[rank], index}))
+        return found
 
 
 class Sharding(Struct, frozen=True):

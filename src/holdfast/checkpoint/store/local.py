@@ -351,20 +351,19 @@ class LocalStore(Store):
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        path = self.path(name)
         with self._rooted() as root:
             if root is None:
-                raise NotFound(f"{path} does not exist.", key=name)
+                raise NotFound(f"{self.path(name)} does not exist.", key=name)
             try:
-                fd = open_regular(root, name, os.O_RDONLY)
+                fd = open_regular(root, check_name(name), os.O_RDONLY)
             except (FileNotFoundError, NotADirectoryError):
-                raise NotFound(f"{path} does not exist.", key=name) from None
+                raise NotFound(f"{self.path(name)} does not exist.", key=name) from None
             except IsADirectoryError:
-                raise NotFound(f"{path} is a directory, not an object.", key=name) from None
+                raise NotFound(f"{self.path(name)} is a directory, not an object.", key=name) from None
             except OSError as error:
                 if not is_foreign(error):
                     raise
-                raise Corrupt(f"Cannot read {path}: {why_foreign(error)}", key=name) from None
+                raise Corrupt(f"Cannot read {self.path(name)}: {why_foreign(error)}", key=name) from None
             with closing(fd):
                 yield fd
 

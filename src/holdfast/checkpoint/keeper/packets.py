@@ -26,16 +26,16 @@ def make_pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def send(end: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
+def send(end: socket.socket, message: Message, fds: tuple[int, ...] = (), *, flags: int = 0) -> None:
     """Send a message.
 
-    Blocks: while the socket is full.
+    Blocks: while the socket is full, unless `flags` of sendmsg(2) has MSG_DONTWAIT.
     """
-    send_encoded(end, encode(message), fds)
+    send_encoded(end, encode(message), fds, flags=flags)
 
 
 def send_encoded(end: socket.socket, packet: bytes, fds: tuple[int, ...] = (), *, flags: int = 0) -> None:
-    """Send an encoded message, as `send` does, with flags of sendmsg(2)."""
+    """Send an encoded message, as `send` does."""
     # Not socket.send_fds: up to Python 3.13 it drops its flags, and would block.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     end.sendmsg([packet], rights, flags)

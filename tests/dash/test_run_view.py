@@ -16,7 +16,7 @@ from holdfast.errors import NotFound
 from holdfast.jobs.dash import pages
 from holdfast.jobs.dash.pages import RunPlace, find_place
 from holdfast.watch.report import kept_readings
-from holdfast.watch.report.figures.curves import curves
+from holdfast.watch.report.figures import curves
 from holdfast.watch.report.style import framed
 from holdfast.watch.report.summary import read_summary
 from jobs.harness import JobHarness

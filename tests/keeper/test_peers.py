@@ -25,9 +25,9 @@ from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.keeper.config import KeeperConfig, PeerAddress, PeersConfig, TlsFiles
 from holdfast.checkpoint.keeper.inbox import StagedSave
 from holdfast.checkpoint.keeper.messages import ArenaLayout, ArenaReleased, CopyEnded, SubmitSave
-from holdfast.checkpoint.keeper.peers import conversation, sender
+from holdfast.checkpoint.keeper.peers import conversation
 from holdfast.checkpoint.keeper.peers.conversation import Conversation, Hello, Offer, Welcome, answer, call
-from holdfast.checkpoint.keeper.peers.mirror import Mirror
+from holdfast.checkpoint.keeper.peers.mirror import Mirror, OwnCopy, PeerSender
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Corrupt, Denied, HoldfastError, RetryLater
 from keeper.test_commit import make_config, make_draft, make_image
@@ -395,9 +395,9 @@ def node() -> Iterator[Node]:
     listener.close()
 
 
-def caller_of(port: int, node: Node) -> sender.PeerSender:
+def caller_of(port: int, node: Node) -> PeerSender:
     ends = node.__dict__.setdefault("ends", [])
-    return sender.PeerSender(
+    return PeerSender(
         PeerAddress(0, HERE, port),
         1,
         PEERS_OF_1,
@@ -405,12 +405,12 @@ def caller_of(port: int, node: Node) -> sender.PeerSender:
     )
 
 
-def own_copy(step: int) -> sender.OwnCopy:
+def own_copy(step: int) -> OwnCopy:
     image, catalog = make_image(1)
     file = parts.DataFile(len(image), 32 << 10, "")
     file = replace(file, hashes=digest(image))
     document = parts.finish(make_draft(1, catalog, step=step), file)
-    return sender.OwnCopy(step, document, (memoryview(image),))
+    return OwnCopy(step, document, (memoryview(image),))
 
 
 def test_a_recorded_conversation_cannot_be_repeated(node: Node) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.keeper.peers.placement import RankPlace, place_copies, writers_of
+from holdfast.checkpoint.run.mirroring import RankPlace, place_copies, writers_of
 
 
 @st.composite

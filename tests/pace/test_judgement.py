@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.watch.pace.judgement import PaceJudge
-from holdfast.watch.pace.windows import PaceWindow, RankWindow, SlowPeriod
+from holdfast.watch.pace.windows import PaceJudge, PaceWindow, RankWindow, SlowPeriod
 
 NOISE = random.Random(1)
 

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint.keeper.pulse import Pulse, PulseReader
-from holdfast.watch.pace.judgement import PaceJudge
 from holdfast.watch.pace.sampler import NAME, Activity, ActivitySampler, activity_of
 from holdfast.watch.pace.windows import (
     CAUSES,
     QUEUE_CAUSE,
+    PaceJudge,
     PaceWindow,
     RankWindow,
     SlowPeriod,

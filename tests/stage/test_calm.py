@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import SGD
 
 import holdfast
-from holdfast.checkpoint.stage.calm import CalmTensors
+from holdfast.checkpoint.stage.stager import CalmTensors
 from holdfast.checkpoint.stage.watch import Watcher
 from holdfast.errors import InvalidInput, SaveWarning
 from stage.training import (

@@ -16,7 +16,7 @@ from torch.optim import SGD
 from campaigns import tears
 from campaigns.tears import KINDS, run_case
 from holdfast.checkpoint.stage import stager, watch
-from holdfast.checkpoint.stage.calm import Repeats
+from holdfast.checkpoint.stage.stager import Repeats
 from holdfast.cli import main
 from holdfast.errors import InvalidInput, SaveWarning
 from stage.training import (

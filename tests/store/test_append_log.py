@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from holdfast.checkpoint.store import append_log
-from holdfast.checkpoint.store.append_log import AppendLogs
+from holdfast.checkpoint.store import bucket
+from holdfast.checkpoint.store.bucket import AppendLogs
 from holdfast.errors import RetryLater
 
 
@@ -49,7 +49,7 @@ def log(place: Place) -> AppendLogs:
 def test_lines_are_written_in_the_background(
     place: Place, log: AppendLogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
+    monkeypatch.setattr(bucket, "LOG_PAUSE_S", 0.01)
     log.append("a", b"one\n")
     assert place.written.wait(600)
     assert place.objects["a"] == b"one\n"
@@ -76,7 +76,7 @@ def test_flush_writes_only_what_has_changed(place: Place, log: AppendLogs) -> No
 def test_a_failed_write_is_reported_at_the_next_line_and_retried(
     place: Place, log: AppendLogs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(append_log, "PAUSE_S", 0.01)
+    monkeypatch.setattr(bucket, "LOG_PAUSE_S", 0.01)
     place.is_down = True
     log.append("a", b"1\n")
     failure, lines = "", 1
@@ -97,7 +97,7 @@ def test_a_failed_write_is_reported_at_the_next_line_and_retried(
 
 
 def test_a_log_is_bounded(place: Place, log: AppendLogs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append_log, "MAX_BYTES", 10)
+    monkeypatch.setattr(bucket, "MAX_LOG_BYTES", 10)
     log.append("a", b"x" * 10)
     with pytest.raises(RetryLater, match="nothing was appended"):
         log.append("a", b"y")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast.checkpoint.run.tiers import check_disjoint
 from holdfast.checkpoint.store import open_store
-from holdfast.checkpoint.store.overlap import check_disjoint
 from holdfast.errors import InvalidInput
 
 PAIRS = [

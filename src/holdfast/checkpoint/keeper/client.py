@@ -425,10 +425,11 @@ class Keeper:
 
     def _trusted_config(self) -> KeeperConfig:
         """Return the configuration of the next keeper; after two deaths in a row without the users' code."""
-        trusted = self._child_config.with_own_halves_only()
-        left_out = [one.name for one in self._child_config.watches if one not in trusted.watches]
+        watches = self._child_config.watches
+        trusted = tuple(one for one in watches if one.keeper.startswith("holdfast."))
+        left_out = [one.name for one in watches if one not in trusted]
         if left_out and self._num_deaths >= _MAX_DEATHS_WITH_USERS_CODE:
-            self._child_config = trusted
+            self._child_config = replace(self._child_config, watches=trusted)
             with self._lock:
                 self._add_problem(
                     f"The keeper of rank {self.config.rank} has died {self._num_deaths} times in a row. The "

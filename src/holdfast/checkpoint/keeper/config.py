@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from holdfast.checkpoint.home.listing import WriterId
 from holdfast.checkpoint.retention import Keep
@@ -79,10 +78,6 @@ class KeeperConfig(Struct, frozen=True):
     healthy_back: Count | None = None  # also keep a healthy checkpoint this many steps before the newest
     watches: tuple[WatchConfig, ...] = ()
     peers: PeersConfig | None = None
-
-    def with_own_halves_only(self) -> KeeperConfig:
-        """Return this configuration without halves of watches that are not part of Holdfast."""
-        return replace(self, watches=tuple(one for one in self.watches if one.keeper.startswith("holdfast.")))
 
     @property
     def writer(self) -> WriterId:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
@@ -25,12 +26,12 @@ EncodedMetrics: TypeAlias = Mapping[str, EncodedMetric]
 _WHAT = "a message between trainer and keeper"
 
 
-class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
+class KindMessage(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
     """Base of the messages, which have the name of their class as the member `kind`."""
 
 
 # -- from the trainer ----------------------------------------------------------------------------------------
-class Configure(_Message, frozen=True):
+class Configure(KindMessage, frozen=True):
     """Configuration of the keeper. Sent first, and once."""
 
     config: KeeperConfig
@@ -42,6 +43,15 @@ class Image(Struct, frozen=True):
     name: str
     offset: Count
     num_bytes: Count
+
+
+def lay_out_images(sizes: Iterable[tuple[str, int]]) -> tuple[tuple[Image, ...], int]:
+    """Return images of these names and sizes, each from the start of a page, and the size of all."""
+    images, end = list[Image](), 0
+    for name, num_bytes in sizes:
+        images.append(Image(name, end, num_bytes))
+        end += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return tuple(images), end
 
 
 class ArenaLayout(Struct, frozen=True):
@@ -60,7 +70,7 @@ class ArenaLayout(Struct, frozen=True):
         return data, Image(names.frozen(step, attempt, rank), self.frozen_at, self.frozen_bytes)
 
 
-class SubmitSave(_Message, frozen=True):
+class SubmitSave(KindMessage, frozen=True):
     """Staged save, sent with the descriptors of its arena and its draft."""
 
     step: Count
@@ -74,7 +84,7 @@ class SubmitSave(_Message, frozen=True):
     of_steps: Mapping[str, Count] = {}  # of metrics recorded for another step
 
 
-class ResumeCommit(_Message, frozen=True):
+class ResumeCommit(KindMessage, frozen=True):
     """Save that an earlier keeper of this rank has persisted; only its commit is left."""
 
     step: Count
@@ -82,34 +92,34 @@ class ResumeCommit(_Message, frozen=True):
     to_home: bool
 
 
-class DropSave(_Message, frozen=True):
+class DropSave(KindMessage, frozen=True):
     """Save without a copy on this rank, so that no rank can commit it."""
 
     step: Count
     reason: str
 
 
-class DrainCheckpoint(OfCheckpoint, _Message, frozen=True):
+class DrainCheckpoint(OfCheckpoint, KindMessage, frozen=True):
     """Checkpoint of the local tier to be sent home."""
 
     attempt: Count
     step: Count
 
 
-class DrainBest(_Message, frozen=True):
+class DrainBest(KindMessage, frozen=True):
     """Steps of this attempt's best saves. They stay in the local folder until they are in home."""
 
     steps: tuple[Count, ...]
     is_due: bool = False  # send them home now, beside a save that is due there
 
 
-class DeleteStep(_Message, frozen=True):
+class DeleteStep(KindMessage, frozen=True):
     """Step whose checkpoints are deleted once a newer one is complete."""
 
     step: Count
 
 
-class UpdateMetrics(_Message, frozen=True):
+class UpdateMetrics(KindMessage, frozen=True):
     """Metrics of a save, in place of those submitted with it."""
 
     step: Count
@@ -117,20 +127,20 @@ class UpdateMetrics(_Message, frozen=True):
     of_steps: Mapping[str, Count] = {}
 
 
-class MarkComplete(OfCheckpoint, _Message, frozen=True):
+class MarkComplete(OfCheckpoint, KindMessage, frozen=True):
     """Checkpoint that is complete, though its files are in folders of several hosts."""
 
     attempt: Count
     step: Count
 
 
-class KeepCopies(_Message, frozen=True):
+class KeepCopies(KindMessage, frozen=True):
     """Steps whose copies in memory are still needed, here and on peers."""
 
     steps: tuple[Count, ...]
 
 
-class RecordEvent(_Message, frozen=True):
+class RecordEvent(KindMessage, frozen=True):
     """Event of the trainer, for the history of the run."""
 
     event: str
@@ -143,26 +153,26 @@ class RecordEvent(_Message, frozen=True):
     members: Mapping[str, Any] | None = None
 
 
-class Ping(_Message, frozen=True):
+class Ping(KindMessage, frozen=True):
     """Request for a `Pong`, to detect a keeper that is stopped or frozen."""
 
 
-class TextShown(_Message, frozen=True):
+class TextShown(KindMessage, frozen=True):
     """Reply to a `ShowText`: the trainer has printed the text."""
 
 
-class Close(_Message, frozen=True):
+class Close(KindMessage, frozen=True):
     """End of the conversation. The keeper completes what it has, and exits."""
 
     frees_memory: bool  # no later attempt needs the contents of its memory
 
 
 # -- from the keeper -----------------------------------------------------------------------------------------
-class Pong(_Message, frozen=True):
+class Pong(KindMessage, frozen=True):
     """Reply to a `Ping`."""
 
 
-class ArenaReleased(_Message, frozen=True):
+class ArenaReleased(KindMessage, frozen=True):
     """Arena that may be used again."""
 
     arena: Count
@@ -173,14 +183,14 @@ Stage: TypeAlias = Literal["persisted", "durable", "in home"]
 it is complete in home."""
 
 
-class SaveReached(_Message, frozen=True):
+class SaveReached(KindMessage, frozen=True):
     """Save that has reached a stage."""
 
     step: Count
     stage: Stage
 
 
-class SaveFailed(_Message, frozen=True):
+class SaveFailed(KindMessage, frozen=True):
     """Save that will not be committed, or not be sent home. After a Conflict, a newer attempt has the run."""
 
     step: Count
@@ -189,28 +199,28 @@ class SaveFailed(_Message, frozen=True):
     in_home: bool = False  # it is committed in the local tier
 
 
-class CopyEnded(_Message, frozen=True):
+class CopyEnded(KindMessage, frozen=True):
     """Save that all peers hold now, or one of them never will."""
 
     step: Count
     failure: str = ""  # why a peer does not hold it
 
 
-class SaveDelayed(_Message, frozen=True):
+class SaveDelayed(KindMessage, frozen=True):
     """Save that waits, and its reason. The keeper tries again."""
 
     step: Count
     detail: str
 
 
-class WarnOf(_Message, frozen=True):
+class WarnOf(KindMessage, frozen=True):
     """Text that the trainer warns of at its next call."""
 
     text: str
     is_of_watch: bool = False
 
 
-class ShowText(_Message, frozen=True):
+class ShowText(KindMessage, frozen=True):
     """Text for the trainer to print."""
 
     text: str
@@ -218,15 +228,15 @@ class ShowText(_Message, frozen=True):
 
 
 # -- between a keeper and a later attempt --------------------------------------------------------------------
-class RequestImages(_Message, frozen=True):
+class RequestImages(KindMessage, frozen=True):
     """Request for all file images that the keeper has in memory."""
 
 
-class FreeImages(_Message, frozen=True):
+class FreeImages(KindMessage, frozen=True):
     """Request to free the memory. The keeper then exits."""
 
 
-class ArenaImages(_Message, frozen=True):
+class ArenaImages(KindMessage, frozen=True):
     """Images in one arena, sent with its descriptor. After the last one the connection is closed."""
 
     images: tuple[Image, ...]

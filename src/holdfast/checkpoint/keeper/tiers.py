@@ -38,7 +38,7 @@ class KeeperTiers:
         self._in_work = in_work
         self._newest: CheckpointId | None = None  # newest that was finished here, and not deleted before that
         self._in_home: CheckpointId | None = None  # newest that this keeper has drained
-        self._delayed: list[Callable[[], None]] = []
+        self.delayed: list[Callable[[], None]] = []  # by a failing store
         self._drain: Drain | None = None
         if components.home is not None:
             self._drain = Drain(components, components.home, self._is_complete, self._on_arrived)
@@ -142,14 +142,9 @@ class KeeperTiers:
             )
         self._deletion.request()
 
-    @property
-    def has_delayed(self) -> bool:
-        """True if a failing store has delayed something."""
-        return bool(self._delayed)
-
     def retry_delayed(self) -> None:
         """Repeat what a failing store has delayed."""
-        delayed, self._delayed = self._delayed, []
+        delayed, self.delayed = self.delayed, []
         for act in delayed:
             self._now_or_later(act)
 
@@ -157,7 +152,7 @@ class KeeperTiers:
         try:
             act()
         except TRANSIENT_ERRORS:
-            self._delayed.append(act)
+            self.delayed.append(act)
 
     def join_retention(self) -> None:
         """Wait until everything superfluous is deleted."""

@@ -222,7 +222,7 @@ class Worker:
         """Return the time until the next check; None for no limit."""
         if self._pending:
             return max(0.0, min(save.next_look_s for save in self._pending) - time.monotonic())
-        return _LAST_LOOK_S if self._tiers.has_delayed or self._late_metrics else None
+        return _LAST_LOOK_S if self._tiers.delayed or self._late_metrics else None
 
     def _handle(self, item: Received) -> None:
         match item:

@@ -17,7 +17,7 @@ from holdfast.checkpoint.keeper import ArenaLayout, Keeper, Save
 from holdfast.checkpoint.ranks import RankGroup
 from holdfast.checkpoint.run.metrics import MetricsBuffer
 from holdfast.checkpoint.run.watching import Watching
-from holdfast.checkpoint.stage import WITNESS_ALIGNMENT, Arena, Arenas, SavePlan, Stager, Staging
+from holdfast.checkpoint.stage import Arena, Arenas, SavePlan, Stager, Staging, aligned
 from holdfast.checkpoint.state import CapturedState, State, catalog_of, shared_tensors
 from holdfast.errors import HoldfastError, InvalidInput, RetryLater
 from holdfast.system.failpoint import failpoint
@@ -145,7 +145,7 @@ class Pipeline:
             groups = [turns for copies in self._wanted.values() for turns in copies.groups]
             named = {name for turns in groups for turn in turns for name in turn}
             self._witnesses = tuple(name for name in self._shared if name in named and name not in written)
-            sizes = {name: _aligned(captured.tensors[name].nbytes) for name in self._witnesses}
+            sizes = {name: aligned(captured.tensors[name].nbytes) for name in self._witnesses}
             most = sum(max(sum(sizes.get(name, 0) for name in turn) for turn in turns) for turns in groups)
             plan = SavePlan(captured, catalog, rank, self._witnesses, most)
             self.plan = plan if self._has_room(plan) else SavePlan(captured, catalog, rank)
@@ -167,7 +167,7 @@ class Pipeline:
                 else:
                     num_bytes = plan.witness_sizes[index - len(plan.names)]
                     at = starts.setdefault(index, end)
-                    end += _aligned(num_bytes) if at == end else 0
+                    end += aligned(num_bytes) if at == end else 0
                 if num_bytes:
                     placed.append(PlacedCopy(watch, self._shared[name], index, at, num_bytes))
         return placed
@@ -321,7 +321,3 @@ def _arena_layout(plan: SavePlan, staging: Staging) -> ArenaLayout:
     return ArenaLayout(
         plan.file.file_bytes, plan.frozen_at, plan.frozen_file.file_bytes, staging.is_frozen_unchanged
     )
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // WITNESS_ALIGNMENT) * WITNESS_ALIGNMENT

@@ -74,13 +74,10 @@ class Saves:
         """True if the last save was torn: the next step replaces it."""
         return self._last is not None and self._last.is_torn
 
-    def note_tear(self) -> None:
-        """Copy more at once from now on, if only another rank's save was torn."""
-        if self._last is not None:
-            self._note_tear(self._last)
-
-    def _note_tear(self, pending: PendingCopy) -> None:
-        if pending.save.step != self._torn_elsewhere and not pending.is_torn:
+    def note_tear(self, pending: PendingCopy | None = None) -> None:
+        """Copy more at once from now on, if only another rank's save, by default the last one, was torn."""
+        pending = pending or self._last
+        if pending is not None and pending.save.step != self._torn_elsewhere and not pending.is_torn:
             self._torn_elsewhere = pending.save.step
             self._stager.repeats.record_torn_elsewhere()
 
@@ -124,7 +121,7 @@ class Saves:
         by_keeper = pending.is_torn and not pending.staging.torn  # else the stager has counted it
         self._stager.distrust_frozen(for_long=by_keeper)
         if self._has_others and isinstance(error, InvalidInput):
-            self._note_tear(pending)  # also in loops that never call should_save()
+            self.note_tear(pending)  # also in loops that never call should_save()
         if self._failing_since_s is None:
             self._failing_since_s = pending.save.began_s
         self._overdue.fail()

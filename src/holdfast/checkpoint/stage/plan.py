@@ -69,9 +69,9 @@ class SavePlan:
 
         frozen_bytes = self.frozen_file.file_bytes if self.frozen_file else 0
         self.num_bytes = self.file.file_bytes + frozen_bytes
-        self.frozen_at = _aligned(self.file.file_bytes, mmap.PAGESIZE)  # offset of its image in the arena
+        self.frozen_at = aligned(self.file.file_bytes, mmap.PAGESIZE)  # offset of its image in the arena
         self.image_bytes = self.frozen_at + frozen_bytes if frozen_bytes else self.file.file_bytes
-        self.witness_at = _aligned(self.image_bytes, WITNESS_ALIGNMENT)  # offset of them in the arena
+        self.witness_at = aligned(self.image_bytes)  # offset of them in the arena
         self.arena_bytes = self.witness_at + witness_bytes if witness_bytes else self.image_bytes
 
         added = dict(enumerate(self.witnesses, len(shards)))
@@ -129,5 +129,6 @@ class SavePlan:
         return prepare
 
 
-def _aligned(num_bytes: int, to: int) -> int:
+def aligned(num_bytes: int, to: int = WITNESS_ALIGNMENT) -> int:
+    """Return the next multiple of an alignment, by default of that of witnesses."""
     return -(-num_bytes // to) * to

@@ -33,7 +33,7 @@ from holdfast.jobs.output import LogReader, interleaved, texts
 from holdfast.jobs.records import Records
 from holdfast.system.documents import to_plain
 from holdfast.system.units import plural
-from holdfast.watch.report.figures.curves import curves
+from holdfast.watch.report.figures import curves
 from holdfast.watch.report.kept_readings import KeptReadings
 from holdfast.watch.report.page import headline, headline_numbers, make_page
 from holdfast.watch.report.style import framed

@@ -20,12 +20,13 @@ from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.checkpoint.watch import ActionWatch, WatchedRun
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.system.units import Duration, parse_duration
-from holdfast.watch.pace.judgement import FACTOR, PaceJudge
 from holdfast.watch.pace.sampler import NAME, ActivitySampler
 from holdfast.watch.pace.windows import (
     BEGUN,
     EVENT,
+    FACTOR,
     OVER,
+    PaceJudge,
     PaceWindow,
     RankWindow,
     SlowPeriod,

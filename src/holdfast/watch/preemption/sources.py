@@ -196,7 +196,8 @@ class Gcp(Cloud):
 
     @override
     def poll(self) -> Notice | None:
-        path, timeout_s = f"/computeMetadata/v1/instance/{GCP_VALUES[self.name][0]}", 2.0
+        value, announced, detail = GCP_VALUES[self.name]
+        path, timeout_s = f"/computeMetadata/v1/instance/{value}", 2.0
         if self._etag is not None:  # waiting at once would miss a value that has already changed
             path += f"?wait_for_change=true&timeout_sec={self._wait_s}&last_etag={self._etag}"
             timeout_s += self._wait_s
@@ -205,12 +206,7 @@ class Gcp(Cloud):
             raise Unreachable(f"{self._base}{path}: status {response.status}")
         # An etag of 0 matches no value: without a real one, the next request returns at once.
         self._etag = response.headers.get("ETag", "0")
-        return self.parse(text.strip())
-
-    def parse(self, text: str) -> Notice | None:
-        """Return the notice that a value announces, or None."""
-        _, announced, detail = GCP_VALUES[self.name]
-        return Notice("gcp", detail) if text == announced else None
+        return Notice("gcp", detail) if text.strip() == announced else None
 
 
 GCP_VALUES: dict[str, tuple[str, str, str]] = {

@@ -20,10 +20,9 @@ import time
 from collections.abc import Iterator
 from typing import TypeAlias, TypeVar
 
-from msgspec import Struct
-
 from holdfast.checkpoint.format.limits import MAX_DOCUMENT_BYTES
 from holdfast.checkpoint.keeper.config import PeerAddress, TlsFiles
+from holdfast.checkpoint.keeper.messages import KindMessage
 from holdfast.checkpoint.keeper.persist import paced
 from holdfast.errors import Corrupt, Denied, RetryLater
 from holdfast.system.documents import Count, decode_as, to_plain
@@ -40,38 +39,34 @@ _COUNTER = struct.Struct("!Q")
 _PROTOCOL = b"holdfast peers 1"
 
 
-class _Message(Struct, frozen=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
-    """Base of the messages, which have the name of their class as the member `kind`."""
-
-
-class Hello(_Message, frozen=True):
+class Hello(KindMessage, frozen=True):
     """First message of a caller."""
 
     rank: Count  # whose files follow
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(KindMessage, frozen=True):
     """Reply of the holder. It proves the secret too."""
 
 
-class Offer(_Message, frozen=True):
+class Offer(KindMessage, frozen=True):
     """Copy that the caller offers. The part that describes its files follows."""
 
     step: Count
     keep: tuple[Count, ...]  # steps of earlier copies that the holder keeps beside it
 
 
-class Ready(_Message, frozen=True):
+class Ready(KindMessage, frozen=True):
     """Request for the files of the offered copy, one after the other."""
 
     has_frozen: bool  # not the file of the frozen tensors: an earlier copy has its bytes
 
 
-class Held(_Message, frozen=True):
+class Held(KindMessage, frozen=True):
     """Confirmation that the copy is in memory, and that all of its hashes are right."""
 
 
-class Refused(_Message, frozen=True):
+class Refused(KindMessage, frozen=True):
     """Refusal of a copy, and its reason. The conversation continues."""
 
     reason: str
@@ -207,15 +202,11 @@ def call(address: PeerAddress, secret: str, tls: TlsFiles | None) -> Conversatio
     """
     with _reported():
         end = socket.create_connection((address.host, address.port), OPENING_S)
-    return _open(end, secret, tls, is_caller=True)
+    return answer(end, secret, tls, is_caller=True)
 
 
-def answer(end: socket.socket, secret: str, tls: TlsFiles | None) -> Conversation:
+def answer(end: socket.socket, secret: str, tls: TlsFiles | None, *, is_caller: bool = False) -> Conversation:
     """Open the conversation that a caller has connected for; see `call`."""
-    return _open(end, secret, tls, is_caller=False)
-
-
-def _open(end: socket.socket, secret: str, tls: TlsFiles | None, *, is_caller: bool) -> Conversation:
     try:
         with _reported():
             end.settimeout(OPENING_S)

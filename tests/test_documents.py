@@ -102,6 +102,7 @@ class _Document(Struct):
         (_Document, {"weights": {"numbers": {"a": 1, "b": "x"}}}, "at `$.weights.numbers[...]`."),
         (_Document, {"weights": {"numbers": []}}, "Expected `object`, got `array` - at `$.weights.numbers`."),
         (list[dict[str, int]], [{"a": 1}, {"b": "x"}], "at `$[1][...]`."),
+        (dict[str, int], {"a": "\ud800"}, "surrogates not allowed."),
     ],
 )
 def test_an_error_names_the_member(kind: Any, value: Any, fault: str) -> None:

@@ -504,7 +504,7 @@ def _mutate_journal(data: bytes, chance: random.Random) -> bytes:
         base.deserialize(data)
         table, column = chance.choice(("fact", "entry", "sent", "problem")), chance.choice(("key", "value"))
         strange = (None, "x", b"\xff\xfe", -1, 2**62, 1.5, "[" * 5000, "9" * 5000, "null", "x" * 10**5)
-        text = chance.choice(base.execute(f"SELECT value FROM {table}").fetchall() or [("{}",)])[0]
+        text = chance.choice(base.execute(f"SELECT value FROM {table} LIMIT 9").fetchall() or [("{}",)])[0]
         value = chance.choice((*strange, mutate_bytes(str(text).encode(), chance).decode("utf-8", "replace")))
         if chance.randrange(6) == 0:
             recursive = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dash.conftest import WAITS
-from dash.driver import Page, browsing, missing_browser
+from dash.driver import Page, browsing, missing_browser, wait_until
 from dash.serving import serving
 from holdfast.checkpoint.store import open_store
 from holdfast.jobs.dash import pages
@@ -149,7 +149,9 @@ def test_the_report_opens_with_its_charts_and_without_rights(story: Story, tmp_p
     job = story.launch(f"{sys.executable} {TRAINING} {tmp_path / 'run'} 10 --every 5", name="gpt")
     story.jobs.wait(job)
     story.show(job)
-    page.open(page.wait("return document.querySelector('.runs a')?.href"))
+    url = page.wait("return document.querySelector('.runs a')?.href")
+    # If the reading takes longer than 3 s, the server asks the reader to come again.
+    wait_until(lambda: page.open(url) or "Ask again later." not in page.text(), page.text)
     page.wait("return document.body.dataset.drawn")
     assert (page.run("return document.body.dataset.failed"), page.text("h1")) == ("0", "run")
     assert page.run("return self.origin") == "null", "an origin of its own"

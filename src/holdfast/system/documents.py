@@ -172,7 +172,7 @@ def read_as(kind: Any, value: Any, what: str) -> Any:
     """
     try:
         return convert(value, kind, str_keys=True)
-    except ValidationError as error:  # also from a class with checks of its own
+    except (ValidationError, UnicodeEncodeError) as error:  # a check of a class, or `any_text`
         raise Corrupt(f"{what}: {str(error).rstrip('.')}.", key=what) from error
 
 

@@ -32,9 +32,9 @@ from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.commit import commit
 from holdfast.checkpoint.home.documents import read_manifest
 from holdfast.checkpoint.home.listing import WriterId
-from holdfast.checkpoint.keeper.peers.placement import RankPlace, place_copies, writers_of
 from holdfast.checkpoint.restore.fill import plan_fill
 from holdfast.checkpoint.restore.parts import Parts
+from holdfast.checkpoint.run.mirroring import RankPlace, place_copies, writers_of
 from holdfast.checkpoint.stage import SavePlan
 from holdfast.checkpoint.state import CapturedState, Sharding, catalog_of
 from holdfast.checkpoint.state.sharding import ShardLayout

@@ -19,7 +19,7 @@ REPOSITORY = f"{_SETTING[1]}/blob/main" if _SETTING and _SETTING[1] else ""
 GUIDES = (
     *("save", "train-by-epochs", "shuffle-and-resume", "change-a-resumed-run"),
     *("change-ranks", "use-a-bucket", "handle-preemption"),
-    *("failed-saves", "start-again-at-once", "survive-a-lost-host"),
+    *("failed-saves", "start-again-at-once", "survive-a-lost-host", "continue-on-fewer-hosts"),
     *("find-a-hang", "survive-a-loss-spike", "find-wrong-numbers"),
     *("look-inside", "read-a-report"),
     *("launch-a-job", "run-on-slurm-and-clouds"),

@@ -652,8 +652,6 @@ def _run_notice(data: bytes) -> None:
     azure._get = lambda path, timeout_s: text  # type: ignore[method-assign]
     with contextlib.suppress(Unreachable):
         azure.poll()
-    for name in sources.GCP_VALUES:
-        sources.Gcp(name).parse(text)
     with tempfile.NamedTemporaryFile() as out:
         out.write(data)
         out.flush()

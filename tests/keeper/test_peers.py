@@ -420,13 +420,13 @@ def test_a_recorded_conversation_cannot_be_repeated(node: Node) -> None:
     assert node.__dict__["ends"] == [(1, None)]
     before = node.held()
     with socket.create_connection((HERE, port_of(node.listener))) as end:
-        end.sendall(bytes(relay.recorded))
-        end.shutdown(socket.SHUT_WR)
         received = b""
-        with contextlib.suppress(ConnectionResetError):  # it is disconnected with what was not read
+        with contextlib.suppress(OSError):  # it is disconnected with what was not read, at any moment
+            end.sendall(bytes(relay.recorded))
+            end.shutdown(socket.SHUT_WR)
             while data := end.recv(1 << 16):
                 received += data
-    assert len(received) == 32  # only the number that the caller has to answer
+    assert len(received) in (0, 32)  # at most the number that the caller has to answer
     assert node.held() == before
 
 

@@ -38,7 +38,7 @@ def seal(body: bytes) -> bytes:
 def unseal_lines(
     document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, known: bytes = b""
 ) -> list[bytes]:
-    """Check the seal of a document, and return its lines without the seal, with `known` for an equal one."""
+    """Check the seal of a document, and return its lines without the seal. A line may share memory."""
     if len(document) > max_bytes:
         raise Corrupt(
             f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what

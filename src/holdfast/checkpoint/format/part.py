@@ -204,7 +204,7 @@ def differ_in_watches_only(own: bytes, other: bytes, what: str) -> bool:
 
 def parse(document: bytes, what: str, *, like: Part | None = None) -> Part:
     """Parse a part; its catalog and starts are parsed at the first use. A catalog as in `like` is shared."""
-    head, *lines = unseal_lines(document, what, known=b"" if like is None else like.catalog_text)
+    head, *lines = unseal_lines(document, what, common=b"" if like is None else like.catalog_text)
     try:
         return _parse(VERSIONS.read(head, what), lines, what, like)
     except (Corrupt, ValueError) as error:

@@ -36,9 +36,9 @@ def seal(body: bytes) -> bytes:
 
 
 def unseal_lines(
-    document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, known: bytes = b""
+    document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, common: bytes = b""
 ) -> list[bytes]:
-    """Check the seal of a document, and return its lines without the seal. A line may share memory."""
+    """Check the seal of a document, and return its lines without the seal: `common` where one equals it."""
     if len(document) > max_bytes:
         raise Corrupt(
             f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
@@ -57,8 +57,8 @@ def unseal_lines(
     while start <= len(document):  # not split(), which would need a copy of all lines first
         stop = document.find(b"\n", start)
         stop = len(document) if stop < 0 else stop
-        is_known = stop - start == len(known) and document.startswith(known, start)
-        lines.append(known if is_known else document[start:stop])
+        is_common = stop - start == len(common) and document.startswith(common, start)
+        lines.append(common if is_common else document[start:stop])
         start = stop + 1
     lines[0] = b"{" + lines[0]
     return lines

@@ -138,7 +138,7 @@ class _Supervisor:
             found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if found is not None:
                 status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-                with contextlib.suppress(RuntimeError):  # `_outcome` raises it again
+                with contextlib.suppress(RuntimeError):  # `_next` meets the same error
                     self._end(status)
 
         for number, handler in self._handlers.items():

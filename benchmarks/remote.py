@@ -62,7 +62,7 @@ class Subject:
         chunk_bytes = chunk_bytes_for(num_bytes)
         self.file = DataFile(num_bytes, chunk_bytes, hash_chunks(self.arena, chunk_bytes))
         self.part = Part(
-            *("bench", 1, 1, 0, 1, (), {}, ()), self.file, None, "", b"", b"[]", "the benchmark's part"
+            *("bench", 1, 1, 0, 1, (), {}, ()), self.file, None, "", b"", b"[]", "", 0, "the benchmark's part"
         )
 
     def free(self) -> None:

@@ -26,7 +26,7 @@ from holdfast.checkpoint.format.layout import (
 )
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.sealed import dumps, seal, unseal_lines
+from holdfast.checkpoint.format.sealed import dumps, seal
 from holdfast.checkpoint.format.sections import Mark, Section
 from holdfast.checkpoint.home.history import History, read_lines
 from holdfast.checkpoint.home.listing import candidates, list_home
@@ -141,7 +141,7 @@ def make_checkpoint(
         draft = part.draft(facts, [starts[shard.name] for shard in shared], catalog_text(catalog))
         document = part.finish(draft, files[False], files.get(True))
         store.put(names.part(step, attempt, rank), document)
-        parts.append((part.parse(document, "part"), document))
+        parts.append(part.parse(document, "part"))
     merged = manifest.merge(parts, id=id or f"id-{step}-{attempt}", created_unix_s=created_unix_s)
     if mark is not Mark.NONE:
         merged = replace(merged, watches={"toy": Section(1, {}, mark, ("reason",))})
@@ -186,14 +186,17 @@ def reseal(
 
     It has other members in its first line, and perhaps another only catalog, which a part then names.
     """
-    first, *rest = unseal_lines(store.get(name), name)
-    is_part = "catalog" in json.loads(first)
-    if catalog is not None:
-        rest = [catalog, *rest[1:]] if is_part else [catalog]  # starts and hashes follow
-        facts = facts | ({"catalog": digest(catalog)} if is_part else {})
-    if starts is not None:
-        rest[1] = dumps(starts)  # after its catalog
-    store.put(name, resealed([first, *rest], facts))
+    first, *rest = store.get(name).split(b"\n")
+    if b'"catalog":"' in first:
+        *rest, last = rest
+        last = last if catalog is None else catalog
+        facts = facts | {"catalog": digest(last)}
+        rest = rest if starts is None else [dumps(starts), *rest[1:]]
+        text = resealed([b"{" + first[first.index(b",") + 1 :], *rest], facts) + b"\n" + last
+    else:
+        rest = rest if catalog is None else [catalog]
+        text = resealed([b"{" + first[first.index(b",") + 1 :], *rest], facts)
+    store.put(name, text)
 
 
 def resealed(lines: Sequence[bytes], change: Mapping[str, Any]) -> bytes:

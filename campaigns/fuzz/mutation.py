@@ -200,11 +200,13 @@ def mutate_sealed(document: bytes, chance: random.Random) -> bytes:
     every[at] = mutate_json(every[at], chance)
     if not chance.randrange(20):
         every = chance.choice((every[:-1] or every, every + every[-1:], chance.sample(every, len(every))))
-    if len(every) > 1 and b'"catalog":"' in every[0] and chance.randrange(10):  # a part names its catalog
-        head = every[0]
-        at = head.find(b'"catalog":"') + 11
-        every[0] = head[:at] + digest(every[1]).encode() + head[at + 32 :]
-    return seal(b"\n".join(every))
+    head, at = every[0], every[0].find(b'"catalog":"') + 11
+    if len(every) == 1 or at < 11:
+        return seal(b"\n".join(every))
+    *sealed, catalog = every  # of a part, which names its catalog
+    if chance.randrange(10):
+        sealed[0] = head[:at] + digest(catalog).encode() + head[at + 32 :]
+    return seal(b"\n".join(sealed)) + b"\n" + catalog
 
 
 def mutate_lines(text: bytes, chance: random.Random) -> bytes:

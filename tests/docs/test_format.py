@@ -86,7 +86,7 @@ def example() -> dict[str, bytes]:
     by_rank = [rank_of_example(rank) for rank in (0, 1)]
     documents = [found[names.part(3, 2, rank)] for rank, found in enumerate(by_rank)]
     merged = manifest.merge(
-        [(part.parse(document, "part"), document) for document in documents],
+        [part.parse(document, "part") for document in documents],
         id="00112233445566778899aabbccddeeff",
         created_unix_s=1790000002.0,
     )

@@ -25,8 +25,8 @@ from making import resealed
 Own = tuple[str, str, tuple[int, ...], int]
 
 
-def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> list[tuple[Part, bytes]]:
-    """One part for each rank, with a document that only its hash matters of."""
+def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> list[Part]:
+    """One part for each rank."""
     found = []
     for rank, catalog in enumerate(by_rank):
         line = catalog_text(catalog)
@@ -36,13 +36,14 @@ def parts_of(by_rank: Sequence[Catalog], own: Sequence[Sequence[Own]] = ()) -> l
             file=DataFile(1000 + rank, 65536, digest(b"")),
             frozen=DataFile(77, 65536, digest(b"")) if rank else None,
             catalog_digest=digest(line), catalog_text=line, what=f"part {rank}",
+            seal=digest(b"%d" % rank), document_bytes=100 + rank,
             starts_text=dumps([0] * len(list(catalog.written_by(rank)))),
         )  # fmt: skip
-        found.append((one, b"document of rank %d" % rank))
+        found.append(one)
     return found
 
 
-def merge(parts: Sequence[tuple[Part, bytes]]) -> Manifest:
+def merge(parts: Sequence[Part]) -> Manifest:
     return manifest.merge(parts, id="id", created_unix_s=2.5)
 
 
@@ -78,8 +79,8 @@ def test_a_manifest_lists_owners_ties_and_files() -> None:
     assert {name: tensor.owner for name, tensor in merged.tensors.items()} == owners
     assert merged.tied == {"head": "a", "seed": "rng"}
     assert merged.parts == (
-        PartFile(0, len(ranks[0][1]), digest(ranks[0][1]), 1000, None, 0),
-        PartFile(1, len(ranks[1][1]), digest(ranks[1][1]), 1001, 77, 0),
+        PartFile(0, 100, ranks[0].seal, 1000, None, 0),
+        PartFile(1, 101, ranks[1].seal, 1001, 77, 0),
     )
     assert merged.data_bytes == 2078
     assert merged.catalogs == (catalog_text(EXAMPLE),)
@@ -126,7 +127,7 @@ def test_a_tensor_that_is_both_per_rank_and_shared_is_refused() -> None:
 def test_a_part_with_a_wrong_number_of_starts_is_refused(num_starts: int) -> None:
     ranks = parts_of([EXAMPLE, EXAMPLE], OWN)
     assert merge(ranks).world_size == 2
-    ranks[0] = replace(ranks[0][0], starts_text=dumps([0] * num_starts)), b""
+    ranks[0] = replace(ranks[0], starts_text=dumps([0] * num_starts))
     with pytest.raises(InvalidInput, match=f"rank 0 wrote {num_starts} shards, but the catalogs list 4"):
         merge(ranks)
 
@@ -135,9 +136,9 @@ def test_a_part_with_a_wrong_number_of_starts_is_refused(num_starts: int) -> Non
 def test_parts_of_different_checkpoints_are_not_merged(fact: str) -> None:
     ranks = parts_of([catalog(), catalog()])
     change = {"run": "x", "ancestors": ((1, 399),)}.get(fact, 3)
-    other = replace(ranks[1][0], **{fact: change})
+    other = replace(ranks[1], **{fact: change})
     with pytest.raises(InvalidInput, match=f"rank 1 has {fact}=") as caught:
-        merge([ranks[0], (other, ranks[1][1])])
+        merge([ranks[0], other])
     assert (caught.value.rank, caught.value.step) == (1, 500)
 
 
@@ -154,10 +155,10 @@ def test_missing_and_repeated_parts_are_refused() -> None:
 
 
 def test_an_invalid_catalog_is_corrupt() -> None:
-    ((one, document),) = parts_of([catalog()])
+    (one,) = parts_of([catalog()])
     broken = replace(one, catalog_text=b"[]", catalog_digest=digest(b"[]"))
     with pytest.raises(Corrupt, match="the catalog of rank 0"):
-        merge([(broken, document)])
+        merge([broken])
 
 
 @st.composite
@@ -172,10 +173,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     ancestors = tuple(draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 99)), max_size=3)))
     facts = {"run": draw(run_ids), "step": draw(st.integers(0, MAX_STEP))}
     facts["attempt"] = draw(st.integers(1, MAX_ATTEMPT))
-    parts = [
-        (replace(part, ancestors=ancestors, **facts), document)
-        for part, document in parts_of([common] * len(ranks), own)
-    ]
+    parts = [replace(part, ancestors=ancestors, **facts) for part in parts_of([common] * len(ranks), own)]
     merged = manifest.merge(parts, id=draw(text), created_unix_s=draw(st.floats(0, 1e12)))
     return replace(merged, watches=draw(sections))
 

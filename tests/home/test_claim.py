@@ -277,7 +277,7 @@ def test_a_damaged_part_is_a_sign_and_one_that_was_cut_short_is_none(tmp_path: P
     assert restored(tmp_path / "home") == (None, -1)
     content = store.get(names.part(5, 1, 0))
     store.put(names.part(5, 1, 0), content[:-1] + b"?")
-    with pytest.raises(Corrupt, match=r"step 5 of attempt 1: .*does not match its own seal"):
+    with pytest.raises(Corrupt, match=r"step 5 of attempt 1: .*its catalog does not match its digest"):
         restored(tmp_path / "home")
 
 

@@ -131,7 +131,7 @@ DATA, PART, MANIFEST = names.data(300, 1, 0), names.part(300, 1, 0), names.manif
 HARM: dict[str, tuple[Callable[[MemoryStore], None], str]] = {
     "flipped bit in data": (lambda store: flip(store, DATA), "damaged in chunk"),
     "flipped bit in header": (lambda store: flip(store, DATA, 4100), "damaged in chunk"),
-    "flipped bit in part": (lambda store: flip(store, PART), "not the part that was committed"),
+    "flipped bit in part": (lambda store: flip(store, PART), "its catalog does not match its digest"),
     "flipped bit in manifest": (lambda store: flip(store, MANIFEST), "seal"),
     "zeroed hole": (lambda store: zero(store, DATA, 8192, 4096), "damaged in chunk 2 "),
     "truncated data": (lambda store: store.put(DATA, store.get(DATA)[:-1]), "truncated"),

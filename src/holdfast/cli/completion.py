@@ -28,12 +28,8 @@ def complete() -> None:
     for command_parser in commands.choices.values():
         for action in command_parser._actions:
             if action.choices is None:
-                action.completer = COMPLETERS.get(action.dest, _complete_nothing)
+                action.completer = COMPLETERS.get(action.dest, lambda **_: ())
     CompletionFinder()(parser, always_complete_options=False, exclude=("-h", "-o"))
-
-
-def _complete_nothing(**_: object) -> Iterable[str]:
-    return ()
 
 
 def _complete_step(*, parsed_args: argparse.Namespace, **_: object) -> Iterable[str]:

@@ -86,10 +86,6 @@ def _num_bytes(body: str) -> str:
     return f"{len(body) * 3 // 4 - body.count('=')} bytes"
 
 
-def _array(body: list[Any]) -> str:
-    return f"array of {body[0]}, shape {body[1]}"
-
-
 def _composite(body: list[Any]) -> str:
     kind, inner, facts = body
     return f"{_type_of(kind)} tensor of {', '.join(inner)}, {_text(facts)}"
@@ -103,7 +99,7 @@ def _structured(body: list[Any]) -> str:
 _TEXTS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("$int", "$float", "$decimal", "$path", "$uuid", "$datetime", "$date"), str),
     **dict.fromkeys(("$bytes", "$bytearray"), _num_bytes),
-    **dict.fromkeys(("$ndarray", "$npscalar"), _array),
+    **dict.fromkeys(("$ndarray", "$npscalar"), lambda body: f"array of {body[0]}, shape {body[1]}"),
     "$slice": lambda body: f"slice({_items(body)})",
     "$torch": lambda body: f"torch.{body[0]} {body[1]}",
     "$tensor": lambda body: f"tensor {body}",

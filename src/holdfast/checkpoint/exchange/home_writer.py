@@ -12,7 +12,7 @@ from holdfast.checkpoint.exchange.source import Source, SourceTensor
 from holdfast.checkpoint.format import manifest, names, part, run, values
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest
+from holdfast.checkpoint.format.hashes import chunk_bytes_for
 from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay_out, whole
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
@@ -25,7 +25,7 @@ from holdfast.checkpoint.home.claim import (
     note_saved,
     read_run,
 )
-from holdfast.checkpoint.home.commit import make_manifest, parse_parts
+from holdfast.checkpoint.home.commit import make_manifest
 from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.home.history import History
 from holdfast.checkpoint.home.listing import WriterId, list_home
@@ -117,7 +117,7 @@ def _documents(
     tensors = {shard.name: Tensor(shard.dtype, shard.shape, whole(0), (0,)) for shard in shards}
     name = names.part(facts.step, facts.attempt, 0)
     text = part.finish(part.draft(facts, layout.starts, catalog_text(Catalog(tensors, tied))), file)
-    merged = make_manifest(parse_parts([(name, text)]))
+    merged = make_manifest([part.parse(text, name)])
     return [(name, text), (names.manifest(facts.step, facts.attempt), manifest.document(merged))]
 
 
@@ -180,7 +180,7 @@ def copy_checkpoint(source: Store, target: Store, saved: Manifest) -> None:
                 target.put_parts(name, verified_blocks(source, name, file), file.num_bytes)
         name = names.part(step, attempt, rank)
         text = source.get(name)
-        if digest(text) != saved.parts[rank].part_xxh3:
+        if part.parse(text, name).seal != found.seal:
             raise Corrupt(f"{name} in {source.url} has changed while it was copied.", key=name)
         target.put(name, text)
     name = names.manifest(step, attempt)

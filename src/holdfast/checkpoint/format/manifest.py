@@ -10,7 +10,6 @@ from msgspec import Meta, Struct
 from holdfast.checkpoint.format import sections
 from holdfast.checkpoint.format.agreement import Agreement, agree
 from holdfast.checkpoint.format.catalog import EACH, SPLIT, Tensor, check_tensor
-from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.limits import (
     MAX_RANKS,
     AttemptNumber,
@@ -38,7 +37,7 @@ class PartFile(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 
     rank: Rank
     part_bytes: Count
-    part_xxh3: Hash
+    seal: Hash
     data_bytes: Count
     frozen_bytes: Count | None  # of the second data file; None without one
     catalog: Count  # index of the rank's catalog
@@ -92,8 +91,8 @@ class Manifest(OfCheckpoint, ManifestFacts, frozen=True):
 _SHARED = ("run", "step", "attempt", "world_size", "ancestors")  # facts that all parts of a checkpoint share
 
 
-def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float) -> Manifest:
-    """Merge all parts of a checkpoint, each with its document's bytes, into a manifest.
+def merge(parts: Iterable[Part], *, id: str, created_unix_s: float) -> Manifest:
+    """Merge all parts of a checkpoint into a manifest.
 
     It reads the parts, at least one, in the order of ranks, and keeps none of them but the first, because
     those of a thousand ranks contain many hashes.
@@ -104,13 +103,11 @@ def merge(parts: Iterable[tuple[Part, bytes]], *, id: str, created_unix_s: float
     num_shards: list[int] = []  # by rank
     each: dict[str, tuple[Tensor, int]] = {}  # the first rank's tensor, and that rank
     try:
-        for part, text in parts:
+        for part in parts:
             first = first or part
             _check_part(part, first, rank=len(files))
             number, _ = catalogs.setdefault(part.catalog_digest, (len(catalogs), part.catalog_text))
-            frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
-            sizes = len(text), digest(text), part.file.num_bytes, frozen_bytes
-            files.append(PartFile(part.rank, *sizes, number))
+            files.append(PartFile(part.rank, *part.listed, number))
             num_shards.append(part.num_shards)
             for name, dtype, shape, _ in part.own:
                 each.setdefault(name, (Tensor(dtype, shape, None), part.rank))

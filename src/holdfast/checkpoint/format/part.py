@@ -27,7 +27,7 @@ from holdfast.checkpoint.format.limits import (
     WorldSize,
 )
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.sealed import Versions, dumps, facts_of, seal, unseal_lines
+from holdfast.checkpoint.format.sealed import Versions, dumps, facts_of, seal, seal_of, unseal_lines
 from holdfast.checkpoint.format.sections import MAX_PART_BYTES, SectionRows, Sections
 from holdfast.errors import Corrupt
 from holdfast.system.documents import MAX_COUNT, Count, decode_as
@@ -83,6 +83,8 @@ class Part(PartFacts, frozen=True, dict=True):
     catalog_digest: str
     catalog_text: bytes
     starts_text: bytes  # of the shards that the catalog assigns to this rank
+    seal: str  # hash of the document without its catalog, which the catalog's digest represents
+    document_bytes: int
     what: str  # name of its document, for errors
     watches: Sections = {}  # findings about the rank's files
 
@@ -131,6 +133,12 @@ class Part(PartFacts, frozen=True, dict=True):
         """The data files by the names of their objects."""
         found = {self.file_name(frozen=False): self.file}
         return found if self.frozen is None else found | {self.file_name(frozen=True): self.frozen}
+
+    @property
+    def listed(self) -> tuple[int, str, int, int | None]:
+        """Bytes and seal of the document, bytes of the data file and of the second one: see `PartFile`."""
+        frozen_bytes = None if self.frozen is None else self.frozen.num_bytes
+        return self.document_bytes, self.seal, self.file.num_bytes, frozen_bytes
 
     def file_name(self, *, frozen: bool) -> str:
         """Return the name of the object that holds the frozen shards, or the others."""
@@ -186,39 +194,52 @@ def finish(
     frozen: DataFile | None = None,
     watches: Sections = MappingProxyType({}),
 ) -> bytes:
-    """Return the part document: the draft, and the facts and findings about its files, sealed."""
+    """Return the part document: the draft, and the facts and findings about its files, sealed.
+
+    The catalog is its last line, so that a reader of many parts need not read it again with each.
+    """
     facts, catalog, starts = draft_text.split(b"\n", 3)[:3]
     files = [one for one in (file, frozen) if one is not None]
     sizes = [[one.num_bytes, one.chunk_bytes] for one in files]
     members = {"file": sizes[0], "frozen": sizes[1] if frozen else None}
     members |= {"watches": sections.write(watches)} if watches else {}
     hashes = [dumps(one.hashes) for one in files]
-    return seal(b"\n".join((facts[:-1] + b"," + dumps(members)[1:], catalog, starts, *hashes)))
+    text = seal(b"\n".join((facts[:-1] + b"," + dumps(members)[1:], starts, *hashes)))
+    return b"\n".join((text, catalog))
 
 
 def differ_in_watches_only(own: bytes, other: bytes, what: str) -> bool:
     """Return True if two part documents describe the same files of the same save."""
-    first, second = (replace(parse(text, what), watches={}) for text in (own, other))
-    return first == second
+    written: Any = {"watches": {}, "seal": "", "document_bytes": 0}
+    return replace(parse(own, what), **written) == replace(parse(other, what), **written)
 
 
-def parse(document: bytes, what: str, *, like: Part | None = None) -> Part:
-    """Parse a part; its catalog and starts are parsed at the first use. A catalog as in `like` is shared."""
-    head, *lines = unseal_lines(document, what, common=b"" if like is None else like.catalog_text)
+def parse(document: bytes, what: str) -> Part:
+    """Parse a part; its catalog and starts are parsed at the first use."""
+    text, _, catalog = bytes(document).rpartition(b"\n")
+    # A document of one line is of another kind, which the error states.
+    return parse_without_catalog(text or catalog, what, {digest(catalog): catalog})
+
+
+def parse_without_catalog(text: bytes, what: str, catalogs: Mapping[str, bytes]) -> Part:
+    """Parse the lines of a part before its catalog, which is the one of `catalogs` with its digest."""
+    head, *lines = unseal_lines(text, what)
     try:
-        return _parse(VERSIONS.read(head, what), lines, what, like)
+        return _parse(VERSIONS.read(head, what), lines, text, what, catalogs)
     except (Corrupt, ValueError) as error:
         raise Corrupt(f"{what} is sealed but is not a valid part: {error}", key=what) from error
 
 
-def _parse(members: _PartMembers, lines: list[bytes], what: str, like: Part | None) -> Part:
-    sizes = [one for one in (members.file, members.frozen) if one is not None]
-    if len(lines) != 2 + len(sizes):
-        raise ValueError(f"it has {max(0, len(lines) - 2)} lines of hashes for {len(sizes)} files")
-    catalog, starts, *hashes = lines
-    found = like.catalog_digest if like and catalog is like.catalog_text else digest(catalog)
-    if found != members.catalog:
+def _parse(
+    members: _PartMembers, lines: list[bytes], text: bytes, what: str, catalogs: Mapping[str, bytes]
+) -> Part:
+    if members.catalog not in catalogs:
         raise ValueError("its catalog does not match its digest")
+    catalog = catalogs[members.catalog]
+    sizes = [one for one in (members.file, members.frozen) if one is not None]
+    if len(lines) != 1 + len(sizes):
+        raise ValueError(f"it has {max(0, len(lines) - 1)} lines of hashes for {len(sizes)} files")
+    starts, *hashes = lines
     _count_integers(starts)
     if members.rank >= members.world_size:
         raise ValueError(f"it is of rank {members.rank} of {members.world_size}")
@@ -232,6 +253,8 @@ def _parse(members: _PartMembers, lines: list[bytes], what: str, like: Part | No
         catalog_digest=members.catalog,
         catalog_text=catalog,
         starts_text=starts,
+        seal=seal_of(text),
+        document_bytes=len(text) + 1 + len(catalog),
         what=what,
         watches=sections.read(members.watches, max_bytes=MAX_PART_BYTES),
     )

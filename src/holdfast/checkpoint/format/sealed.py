@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
-import xxhash
 from msgspec import Struct
 
 from holdfast.checkpoint.format.hashes import digest
@@ -35,10 +34,13 @@ def seal(body: bytes) -> bytes:
     return _OPEN + digest(body).encode() + b'",' + body[1:]
 
 
-def unseal_lines(
-    document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, common: bytes = b""
-) -> list[bytes]:
-    """Check the seal of a document, and return its lines without the seal: `common` where one equals it."""
+def seal_of(document: bytes) -> str:
+    """Return the hash in the seal of a document, which `unseal_lines` has checked."""
+    return document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1")
+
+
+def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES) -> list[bytes]:
+    """Check the seal of a document, and return its lines without the seal."""
     if len(document) > max_bytes:
         raise Corrupt(
             f"{what} was not read: it has {len(document)} bytes; at most {max_bytes} are allowed.", key=what
@@ -47,27 +49,20 @@ def unseal_lines(
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
         raise Corrupt(f"{what} is not a sealed Holdfast document, judged by its first bytes.", key=what)
-    expected, found = document[len(_OPEN) : len(_OPEN) + 32].decode("latin-1"), _digest_of_rest(document)
+    expected, found = seal_of(document), digest(b"{" + document[_HEAD_BYTES:])
     if expected != found:
         raise Corrupt(
             f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found}).", key=what
         )
     lines: list[bytes] = []
     start = _HEAD_BYTES
-    while start <= len(document):  # not split(), which would need a copy of all lines first
+    while start <= len(document):  # not split(), which compares byte after byte
         stop = document.find(b"\n", start)
         stop = len(document) if stop < 0 else stop
-        is_common = stop - start == len(common) and document.startswith(common, start)
-        lines.append(common if is_common else document[start:stop])
+        lines.append(document[start:stop])
         start = stop + 1
     lines[0] = b"{" + lines[0]
     return lines
-
-
-def _digest_of_rest(document: bytes) -> str:
-    hashing = xxhash.xxh3_128(b"{")
-    hashing.update(memoryview(document)[_HEAD_BYTES:])
-    return hashing.hexdigest()
 
 
 _Members = TypeVar("_Members")

@@ -6,21 +6,21 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
-from holdfast.checkpoint.format.hashes import digest
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
-from holdfast.checkpoint.format.part import Part
+from holdfast.checkpoint.format.part import Part, parse_without_catalog
 from holdfast.checkpoint.format.part import parse as parse_part
 from holdfast.checkpoint.format.run import Refusal, document, parse
 from holdfast.checkpoint.home.claim import check_claim, check_not_fenced, note_saved
 from holdfast.checkpoint.home.documents import read_draft
 from holdfast.checkpoint.home.judges import Judges, PartSections, default_judges
-from holdfast.checkpoint.home.listing import ListedSave, WriterId, candidates, list_home, missing_ranks, scan
+from holdfast.checkpoint.home.listing import ListedSave, WriterId, candidates, list_home, part_sizes, scan
 from holdfast.checkpoint.store import Store
 from holdfast.checkpoint.store.memory import MemoryStore
 from holdfast.errors import Conflict, Corrupt, InvalidInput, NotFound, RetryLater, Unsupported
@@ -32,7 +32,7 @@ MAX_REFUSALS = 100
 
 
 def make_manifest(
-    parts: Iterable[tuple[Part, bytes]],
+    parts: Iterable[Part],
     *,
     id: str | None = None,
     created_unix_s: float | None = None,
@@ -41,12 +41,12 @@ def make_manifest(
     """Return the manifest of a checkpoint from the parts of all its ranks.
 
     Args:
-        parts: each part with its document, in the order of ranks.
+        parts: those of all ranks, in the order of ranks.
         judges: of the attempt that saved; by default those of the default watches, without a memory.
     """
     found = PartSections()
     manifest = manifests.merge(
-        ((found.add(part), text) for part, text in parts),
+        map(found.add, parts),
         id=uuid.uuid4().hex if id is None else id,
         created_unix_s=time.time() if created_unix_s is None else created_unix_s,
     )
@@ -55,21 +55,29 @@ def make_manifest(
     return replace(manifest, watches=(judges or default_judges()).sections(found))
 
 
-def parse_parts(texts: Iterable[tuple[str, bytes]]) -> Iterator[tuple[Part, bytes]]:
-    """Yield each part with its document, for `make_manifest`. Takes names and documents."""
-    part: Part | None = None
-    for name, text in texts:
-        part = parse_part(text, name, like=part)
-        yield part, text
+class _PartReader:
+    """A reader of the parts of a save, which reads a catalog once, not with the part of each rank."""
 
+    def __init__(self, store: Store) -> None:
+        self._store, self._catalogs, self._newest = store, dict[str, bytes](), b""
 
-def _read_all(store: Store, part_names: Sequence[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield names and documents in their order, up to `_NUM_READS` at once from a store elsewhere."""
-    with ThreadPoolExecutor(_NUM_READS, "holdfast-parts") as pool:
-        fetch = pool.map if store.properties.survives_host else map  # threads cost more than a quick read
-        for first in range(0, len(part_names), _NUM_READS):
-            few = part_names[first : first + _NUM_READS]
-            yield from zip(few, fetch(store.get, few), strict=True)
+    def read_all(self, listed: Sequence[tuple[str, int]]) -> Iterator[Part]:
+        """Yield the parts of these names and sizes, up to `_NUM_READS` at once from a store elsewhere."""
+        with ThreadPoolExecutor(_NUM_READS, "holdfast-parts") as pool:
+            # Threads cost more than a quick read.
+            fetch = pool.map if self._store.properties.survives_host else map
+            for first in range(0, len(listed), _NUM_READS):
+                yield from fetch(self._read, listed[first : first + _NUM_READS])
+
+    def _read(self, entry: tuple[str, int]) -> Part:
+        name, rest = entry[0], entry[1] - len(self._newest) - 1
+        if self._newest and rest > 0:
+            with suppress(Corrupt):  # it has another catalog, or is damaged, which the whole document shows
+                text = bytes(self._store.read_view(name, 0, rest))
+                return parse_without_catalog(text, name, self._catalogs)
+        part = parse_part(self._store.get(name), name)
+        self._newest = self._catalogs[part.catalog_digest] = part.catalog_text
+        return part
 
 
 def commit(
@@ -98,12 +106,14 @@ def merge_parts(
 
     If the parts of the writer's own attempt do not fit together, it refuses the save for all ranks.
     """
-    part_names = [names.part(checkpoint.step, checkpoint.attempt, rank) for rank in range(world_size)]
+    step, attempt = checkpoint.step, checkpoint.attempt
+    sizes = part_sizes(store, step, attempt)
+    listed = [(names.part(step, attempt, rank), sizes.get(rank, 0)) for rank in range(world_size)]
     try:
-        return make_manifest(parse_parts(_read_all(store, part_names)), judges=judges)
+        return make_manifest(_PartReader(store).read_all(listed), judges=judges)
     except InvalidInput as error:
-        if checkpoint.attempt == writer.attempt and world_size > 1:
-            refuse(store, writer, checkpoint.step, error)
+        if attempt == writer.attempt and world_size > 1:
+            refuse(store, writer, step, error)
         raise
 
 
@@ -121,7 +131,7 @@ def publish(store: Store, writer: WriterId, step: int, name: str, text: bytes) -
         check_not_fenced(store, writer.attempt)
     except Conflict:
         # A newer attempt began between the check and the write, and may already be tidying up after this one.
-        if missing_ranks(store, writer, step):
+        if len(part_sizes(store, step, writer.attempt)) < writer.world_size:
             store.delete(name)
         raise
     facts = names.parse(name)
@@ -204,10 +214,11 @@ def read_committed(store: Store, writer: WriterId, step: int) -> Manifest | None
     name = names.manifest(step, writer.attempt)
     try:
         found = manifests.parse(store.get(name), name)
-        own = digest(store.get(names.part(step, writer.attempt, writer.rank)))
+        part_name = names.part(step, writer.attempt, writer.rank)
+        own = parse_part(store.get(part_name), part_name).seal
     except NotFound:
         return None
-    its_own = next((part.part_xxh3 for part in found.parts if part.rank == writer.rank), None)
+    its_own = next((part.seal for part in found.parts if part.rank == writer.rank), None)
     if (found.run, its_own) != (writer.run, own):
         message = f"{name} in {store.url} does not name the files that rank {writer.rank} has written."
         raise Corrupt(message, step=step, rank=writer.rank, key=name)

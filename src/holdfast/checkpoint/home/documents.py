@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from msgspec.structs import astuple
+
 from holdfast.checkpoint.format import manifest as manifest_format
 from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as part_format
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
-from holdfast.checkpoint.format.hashes import MAX_CHUNK_BYTES, digest
+from holdfast.checkpoint.format.hashes import MAX_CHUNK_BYTES
 from holdfast.checkpoint.format.layout import BLOCK_BYTES
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
@@ -108,21 +110,14 @@ def read_part(store: Store, manifest: Manifest, rank: int) -> Part:
 
 def _read_part(store: Store, manifest: Manifest, rank: int) -> Part:
     name = names.part(manifest.step, manifest.attempt, rank)
-    text = store.get(name)
-    expected, found = manifest.parts[rank].part_xxh3, digest(text)
-    if found != expected:
+    expected, part = astuple(manifest.parts[rank])[1:5], part_format.parse(store.get(name), name)
+    if part.listed != expected:
         message = (
-            f"{name} is not the part that was committed: expected {manifest.parts[rank].part_bytes} bytes "
-            f"with xxh3:{expected}, found {len(text)} bytes with xxh3:{found}."
+            f"{name} is not the part that was committed: expected {expected[0]} bytes with seal "
+            f"{expected[1]}, found {part.listed[0]} bytes with seal {part.listed[1]}."
         )
         raise Corrupt(message, step=manifest.step, rank=rank, key=name)
-    part = part_format.parse(text, name)
     check_part(part, rank, name)
-    expected_sizes = manifest.parts[rank].data_bytes, manifest.parts[rank].frozen_bytes
-    sizes = part.file.num_bytes, None if part.frozen is None else part.frozen.num_bytes
-    if sizes != expected_sizes:
-        message = f"{name} and the manifest disagree about data files: {sizes} and {expected_sizes} bytes."
-        raise Corrupt(message, step=manifest.step, rank=rank, key=name)
     return part
 
 
@@ -153,15 +148,14 @@ def check_part(part: Part, rank: int, name: str) -> None:
             raise Corrupt(message, step=part.step, rank=rank, key=shard.name)
 
 
-def read_draft(store: Store, saved: ListedSave, rank: int) -> tuple[Part, bytes]:
+def read_draft(store: Store, saved: ListedSave, rank: int) -> Part:
     """Return a rank's part of a save, which may be uncommitted, checked against its files."""
     name = names.part(saved.step, saved.attempt, rank)
-    text = store.get(name)
-    part = part_format.parse(text, name)
+    part = part_format.parse(store.get(name), name)
     check_part(part, rank, name)
     frozen_bytes = part.frozen.num_bytes if part.frozen else saved.frozen.get(rank)
     found = saved.step, saved.attempt, saved.data[rank], saved.frozen.get(rank)
     if (part.step, part.attempt, part.file.num_bytes, frozen_bytes) != found:
         message = f"{name} does not describe the data file beside it."
         raise Corrupt(message, step=saved.step, rank=rank, key=name)
-    return part, text
+    return part

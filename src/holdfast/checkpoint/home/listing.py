@@ -109,13 +109,15 @@ def candidates(listing: Listing) -> list[CheckpointId]:
     return sorted((one for one, saved in listing.saved.items() if saved.is_committed), reverse=True)
 
 
+def part_sizes(store: Store, step: int, attempt: int) -> dict[int, int]:
+    """Return the size of each part of a save, by rank."""
+    found = scan_step(store, step)
+    return {one.rank: entry.num_bytes for entry, one in found if (one.kind, one.attempt) == ("part", attempt)}
+
+
 def missing_ranks(store: Store, writer: WriterId, step: int) -> list[int]:
     """Return the ranks of the writer's attempt that have not written their part of `step`."""
-    found = {
-        facts.rank
-        for _, facts in scan_step(store, step)
-        if facts.kind == "part" and facts.attempt == writer.attempt
-    }
+    found = part_sizes(store, step, writer.attempt)
     return [rank for rank in range(writer.world_size) if rank not in found]
 
 

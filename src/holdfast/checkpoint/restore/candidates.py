@@ -17,8 +17,9 @@ from holdfast.checkpoint.format.layout import FillTarget
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.messages import MAX_BYTES
 from holdfast.checkpoint.format.names import CheckpointId, OfCheckpoint
+from holdfast.checkpoint.format.part import parse as parse_part
 from holdfast.checkpoint.home.claim import read_run
-from holdfast.checkpoint.home.commit import make_manifest, merge_saved, parse_parts, recover_commit
+from holdfast.checkpoint.home.commit import make_manifest, merge_saved, recover_commit
 from holdfast.checkpoint.home.documents import read_draft
 from holdfast.checkpoint.home.listing import ListedSave, Listing, candidates, list_home
 from holdfast.checkpoint.home.losses import find_losses
@@ -237,7 +238,7 @@ class Holding(OfCheckpoint, Struct, frozen=True):
     rank: int  # the rank that saved them
     world_size: int  # of the attempt that saved them
     part_bytes: int
-    part_xxh3: str
+    seal: str
     data_bytes: int
     frozen_bytes: int | None
 
@@ -275,23 +276,12 @@ def find_holdings(
             continue
         for rank in sorted(saved.parts.keys() & saved.data.keys()):
             try:
-                part, text = read_draft(store, saved, rank)
+                part = read_draft(store, saved, rank)
             except (Corrupt, NotFound, Unsupported):
                 continue
             if run_id is None or part.run == run_id:
-                frozen_bytes = None if part.frozen is None else part.frozen.num_bytes
-                found.append(
-                    Holding(
-                        attempt=checkpoint.attempt,
-                        step=checkpoint.step,
-                        rank=rank,
-                        world_size=part.world_size,
-                        part_bytes=len(text),
-                        part_xxh3=digest(text),
-                        data_bytes=part.file.num_bytes,
-                        frozen_bytes=frozen_bytes,
-                    )
-                )
+                world = checkpoint.attempt, checkpoint.step, rank, part.world_size
+                found.append(Holding(*world, *part.listed))
     return found
 
 
@@ -340,13 +330,9 @@ def read_texts(store: Store, files: Iterable[Holding]) -> dict[int, str]:
 
 def _text(name: str, file: Holding, copy: Store) -> bytes:
     text = copy.get(name)
-    if digest(text) != file.part_xxh3:
-        raise Corrupt(
-            f"{copy.url}/{name} has changed since it was found by this start.",
-            step=file.step,
-            rank=file.rank,
-            key=name,
-        )
+    if parse_part(text, name).seal != file.seal:
+        message = f"{copy.url}/{name} has changed since it was found by this start."
+        raise Corrupt(message, step=file.step, rank=file.rank, key=name)
     return text
 
 
@@ -358,8 +344,9 @@ def assemble(found: NodeLocalCheckpoint, texts: Mapping[int, str]) -> MemoryStor
     store, step, attempt = MemoryStore("parts"), found.checkpoint.step, found.checkpoint.attempt
     documents = [(names.part(step, attempt, rank), texts[rank].encode()) for rank in range(len(found.files))]
     joined = digest(b"".join(text for _, text in documents))
+    parts = [parse_part(text, name) for name, text in documents]
     try:
-        manifest: Manifest = make_manifest(parse_parts(documents), id=joined, created_unix_s=0.0)
+        manifest: Manifest = make_manifest(parts, id=joined, created_unix_s=0.0)
     except InvalidInput as error:  # not the caller's fault here
         raise Corrupt(str(error), step=step, rank=error.rank, key=error.key) from error
     for name, text in documents:

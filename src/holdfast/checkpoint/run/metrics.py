@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Protocol, SupportsFloat
+from typing import Protocol, SupportsFloat
 
 from msgspec import Struct
 
@@ -199,11 +199,10 @@ def _read(value: float | PendingScalar) -> float:
 
 def _columns(rows: list[_Row]) -> dict[str, list[Number]]:
     names = dict.fromkeys(name for _, _, values in rows for name in values)
-    return {name: [_encode(values.get(name)) for _, _, values in rows] for name in names}
-
-
-def _encode(value: float | None) -> Any:
-    return None if value is None else encode_metric(value)
+    return {
+        name: [None if name not in values else encode_metric(values[name]) for _, _, values in rows]
+        for name in names
+    }
 
 
 _MAX_SAVES = 256  # newest saves whose metrics may still change

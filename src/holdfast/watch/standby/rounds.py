@@ -61,7 +61,8 @@ class Rounds:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        store = HashStore() if launch.world_size == 1 else _connect(launch)
+        is_alone, address = launch.world_size == 1, (launch.address, launch.port)
+        store = HashStore() if is_alone else TCPStore(*address, is_master=False, timeout=_ANSWER)
         self._store = PrefixStore(f"holdfast/rounds/{launch.name}", store)
 
     def count_start(self) -> int:
@@ -116,10 +117,6 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("", 0))
         return found.getsockname()[1]
-
-
-def _connect(launch: Launch) -> TCPStore:
-    return TCPStore(launch.address, launch.port, is_master=False, timeout=_ANSWER)
 
 
 def serve_store(launch: Launch) -> NoReturn:

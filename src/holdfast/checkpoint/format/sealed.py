@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar
 
+import xxhash
 from msgspec import Struct
 
 from holdfast.checkpoint.format.hashes import digest
@@ -49,7 +50,9 @@ def unseal_lines(document: bytes, what: str, *, max_bytes: int = MAX_DOCUMENT_BY
     is_sealed = document.startswith(_OPEN) and document[_HEAD_BYTES - 2 : _HEAD_BYTES] == b'",'
     if not is_sealed or len(document) <= _HEAD_BYTES:
         raise Corrupt(f"{what} is not a sealed Holdfast document, judged by its first bytes.", key=what)
-    expected, found = seal_of(document), digest(b"{" + document[_HEAD_BYTES:])
+    hashing = xxhash.xxh3_128(b"{")
+    hashing.update(memoryview(document)[_HEAD_BYTES:])
+    expected, found = seal_of(document), hashing.hexdigest()
     if expected != found:
         raise Corrupt(
             f"{what} does not match its own seal (expected xxh3:{expected}, found xxh3:{found}).", key=what

@@ -60,8 +60,9 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     medians = {
-        way: {name: statistics.median(run[name] for run in runs if run["way"] == way) for name in NAMES}
+        f"{way}, {name}": statistics.median(run[name] for run in runs if run["way"] == way)
         for way in WAYS
+        for name in NAMES
     }
     path = options.out or machine.results_path("elastic", facts)
     document = {"machine": facts, "rounds": options.rounds, "medians": medians, "runs": runs}

@@ -438,6 +438,24 @@ RENDERERS = {
             )
         }
     ),
+    "losthost": render_numbers(
+        {
+            "memory_s": "seconds of `restore()`: both trainers were killed, their memory is left",
+            "peer_s": "one of two hosts was lost, with its memory and its disk",
+            "disk_s": "both memories were lost, the local folders are read from the disk",
+            "home_s": "both hosts were lost, home is read from the same disk",
+        }
+    ),
+    "elastic": render_numbers(
+        {
+            f"{way}, {name}": f"{what}: {way}"
+            for way in ("torchrun", "torchrun with standbys")
+            for name, what in (
+                ("lost_s", "seconds from the loss of a host until the next step on three"),
+                ("back_s", "seconds between the last step on three hosts and the first on four"),
+            )
+        }
+    ),
     "draining": render_numbers(
         {
             "quiet_s": "seconds of 20 training steps",

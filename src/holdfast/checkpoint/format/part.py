@@ -275,7 +275,7 @@ def _file(sizes: tuple[int, int], line: bytes) -> DataFile:
     num_chunks = -(-num_bytes // chunk_bytes)
     if line[:1] + line[-1:] != b'""' or len(line) != DIGITS * num_chunks + 2:
         raise ValueError(f"{len(line) - 2} digits of chunk hashes for {num_chunks} chunks")
-    return DataFile(num_bytes, chunk_bytes, line[1:-1].decode("ascii"))
+    return DataFile(num_bytes, chunk_bytes, str(memoryview(line)[1:-1], "ascii"))
 
 
 VERSIONS = Versions("holdfast-part", written=1, types={1: _PartMembers})

@@ -146,11 +146,10 @@ class _Dumper(yaml.SafeDumper):
     """Dumper that writes scripts as blocks, so that they are readable."""
 
 
-def _represent(dumper: yaml.SafeDumper, text: str) -> Any:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _represent)
+_Dumper.add_representer(
+    str,
+    lambda to, text: to.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 
 def to_yaml(task: Task) -> str:

@@ -1,9 +1,10 @@
 """Time to restore on two hosts: from memory that is left, from a peer's memory, from disks, and from home.
 
-Hosts are network namespaces with one rank each. After a save that is durable and mirrored, both trainers are
-killed, and with them: nothing (`memory`), one host with all that it had (`peer`), both keepers (`disk`; local
-folders stay, and their files leave the page cache), or both hosts (`home`, a folder on the same disk, also
-out of the page cache). The time is that of `restore()`, the longer of both ranks, with every byte verified.
+Hosts are network namespaces with one rank each. After a save both trainers are killed, and with them: nothing
+(`memory`), one host with all that it had (`peer`), both keepers (`disk`: each host has a local folder, whose
+files leave the page cache), or both hosts (`home`: a folder on the same disk, also out of the page cache). In
+the first two the save was in memory only. The time is that of `restore()`, the longer of both ranks, with
+every byte verified.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default results/losthost_<hardware>_<date>.json")
     parser.add_argument("--inside", action="store_true", help="this process may make hosts")
     parser.add_argument("--child", choices=("save", "restore"), help=argparse.SUPPRESS)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         return _child(options)
@@ -83,12 +85,12 @@ class Cluster:
         number = next(self._numbers)
         return Host(number, self._folder / f"host{number}")
 
-    def _start(self, child: str) -> list[subprocess.Popen[bytes]]:
+    def _start(self, child: str, way: str) -> list[subprocess.Popen[bytes]]:
         self._num_starts += 1
-        command = [sys.executable, __file__, "--child", child, "--megabytes", str(self._megabytes), "--dir"]
+        command = [sys.executable, __file__, "--child", child, "--way", way, "--dir", str(self._folder)]
         return [
             host.start(
-                [*command, str(self._folder)],
+                [*command, "--megabytes", str(self._megabytes)],
                 {
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",
@@ -121,7 +123,7 @@ class Cluster:
 
     def lose(self, way: str) -> dict[str, Any]:
         """Save, lose what `way` names, and return what the restore took."""
-        trainers = self._start("save")
+        trainers = self._start("save", way)
         self._wait(trainers)
         for trainer in trainers:
             os.killpg(trainer.pid, signal.SIGKILL)
@@ -132,9 +134,9 @@ class Cluster:
             self._hosts[index].kill()
             self._hosts[index] = self._add()
         evict(self._folder)
-        found = self._wait(self._start("restore"))
-        sources = {name for one in found for name in one["sources"]}
-        return {"restore_s": max(one["restore_s"] for one in found), "sources": sorted(sources)}
+        found = self._wait(self._start("restore", way))
+        sources = sorted({name for one in found for name in one["sources"]})
+        return {"restore_s": max(one["restore_s"] for one in found), "sources": sources}
 
     def close(self) -> None:
         """Kill both hosts, and delete all files."""
@@ -155,8 +157,13 @@ def _child(options: argparse.Namespace) -> int:
     chance = torch.Generator().manual_seed(dist.get_rank())
     saved = {f"own{i}": torch.randn(count, generator=chance) for i in range(NUM_TENSORS)}
     state = saved if options.child == "save" else {name: torch.zeros(count) for name in saved}
+    is_in_memory = options.way in ("memory", "peer")
     ckpt = holdfast.Checkpointer(
-        options.dir / "home", state, every=10**9, peers=1, local=Path(os.environ["HOST_FOLDER"]) / "local"
+        holdfast.Home(options.dir / "home", bandwidth="100kB" if is_in_memory else None),
+        state,
+        every=10**9,
+        peers=1,
+        local=Path(os.environ["HOST_FOLDER"]) / "local" if options.way == "disk" else None,
     )
     with ckpt:
         began_s = time.perf_counter()
@@ -164,19 +171,18 @@ def _child(options: argparse.Namespace) -> int:
         restore_s = time.perf_counter() - began_s
         if options.child == "save":
             save = ckpt.save(1)
-            save.wait_mirrored(LIMIT_S)
-            ckpt.wait(LIMIT_S)
+            (save.wait_mirrored if is_in_memory else save.wait_durable)(LIMIT_S)
         elif step != 1 or any(not torch.equal(state[name], tensor) for name, tensor in saved.items()):
             raise RuntimeError(f"step {step} is not what was saved")
         else:
             ckpt.save(2)  # a restore alone leaves no line in the history
-            ckpt.wait(LIMIT_S)
-        lines = (json.loads(line) for path in options.dir.glob("home/history/*") for line in path.open())
-        sources = [line["tier"] for line in lines if line["event"] == "restored"]
+        sources = list[str]()
+        while options.child == "restore" and not sources:
+            time.sleep(0.1)
+            lines = (json.loads(line) for path in options.dir.glob("home/history/*") for line in path.open())
+            sources = [line["tier"] for line in lines if line["event"] == "restored"]
         print(json.dumps({"restore_s": restore_s, "sources": sources}), flush=True)
-        dist.barrier()
-        if options.child == "save":
-            signal.pause()
+        signal.pause()
     return 0
 
 

@@ -153,10 +153,6 @@ def _row(save: SaveRecord, copy: Copy | None) -> Event:
     }
 
 
-def _outcome(row: Event) -> str:
-    return f"{row['outcome']}: {row['detail']}" if row["detail"] else row["outcome"]
-
-
 _SAVE_TABLE = (
     Column("STEP", itemgetter("step"), "right"),
     Column("ATTEMPT", itemgetter("attempt"), "right", spare=3),
@@ -168,7 +164,7 @@ _SAVE_TABLE = (
     Column("WRITTEN IN", _span("write_s"), "right", spare=2),
     Column("GB/S", _speed, "right", spare=4),
     Column("DURABLE IN", _span("durable_s"), "right"),
-    Column("OUTCOME", _outcome, "text"),
+    Column("OUTCOME", lambda row: ": ".join(filter(None, (row["outcome"], row["detail"]))), "text"),
 )
 
 

@@ -94,7 +94,7 @@ class Worker:
         components = KeeperComponents(config, inbox, self._reports, self._watches, self._store, self._home)
         self._files = SaveFiles(components)
         self._arenas = MappedArenas()
-        self._next_step: int | None = None  # of the save that was taken from the inbox
+        self._next: StagedSave | None = None  # the save that was taken from the inbox
         self._late_metrics: dict[int, SaveValues] = {}  # not written yet, by step
         self._pending: list[PendingSave] = []
         self._trainer_ended_s: float | None = None  # time at which its end was noticed
@@ -124,7 +124,7 @@ class Worker:
         return {}
 
     def _has_work(self) -> bool:
-        return bool(self._pending) or self._inbox.has_saves or self._next_step is not None
+        return bool(self._pending) or self._inbox.has_saves or self._next is not None
 
     def run(self) -> None:
         """Work until the trainer has exited and nothing is left in the nearest tier."""
@@ -136,7 +136,7 @@ class Worker:
                 self._end_trainer()
             if received:
                 self._lockfile.set_busy(True)
-                self._next_step = received[-1].request.step if isinstance(received[-1], StagedSave) else None
+                self._next = received[-1] if isinstance(received[-1], StagedSave) else None
             self._tiers.retry_delayed()
             for item in received or ():
                 self._handle(item)
@@ -195,10 +195,16 @@ class Worker:
         self._inbox.wait_gone()
         if self._inbox.frees_memory:
             return
-        deadline_s = time.monotonic() + _PERSIST_S
-        while (self._inbox.has_saves or self._next_step is not None) and time.monotonic() < deadline_s:
+        gone_s = time.monotonic()
+        while time.monotonic() < gone_s + self._worth_s():
             time.sleep(_FIRST_LOOK_S)
         self._offer()
+
+    def _worth_s(self) -> float:
+        """Return how long to wait for what is being written: the time since the newest save in the mirror."""
+        saves = [*self._inbox.saves, *filter(None, [self._next])]
+        newest_s = max((save.received_s for save in saves), default=0.0)
+        return min(_PERSIST_S, max(0.0, newest_s - (self._mirror.newest_s if self._mirror else 0.0)))
 
     def _offer(self) -> None:
         if self._config.keep_in_memory_s > 0:
@@ -215,7 +221,7 @@ class Worker:
     def _in_work(self) -> set[CheckpointId]:
         steps = [save.step for save in tuple(self._pending)]
         steps += [save.request.step for save in self._inbox.saves]
-        steps += [] if self._next_step is None else [self._next_step]
+        steps += [] if self._next is None else [self._next.request.step]
         return {CheckpointId(attempt=self._config.attempt, step=step) for step in steps}
 
     def _pause_s(self) -> float | None:
@@ -272,7 +278,7 @@ class Worker:
             self._arenas.set_images(request.arena, images)
             self._pending.append(PendingSave(request.step, num_bytes, request.to_home, save.received_s))
         finally:
-            self._next_step = None
+            self._next = None
             os.close(save.draft_fd)
             if self._mirror is not None:
                 self._mirror.release(request.arena)

@@ -199,10 +199,7 @@ def _read(value: float | PendingScalar) -> float:
 
 def _columns(rows: list[_Row]) -> dict[str, list[Number]]:
     names = dict.fromkeys(name for _, _, values in rows for name in values)
-    return {
-        name: [None if name not in values else encode_metric(values[name]) for _, _, values in rows]
-        for name in names
-    }
+    return {name: [encode_metric(row[2][name]) if name in row[2] else None for row in rows] for name in names}
 
 
 _MAX_SAVES = 256  # newest saves whose metrics may still change

@@ -73,13 +73,9 @@ class Screen:
         print(f"{line}\n", end="", file=self._file, flush=True)  # in one call, as threads share it
 
 
-def _exit_status(recovery: Recovery) -> str:
-    return signal.Signals(-recovery.status).name if recovery.status < 0 else str(recovery.status)
-
-
 RECOVERY_COLUMNS = (
     Column("FAILURE", lambda row: f"{row.what}, newest damaged" if row.passed_over else row.what, "text"),
-    Column("EXIT", _exit_status, "right"),
+    Column("EXIT", lambda row: signal.Signals(-row.status).name if row.status < 0 else row.status, "right"),
     Column("AT STEP", attrgetter("at_step"), "right"),
     Column("RESTORED", attrgetter("restored"), "right"),
     Column("STEPS LOST", attrgetter("steps_lost"), "right"),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.checkpoint.format import names
@@ -142,7 +142,7 @@ class _Kept(Struct):
     document: bytes  # the part
     missing: set[int]  # ranks that do not hold it yet
     step: int
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float
 
 
 class Mirror:
@@ -202,7 +202,9 @@ class Mirror:
         with self._lock:
             keep = tuple(self._kept)
             missing = set(self._senders)
-            self._kept[step] = _Kept(request.arena, save.arena_fd, images, document, missing, step)
+            self._kept[step] = _Kept(
+                request.arena, save.arena_fd, images, document, missing, step, save.received_s
+            )
             self._coming.discard(request.arena)
         for sender in self._senders.values():
             sender.send(OwnCopy(step, document, files, keep))
@@ -241,6 +243,11 @@ class Mirror:
             for rank in one.missing:
                 self._senders[rank].give_up(one.step)  # before the arena changes
             self._drop(one.arena, one.arena_fd)
+
+    @property
+    def newest_s(self) -> float:
+        """Arrival of the newest save with copies, in seconds of the monotonic clock; 0 without one."""
+        return max((kept.began_s for kept in tuple(self._kept.values())), default=0.0)
 
     @property
     def arenas(self) -> set[int]:

@@ -29,7 +29,7 @@ def test_a_script_runs_with_its_arguments_and_the_report_is_json(tmp_path: Path,
     done = holdfast("tune", "--only", "input", "--steps", "4", "--json", script, "--json", "3")
     assert done.status == 0
     assert done.json["findings"] == []
-    assert done.json["steps"]["optimizer"] == "SGD"
+    assert done.json["steps"]["device"] == "cpu"
     assert done.json["steps"]["call"]["code"] == "loss = model(torch.randn(4, 8)).square().mean()"
     assert "plain steps" in done.err
 

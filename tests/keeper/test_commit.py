@@ -22,7 +22,7 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.format import part as parts
 from holdfast.checkpoint.format.catalog import Catalog, Tensor, catalog_text
 from holdfast.checkpoint.format.layout import Shard, lay_out, whole
-from holdfast.checkpoint.format.manifest import parse
+from holdfast.checkpoint.format.manifest import merge, parse
 from holdfast.checkpoint.home.commit import commit, is_committed
 from holdfast.checkpoint.home.history import EVENTS, History
 from holdfast.checkpoint.home.listing import missing_ranks
@@ -34,7 +34,8 @@ from holdfast.checkpoint.retention import Keep
 from holdfast.checkpoint.stage import Arena
 from holdfast.checkpoint.store import Store, open_store
 from holdfast.checkpoint.store.memory import MemoryStore
-from holdfast.errors import Conflict, HoldfastError, InvalidInput, RetryLater
+from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, RetryLater
+from making import flip
 from stage.training import wait_until
 
 
@@ -80,6 +81,32 @@ def test_a_slow_read_of_a_part_does_not_hold_up_the_next_ones_and_the_manifest_h
         assert [file.rank for file in made.result().parts] == list(range(20))
     read = [call.name for call in store.calls("get") if call.name.endswith("-a0001.json")]
     assert sorted(read) == [names.part(5, 1, rank) for rank in range(20)]
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_commit_reads_a_catalog_once_for_all_ranks_that_have_it(*, is_damaged: bool) -> None:
+    """Ranks 0 to 2 and 3 to 5 are two stages. Damage outside of a catalog is found."""
+    store, written = FaultyStore(MemoryStore()), list[parts.Part]()
+    for rank in range(6):
+        first, name = rank // 3 * 3, "w" * (1 + rank // 3)
+        tensor = Tensor("F32", (64,), whole(first), (first, first + 1, first + 2))
+        layout = lay_out([Shard.whole(name, "F32", (64,))] if rank == first else [], rank)
+        file = persist(store, names.data(5, 1, rank), memoryview(bytes(layout.file_bytes)))
+        catalog = catalog_text(Catalog({name: tensor}, {}))
+        document = parts.finish(
+            make_draft(rank, catalog, world_size=6, starts=(4096,) if rank == first else ()), file
+        )
+        written.append(parts.parse(document, "part"))
+        store.put(names.part(5, 1, rank), document)
+    if is_damaged:
+        flip(store.inner, names.part(5, 1, 4), 100)
+        with pytest.raises(Corrupt, match=r"rank-00004-a0001\.json does not match its own seal"):
+            commit(store, make_config("", 0, 6).writer, 5)
+        return
+    made = commit(store, make_config("", 0, 6).writer, 5)
+    assert replace(made, id="", created_unix_s=0.0) == merge(written, id="", created_unix_s=0.0)
+    whole_ones = [call.name for call in store.calls("get") if "rank-" in call.name]
+    assert whole_ones == [names.part(5, 1, rank) for rank in (0, 3)]
 
 
 def test_eight_commits_at_once_write_one_manifest(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ _LOOK_SHARE = 0.2
 _OPEN_PAUSE_S = 1.0
 """Pause before another try to open a store."""
 _PERSIST_S = 5.0
-"""Time after the trainer's end that a successor waits for saves which are being written."""
+"""Longest time after the trainer's end that a successor waits for saves which are being written."""
 _FIND_RUN_S = 60.0
 """Time that a network file system may take to show a document which another host has written."""
 
@@ -196,12 +196,12 @@ class Worker:
         if self._inbox.frees_memory:
             return
         gone_s = time.monotonic()
-        while time.monotonic() < gone_s + self._worth_s():
+        while time.monotonic() < gone_s + self._patience_s():
             time.sleep(_FIRST_LOOK_S)
         self._offer()
 
-    def _worth_s(self) -> float:
-        """Return how long to wait for what is being written: the time since the newest save in the mirror."""
+    def _patience_s(self) -> float:
+        """Return how many seconds the newest save is younger than the newest one in the mirror, 5 at most."""
         saves = [*self._inbox.saves, *filter(None, [self._next])]
         newest_s = max((save.received_s for save in saves), default=0.0)
         return min(_PERSIST_S, max(0.0, newest_s - (self._mirror.newest_s if self._mirror else 0.0)))

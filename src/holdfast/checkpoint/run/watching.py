@@ -229,9 +229,7 @@ class Watching:
         found: dict[str, Section] = {}
         for watch in self._of_event["saving"]:
             save = CopiedSave(step, tuple(copies.get(watch.name, ())), has_room)
-            section = self._call(
-                watch, "saving", save, check=lambda one: one and sections.check(one, max_bytes=MAX_PART_BYTES)
-            )
+            section = self._call(watch, "saving", save, check=_check_section)
             if section is not None:
                 found[watch.name] = section
         return found
@@ -307,6 +305,10 @@ def _check_copies(found: Copies | None) -> Copies | None:
     ):
         raise InvalidInput("a group of copies has no turn")
     return found
+
+
+def _check_section(found: Section | None) -> Section | None:
+    return None if found is None else sections.check(found, max_bytes=MAX_PART_BYTES)
 
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

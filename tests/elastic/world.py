@@ -111,6 +111,7 @@ def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
         except EOFError:
             break
         os.environ.update(env)
+        _destroy_subgroups()
         try:
             answer = True, body(rank, *args)
         except BaseException:  # noqa: BLE001 - the test raises it
@@ -118,3 +119,19 @@ def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
         end.send(answer)
     sys.stdout.flush()
     holdfast.hard_exit()
+
+
+def _destroy_subgroups() -> None:
+    """Destroy what earlier functions made of the default group: each subgroup has threads that poll.
+
+    Called before the next function, when the earlier one has ended on all ranks.
+    """
+    import gc
+
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    gc.collect()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

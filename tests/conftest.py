@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,18 @@ from holdfast.checkpoint.store import endpoints
 from servers import Server, ministack
 
 ROOT = Path(__file__).parent.parent
+_numbers = count()
 CLOUD_VARIABLES = [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]
 
 # No deadline: these machines are shared, and a slow example is no failure. The same examples in every run: a
 # change must not fail by what it did not touch. `pytest --hypothesis-profile explore` draws new ones.
 settings.register_profile(
-    "suite", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True, database=None
+    "suite",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+    database=None,
+    max_examples=50,
 )
 settings.register_profile(
     "explore", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=1000, print_blob=True
@@ -76,10 +83,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test. Pytest's own fixture lists the folders of all earlier tests to number it."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}-{next(_numbers)}"
+    path.mkdir(mode=0o700)
+    return path
+
+
 @pytest.fixture(autouse=True)
 def own_runtime_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every test its own folder for keepers' traces: tests must not wait for each other's keepers."""
-    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+    path = tmp_path_factory.getbasetemp() / f"runtime-{next(_numbers)}"
+    path.mkdir(mode=0o700)
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(path))
 
 
 @pytest.fixture(autouse=True)

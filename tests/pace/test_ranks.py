@@ -49,7 +49,7 @@ def test_a_slow_rank_is_named(tmp_path: Path, way: str, kind: str) -> None:
         assert {one.cause for _, one in training.slow() if one.rank == 2} == {cause}
 
 
-@pytest.mark.slow
+@pytest.mark.alone  # any other program on a processor makes its rank slow too
 def test_a_rank_whose_processor_is_used_by_another_program_is_named(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two processors")

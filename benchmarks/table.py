@@ -284,6 +284,27 @@ def render_numbers(labels: Mapping[str, str]) -> Callable[[list[dict[str, Any]]]
     return render
 
 
+def render_delta(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of `delta.py`: the share of the plain bytes by training and way, and the ways' speeds."""
+    document = documents[0]
+    rows, ways = document["rows"], list(dict.fromkeys(row["way"] for row in document["rows"]))
+    shares = []
+    for case in dict.fromkeys((row["dtype"], row["rate"], row["steps"]) for row in rows):
+        mine = {r["way"]: r["share"] for r in rows if (r["dtype"], r["rate"], r["steps"]) == case}
+        shares.append([*map(str, case), *(f"{mine[way]:.2f}" for way in ways)])
+    speeds = [
+        [what, *(f"{statistics.median(row[key] for row in rows if row['way'] == way):.0f}" for way in ways)]
+        for what, key in (("packed, MB/s", "pack_mb_s"), ("unpacked, MB/s", "unpack_mb_s"))
+    ]
+    return "\n\n".join(
+        [
+            f"_{columns.facts(document['machine'], rounds=None)}_",
+            _table(["state", "learning rate", "steps after the base", *ways], shares),
+            _table(["one core, medians", *ways], speeds),
+        ]
+    )
+
+
 def render_simulated(documents: list[dict[str, Any]]) -> str:
     """The Markdown of `simulate.py`: goodput by interval and way, and the simulation beside the replays."""
     document = documents[0]
@@ -425,6 +446,7 @@ RENDERERS = {
             "lost_without": "steps lost by kill -9 of a node, at most, with a save every 20 steps",
         }
     ),
+    "delta": render_delta,
     "simulated": render_simulated,
     "standby": render_numbers(
         {

@@ -32,6 +32,7 @@ class World:
 
     def __init__(self, world_size: int, folder: Path) -> None:
         self.world_size = world_size
+        self.num_started = 0  # functions
         pipes = [forkserver().Pipe() for _ in range(world_size)]
         self._ends = [ours for ours, _ in pipes]
         self.processes = [
@@ -44,6 +45,7 @@ class World:
 
     def start(self, body: Callable[..., Any], *args: Any) -> None:
         """Have every rank run `body(rank, *args)`."""
+        self.num_started += 1
         env = {"HOLDFAST_RUNTIME_DIR": os.environ["HOLDFAST_RUNTIME_DIR"]}
         for end in self._ends:
             end.send((body, args, env))
@@ -111,7 +113,6 @@ def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
         except EOFError:
             break
         os.environ.update(env)
-        _destroy_subgroups()
         try:
             answer = True, body(rank, *args)
         except BaseException:  # noqa: BLE001 - the test raises it
@@ -119,19 +120,3 @@ def _serve(rank: int, world_size: int, store: str, end: Connection) -> None:
         end.send(answer)
     sys.stdout.flush()
     holdfast.hard_exit()
-
-
-def _destroy_subgroups() -> None:
-    """Destroy what earlier functions made of the default group: each subgroup has threads that poll.
-
-    Called before the next function, when the earlier one has ended on all ranks.
-    """
-    import gc
-
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    gc.collect()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)

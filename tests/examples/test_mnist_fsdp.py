@@ -49,7 +49,7 @@ def test_two_ranks_train_in_two_ways_and_leave_a_table_and_a_plot(tmp_path: Path
         assert half < 0.6 * whole
     for row in rows.values():
         assert all(map(operator.gt, row["peak_bytes"], row["kept_bytes"]))
-    assert re.search(r"fc1: Linear +unit: 32,896 parameters, 65.8 kB of 132 kB here", done.stderr)
+    assert re.search(r"unit fc1: 32,896 parameters, 65.8 kB of 132 kB here", done.stderr)
     assert "Loss of each step" in (home / "plot.svg").read_text()
     assert re.search(r"^ddp +[\d.]+ s +[\d.]+ +[\d.]+%", done.stdout, re.M)
 

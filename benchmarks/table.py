@@ -300,7 +300,7 @@ def render_delta(documents: list[dict[str, Any]]) -> str:
         [
             f"_{columns.facts(document['machine'], rounds=None)}_",
             _table(["state", "learning rate", "steps after the base", *ways], shares),
-            _table(["one core, medians", *ways], speeds),
+            _table(["medians, of one core", *ways], speeds),
         ]
     )
 

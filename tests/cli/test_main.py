@@ -185,7 +185,7 @@ def test_an_error_is_one_line_and_a_status(
     def fail(place: str) -> None:
         raise error
 
-    monkeypatch.setattr("holdfast.cli.ls.open_home", fail)
+    monkeypatch.setattr("holdfast.cli.homes.open_home", fail)
     result = holdfast("ls", "x")
     assert (result.status, result.err) == (status, f"holdfast: {shown}\n")
 

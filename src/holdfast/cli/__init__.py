@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return TROUBLE
     try:
         with _escaped(command), _limited(args):
-            status = args.run(args)
+            status = args.run(args) or 0
             sys.stdout.flush()
     except HoldfastError as error:
         print_note(error)

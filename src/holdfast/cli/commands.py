@@ -138,11 +138,11 @@ def either(*options: Argument) -> Argument:
 
 _DECLARED: dict[str, Callable[[Commands], None]] = {}
 """Functions that add the commands of imported modules to a parser."""
-Run: TypeAlias = Callable[[argparse.Namespace], int]
+Run: TypeAlias = Callable[[argparse.Namespace], "int | None"]
 
 
 def command(name: str, examples: str, *arguments: Argument, details: str = "") -> Callable[[Run], Run]:
-    """Declare the function that runs a command, which returns the exit status.
+    """Declare the function that runs a command. It returns the exit status, or None for 0.
 
     Args:
         examples: command lines for the end of its help.

@@ -57,8 +57,7 @@ COMPLETERS = {
     argument("shell", "the shell", choices=SHELLS),
     details="The script completes commands, options, folders and files, and the steps of a home.",
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the script."""
     script = shellcode(["holdfast"], use_defaults=False, shell=args.shell).strip()
     print_result(args, {"shell": args.shell, "script": script}, script)
-    return 0

@@ -31,7 +31,7 @@ from holdfast.cli.tables import print_result
         "Needs torch-holdfast[dash]."
     ),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C."""
     from holdfast.jobs.dash.application import Application, has_desktop, listen, opened
     from holdfast.jobs.dash.messages import AccessKeys
@@ -54,4 +54,3 @@ def run(args: argparse.Namespace) -> int:
         print(file=sys.stderr)  # before the server ran
     finally:
         server.close()
-    return 0

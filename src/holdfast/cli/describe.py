@@ -48,11 +48,10 @@ def print_checks(found: JobDescription) -> None:
         "of the job's files."
     ),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Show the job."""
     found = describe(args.job)
     print_result(args, {**to_plain(found), "job": job_row(found.job)}, lambda: _print(found))
-    return 0
 
 
 def _print(found: JobDescription) -> None:

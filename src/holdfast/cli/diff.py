@@ -92,8 +92,11 @@ def run(args: argparse.Namespace) -> int:
     """Compare the checkpoints. Damage is an error (2) here, because 1 means that they differ."""
     try:
         a, b = _open("A", args.a), _open("B", args.b)
-        if not args.json:
-            _print_sides(a, b)
+        for side in (a, b) if not args.json else ():
+            found = side.checkpoint
+            print(f"{side.name}: {side.store.url}, step {found.step}, attempt {found.attempt}")
+        if not args.json and a.checkpoint.world_size != b.checkpoint.world_size:
+            print("The numbers of ranks differ, so per-rank state is compared for rank 0 only.")
         with contextlib.ExitStack() as stack:
             for side in (a, b):
                 stack.enter_context(deletion_named(side.store, side.checkpoint.manifest.checkpoint_id))
@@ -240,14 +243,6 @@ def _value_changes(
         if fnmatch.fnmatchcase(path, pattern) and (path in a, a.get(path)) != (path in b, b.get(path)):
             text_a, text_b = (values.format_value(side[path]) if path in side else None for side in (a, b))
             yield path + suffix, text_a, text_b
-
-
-def _print_sides(a: Side, b: Side) -> None:
-    for side in (a, b):
-        found = side.checkpoint
-        print(f"{side.name}: {side.store.url}, step {found.step}, attempt {found.attempt}")
-    if a.checkpoint.world_size != b.checkpoint.world_size:
-        print("The numbers of ranks differ, so per-rank state is compared for rank 0 only.")
 
 
 def _print(difference: Difference) -> None:

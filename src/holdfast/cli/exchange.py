@@ -51,7 +51,7 @@ def _pair(text: str) -> tuple[str, str]:
         "--allow-expanded", "also import tensors that are much larger than the source (expanded or shared)"
     ),
 )
-def import_(args: argparse.Namespace) -> int:
+def import_(args: argparse.Namespace) -> None:
     """Create the home."""
     if not Path(args.source).expanduser().exists():
         raise NotFound(f"{args.source} does not exist. {nearest_hint(args.source)}", key=args.source)
@@ -73,7 +73,6 @@ def import_(args: argparse.Namespace) -> int:
     took = format_rate(done.num_bytes, done.seconds)
     text = f"step {done.step} of {done.home}: {tensors} from {args.source} ({done.kind}), {took}"
     print_result(args, to_plain(done), text)
-    return 0
 
 
 @command(
@@ -104,7 +103,7 @@ def import_(args: argparse.Namespace) -> int:
     argument("--overwrite", "replace an existing file or folder"),
     details="Every byte is verified.",
 )
-def export(args: argparse.Namespace) -> int:
+def export(args: argparse.Namespace) -> None:
     """Write the checkpoint."""
     target = Path(args.dest).expanduser()
     kind = choose_kind(target, args.kind)
@@ -134,4 +133,3 @@ def export(args: argparse.Namespace) -> int:
     took = format_rate(done.num_bytes, done.seconds)
     text = f"{done.path}: {tensors} of step {done.step} ({done.kind}), {took}"
     print_result(args, {"home": store.url, **to_plain(done)}, text)
-    return 0

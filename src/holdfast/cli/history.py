@@ -57,7 +57,7 @@ Event = dict[str, Any]
     argument("--tail K", "only the last K rows", count),
     argument("--csv", "print CSV instead of a table"),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Show events by time, checkpoints by save, or metrics by step."""
     store, _ = open_home(args.home)
     events, num_torn = read_lines(store)
@@ -72,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
         print_csv(names, ([row.get(name) for name in names] for row in rows))
     else:
         print_result(args, rows, partial(print_table, columns, rows) if rows else f"no {what}")
-    return 0
 
 
 def _events(lines: list[Event], args: argparse.Namespace) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
 from pathlib import Path
@@ -29,16 +30,12 @@ def open_home(place: str) -> tuple[Store, Listing]:
 def nearest_hint(place: str) -> str:
     """Return a hint about a path that does not exist: the most similar name beside it, if any."""
     path = Path(place).expanduser()
-    others = [] if "://" in place or path.exists() else _names_in(path.parent)
+    others: list[str] = []
+    with contextlib.suppress(OSError):
+        if "://" not in place and not path.exists():
+            others = [one.name for one in path.parent.iterdir()]
     near = difflib.get_close_matches(path.name, others, n=1)
     return f"Did you mean {path.with_name(near[0])}?" if near else "Check the path."
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return [path.name for path in folder.iterdir()]
-    except OSError:
-        return []
 
 
 def read_run_id(store: Store) -> str | None:
@@ -55,9 +52,11 @@ def read_run_id(store: Store) -> str | None:
     return found.id if found else None
 
 
-def open_tiers(place: str, local: str) -> tuple[Store, Listing, dict[str, Listing]]:
-    """Open a home and a local folder as one store. Return it with its listing and those of both places."""
+def open_tiers(place: str, local: str | None) -> tuple[Store, Listing, dict[str, Listing] | None]:
+    """Open a home and, if given, a local folder as one store. Return it, its listing and those of both."""
     home, in_home = open_home(place)
+    if local is None:
+        return home, in_home, None
     near, in_near = open_home(local)
     runs = read_run(home), read_run(near)
     if None not in runs and len({run.id for run in runs if run}) > 1:

@@ -53,7 +53,7 @@ _SHOWN = 20
         "has the id of the job there. Controllers that have died are started again."
     ),
 )
-def list_jobs(args: argparse.Namespace) -> int:
+def list_jobs(args: argparse.Namespace) -> None:
     """List the jobs: those that have not ended, then the others, each newest first."""
     jobs = queue(on=args.on, statuses=args.status)
     for message in Records(state_dir()).unreadable():
@@ -73,7 +73,6 @@ def list_jobs(args: argparse.Namespace) -> int:
             print_note(f"{' '.join(reason.replace(chr(10), ': ', 1).split())}")
         if left := len(jobs) - len(shown):
             print(f"{plural(left, 'older job')} not shown; use --all or --tail K to show more")
-    return 0
 
 
 _JOB_COLUMNS = (  # of a job and its durations
@@ -161,7 +160,7 @@ def cancel(args: argparse.Namespace) -> int:
     argument("--lead T", "time between notice and kill, such as 30s or 2m", default="30s"),
     details="The job receives a notice now. After the lead, all its processes are killed; then it restarts.",
 )
-def preempt(args: argparse.Namespace) -> int:
+def preempt(args: argparse.Namespace) -> None:
     """Send the notice. The processes are killed in the background."""
     try:
         lead_s = float(args.lead)
@@ -173,7 +172,6 @@ def preempt(args: argparse.Namespace) -> int:
     preempted = get_engine(found.engine).preempt(found.id, lead_s=lead_s)
     when = f"its processes are killed in {format_duration(lead_s)}"
     print_result(args, job_row(preempted), f"job {found.id} ({found.name}) is preempted; {when}")
-    return 0
 
 
 @command(

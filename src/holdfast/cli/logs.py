@@ -9,9 +9,10 @@ import sys
 from holdfast.cli import print_note
 from holdfast.cli.commands import argument, command, step_number
 from holdfast.cli.jobs import JOB
+from holdfast.cli.tables import format_time
 from holdfast.jobs.engine import Job
 from holdfast.jobs.interface import job
-from holdfast.jobs.output import OutputBlock, OutputSelection, format_second, texts, with_prefix
+from holdfast.jobs.output import OutputBlock, OutputSelection, texts, with_prefix
 from holdfast.jobs.registry import get_engine
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
@@ -51,13 +52,11 @@ class _OutputPrinter:
             self._out.write(b"\n")
             self._is_line_start = True
         self._node = block.node
-        self._out.write(with_prefix(block.data, self._prefix(block), is_line_start=self._is_line_start))
-        self._is_line_start = block.data.endswith(b"\n")
-
-    def _prefix(self, block: OutputBlock) -> bytes:
-        moment = f"{format_second(block.unix_s)} " if self._has_times else ""
+        moment = "-" * 19 if block.unix_s is None else format_time(block.unix_s)
         node = f"(node {block.node}) " if self._is_labelled else ""
-        return (moment + node).encode()
+        prefix = f"{moment} {node}" if self._has_times else node
+        self._out.write(with_prefix(block.data, prefix.encode(), is_line_start=self._is_line_start))
+        self._is_line_start = block.data.endswith(b"\n")
 
 
 def print_output(job: Job, wanted: OutputSelection, *, is_json: bool, has_times: bool = False) -> None:
@@ -94,10 +93,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the lines."""
     found = job(args.job)
     wanted = OutputSelection(
-        follow=args.follow,
-        node=args.node,
-        tail=args.tail,
-        is_timed=args.timestamps or args.json,
+        follow=args.follow, node=args.node, tail=args.tail, is_timed=args.timestamps or args.json
     )
     print_output(found, wanted, is_json=args.json, has_times=args.timestamps)
     return get_engine(found.engine).job(found.id).exit_status if args.follow else 0

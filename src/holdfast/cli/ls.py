@@ -8,7 +8,7 @@ from collections import Counter
 
 from holdfast.checkpoint.home.inventory import INCOMPLETE, SUPERSEDED, Inventory, Row, take_inventory
 from holdfast.cli.commands import HOME, argument, command
-from holdfast.cli.homes import open_home, open_tiers, read_run_id
+from holdfast.cli.homes import open_tiers, read_run_id
 from holdfast.cli.tables import Column, format_age, print_json, print_table, print_text
 from holdfast.errors import NotFound
 from holdfast.system.units import format_bytes, plural
@@ -38,14 +38,10 @@ from holdfast.system.units import format_bytes, plural
     ),
     argument("--reverse", "reverse the order"),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """List a home. Only manifests and file sizes are read."""
-    if args.local is None:
-        store, home = open_home(args.home)
-        inventory = take_inventory(store, home, read_run_id(store))
-    else:
-        store, home, tiers = open_tiers(args.home, args.local)
-        inventory = take_inventory(store, home, read_run_id(store), tiers)
+    store, home, tiers = open_tiers(args.home, args.local)
+    inventory = take_inventory(store, home, read_run_id(store), tiers)
     rows = [row for row in inventory.rows if args.all or row.state not in (SUPERSEDED, INCOMPLETE)]
     listed = rows
     if args.healthy:
@@ -57,13 +53,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         shown = [row.as_json() for row in rows]
         print_json({"home": store.url, "run": inventory.run_id, "checkpoints": shown})
-        return 0
+        return
     if rows:
         print_table(_columns(rows, metric=args.sort, has_tiers=args.local is not None), rows)
     else:
         print("no checkpoints")
     _print_notes(inventory, rows, listed)
-    return 0
 
 
 def _sorted_by_metric(rows: list[Row], metric: str, url: str, *, reverse: bool) -> list[Row]:

@@ -42,35 +42,28 @@ _IDLE_S = 60.0  # after which a client that sends nothing is left
         "127.0.0.1 only, without a password, and runs until Ctrl-C."
     ),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print, write or serve the numbers of a run."""
     if args.output is not None:
         check_parent(Path(args.output))
     store, _ = open_home(args.home)
     if args.serve is not None:
-        return _serve(store, args)
-    if args.output is not None:
+        _serve(store, args)
+    elif args.output is not None:
         write_output(args.output, _text(store), "the numbers to ")
     elif args.json:
-        print_json(_rows(store))
+        families = metric_families(read_summary(store), store.url)
+        samples = [(family.name, *sample) for family in families for sample in family.samples]
+        print_json([{"name": name, "labels": dict(of), "value": float(value)} for name, of, value in samples])
     else:
         sys.stdout.write(_text(store))
-    return 0
 
 
 def _text(store: Store) -> str:
     return format_metrics(read_summary(store), store.url)
 
 
-def _rows(store: Store) -> list[dict[str, object]]:
-    return [
-        {"name": family.name, "labels": dict(labels), "value": float(value)}
-        for family in metric_families(read_summary(store), store.url)
-        for labels, value in family.samples
-    ]
-
-
-def _serve(store: Store, args: argparse.Namespace) -> int:
+def _serve(store: Store, args: argparse.Namespace) -> None:
     try:
         server = ThreadingHTTPServer(("127.0.0.1", args.serve), _handler(store))
     except (OSError, OverflowError) as error:
@@ -84,7 +77,6 @@ def _serve(store: Store, args: argparse.Namespace) -> int:
         print(file=sys.stderr)
     finally:
         server.server_close()
-    return 0
 
 
 def _handler(store: Store) -> type[BaseHTTPRequestHandler]:

@@ -31,7 +31,7 @@ from holdfast.watch.report.summary import RunSummary, read_summary
     ),
     argument("--title TEXT", "heading of the page (default: the name of HOME)"),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print the summary of a run as a page, JSON, or a few lines."""
     if args.output not in (None, "-"):
         with naming_output(args.output, "the report to "):
@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     summary = read_summary(store, read_node_checks(store))
     if args.json:
         print_json({"home": store.url, **summary.as_json()})
-        return 0
+        return
     if args.output is None:
         _print_short(summary)
-        return 0
+        return
     from holdfast.watch.report.page import make_page  # slow, and needed only here
 
     title = args.title or Path(args.home.rstrip("/")).name or args.home
@@ -53,7 +53,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         write_output(args.output, text, "the report to ")
         print(f"{args.output}: {format_bytes(len(text.encode()))}")
-    return 0
 
 
 def _print_short(summary: RunSummary) -> None:

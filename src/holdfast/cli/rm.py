@@ -47,7 +47,7 @@ from holdfast.system.units import format_bytes, plural
     argument("--yes, -y", "do not ask; required without a terminal"),
     details="The newest complete one is deleted only with --force.",
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Delete the chosen checkpoints, after asking on the terminal."""
     if args.step is None and args.before is None and not (args.superseded or args.incomplete):
         raise InvalidInput(
@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"deleted {plural(len(rows), 'checkpoint')}, {format_bytes(num_bytes)}")
     elif rows and not args.dry_run:
         print("nothing was deleted")
-    return 0
 
 
 def _choose(inventory: Inventory, args: argparse.Namespace, *, is_done: bool) -> list[Row]:

@@ -32,7 +32,7 @@ from holdfast.system.units import format_bytes, plural
     argument("--rank R", "rank whose state to show", step_number, default=0),
     FILTER,
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Show one checkpoint. Only its manifest and one part are read."""
     store, _ = open_home(args.home)
     checkpoint = open_checkpoint(store, args.step, args.attempt, best=args.best)
@@ -49,21 +49,20 @@ def run(args: argparse.Namespace) -> int:
     state = read_part(store, checkpoint.manifest, args.rank).values
     if args.json:
         print_json(_as_json(checkpoint, tensors, state))
-        return 0
+        return
     _print_facts(store.url, checkpoint)
     print(f"\n{plural(len(tensors), 'tensor')}")
     if tensors:
         print_table(_TENSOR_COLUMNS, ((name, checkpoint.info(name)) for name in tensors))
-    _print_state(state, args.filter)
-    return 0
+    found = [leaf for key, value in state.items() for leaf in values.leaves(value, key)]
+    rows = [(path, values.format_value(value)) for path, value in found if _matches(path, args.filter)]
+    print(f"\n{plural(len(rows), 'value')}")
+    if rows:
+        print_table((Column("NAME", itemgetter(0), "name"), Column("VALUE", itemgetter(1), "name")), rows)
 
 
 def _matches(name: str, pattern: str | None) -> bool:
     return pattern is None or fnmatch.fnmatchcase(name, pattern)
-
-
-def _format_owner(owner: int | str) -> str:
-    return f"rank {owner}" if isinstance(owner, int) else {"each": "each rank", "split": "split"}[owner]
 
 
 def _as_json(checkpoint: Checkpoint, tensors: list[str], state: dict[str, Any]) -> dict[str, Any]:
@@ -105,19 +104,12 @@ def _print_facts(url: str, checkpoint: Checkpoint) -> None:
     print_text(f"health: {health.word} ({'; '.join(health.reasons)})")
 
 
+_OWNERS = {"each": "each rank", "split": "split"}  # else the number of a rank
 _TENSOR_COLUMNS = (
     Column("NAME", lambda row: row[0], "name"),
     Column("DTYPE", lambda row: row[1].dtype),
     Column("SHAPE", lambda row: list(row[1].shape), "name"),
     Column("SIZE", lambda row: None if row[1].tied_to else format_bytes(row[1].num_bytes), "right"),
-    Column("SAVED BY", lambda row: _format_owner(row[1].owner), spare=1),
+    Column("SAVED BY", lambda row: _OWNERS.get(row[1].owner, f"rank {row[1].owner}"), spare=1),
     Column("TIED TO", lambda row: row[1].tied_to or "", "text"),
 )
-
-
-def _print_state(state: dict[str, Any], pattern: str | None) -> None:
-    found = [leaf for key, value in state.items() for leaf in values.leaves(value, key)]
-    rows = [(path, values.format_value(value)) for path, value in found if _matches(path, pattern)]
-    print(f"\n{plural(len(rows), 'value')}")
-    if rows:
-        print_table((Column("NAME", itemgetter(0), "name"), Column("VALUE", itemgetter(1), "name")), rows)

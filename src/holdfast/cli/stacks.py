@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from holdfast.checkpoint.home.history import read_lines
 from holdfast.checkpoint.store.factory import absolute_place
@@ -14,7 +13,6 @@ from holdfast.errors import NotFound
 from holdfast.system.documents import to_plain
 from holdfast.system.units import format_duration, plural
 from holdfast.watch.hang.incidents import (
-    RankEvidence,
     capture_host,
     describe_groups,
     format_stacks,
@@ -34,29 +32,24 @@ from holdfast.watch.hang.incidents import (
     argument("--recorded", "show the newest hang in the history instead of the processes on this machine"),
     argument("--full", "also print the stacks of all threads"),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Show ranks grouped by place; those that the others wait for are marked with '>'."""
     store, _ = open_home(args.home)
     if args.recorded:
         hangs = list_hangs(read_lines(store)[0])
         if not hangs:
             raise NotFound(f"The history of {args.home} has no hang.")
-        hang = hangs[-1]
+        hang, ranks = hangs[-1], hangs[-1].ranks
         title = f"attempt {hang.attempt} hung at {format_time(hang.unix_s)}"
         title += f" for {format_duration(hang.over_s)}" if hang.over_s is not None else ""
-        _show(title, hang.ranks, args)
-        return 0
-    ranks = list(capture_host(absolute_place(args.home)).values())
-    if not ranks:
-        raise NotFound(
-            f"No training on this machine saves to {args.home}. Run this on a machine of the training, as "
-            "its user; or add --recorded to see the newest hang in the history."
-        )
-    _show(f"{plural(len(ranks), 'rank')} on this machine", ranks, args)
-    return 0
-
-
-def _show(title: str, ranks: Sequence[RankEvidence], args: argparse.Namespace) -> None:
+    else:
+        ranks = list(capture_host(absolute_place(args.home)).values())
+        if not ranks:
+            raise NotFound(
+                f"No training on this machine saves to {args.home}. Run this on a machine of the training, "
+                "as its user; or add --recorded to see the newest hang in the history."
+            )
+        title = f"{plural(len(ranks), 'rank')} on this machine"
     groups = group_ranks(ranks)
     lines = [f"{title}:", *(f"  {line}" for line in describe_groups(groups))]
     for rank in ranks if args.full else ():

@@ -37,7 +37,8 @@ _MAX_ROWS = 1000
 
 def print_table(columns: Sequence[Column], rows: Iterable[Any]) -> None:
     """Print a table within the width of the terminal."""
-    cells = [[_shown(column.cell(row)) for column in columns] for row in rows]
+    found = ([column.cell(row) for column in columns] for row in rows)
+    cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in found]
     width = terminal_width()
     lines = _padded(columns, cells)
     if width is None or all(line.isascii() and len(line) <= width for line in lines):
@@ -63,10 +64,6 @@ def _print_lines(lines: Sequence[str]) -> None:
     heading = f"\x1b[1m{lines[0]}\x1b[0m" if sys.stdout.isatty() else lines[0]
     styled(sys.stdout).write(f"{heading}\n")
     print("".join(f"{line}\n" for line in lines[1:]), end="", flush=True)
-
-
-def _shown(cell: object) -> str:
-    return "-" if cell is None else printable(str(cell))
 
 
 def terminal_width() -> int | None:

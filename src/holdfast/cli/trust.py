@@ -25,7 +25,7 @@ from holdfast.errors import InvalidInput, NotFound
     ),
     argument("--allow-http", "trust it even if the code comes over http from another machine"),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Change the list of the user, or show it."""
     from holdfast.watch.compiled.trust import distrust, file_path, trust, trusted
 
@@ -46,4 +46,3 @@ def run(args: argparse.Namespace) -> int:
             f"{home} is not in {file_path()}. Nothing was removed. --list shows the trusted homes."
         )
     print_result(args, {"file": str(file_path()), "trusted": trusted()}, text)
-    return 0

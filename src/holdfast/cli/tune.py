@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     argument("--debug", "keep all logs, including torch's logs of every compilation"),
     *script_arguments("training script"),
 )
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Profile the script, and print the report."""
     questions = tuple(filter(None, (args.only or ",".join(QUESTIONS)).split(",")))
     if unknown := set(questions) - set(QUESTIONS):
@@ -62,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
         on_progress=lambda what: print_note(f"{what} ..."),
     )
     print_result(args, report.as_json(), lambda: _print(report))
-    return 0
 
 
 def _print(report: TuningReport) -> None:

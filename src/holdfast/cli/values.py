@@ -82,15 +82,6 @@ def _tagged(tag: str, body: Any) -> str:
     return _TEXTS[tag](body) if tag in _TEXTS else f"{tag[1:]} {json.dumps(body)}"
 
 
-def _num_bytes(body: str) -> str:
-    return f"{len(body) * 3 // 4 - body.count('=')} bytes"
-
-
-def _composite(body: list[Any]) -> str:
-    kind, inner, facts = body
-    return f"{_type_of(kind)} tensor of {', '.join(inner)}, {_text(facts)}"
-
-
 def _structured(body: list[Any]) -> str:
     names = ", ".join(str(row[0]) for row in body[0]["fields"])
     return f"array with fields {names}" + ("" if body[1] is None else f", shape {body[1]}")
@@ -98,7 +89,7 @@ def _structured(body: list[Any]) -> str:
 
 _TEXTS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("$int", "$float", "$decimal", "$path", "$uuid", "$datetime", "$date"), str),
-    **dict.fromkeys(("$bytes", "$bytearray"), _num_bytes),
+    **dict.fromkeys(("$bytes", "$bytearray"), lambda body: f"{len(body) * 3 // 4 - body.count('=')} bytes"),
     **dict.fromkeys(("$ndarray", "$npscalar"), lambda body: f"array of {body[0]}, shape {body[1]}"),
     "$slice": lambda body: f"slice({_items(body)})",
     "$torch": lambda body: f"torch.{body[0]} {body[1]}",
@@ -106,5 +97,5 @@ _TEXTS: dict[str, Callable[[Any], str]] = {
     "$entry": lambda body: f"object {body}",
     "$enum": lambda body: f"{_type_of(body[0])}.{body[1]}",
     "$structured": _structured,
-    "$composite": _composite,
+    "$composite": lambda body: f"{_type_of(body[0])} tensor of {', '.join(body[1])}, {_text(body[2])}",
 }

@@ -14,13 +14,12 @@ _PACKAGES = ("torch", "numpy", "msgspec", "xxhash", "obstore", "transformers", "
 
 
 @command("version", "holdfast version\nholdfast version --json")
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Print versions, without an import of any package. Nothing names the user or the machine."""
     found = {"holdfast": __version__, "python": platform.python_version()}
     found |= {name: _installed(name) for name in _PACKAGES}
     found |= {"system": platform.system(), "release": platform.release(), "machine": platform.machine()}
     print_result(args, found, lambda: print_fields((name, text or "-") for name, text in found.items()))
-    return 0
 
 
 def _installed(name: str) -> str | None:

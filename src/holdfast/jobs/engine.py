@@ -117,14 +117,9 @@ def each(act: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[_R | Holdfast
 
 def sorted_out(results: Iterable[_R | HoldfastError]) -> tuple[list[_R], list[HoldfastError]]:
     """Return the results that are values, and those that are errors."""
-    done: list[_R] = []
-    errors: list[HoldfastError] = []
-    for result in results:
-        if isinstance(result, HoldfastError):
-            errors.append(result)
-        else:
-            done.append(result)
-    return done, errors
+    found = list(results)
+    errors = [one for one in found if isinstance(one, HoldfastError)]
+    return [one for one in found if not isinstance(one, HoldfastError)], errors
 
 
 def all_of(results: Iterable[_R | HoldfastError]) -> list[_R]:

@@ -58,6 +58,8 @@ class JobFolder:
         self.progress = path / "progress"  # steps recorded by the training
         self.logs = path / "logs"  # folder of the nodes' output
         self.copies = path / "mounts"  # folder for copies made by `file_mounts`
+        self.mounts = path / "supplies.json"  # specifications of the mounts
+        self.links = path / "mounts.json"  # links at paths of the job
         self.image = path / "image.json"  # container image of the job, if it has one
         self.staging = path / "staging"  # empty folder, where directories with private links are assembled
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from holdfast.errors import Corrupt
 from holdfast.system.documents import MAX_BYTES, decode_as, to_plain
-from holdfast.system.linux.files import open_regular, reserve_space, write_atomic
+from holdfast.system.linux.files import open_regular, opened, reserve_space, write_atomic
 
 _T = TypeVar("_T")
 
@@ -64,12 +64,9 @@ def append_value(path: Path, value: Any, *, is_durable: bool = True) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
     """Open or create a file for appending, and hold its lock in the block."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield fd
-    finally:
-        os.close(fd)
 
 
 def append(fd: int, line: str, *, is_durable: bool = True) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from holdfast.errors import InvalidInput
-from holdfast.system.linux.files import punch_hole, write_atomic
+from holdfast.system.linux.files import opened, punch_hole, write_atomic
 from holdfast.system.units import format_bytes, parse_bytes
 
 _CHUNK_BYTES = 1 << 20
@@ -68,11 +68,6 @@ def texts(block: OutputBlock) -> Iterator[str]:
     """Yield the lines of a block as text."""
     for line in block.data.removesuffix(b"\n").split(b"\n"):
         yield line.decode("utf-8", "replace")
-
-
-def format_second(unix_s: float | None) -> str:
-    """Return a time as local date and time, or dashes if it is unknown."""
-    return "-------------------" if unix_s is None else time.strftime("%F %T", time.localtime(unix_s))
 
 
 class LogReader:
@@ -245,30 +240,24 @@ def add_sample(path: Path, size: int, unix_s: float) -> None:
     if path.exists() and path.stat().st_size >= _MAX_TIMES_BYTES:
         kept = read_samples(path, -1, _MAX_SIZE)[1::2]
         write_atomic(path, b"".join(_SAMPLE.pack(*sample) for sample in kept), is_durable=False)
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as fd:
         os.write(fd, _SAMPLE.pack(size, unix_s))
-    finally:
-        os.close(fd)
 
 
 def read_samples(path: Path, begin: int, end: int) -> list[tuple[int, float]]:
     """Return the sizes after `begin` with their times, up to the first size that is not less than `end`."""
     found: list[tuple[int, float]] = []
-    try:
-        with path.open("rb") as file:
-            fd = file.fileno()
-            places = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
-            first = bisect_right(
-                places, begin, key=lambda place: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, place))[0]
-            )
-            file.seek(first * _SAMPLE.size)
-            while len(data := file.read(_SAMPLE.size)) == _SAMPLE.size:
-                found.append(_SAMPLE.unpack(data))
-                if found[-1][0] >= end:
-                    break
-    except FileNotFoundError:
-        pass
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        fd = file.fileno()
+        places = range(0, os.fstat(fd).st_size // _SAMPLE.size * _SAMPLE.size, _SAMPLE.size)
+        first = bisect_right(
+            places, begin, key=lambda place: _SAMPLE.unpack(os.pread(fd, _SAMPLE.size, place))[0]
+        )
+        file.seek(first * _SAMPLE.size)
+        while len(data := file.read(_SAMPLE.size)) == _SAMPLE.size:
+            found.append(_SAMPLE.unpack(data))
+            if found[-1][0] >= end:
+                break
     return found
 
 

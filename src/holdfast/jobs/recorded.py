@@ -64,6 +64,7 @@ class RecordedEngine(ABC):
 
     def __init__(self, state: Path | None = None) -> None:
         self._state = state or state_dir()
+        self._records = Records(self._state)
 
     @abstractmethod
     def _unsupported(self, task: Task) -> Iterator[tuple[str, str]]:
@@ -123,11 +124,11 @@ class RecordedEngine(ABC):
 
     def jobs(self) -> list[Job]:
         """Return all jobs of this engine, newest last. Restarts missing controllers."""
-        return self._current(self._records().all(self.name))
+        return self._current(self._records.all(self.name))
 
     def job(self, number: int) -> Job:
         """Return a job."""
-        (found,) = self._current([self._record(number)])
+        (found,) = self._current([self._records.get(number)])
         return found
 
     @abstractmethod
@@ -147,7 +148,7 @@ class RecordedEngine(ABC):
 
         With `force`, remove it even if this loses files that are not in a bucket.
         """
-        records, folder = self._records(), job_folder(self._state, number)
+        records, folder = self._records, job_folder(self._state, number)
         for left in records.folders_set_aside():
             _remove_folder(left)
         self.job(number)  # records the final state, if only the engine knows it
@@ -179,7 +180,7 @@ class RecordedEngine(ABC):
 
     def output(self, number: int, what: OutputSelection) -> Iterator[OutputBlock]:
         """Yield output. The blocks of several nodes are in the order of their times."""
-        num_nodes, node = self._record(number).job.spec.num_nodes, what.node
+        num_nodes, node = self._records.get(number).job.spec.num_nodes, what.node
         if node is not None and node >= num_nodes:
             nodes = plural(num_nodes, "node")
             raise NotFound(f"Job {number} has no node {node}: it has {nodes}, counted from 0.")
@@ -201,12 +202,6 @@ class RecordedEngine(ABC):
             if is_end:
                 return
             time.sleep(_READ_S)
-
-    def _records(self) -> Records:
-        return Records(self._state)
-
-    def _record(self, number: int) -> JobRecord:
-        return self._records().get(number)
 
     def _grace_s(self, task: Task) -> float:
         return GRACE_S
@@ -279,7 +274,7 @@ class NodeEngine(RecordedEngine):
         tasks = [self._in_image(task) for task in file.tasks]
         for task in tasks:
             validate_sources(task, self._state)
-        records = self._records()
+        records = self._records
         folders: list[JobFolder] = []  # created just now, so they may be removed
         try:
             for _ in tasks:

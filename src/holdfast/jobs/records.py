@@ -30,7 +30,7 @@ from holdfast.jobs.state_machine import JobState, RestartPolicy
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.timers import ClockReading, Timers
 from holdfast.system.documents import MAX_BYTES, decode_as
-from holdfast.system.linux.files import open_regular, write_atomic
+from holdfast.system.linux.files import open_regular, opened, write_atomic
 
 VERSION = 1
 ENGINE_NAMES = ("local", "slurm", "sky", "k8s", "kubeflow")  # names of engines, as in `--on`
@@ -141,8 +141,7 @@ class Records:
         """Reserve a number for a job, and create its folder. The job is not listed before `complete`."""
         with self._translate_errors():
             self._jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(self._jobs / _LAST, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
+            with opened(self._jobs / _LAST, os.O_RDWR | os.O_CREAT) as fd:
                 fcntl.flock(fd, fcntl.LOCK_EX)
                 number = self._last_number(fd) + 1
                 text = f"{number}\n".encode()
@@ -151,8 +150,6 @@ class Records:
                 os.fsync(fd)
                 # Fails if there is anything of this name: only a folder that was created here may be removed.
                 self._folder(number).path.mkdir(mode=0o700)
-            finally:
-                os.close(fd)
             return number
 
     def _last_number(self, fd: int) -> int:

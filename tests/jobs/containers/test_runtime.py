@@ -10,9 +10,10 @@ import pytest
 
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.jobs.folder import JobFolder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.containers import node_container
 from holdfast.jobs.node.containers.container import ContainerRuntime, ImageSpec, make_image_spec
-from holdfast.jobs.node.mounts.mount_records import MountSpec, write_mount_specs
+from holdfast.jobs.node.mounts.mount_records import MountSpec
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import MountMode, qualified
 from holdfast.jobs.task.parser import Overrides, parse_tasks
@@ -131,7 +132,7 @@ def test_file_systems_that_are_mounted_later_appear_inside(harness: JobHarness) 
     folder.mkdir(parents=True)
     job = JobFolder(folder)
     for mode, expected in ((MountMode.COPY, False), (MountMode.MOUNT, True)):
-        write_mount_specs(job, [MountSpec(mode, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
+        write_document(job.mounts, [MountSpec(mode, "s3://a/b", str(folder / "mounts" / "0"), "/b")])
         found = make_image_spec(job, ContainerRuntime.PODMAN, "an/image", "sky-1", has_gpus=False)
         words = node_container.create_command(found, 0, "sha256:1")
         assert (f"type=bind,source={folder},target={folder},bind-propagation=rslave" in words) == expected

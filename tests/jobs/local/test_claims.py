@@ -242,7 +242,7 @@ def test_jobs_behind_the_first_waiting_one_have_no_process(harness: JobHarness) 
     waiting = [hold(harness, 4) for _ in range(3)]
     for job in waiting[1:]:
         harness.wait_for(job, lambda job=job: not harness.roles(job, "controller"), "its controller's end")
-    claims = read_claims(harness.engine._records(), harness.state)
+    claims = read_claims(harness.engine._records, harness.state)
     assert claims.leading == (waiting[0].id,)
     assert len(harness.engine.jobs()) == 4
     release(harness)

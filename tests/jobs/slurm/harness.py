@@ -68,7 +68,7 @@ class SlurmHarness(Harness):
         for job in self.engine.jobs():
             if job.status.is_final:
                 left += [(job.id, one) for one in self.of_job(job) if not one.exits_by_itself]
-            elif number := self.engine._record(job.id).state.engine_job_id:
+            elif number := self.engine._records.get(job.id).state.engine_job_id:
                 subprocess.run(["scancel", "--full", "--signal=KILL", number], check=False)
                 subprocess.run(["scancel", number], check=False)
             processes.kill(self.of_job(job))

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from msgspec import Struct
 
@@ -44,12 +44,12 @@ class Start(Struct):
     sha256: str | None = None  # of weights and optimizer, after it has finished
     failure: str = ""  # name of the failure that ended it
     saving: int | None = None  # step of the save in progress at that failure
-    output: list[str] = []  # lines on stderr
+    output: list[str] = []  # all lines but facts
     first_step_s: float | None = None  # from its start to the end of its first step
 
 
 class Child:
-    """A running training, which two threads record and show."""
+    """A running training, which a thread records and shows."""
 
     def __init__(self, name: str, options: list[str], screen: Screen) -> None:
         self.record = Start(name)
@@ -60,31 +60,30 @@ class Child:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,  # Ctrl-C interrupts only the demo, which ends its children
         )
-        receivers = (self._process.stdout, self._receive_facts), (self._process.stderr, self._receive_line)
-        self._threads = [threading.Thread(target=_each_line, args=given, daemon=True) for given in receivers]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._receive, daemon=True)
+        self._thread.start()
 
-    def _receive_facts(self, line: str) -> None:
+    def _receive(self) -> None:
         record = self.record
-        try:
-            facts = json.loads(line)
-        except ValueError:
-            return  # cut off by the kill, or output of a library
-        if isinstance(facts, dict) and "sha256" in facts:
-            record.sha256 = facts["sha256"]
-        elif isinstance(facts, dict):
-            record.first_step_s = record.first_step_s or time.monotonic() - self._began
-            record.step = facts["step"]
-            self._screen.show_step(record.name, record.step, facts["loss"])
-
-    def _receive_line(self, line: str) -> None:
-        self.record.output.append(line)
-        self._screen.show_output(line)
+        assert self._process.stdout is not None
+        for line in map(str.rstrip, self._process.stdout):
+            try:
+                facts = json.loads(line) if line.startswith("{") else {}
+            except ValueError:
+                facts = {}
+            if "sha256" in facts:
+                record.sha256 = facts["sha256"]
+            elif "step" in facts:
+                record.first_step_s = record.first_step_s or time.monotonic() - self._began
+                record.step = facts["step"]
+                self._screen.show_step(record.name, record.step, facts["loss"])
+            else:
+                record.output.append(line)
+                self._screen.show_output(line)
 
     def wait_for(self, condition: Callable[[], _T], name: str) -> _T:
         """Wait until `condition()` is true, and return its value."""
@@ -113,8 +112,7 @@ class Child:
             raise RetryLater(
                 f"The {self.record.name} of the demo has not ended after {format_duration(_LIMIT_S)}."
             ) from error
-        for thread in self._threads:
-            thread.join(_LIMIT_S)
+        self._thread.join(_LIMIT_S)  # at the end of the pipe
         return self.record
 
     def end(self) -> None:
@@ -122,12 +120,6 @@ class Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-
-
-def _each_line(lines: IO[str], receive: Callable[[str], None]) -> None:
-    with lines:
-        for line in lines:
-            receive(line.rstrip())
 
 
 class Damage(Struct, frozen=True):

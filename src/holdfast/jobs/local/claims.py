@@ -63,11 +63,7 @@ class Claims(Struct, frozen=True):
 
     def is_behind(self, number: int) -> bool:
         """Return True if a job waits behind another one, and needs no controller for now."""
-        return bool(self.shortage(number)) and number not in self.leading
-
-    def shortage(self, number: int) -> str:
-        """Return why a job waits, for people. Empty if it may start, or needs nothing."""
-        return self.shortages.get(number, "")
+        return number in self.shortages and number not in self.leading
 
 
 def allocate(

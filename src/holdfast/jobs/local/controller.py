@@ -189,7 +189,7 @@ class LocalController(Controller):
         if gpus is not None:
             lead_on(self._records, state)
             return
-        self._apply(StartDelayed(claims.shortage(self._job.number)))
+        self._apply(StartDelayed(claims.shortages.get(self._job.number, "")))
         self.is_idle = self._job.number not in claims.leading
         if not self.is_idle:
             for number in claims.holders:
@@ -389,8 +389,14 @@ class Nodes:
     def start(self, make_specs: list[NodeSpec]) -> None:
         """Start the agents of all nodes that do not have one yet."""
         for node, plan in zip(self._nodes, make_specs, strict=True):
-            if not node.folder.plan.exists():
-                node.watch(processes.find(_start(node.folder, plan)))
+            if node.folder.plan.exists():
+                continue
+            node.folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with locks.held(node.folder.lock) as lock:  # which the agent holds from its start
+                assert lock is not None, "no other process starts the agents of this job"
+                write_document(node.folder.plan, plan)  # from here on the node exists, with its lock held
+                pid = spawn(AGENT, node.folder.path, Path(plan.log), lock=lock)
+            node.watch(processes.find(pid))
 
     def fds(self) -> list[int]:
         """Return descriptors that become readable when an agent exits."""
@@ -469,15 +475,6 @@ class Nodes:
     def have_keepers(self) -> bool:
         """Return True if keepers or uploaders of the attempt are still running."""
         return any(one.is_keeper for one in self.left(with_keepers=True))
-
-
-def _start(folder: NodeFolder, plan: NodeSpec) -> int:
-    """Start an agent, and return its pid. It holds its lock from the start."""
-    folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with locks.held(folder.lock) as lock:
-        assert lock is not None, "no other process starts the agents of this job"
-        write_document(folder.plan, plan)  # from here on the node exists, with its lock held
-        return spawn(AGENT, folder.path, Path(plan.log), lock=lock)
 
 
 def addresses(num_nodes: int, job: int) -> tuple[str, ...]:

@@ -22,12 +22,7 @@ from holdfast.jobs.node.job_secrets import remove_secrets_of_ended
 from holdfast.jobs.node.mounts.mount_plan import validate
 from holdfast.jobs.node.roles import rouse_controller, start_controller
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.recorded import (
-    NodeEngine,
-    check_active,
-    find_on_machines,
-    no_process,
-)
+from holdfast.jobs.recorded import NodeEngine, check_active, find_on_machines, no_process
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import Task
@@ -107,7 +102,7 @@ class LocalEngine(NodeEngine):
     def _claims(self, records: list[JobRecord]) -> Claims:
         """Return the claims of all jobs, if one of some jobs waits for its own."""
         is_needed = any(may_need_claim(record) for record in records)
-        return read_claims(self._records(), self._state) if is_needed else Claims()
+        return read_claims(self._records, self._state) if is_needed else Claims()
 
     def _ensure_controller(self, record: JobRecord, claims: Claims) -> None:
         """Start or wake the controller of a job that has not ended."""
@@ -124,14 +119,14 @@ class LocalEngine(NodeEngine):
         if record.job.spec.after is None or record.state.job_state.status is not JobStatus.PENDING:
             return False
         try:
-            before = self._records().get(record.job.spec.after)
+            before = self._records.get(record.job.spec.after)
         except NotFound:  # the pipeline is being launched, or that was interrupted
             return True
         self._ensure_controller(before, self._claims([before]))
         return before.state.job_state.status is JobStatus.PENDING
 
     def _job(self, record: JobRecord, claims: Claims) -> Job:
-        shortage = claims.shortage(record.job.number)  # now, not when its controller last looked
+        shortage = claims.shortages.get(record.job.number)  # now, not when its controller last looked
         job_state = record.state.job_state
         job_state = replace(job_state, reason=shortage) if shortage else job_state
         has_nodes = job_state.status in _HAS_NODES
@@ -151,7 +146,7 @@ class LocalEngine(NodeEngine):
     def _end_waiting(self, numbers: Sequence[int]) -> dict[int, Job]:
         """Cancel those jobs that wait behind others, in this process."""
         # They have no controller. To start one for each of hundreds would take minutes and gigabytes.
-        records = self._records()
+        records = self._records
         claims = read_claims(records, self._state)
         found: dict[int, Job] = {}
         for number in filter(claims.is_behind, numbers):
@@ -164,17 +159,16 @@ class LocalEngine(NodeEngine):
 
     @override
     def preempt(self, number: int, *, lead_s: float) -> Job:
-        record = self._record(number)
+        record = self._records.get(number)
         status = record.state.job_state.status
         if status is JobStatus.WINDING_DOWN or not (status.is_final or record.state.job_state.is_active):
             raise no_process(self._job(record, Claims()))
         return self._request(number, "preempt", lead_s)
 
     def _request(self, number: int, kind: str, lead_s: float | None = None) -> Job:
-        records = self._records()
-        record = records.get(number)
+        record = self._records.get(number)
         check_active(self._job(record, Claims()))
-        records.ask(number, kind, lead_s)
+        self._records.ask(number, kind, lead_s)
         rouse_controller(job_folder(self._state, number))
         return self._job(record, self._claims([record]))
 

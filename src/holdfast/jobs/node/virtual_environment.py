@@ -113,23 +113,6 @@ def find_parent(
     found = shutil.which("python3", path=path) or shutil.which("python", path=path)
     if found is None:
         return None
-    return _ask(found, environment, workdir, on_look)
-
-
-def read_config(executable: Path) -> dict[str, str]:
-    """Return the settings in the pyvenv.cfg of a Python. It may not exist."""
-    try:
-        with (executable.parent.parent / "pyvenv.cfg").open(encoding="utf-8", errors="replace") as file:
-            lines = file.read(_MAX_CONFIG_BYTES).splitlines()
-    except OSError:
-        return {}
-    pairs = (line.partition("=") for line in lines if "=" in line)
-    return {key.strip().lower(): value.strip() for key, _, value in pairs}
-
-
-def _ask(
-    found: str, environment: Mapping[str, str], workdir: Path, on_look: Callable[[], object]
-) -> ParentPython:
     command = [found, "-I", "-c", _QUESTION]
     try:
         done = run_program(command, timeout_s=_LIMIT_S, env=environment, cwd=workdir, on_look=on_look)
@@ -150,6 +133,17 @@ def _ask(
     first, *others = parent.scripts  # shims stand for the first folder, which need not be on the PATH
     seen = tuple(one for one in others if os.path.realpath(one) in on_path)
     return replace(parent, scripts=(first, *seen))
+
+
+def read_config(executable: Path) -> dict[str, str]:
+    """Return the settings in the pyvenv.cfg of a Python. It may not exist."""
+    try:
+        with (executable.parent.parent / "pyvenv.cfg").open(encoding="utf-8", errors="replace") as file:
+            lines = file.read(_MAX_CONFIG_BYTES).splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in lines if "=" in line)
+    return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
 def make_virtual_environment(folder: Path, parent: ParentPython) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import glob
 import os
 import shutil
@@ -201,7 +200,6 @@ LIMIT = "HOLDFAST_COPY_LIMIT"
 _DEFAULT = "10GiB"
 _SHOWN_BYTES = 1 << 30  # size from which a copy is announced before it begins
 _NUM_SHOWN = 3
-_FICLONE = 0x40049409  # of ioctl_ficlone(2)
 _CHUNK_BYTES = 8 << 20
 
 Ignore = Callable[[str, list[str]], Iterable[str]]
@@ -281,10 +279,7 @@ def copy_file(source: str | os.PathLike[str], to: str | os.PathLike[str]) -> Non
         _log.info("%s is a socket, a pipe or a device, and was not copied.", source)
         return
     with Path(source).open("rb") as read, Path(to).open("wb") as written:
-        try:
-            fcntl.ioctl(written.fileno(), _FICLONE, read.fileno())
-        except OSError:
-            _copy_data(read.fileno(), written.fileno())
+        _copy_data(read.fileno(), written.fileno())
     shutil.copystat(source, to)
 
 
@@ -310,7 +305,7 @@ def _copy_data(read: int, written: int) -> None:
 
 
 def _copy_some(read: int, written: int, offset: int, most: int) -> int:
-    """Copy some bytes, and return their number."""
+    """Copy some bytes, by sharing their blocks where the file system can, and return their number."""
     with contextlib.suppress(OSError, AttributeError):  # between file systems, or on an old C library
         if num_bytes := os.copy_file_range(read, written, most, offset, offset):
             return num_bytes

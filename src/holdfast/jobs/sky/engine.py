@@ -75,8 +75,7 @@ class SkyEngine(RecordedEngine):
         self.check_file(file)
         task = file.only()
         _log.info("submitting the job to %s; this may take minutes", commands.version())
-        records = self._records()
-        number = records.reserve()
+        number = self._records.reserve()
         (submission,) = self._submissions(file, [task], [number])
         path = job_folder(self._state, number).path / "task.yaml"
         try:
@@ -84,14 +83,14 @@ class SkyEngine(RecordedEngine):
         except OSError as error:
             raise RetryLater(f"Cannot write {path}: {error}. Nothing was started.") from error
         # Before SkyPilot has it: a running job must be recorded, even if this process dies.
-        records.complete(submission)
+        self._records.complete(submission)
         try:
             engine_job_id = commands.launch(managed_name(task.name, str(number)), path, task.secrets)
         except HoldfastError:
-            records.withdraw(number)
+            self._records.withdraw(number)
             raise
         if engine_job_id is not None:
-            records.set_engine_job_id(number, engine_job_id)
+            self._records.set_engine_job_id(number, engine_job_id)
         return [self.job(number)]
 
     @override
@@ -125,7 +124,7 @@ class SkyEngine(RecordedEngine):
             started_s = record.state.started_unix_s or job.started_unix_s
             now_s = job.ended_unix_s or time.time()
             changes = {"job_state": job_state, "engine_job_id": job.id, "started_unix_s": started_s}
-            record = self._records().save(record.with_state(unix_s=now_s, **changes))
+            record = self._records.save(record.with_state(unix_s=now_s, **changes))
         times = {"started_unix_s": job.started_unix_s, "ended_unix_s": job.ended_unix_s}
         return record.with_state(job_state=job_state, engine_job_id=job.id, **times)
 
@@ -145,9 +144,9 @@ class SkyEngine(RecordedEngine):
         )
 
     def _engine_job_id(self, number: int) -> str:
-        if self._record(number).state.engine_job_id is None:
+        if self._records.get(number).state.engine_job_id is None:
             self.job(number)  # records it
-        if (engine_job_id := self._record(number).state.engine_job_id) is None:
+        if (engine_job_id := self._records.get(number).state.engine_job_id) is None:
             what = f"SkyPilot has not assigned an id to job {number} yet"
             raise Conflict(f"{what}. Try again when it has started.")
         return engine_job_id

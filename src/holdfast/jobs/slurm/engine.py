@@ -22,12 +22,7 @@ from holdfast.jobs.node.mounts.mount_records import create_links, is_private_tar
 from holdfast.jobs.node.mounts.scratch import fixed_links, shared_links
 from holdfast.jobs.node.virtual_environment import own_python
 from holdfast.jobs.node.workdir import check_workdir
-from holdfast.jobs.recorded import (
-    NodeEngine,
-    check_active,
-    find_on_machines,
-    no_process,
-)
+from holdfast.jobs.recorded import NodeEngine, check_active, find_on_machines, no_process
 from holdfast.jobs.records import JobRecord, JobSpec, Submission
 from holdfast.jobs.slurm import commands
 from holdfast.jobs.slurm.commands import Queued, choose_left_out, joined
@@ -116,7 +111,7 @@ class SlurmEngine(NodeEngine):
 
     @override
     def _complete(self, task: Task, folder: JobFolder, submission: Submission) -> None:
-        files, records = JobFiles(folder.path), self._records()
+        files, records = JobFiles(folder.path), self._records
         files.create()
         for link in shared_links(folder):  # created when the nodes have their folders, but refused now
             if (user := link_user(records, folder, link.target)) is not None:
@@ -130,7 +125,7 @@ class SlurmEngine(NodeEngine):
 
     @override
     def _start(self, task: Task, submission: Submission) -> None:
-        files, spec, records = self._files(submission.number), submission.spec, self._records()
+        files, spec, records = self._files(submission.number), submission.spec, self._records
         partition = wanted_options(task).get("partition") or ""
         names = choose_left_out(self._state, files.batch_script, spec, partition=partition)
         try:
@@ -195,7 +190,7 @@ class SlurmEngine(NodeEngine):
         ended_s = story.ended_unix_s or time.time()
         first_s = record.state.started_unix_s or started_s
         changed = record.with_state(unix_s=ended_s, job_state=job_state, started_unix_s=first_s)
-        saved = self._records().save(changed)
+        saved = self._records.save(changed)
         return saved.with_state(started_unix_s=started_s, ended_unix_s=ended_s)
 
     def _state_of(self, record: JobRecord, story: SlurmJobState, queued: Queued | None) -> JobState:
@@ -224,7 +219,7 @@ class SlurmEngine(NodeEngine):
         files = self._files(number)
         # Before Slurm is called: if the job starts in between, its controller finds this request.
         files.request("cancel", 0.0)
-        slurm_id = files.read_state().slurm_id or self._record(number).state.engine_job_id
+        slurm_id = files.read_state().slurm_id or self._records.get(number).state.engine_job_id
         if slurm_id:
             commands.cancel_waiting(slurm_id)
         return self.job(number)

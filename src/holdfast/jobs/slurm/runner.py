@@ -162,7 +162,11 @@ class _Runner:
         if 0 in self._fds and select.select([0], [], [], 0)[0]:
             self._receive()
         while self._signals:
-            self._on_notice(self._signals.pop(0))
+            number = self._signals.pop(0)
+            lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
+            source = f"Slurm ({signal.Signals(number).name})"
+            self._notify(source)
+            self._tell(notice=source, notice_lead_s=lead_s)
         self._tell(
             is_running=self._report.is_running or self._node.running.exists(),
             are_leftovers_sent=self._mounts is not None and self._mounts.are_leftovers_sent,
@@ -277,12 +281,6 @@ class _Runner:
         return runtime
 
     # -- notices and orders ----------------------------------------------------------------------------------
-    def _on_notice(self, number: int) -> None:
-        lead_s = self._job.policy.grace_s if number == signal.SIGUSR1 else self._kill_wait_s
-        source = f"Slurm ({signal.Signals(number).name})"
-        self._notify(source)
-        self._tell(notice=source, notice_lead_s=lead_s)
-
     def _receive(self) -> None:
         """Receive and follow the controller's orders."""
         data = os.read(0, 1 << 16)

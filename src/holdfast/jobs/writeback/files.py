@@ -18,10 +18,12 @@ from msgspec.structs import replace
 
 from holdfast.checkpoint.store.contract import check_name
 from holdfast.errors import InvalidInput
+from holdfast.system.linux.files import opened
 
 SETTLE_NS = 20_000_000  # after it, a further write is sure to change the mtime, which ticks every 10 ms
 UNSETTLED = -1  # `changed_ns` of a file that was read too soon after a write. It matches nothing.
 NameTest: TypeAlias = "Callable[[str], bool]"
+FOR_INSPECTION = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # without following links, or blocking on a pipe
 _UNKNOWN_S = 2.0  # without leases, a file that changed less long ago counts as open
 
 
@@ -95,21 +97,11 @@ def is_being_written(fd: int) -> bool:
     return False
 
 
-def open_file(path: Path) -> int:
-    """Open a file for inspection, without following links or blocking on a pipe."""
-    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
 def is_open_now(path: Path) -> bool:
     """Return `is_being_written` for a path, or False if the file cannot be opened."""
-    try:
-        fd = open_file(path)
-    except OSError:
-        return False
-    try:
+    with suppress(OSError), opened(path, FOR_INSPECTION) as fd:
         return is_being_written(fd)
-    finally:
-        os.close(fd)
+    return False
 
 
 def scan(root: Path, is_excluded: NameTest, below: str = "") -> tuple[list[ScannedFile], dict[str, str]]:

@@ -23,6 +23,7 @@ from holdfast.jobs.writeback.status import ALIVE, DirectoryStatus, has_uploader,
 from holdfast.jobs.writeback.uploader import HOLDERS_FIFO, LIFECYCLE_LOCK
 from holdfast.system.documents import decode_as, to_plain
 from holdfast.system.entry import command
+from holdfast.system.linux.files import opened
 from holdfast.system.linux.locks import try_flock
 
 LOG = "log"
@@ -186,14 +187,11 @@ def create_folder(root: Path) -> Path:
 @contextmanager
 def lifecycle_lock(folder: Path, on_look: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Hold the lock under which uploaders start and exit."""
-    fd = os.open(folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with opened(folder / LIFECYCLE_LOCK, os.O_RDWR | os.O_CREAT) as fd:
         while not try_flock(fd):
             on_look()
             time.sleep(_POLL_S)
         yield
-    finally:
-        os.close(fd)
 
 
 def _join(config: UploaderConfig, on_look: Callable[[], object]) -> bool:

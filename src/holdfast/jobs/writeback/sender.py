@@ -16,7 +16,7 @@ from holdfast.checkpoint.format.layout import MAX_HEADER_BYTES, header_bytes, pa
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, InvalidInput, NotFound, Unsupported
 from holdfast.jobs.writeback.config import OPEN_LIMIT_S, UploaderConfig
-from holdfast.jobs.writeback.files import Fingerprint, is_being_written, is_settled, open_file
+from holdfast.jobs.writeback.files import FOR_INSPECTION, Fingerprint, is_being_written, is_settled
 from holdfast.jobs.writeback.journal import JournaledQueue
 from holdfast.jobs.writeback.reconciliation import check_newest_attempt
 from holdfast.jobs.writeback.upload_queue import COPY, INCOMPLETE, PATH, REJECTED, SKIPPED, Sent, Upload
@@ -81,7 +81,9 @@ class Sender:
         failing_since_s, num_failures, entry = 0.0, 0, begun
         while not self._stopping.is_set():
             try:
-                self._check_attempt()
+                if (now_s := time.monotonic()) - self._attempt_checked_s >= _ATTEMPT_CHECK_S:
+                    check_newest_attempt(self._store, self._config.owner, self._config.attempt)
+                    self._attempt_checked_s = now_s
                 self._do(entry)
             except _Changed:
                 self._stopping.wait(_LOOK_S)
@@ -104,13 +106,6 @@ class Sender:
                 return
             entry = changed
 
-    def _check_attempt(self) -> None:
-        now_s = time.monotonic()
-        if now_s - self._attempt_checked_s < _ATTEMPT_CHECK_S:
-            return
-        check_newest_attempt(self._store, self._config.owner, self._config.attempt)
-        self._attempt_checked_s = now_s
-
     def _skip(self, entry: Upload, kind: str, why: str) -> None:
         self._queue.do(lambda order: order.skip(entry, kind, why))
         self._versions.drop(entry.number)
@@ -122,7 +117,8 @@ class Sender:
             self._queue.do(lambda order: order.mark_removed(entry))
             return
         try:
-            fd = open_file(self._versions.path(entry.number, entry.name, entry.version.form))
+            path = self._versions.path(entry.number, entry.name, entry.version.form)
+            fd = os.open(path, FOR_INSPECTION)
         except FileNotFoundError:
             if entry.version.form == PATH:
                 self._skip(entry, SKIPPED, "it was deleted or renamed before it could be kept")

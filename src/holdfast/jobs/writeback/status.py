@@ -21,6 +21,7 @@ from holdfast.jobs.writeback.files import ScannedFile, is_open_now, scan
 from holdfast.jobs.writeback.journal import FOLDER, Journal
 from holdfast.jobs.writeback.upload_queue import UploadQueue
 from holdfast.system.documents import decode, read_as, to_plain
+from holdfast.system.linux.files import opened
 from holdfast.system.linux.locks import try_flock
 from holdfast.system.units import format_bytes, format_duration, plural
 
@@ -169,15 +170,12 @@ def has_uploader(root: Path) -> bool:
     """Return True if an uploader is running."""
     lock = root / FOLDER / LOCK
     try:
-        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        with opened(lock, os.O_RDWR) as fd:
+            return not try_flock(fd, is_shared=True)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise RetryLater(f"Cannot open {lock}: {error.strerror}.", key=str(lock)) from error
-    try:
-        return not try_flock(fd, is_shared=True)
-    finally:
-        os.close(fd)
 
 
 def _compare(root: Path, order: UploadQueue, exclude: tuple[str, ...]) -> tuple[tuple[Unsent, ...], ...]:

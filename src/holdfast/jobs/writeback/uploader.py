@@ -110,7 +110,11 @@ class Uploader:
             self._read_events()
             while self._pending:
                 self._handle_next()
-            self._check_again()
+            if _take_due(self._lost_open):
+                self._remove_deferred()
+            for times in (self._open, self._recheck):  # of files that were open, or too new to compare
+                for name in _take_due(times):
+                    self._capture(name, is_second_scan=True)
             self._enforce_limit()
             self._check_sender()
             if (is_drained := self._is_done()) is not None:
@@ -262,7 +266,7 @@ class Uploader:
         if files.name_problem(name) or self._is_closed_again(name):
             return
         try:
-            fd = files.open_file(self._root / name)
+            fd = os.open(self._root / name, files.FOR_INSPECTION)
         except (FileNotFoundError, NotADirectoryError):
             return  # it was moved or deleted, which is another event
         except OSError as error:
@@ -327,14 +331,6 @@ class Uploader:
             return False
         self._lost_versions[name] += 1
         return self._lost_versions[name] <= _MAX_LOST_VERSIONS
-
-    def _check_again(self) -> None:
-        """Check files again that were open, or so new that a later version may have the same time."""
-        if _take_due(self._lost_open):
-            self._remove_deferred()
-        for times in (self._open, self._recheck):
-            for name in _take_due(times):
-                self._capture(name, is_second_scan=True)
 
     def _scan_all(self, below: str = "", *, renamed: tuple[str, str] | None = None) -> None:
         """Queue all files that differ from the queue's newest version, oldest change first."""

@@ -11,10 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.checkpoint.format.hashes import digest
-from holdfast.jobs.writeback.files import SETTLE_NS, Fingerprint, is_being_written, is_settled, open_file
+from holdfast.jobs.writeback.files import FOR_INSPECTION, SETTLE_NS, Fingerprint, is_being_written, is_settled
 from holdfast.jobs.writeback.journal import FOLDER
 from holdfast.jobs.writeback.upload_queue import COPY, HARD_LINK, PATH, Version
 from holdfast.system.failpoint import failpoint
+from holdfast.system.linux.files import opened
 
 _CLONE = 0x40049409  # FICLONE: an ioctl that lets two files share blocks until one is written
 _CANNOT_CLONE = (errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.ENOTTY, errno.EPERM, errno.EBADF)
@@ -130,8 +131,6 @@ class KeptVersions:
             if error.errno not in _CANNOT_LINK:
                 raise
             return Version(PATH, fingerprint)
-        held = open_file(self._folder / str(number))
-        try:  # the name may refer to another file since `fd` was opened
+        with opened(self._folder / str(number), FOR_INSPECTION) as held:
+            # The name may refer to another file since `fd` was opened.
             return Version(HARD_LINK, Fingerprint.now(held))
-        finally:
-            os.close(held)

@@ -6,6 +6,8 @@ import ctypes
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,6 +31,16 @@ def open_regular(path: Path) -> BinaryIO:
         return file
     file.close()
     raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+@contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file for the block, by flags of open(2), and yield its descriptor. A new file is private."""
+    fd = os.open(path, flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -137,16 +137,16 @@ def output_of(
         os.close(end)
 
 
-def end_program(process: subprocess.Popen[bytes]) -> None:
+def end_program(process: subprocess.Popen[bytes], *, limit_s: float = _END_S) -> None:
     """End a process that still runs, and close its pipes.
 
-    Blocks: at most 10 s. A process that waits for a disk dies later.
+    Blocks: at most twice the limit. A process that waits for a disk dies later.
     """
     for end in (process.terminate, process.kill):
         if process.poll() is None:
             end()
             try:
-                process.wait(_END_S)
+                process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 continue
     for pipe in (process.stdout, process.stderr):

@@ -192,20 +192,16 @@ def check_copy(available: int) -> Check:
 
 def compare_copy(source: bytes, copy: bytearray, values: dict[str, float]) -> Check:
     """Return the result of a copy."""
-    if copy == source:
-        return Check("copy", "memory", values=values)
-    trouble = f"a copy differs from its source, from byte {first_difference(source, bytes(copy))} on"
-    return Check("copy", "memory", trouble, stops=True, is_wrong=True, values=values)
+    at = first_difference(source, copy)
+    trouble = "" if at is None else f"a copy differs from its source, from byte {at} on"
+    return Check("copy", "memory", trouble, stops=bool(trouble), is_wrong=bool(trouble), values=values)
 
 
 def check_free_memory(available: int, needed: int) -> Check:
     """Return the result for free memory. `needed` bytes are staged here for a save; 0 if unknown."""
     values = {"available_bytes": available, "total_bytes": total_bytes(), "needed_bytes": needed}
-    trouble = ""
-    if available < needed:
-        trouble = (
-            f"staging the next save takes {format_bytes(needed)}, and {format_bytes(available)} are free"
-        )
+    sizes = f"{format_bytes(needed)}, and {format_bytes(available)} are free"
+    trouble = f"staging the next save takes {sizes}" if available < needed else ""
     return Check("memory", "free", trouble, values=values)
 
 
@@ -236,11 +232,9 @@ def check_products(products: Products | None = None) -> Iterator[Check]:
         os.sched_setaffinity(0, cores)
     took_s = time.perf_counter() - started_s
     values = {"cores": num_tried, "all_cores": len(cores), "products_s": took_s, "size": SIZE}
-    if wrong:
-        trouble = f"a product of matrices of integers is wrong: {', '.join(wrong[:8])}"
-        yield Check("product", "cores", trouble, stops=True, is_wrong=True, values=values)
-    else:
-        yield Check("product", f"{num_tried} of {len(cores)} cores", values=values)
+    trouble = f"a product of matrices of integers is wrong: {', '.join(wrong[:8])}" if wrong else ""
+    where = "cores" if wrong else f"{num_tried} of {len(cores)} cores"
+    yield Check("product", where, trouble, stops=bool(wrong), is_wrong=bool(wrong), values=values)
 
 
 def numpy_products() -> Products | None:
@@ -347,12 +341,13 @@ def check_disk(folder: Path, *, num_bytes: int = NUM_BYTES, stops: bool = True) 
         return
     values = {"written_bytes": len(data), "write_s": write_s, "read_s": read_s, "is_named": float(is_named)}
     at = first_difference(data, found)
-    if at is None:
-        yield Check("disk", str(folder), values=values)
-    else:
-        trouble = f"{len(data)} bytes were written, and other bytes were read back, from offset {at} on"
-        yield Check("disk", str(folder), trouble, stops=True, is_wrong=True, values=values)
-    yield _clock(folder, offset_s)
+    what = f"{len(data)} bytes were written, and other bytes were read back, from offset {at} on"
+    trouble = "" if at is None else what
+    yield Check("disk", str(folder), trouble, stops=bool(trouble), is_wrong=bool(trouble), values=values)
+    word = "behind" if offset_s > 0 else "ahead of"
+    what = f"this machine's clock is {abs(offset_s):.0f} s {word} that of the file system"
+    trouble = what if abs(offset_s) > MAX_OFFSET_S else ""
+    yield Check("clock", str(folder), trouble, values={"offset_s": offset_s})
 
 
 def clock_offset_s(modified_s: float, before_s: float, after_s: float) -> float:
@@ -362,21 +357,12 @@ def clock_offset_s(modified_s: float, before_s: float, after_s: float) -> float:
     return min(0.0, modified_s - before_s)
 
 
-def first_difference(written: bytes, found: bytes) -> int | None:
+def first_difference(written: bytes, found: bytes | bytearray) -> int | None:
     """Return the first offset of a difference between two byte strings, or None."""
     if written == found:
         return None
     pairs = enumerate(zip(written, found, strict=False))
     return next((offset for offset, (one, other) in pairs if one != other), min(len(written), len(found)))
-
-
-def _clock(folder: Path, offset_s: float) -> Check:
-    values = {"offset_s": offset_s}
-    if abs(offset_s) <= MAX_OFFSET_S:
-        return Check("clock", str(folder), values=values)
-    word = "behind" if offset_s > 0 else "ahead of"
-    trouble = f"this machine's clock is {abs(offset_s):.0f} s {word} that of the file system"
-    return Check("clock", str(folder), trouble, values=values)
 
 
 def _that_fit(folder: Path, num_bytes: int) -> int:

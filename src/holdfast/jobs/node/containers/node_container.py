@@ -23,7 +23,7 @@ from holdfast.jobs.folder import ContainerFolder, JobFolder
 from holdfast.jobs.journal import read_document, write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import ContainerRuntime, ContainerState, ImageSpec
-from holdfast.jobs.node.mounts.mount_records import Link, read_links, write_links
+from holdfast.jobs.node.mounts.mount_records import Link, read_links
 from holdfast.jobs.node.processes import CONTAINER_PREFIX
 from holdfast.jobs.node.roles import log_line
 from holdfast.jobs.task.model import SKY_WORKDIR, qualified
@@ -147,8 +147,13 @@ class _Warden:
         """Return the state of the container, which is created and started if necessary."""
         container = self._find()
         if container is None:
-            self._remove_earlier()
-            container = self._create()
+            machine = _machine(self._spec)
+            for left in self._list(_MACHINE_LABEL, machine) if machine else ():  # their owner was killed
+                log_line(f"removing the container {left[:12]} that an earlier attempt has left here")
+                self._remove_container(left)
+            image_id = self._image_id()
+            log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
+            container = self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
         found = self._inspect(container)
         if not found.state.running:
             self._run("start", container)
@@ -162,24 +167,12 @@ class _Warden:
             self._link(container, namespaces, environment["HOME"])
         return ContainerState(pid, process.start, environment)
 
-    def _remove_earlier(self) -> None:
-        """Remove what earlier attempts have left on this machine, as their owner was killed."""
-        if machine := _machine(self._spec):
-            for container in self._list(_MACHINE_LABEL, machine):
-                log_line(f"removing the container {container[:12]} that an earlier attempt has left here")
-                self._remove_container(container)
-
     def _remove_container(self, container: str) -> None:
         with suppress(HoldfastError):  # a container that does not start has run nothing
             self._run("start", container)
             with self._entered(self._inspect(container).state.pid) as namespaces:
                 own_files(namespaces, self._job.path)
         self._run("rm", "--force", "--volumes", container)
-
-    def _create(self) -> str:
-        image_id = self._image_id()
-        log_line(f"creating a container of {self._spec.image} with {self._spec.runtime.value}")
-        return self._run(*create_command(self._spec, self._rank, image_id)[1:]).splitlines()[-1]
 
     def _image_id(self) -> str:
         name = qualified(self._spec.image)
@@ -266,7 +259,8 @@ class _Warden:
         # A source is at its own path already.
         targets = {one.target: one.source for one in links if one.is_inside and one.target != one.source}
         make_links(namespaces, {f"{home}/{SKY_WORKDIR}": str(self._job.workdir(self._rank)), **targets})
-        write_links(self._job, _at_home(read_links(self._job), home))  # as the job's programs report them
+        # As the job's programs report them.
+        write_document(self._job.links, _at_home(read_links(self._job), home))
         write_atomic(self._folder.linked, container)
 
 

@@ -14,6 +14,7 @@ from holdfast.checkpoint.store.address import hide_secrets
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder, bucket_folder
+from holdfast.jobs.journal import write_document
 from holdfast.jobs.node.mounts.download import exists
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
@@ -24,8 +25,6 @@ from holdfast.jobs.node.mounts.mount_records import (
     private_mounts,
     why_not_mountable,
     why_unavailable,
-    write_links,
-    write_mount_specs,
 )
 from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
 from holdfast.jobs.task.model import FileMount, MountMode, Task, memory_mib
@@ -203,8 +202,8 @@ def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = 
         )
         paths = [os.path.normpath(start / target) for start in starts]
         links += [Link(path, str(source), mount.target, mount in private) for path in paths]
-    write_links(folder, links)
-    write_mount_specs(folder, specs)
+    write_document(folder.links, links)
+    write_document(folder.mounts, specs)
 
 
 def _copy(source: Path, to: Path, task: Task, mount: FileMount, job: JobFolder) -> None:

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from holdfast.errors import Conflict, InvalidInput, TimedOut
 from holdfast.jobs.folder import JobFolder, job_folder
-from holdfast.jobs.journal import read_document, write_document
+from holdfast.jobs.journal import read_document
 from holdfast.jobs.records import Records
 from holdfast.jobs.status import JobStatus
 from holdfast.jobs.task.model import FileMount, MountMode, Task
@@ -27,7 +27,6 @@ from holdfast.system.linux.mount_namespace import add_links, enter
 from holdfast.system.linux.mounts import mount_points
 from holdfast.system.linux.program_runs import run_program
 
-_MOUNTS, _LINKS = "supplies.json", "mounts.json"
 _TRIAL_S = 60.0
 ROOT = Path("/")
 
@@ -44,14 +43,9 @@ class MountSpec(Struct, frozen=True):
     is_shared: bool = False  # other machines mount the same place in the same attempt
 
 
-def write_mount_specs(folder: JobFolder, specs: list[MountSpec]) -> None:
-    """Write the specifications of a job's mounts."""
-    write_document(folder.path / _MOUNTS, specs)
-
-
 def read_mount_specs(folder: JobFolder) -> list[MountSpec]:
     """Return the specifications of a job's mounts."""
-    return read_document(folder.path / _MOUNTS, list[MountSpec]) or []
+    return read_document(folder.mounts, list[MountSpec]) or []
 
 
 def caches(folder: JobFolder) -> list[MountSpec]:
@@ -69,14 +63,9 @@ class Link(Struct, frozen=True):
     is_inside: bool = False  # in the job's containers; a target may begin with ~ until they exist
 
 
-def write_links(folder: JobFolder, links: list[Link]) -> None:
-    """Write the links of a job."""
-    write_document(folder.path / _LINKS, links)
-
-
 def read_links(folder: JobFolder) -> list[Link]:
     """Return the links of a job, private ones included."""
-    return read_document(folder.path / _LINKS, list[Link]) or []
+    return read_document(folder.links, list[Link]) or []
 
 
 def visible_links(folder: JobFolder) -> list[Link]:

@@ -32,6 +32,7 @@ from holdfast.jobs.records import JobRecord, Records
 from holdfast.jobs.task.model import MountMode
 from holdfast.system.linux import locks
 from holdfast.system.linux.processes import dying_with_parent
+from holdfast.system.linux.program_runs import end_program
 from holdfast.system.linux.wakeup_pipe import wake
 from holdfast.system.units import format_duration
 
@@ -275,12 +276,7 @@ class BucketMount:
         Blocks: until rclone has sent what is being written, at most 10 s.
         """
         if self._process is not None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(_END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            end_program(self._process, limit_s=_END_LIMIT_S)
             self._process = None
         unmount_below(self._path)
 

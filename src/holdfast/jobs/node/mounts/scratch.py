@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
-from holdfast.jobs.journal import encode, read_document
+from holdfast.jobs.journal import encode, read_document, write_document
 from holdfast.jobs.node.mounts.mount_records import (
     Link,
     caches,
@@ -27,8 +27,6 @@ from holdfast.jobs.node.mounts.mount_records import (
     read_mount_specs,
     unmount_below,
     visible_links,
-    write_links,
-    write_mount_specs,
 )
 from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.privacy import is_private
@@ -141,9 +139,9 @@ def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool)
     paths = _paths(job, scratch)
     specs = read_mount_specs(job)
     moved = [replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]
-    write_mount_specs(scratch, moved)
+    write_document(scratch.mounts, moved)
     links = [replace(one, source=paths.get(one.source, one.source)) for one in read_links(job)]
-    write_links(scratch, links)
+    write_document(scratch.links, links)
 
 
 def _paths(job: JobFolder, scratch: JobFolder) -> dict[str, str]:

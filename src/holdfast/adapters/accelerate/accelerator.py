@@ -14,28 +14,14 @@ from accelerate.utils import DistributedType
 from msgspec.structs import astuple
 from typing_extensions import override
 
-from holdfast.adapters.accelerate.folders import (
-    Folders,
-    automatic_number,
-    find_fault,
-    is_stock,
-    number_of,
-    read_marker,
-)
+from holdfast.adapters.accelerate import folders, state
+from holdfast.adapters.accelerate.folders import Folders
 from holdfast.adapters.accelerate.state import (
     FOLDERS,
     GENERATORS,
     PROGRESS,
     DataPosition,
     UnpreparedGenerators,
-    add_position,
-    batches_of,
-    check_prepared,
-    follow_position,
-    live_objects,
-    loaded_models,
-    prepare_batches,
-    saved_models,
 )
 from holdfast.adapters.kit.run import (
     HOME,
@@ -167,7 +153,7 @@ class Session(TrainerRun):
         if self.ranks.rank != 0:
             self._folders.make(name, step, complete=self._complete)  # on each node, if Accelerate does
         folder = self._folders.path(name)
-        models = saved_models(accelerator, str(folder))
+        models = state.saved_models(accelerator, str(folder))
         replaced = [saved for saved, known in self._names.items() if known == name]
         # Their folders are removed later.
         limit = config.total_limit if config.automatic_checkpoint_naming else None
@@ -212,7 +198,7 @@ class Session(TrainerRun):
             )
         # The folder's number, if it is greater than all before.
         newest = max([*self._complete, *(save.step for save in self.pending)], default=-1)
-        step = max(newest + 1, number_of(Path(name).name) or 0)
+        step = max(newest + 1, folders.number_of(Path(name).name) or 0)
         gone = [one for one, known in self._names.items() if not self._folders.path(known).is_dir()]
         self._folders.make(name, step, complete=self._complete)
         return [step, *gone]
@@ -221,7 +207,7 @@ class Session(TrainerRun):
         accelerator = self._accelerator
         self._warn_of_gradients()
         self._state.clear()
-        self._state.update(live_objects(accelerator, models))
+        self._state.update(state.live_objects(accelerator, models))
         self._state[FOLDERS] = {str(one): name for one, name in self._names.items()}
         iteration = accelerator.project_configuration.iteration
         self._state[PROGRESS] = {"step": accelerator.step, "iteration": iteration + 1}
@@ -298,9 +284,9 @@ class Session(TrainerRun):
         stock = [
             Choice(str(path), number)
             for name in self._folders.list()
-            if (number := automatic_number(name)) is not None
-            and is_stock(path := self._folders.path(name))
-            and read_marker(path) is None
+            if (number := folders.automatic_number(name)) is not None
+            and folders.is_stock(path := self._folders.path(name))
+            and folders.read_marker(path) is None
         ]
         return sorted([*own, *stock], key=_number, reverse=True)
 
@@ -308,7 +294,7 @@ class Session(TrainerRun):
         """Return the choice of a folder that `save_state` was called with."""
         if not path.is_dir():
             raise InvalidInput(f"Tried to find {path} but folder does not exist. Nothing was loaded.")
-        marker = read_marker(path)
+        marker = folders.read_marker(path)
         if marker is None:
             self._check_stock(path)
             return Choice(str(path), 0)
@@ -328,16 +314,16 @@ class Session(TrainerRun):
     def _check_stock(self, folder: Path) -> None:
         """Check a folder that Accelerate has written itself."""
         num_optimizers = len(self._accelerator._optimizers)
-        fault = find_fault(folder, ranks=range(self.ranks.world_size), num_optimizers=num_optimizers)
+        fault = folders.find_fault(folder, ranks=range(self.ranks.world_size), num_optimizers=num_optimizers)
         if fault is not None:
             raise InvalidInput(f"No state can be loaded from {folder}: {fault}. Nothing was loaded.")
 
     def load(self, chosen: Choice, home: str, *, strict: bool) -> None:
         """Load a checkpoint of a home."""
         accelerator = self._accelerator
-        models = loaded_models(accelerator, chosen.folder)
+        models = state.loaded_models(accelerator, chosen.folder)
         self._state.clear()
-        self._state.update(live_objects(accelerator, models))
+        self._state.update(state.live_objects(accelerator, models))
         self._state.update({FOLDERS: {}, PROGRESS: {}})
         is_partial = len(models) < len(accelerator._models)
         only = [*self._state, GENERATORS] if is_partial else None
@@ -368,7 +354,7 @@ class Session(TrainerRun):
         config = self._accelerator.project_configuration
         config.iteration = max(config.iteration, saved)
         if config.automatic_checkpoint_naming:
-            numbers = [automatic_number(one) for one in self.ranks.of_rank_0(self._folders.list)]
+            numbers = [folders.automatic_number(one) for one in self.ranks.of_rank_0(self._folders.list)]
             config.iteration = max([config.iteration, *(one + 1 for one in numbers if one is not None)])
 
     # -- the end ---------------------------------------------------------------------------------------------
@@ -388,7 +374,7 @@ class Session(TrainerRun):
 
 
 def _number(choice: Choice) -> int:
-    number = automatic_number(Path(choice.folder).name)
+    number = folders.automatic_number(Path(choice.folder).name)
     return -1 if number is None else number
 
 
@@ -476,11 +462,11 @@ class HoldfastAccelerator(Accelerator):
 
         Loaders with GlobalBatches keep them, since these divide the data among the ranks themselves.
         """
-        if batches_of(data_loader) is None or getattr(data_loader, "_is_accelerate_prepared", False):
+        if state.batches_of(data_loader) is None or getattr(data_loader, "_is_accelerate_prepared", False):
             before = UnpreparedGenerators(data_loader)
-            return add_position(super().prepare_data_loader(data_loader, *args, **kwargs), before)
+            return state.add_position(super().prepare_data_loader(data_loader, *args, **kwargs), before)
         on_device = args[0] if args else kwargs.get("device_placement")
-        return add_position(prepare_batches(self, data_loader, on_device=on_device))
+        return state.add_position(state.prepare_batches(self, data_loader, on_device=on_device))
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -491,7 +477,7 @@ class HoldfastAccelerator(Accelerator):
         position = getattr(dataloader, "holdfast_position", None)
         if isinstance(position, DataPosition) and position.batches is not None:
             return dataloader if position.check_skip(num_batches) else ()
-        return follow_position(
+        return state.follow_position(
             super().skip_first_batches(dataloader, num_batches), dataloader, continues=num_batches > 0
         )
 
@@ -548,7 +534,7 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     check_attach(accelerator, HoldfastAccelerator, options, _DECIDED, name="Accelerator")
     check_accelerator(accelerator)
     for loader in accelerator._dataloaders:
-        check_prepared(loader)
+        state.check_prepared(loader)
     config = accelerator.project_configuration
     root = None if config.project_dir is None else Path(config.project_dir)
     if root is not None and config.automatic_checkpoint_naming:
@@ -559,7 +545,7 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     attached = insert_class(accelerator, HoldfastAccelerator, before=Accelerator)
     attached.holdfast_home, attached.holdfast_root, attached.holdfast_options = parsed, root, options
     for loader in accelerator._dataloaders:
-        add_position(loader)
+        state.add_position(loader)
     if parsed is not None:
         attached.open_session()
     return accelerator

@@ -11,15 +11,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
-from holdfast.adapters.kit.data import (
-    DividedBatches,
-    bytes_of,
-    capture_process,
-    generators_of,
-    prepare_undivided,
-    set_process,
-    tensor_of,
-)
+from holdfast.adapters.kit import data as kit_data
+from holdfast.adapters.kit.data import DividedBatches
 from holdfast.adapters.kit.run import end_preempted, insert_class, unwrapped, warn_of_persistent_workers
 from holdfast.errors import InvalidInput, ResumeWarning, Unsupported
 from holdfast.system.callsite import warn
@@ -282,8 +275,8 @@ class UnpreparedGenerators:
     """States of generators before Accelerate prepares a data loader, and draws from them."""
 
     def __init__(self, loader: Any) -> None:
-        self._own = [(own, own.get_state()) for own in generators_of(loader)]
-        self._process = capture_process()
+        self._own = [(own, own.get_state()) for own in kit_data.generators_of(loader)]
+        self._process = kit_data.capture_process()
 
     def states(self, loader: Any) -> dict[str, Any]:
         """Return the states that the generators of the prepared loader had, as `capture_generators`."""
@@ -291,7 +284,8 @@ class UnpreparedGenerators:
         for name, generator in own_generators(loader).items():
             # Accelerate has seeded those that did not exist before.
             fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
-            own[name] = bytes_of(next((state for before, state in self._own if before is generator), fresh))
+            was = next((state for before, state in self._own if before is generator), fresh)
+            own[name] = kit_data.bytes_of(was)
         return {**self._process, "own": own}
 
 
@@ -314,23 +308,23 @@ def own_generators(loader: Any) -> dict[str, torch.Generator]:
 
 def capture_generators(loader: Any) -> dict[str, Any]:
     """Return the states of the generators of the process and of a loader."""
-    return {**capture_process(), "own": _states_of(own_generators(loader))}
+    return {**kit_data.capture_process(), "own": _states_of(own_generators(loader))}
 
 
 def set_generators(states: dict[str, Any], loader: Any) -> None:
     """Set the generators of the process and of a loader to states from `capture_generators`."""
-    set_process(states)
+    kit_data.set_process(states)
     _set_states(own_generators(loader), states["own"])
 
 
 def _states_of(owned: dict[str, torch.Generator]) -> dict[str, bytes]:
-    return {name: bytes_of(generator.get_state()) for name, generator in owned.items()}
+    return {name: kit_data.bytes_of(generator.get_state()) for name, generator in owned.items()}
 
 
 def _set_states(owned: dict[str, torch.Generator], states: dict[str, bytes]) -> None:
     for name, generator in owned.items():
         if name in states:
-            generator.set_state(tensor_of(states[name]))
+            generator.set_state(kit_data.tensor_of(states[name]))
 
 
 def batches_of(loader: Any) -> DividedBatches | None:
@@ -345,7 +339,7 @@ def prepare_batches(accelerator: Accelerator, loader: DataLoader[Any], *, on_dev
     batches = batches_of(loader)
     assert batches is not None
     _check_ranks(own, batches)
-    prepared = prepare_undivided(own, loader, on_device=on_device)
+    prepared = kit_data.prepare_undivided(own, loader, on_device=on_device)
     prepared._drop_last = True  # else gather_for_metrics cuts the last batch as if the others were whole
     own._dataloaders.append(prepared)
     return prepared

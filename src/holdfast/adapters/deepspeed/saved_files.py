@@ -13,14 +13,8 @@ from torch.optim import Optimizer
 
 import holdfast
 from holdfast.adapters.kit.run import TrainerRun, open_loaded
-from holdfast.checkpoint.exchange.packed_value import (
-    Packed,
-    describe_partitions,
-    packed_of,
-    partition_key,
-    read_partition,
-    unpack,
-)
+from holdfast.checkpoint.exchange import packed_value
+from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.keeper import Save
 from holdfast.checkpoint.restore.atomic_output import atomic_file
@@ -59,9 +53,10 @@ class Facts(Struct, frozen=True):
 
 def make_state(facts: Facts, files: Mapping[str, Packed]) -> dict[str, Any]:
     """Return the state that the Checkpointer saves for this rank."""
-    keyed = {name: (partition_key(name, _RESERVED), packed) for name, packed in files.items()}
+    keyed = {name: (packed_value.partition_key(name, _RESERVED), packed) for name, packed in files.items()}
     state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
-    state[META] = {"version": _VERSION, **to_plain(facts), "partitions": describe_partitions(keyed)}
+    partitions = packed_value.describe_partitions(keyed)
+    state[META] = {"version": _VERSION, **to_plain(facts), "partitions": partitions}
     return state
 
 
@@ -82,9 +77,9 @@ class SavedFiles(Struct, frozen=True):
         """Load the content of a file, with tensors on the CPU."""
         own = self.own[META]["partitions"].get(name) if self.own else None
         if own is not None:
-            packed = packed_of(name, own, self.own[own["key"]])
+            packed = packed_value.packed_of(name, own, self.own[own["key"]])
         elif name in self.owners:
-            packed = read_partition(self.checkpoint, self.owners[name], META, name)
+            packed = packed_value.read_partition(self.checkpoint, self.owners[name], META, name)
         else:
             raise NotFound(
                 f"{self.facts.tag} (step {self.checkpoint.step}) does not have the file {name!r}. It has "
@@ -92,7 +87,7 @@ class SavedFiles(Struct, frozen=True):
                 step=self.checkpoint.step,
                 key=name,
             )
-        return unpack(packed.tree, packed.kinds)
+        return packed_value.unpack(packed.tree, packed.kinds)
 
 
 def name_in(folder: str, path: str) -> str | None:

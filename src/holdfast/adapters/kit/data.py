@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from holdfast.checkpoint.state.rng import python_state, set_python_state
+from holdfast.checkpoint.state.rng import process_states, set_python_state
 
 
 @runtime_checkable
@@ -40,12 +39,9 @@ class DividedBatches(Iterable[list[Any]], Sized, Protocol):
 
 def capture_process() -> dict[str, Any]:
     """Return the states of python's, torch's and numpy's generators, and of the current CUDA device."""
-    states: dict[str, Any] = {"python": python_state(random), "torch": bytes_of(torch.get_rng_state())}
-    if numpy := sys.modules.get("numpy"):
-        states["numpy"] = numpy.random.get_state(legacy=False)
-    if torch.cuda.is_initialized():
-        states["cuda"] = bytes_of(torch.cuda.get_rng_state())
-    return states
+    states = process_states()
+    del states["seed"]
+    return {name: bytes_of(one) if isinstance(one, torch.Tensor) else one for name, one in states.items()}
 
 
 def set_process(states: dict[str, Any]) -> None:

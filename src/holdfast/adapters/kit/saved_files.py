@@ -26,22 +26,18 @@ _MAX_JSON_BYTES = 64 << 20  # the state of a long training logs many lines
 def file_fault(path: Path) -> str | None:
     """Return the damage of a file; None if none is found, or if the kind of file cannot be checked."""
     try:
-        return _find_fault(path)
+        if path.suffix == ".safetensors":
+            return _safetensors_fault(path)
+        if path.name.endswith(".index.json"):
+            return _index_fault(path)
+        if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
+            return _archive_fault(path)
+        if path.is_dir() and path.name.endswith("_0") and not (path / ".metadata").exists():
+            return f"{path.name}/.metadata is missing"
     except OSError as error:
         if error.errno in NOT_A_FILE:
             return f"{path.name} is damaged: {error.strerror}"
         raise _unreadable(path, error) from error
-
-
-def _find_fault(path: Path) -> str | None:
-    if path.suffix == ".safetensors":
-        return _safetensors_fault(path)
-    if path.name.endswith(".index.json"):
-        return _index_fault(path)
-    if path.suffix in (".pt", ".pth", ".bin", ".pkl"):
-        return _archive_fault(path)
-    if path.is_dir() and path.name.endswith("_0") and not (path / ".metadata").exists():
-        return f"{path.name}/.metadata is missing"
     return None
 
 

@@ -13,22 +13,11 @@ from typing import Any
 import torch
 
 from holdfast.adapters.kit.run import Notices, PrivateMemory, private_memory
+from holdfast.adapters.lightning import resume_point
 from holdfast.adapters.lightning.ckpt_file import HomePlace, absolute, home_beside, is_local
 from holdfast.adapters.lightning.packages import ModelCheckpoint, SIGTERMException, TorchCheckpointIO
 from holdfast.adapters.lightning.plugin import BackgroundSaver, HoldfastCheckpointIO
-from holdfast.adapters.lightning.resume_point import (
-    KEY,
-    begin_epoch,
-    capture_point,
-    check_batches,
-    complete_batch,
-    finish_batch,
-    has_begun,
-    reach_batch,
-    restore_point,
-    set_generators,
-    watch_position,
-)
+from holdfast.adapters.lightning.resume_point import KEY
 from holdfast.checkpoint.ranks import Ranks
 from holdfast.checkpoint.run.options import Memory
 from holdfast.errors import PREEMPTED_STATUS, InvalidInput, Preempted, SaveWarning, Unsupported
@@ -111,7 +100,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         reference = weakref.ref(trainer)  # the saver outlives it
         self._saver.is_training = lambda: (alive := reference()) is not None and _is_fitting(alive)
         if stage == "fit":
-            watch_position(trainer)
+            resume_point.watch_position(trainer)
 
     def _set_io(self, trainer: Any) -> HoldfastCheckpointIO:
         strategy = trainer.strategy
@@ -143,8 +132,9 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Keep the generators and data positions of a checkpoint until training begins."""
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._point = checkpoint.get(KEY)
-        self._has_batch = self._point is not None and trainer.state.fn == "fit" and complete_batch(checkpoint)
-        if self._point is not None and trainer.state.fn == "fit":
+        is_resumed = self._point is not None and trainer.state.fn == "fit"
+        self._has_batch = is_resumed and resume_point.complete_batch(checkpoint)
+        if self._point is not None and is_resumed:
             # Else the next batch saves again, perhaps in the middle of accumulated gradients.
             last = self._point.get("last_saved", {}).get(self.state_key, 0)
             self._last_global_step_saved = last
@@ -153,13 +143,13 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Restore the generators and the position in the data."""
         super().on_train_start(trainer, pl_module)
         self._notices = _watch_notices(trainer, self._preemption)
-        begin_epoch(trainer)
-        check_batches(trainer)
+        resume_point.begin_epoch(trainer)
+        resume_point.check_batches(trainer)
         point, self._point = self._point, None
         if self._has_batch:
-            finish_batch(trainer)
+            resume_point.finish_batch(trainer)
             self._has_batch = False
-        if point is not None and (difference := restore_point(trainer, point)) is not None:
+        if point is not None and (difference := resume_point.restore_point(trainer, point)) is not None:
             warn(difference, UserWarning)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -167,7 +157,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         super().on_fit_end(trainer, pl_module)
         point, self._point = self._point, None
         if point is not None and len(point["ranks"]) == trainer.world_size:
-            set_generators(point["ranks"][trainer.global_rank]["generators"])
+            resume_point.set_generators(point["ranks"][trainer.global_rank]["generators"])
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Complete what a killed process has left, also if no step of training is left."""
@@ -192,7 +182,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Check GlobalBatches again: a callback may have changed the accumulation of gradients."""
         super().on_train_epoch_start(trainer, pl_module)
-        check_batches(trainer)
+        resume_point.check_batches(trainer)
         trainer.fit_loop._combined_loader.on_error = partial(self._end_preempted, trainer)
 
     # -- saves -----------------------------------------------------------------------------------------------
@@ -200,13 +190,13 @@ class HoldfastCheckpoint(ModelCheckpoint):
         """Add the generators and data positions of all ranks to a checkpoint."""
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if KEY not in checkpoint and _is_fitting(trainer):
-            checkpoint[KEY] = capture_point(trainer)
+            checkpoint[KEY] = resume_point.capture_point(trainer)
         if KEY in checkpoint:
             checkpoint[KEY].setdefault("last_saved", {})[self.state_key] = self._last_global_step_saved
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Save if it is due, or if a preemption notice has arrived."""
-        reach_batch(trainer)
+        resume_point.reach_batch(trainer)
         notices = self._notices
         if notices is not None:
             notices.end_step(self._saver.save_s)
@@ -298,7 +288,7 @@ class HoldfastCheckpoint(ModelCheckpoint):
         if notices is None or notices.reason is None or not trainer.training:
             return
         notices.agreed = notices.reason
-        if trainer.world_size == 1 and not has_begun(trainer) and _may_stop(trainer, notices):
+        if trainer.world_size == 1 and not resume_point.has_begun(trainer) and _may_stop(trainer, notices):
             self._save_notice(trainer)
         reason = f"{notices.reason}; {type(error).__name__} has ended the next batch: {error}"
         raise Preempted(self._last_global_step_saved, reason) from error

@@ -19,24 +19,8 @@ from torch.optim import Optimizer
 
 from holdfast.adapters.kit.run import NO_NOTICES
 from holdfast.adapters.kit.store_ranks import sole_rank
-from holdfast.adapters.lightning.ckpt_file import (
-    Facts,
-    FileId,
-    HomeContent,
-    HomePlace,
-    Pickled,
-    absolute,
-    folder_of,
-    home_beside,
-    is_inside,
-    is_local,
-    make_state,
-    may_replace,
-    pickle_content,
-    read_id,
-    verify_ckpt,
-    write_ckpt,
-)
+from holdfast.adapters.lightning import ckpt_file
+from holdfast.adapters.lightning.ckpt_file import Facts, FileId, HomeContent, HomePlace, Pickled, absolute
 from holdfast.adapters.lightning.packages import TorchCheckpointIO
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.claim import read_run
@@ -134,7 +118,7 @@ class BackgroundSaver:
     def save(self, pickled: Pickled, path: str, facts: Facts, private: Iterable[Optimizer] = ()) -> None:
         """Save a checkpoint for a path."""
         checkpointer = self._open()
-        self._sort_out(folder_of(path))
+        self._sort_out(ckpt_file.folder_of(path))
         self._warn_of_failures()
         marks = () if self._moment is None else (self._moment, *pickled.marks())
         if marks and self._shared is not None and self._shared[0] == marks:
@@ -154,7 +138,7 @@ class BackgroundSaver:
             warnings.simplefilter("ignore", ResumeWarning)
             # The callback replaces the save, and warns itself.
             warnings.simplefilter("ignore", TornSaveWarning)
-            save = checkpointer.save(step, make_state(pickled, facts), optimizers=private)
+            save = checkpointer.save(step, ckpt_file.make_state(pickled, facts), optimizers=private)
         self._last = step
         return save
 
@@ -198,7 +182,7 @@ class BackgroundSaver:
                 job.save.wait_durable()
             if not job.is_removed:
                 content = HomeContent(self.place.home, job.step)
-                self.place.write(job.path, lambda path: write_ckpt(content, path, job.pickled))
+                self.place.write(job.path, lambda path: ckpt_file.write_ckpt(content, path, job.pickled))
                 if job.save is not None:
                     self.save_s = time.monotonic() - job.save.began_s
             job.error = None
@@ -233,16 +217,16 @@ class BackgroundSaver:
 
     def sort_out(self, folder: str) -> None:
         """Write the missing files of a folder and remove incomplete ones: a save may never come."""
-        if not is_local(self.place.home) or Path(self.place.home).is_dir():
+        if not ckpt_file.is_local(self.place.home) or Path(self.place.home).is_dir():
             self._open()
             self._sort_out(folder)
 
     def write_as(self, found: str, path: str) -> None:
         """Write the checkpoint of a file to another path too, if that is not current."""
-        file = read_id(Path(found))
+        file = ckpt_file.read_id(Path(found))
         for content in self._earlier:
             is_same = file is not None and content.checkpoint_id == file.checkpoint_id
-            if is_same and not self._is_written(path, content) and may_replace(Path(path)):
+            if is_same and not self._is_written(path, content) and ckpt_file.may_replace(Path(path)):
                 self._add(_Job(path, content.step))
 
     def _sort_out(self, folder: str) -> None:
@@ -257,22 +241,22 @@ class BackgroundSaver:
         lacking: list[tuple[str, int]] = []
         for content in self._earlier:
             path = self.place.absolute(content.facts.path)
-            is_newest = folder_of(path) == folder and newest.setdefault(path, content) is content
+            is_newest = ckpt_file.folder_of(path) == folder and newest.setdefault(path, content) is content
             if is_newest and not self._is_written(path, content):
                 lacking.append((path, content.step))
-            elif path in newest or (is_local(path) and self._is_written(path, content)):
+            elif path in newest or (ckpt_file.is_local(path) and self._is_written(path, content)):
                 self._steps.add(content.step)
-        if is_local(folder):
+        if ckpt_file.is_local(folder):
             remove_partial_files(Path(folder))
         for path, step in reversed(lacking):  # the oldest first
-            if not is_local(path) or may_replace(Path(path)):
+            if not ckpt_file.is_local(path) or ckpt_file.may_replace(Path(path)):
                 self._add(_Job(path, step))
 
     def _is_written(self, path: str, content: HomeContent) -> bool:
         """Return True if a file exists that is not older than a checkpoint."""
-        if not is_local(path):
+        if not ckpt_file.is_local(path):
             return self.place.exists(path)
-        file = read_id(Path(path))
+        file = ckpt_file.read_id(Path(path))
         return file is not None and file.run == content.run and file.checkpoint_id >= content.checkpoint_id
 
     def write_again(self, path: str) -> bool:
@@ -288,15 +272,15 @@ class BackgroundSaver:
         Those from which training cannot resume are left out. A missing or damaged file is written again. If
         the home names a path outside of the folder and the others, the file has the same name in the folder.
         """
-        folders = [Path(known) for known in (folder, *others) if is_local(known)]
+        folders = [Path(known) for known in (folder, *others) if ckpt_file.is_local(known)]
         found: dict[tuple[CheckpointId, str], HomeContent | None] = {}
         for content in self._contents():
             if content.facts.is_full:
                 path = Path(self.place.absolute(content.facts.path))
-                is_known = any(is_inside(str(path), known) for known in folders)
+                is_known = any(ckpt_file.is_inside(str(path), known) for known in folders)
                 found[content.checkpoint_id, str(path if is_known else folders[0] / path.name)] = content
         for file in folders[0].glob("*.ckpt"):
-            id_ = None if file.is_symlink() else read_id(file)
+            id_ = None if file.is_symlink() else ckpt_file.read_id(file)
             if id_ is not None and id_.is_full:
                 found.setdefault((id_.checkpoint_id, str(file)), None)
         for (checkpoint, path), content in sorted(found.items(), key=itemgetter(0), reverse=True):
@@ -308,13 +292,13 @@ class BackgroundSaver:
     def _put_back(self, content: HomeContent, path: Path) -> bool:
         """Write a missing or damaged file; return False if that is not possible."""
         is_own = self.place.absolute(content.facts.path) == str(path)
-        is_free = may_replace(path) if is_own else not os.path.lexists(path)
+        is_free = ckpt_file.may_replace(path) if is_own else not os.path.lexists(path)
         return is_free and _write_if_whole(content, path)
 
     def _is_good(self, path: Path, checkpoint: CheckpointId) -> bool:
         """Return True if a file verifies and was written from a checkpoint."""
         try:
-            file = verify_ckpt(path)
+            file = ckpt_file.verify_ckpt(path)
         except (Corrupt, OSError):
             return False
         return file is not None and file.checkpoint_id == checkpoint
@@ -372,7 +356,7 @@ class BackgroundSaver:
 def _write_if_whole(content: HomeContent, path: Path) -> bool:
     """Write the file of a checkpoint; return False if the checkpoint is damaged."""
     try:
-        write_ckpt(content, path)
+        ckpt_file.write_ckpt(content, path)
     except (Corrupt, NotFound):
         return False
     return True
@@ -430,7 +414,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
             _integer(checkpoint.get("epoch")),
             all(key in checkpoint for key in _FULL),
         )
-        saver.save(pickle_content(checkpoint), target, facts, () if self._wait else saver.private())
+        saver.save(ckpt_file.pickle_content(checkpoint), target, facts, () if self._wait else saver.private())
         if self._wait:
             saver.wait(target)
         elif not saver.is_training():
@@ -453,7 +437,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         target = absolute(path)
         if self._saver is not None:
             self._saver.wait(target)
-        if not is_local(target):
+        if not ckpt_file.is_local(target):
             return self._load_remote(target, map_location, weights_only)
         file = self._verify(target)
         loaded = super().load_checkpoint(path, map_location, weights_only)
@@ -466,7 +450,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         target = absolute(path)
         if self._saver is not None:
             self._saver.remove(target)
-        if is_local(target) and Path(target).is_symlink():
+        if ckpt_file.is_local(target) and Path(target).is_symlink():
             Path(target).unlink()  # perhaps of a file that is not written yet
         else:
             super().remove_checkpoint(path)
@@ -490,7 +474,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
     def saver_for(self, path: str, storage_options: Mapping[str, Any] | None = None) -> BackgroundSaver:
         """Return the saver. At the first call its home is that of the options, or the one beside a path."""
         if self._saver is None:
-            self.home = self.home or home_beside(folder_of(path))
+            self.home = self.home or ckpt_file.home_beside(ckpt_file.folder_of(path))
             self._saver = BackgroundSaver(HomePlace(self.home, storage_options or {}), self._memory)
             weakref.finalize(self, self._saver.close)
         elif storage_options:
@@ -499,7 +483,8 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
 
     def _existing_saver(self, path: str) -> BackgroundSaver | None:
         """Return the saver of a loaded file, if there is a home that may hold it."""
-        has_home = self._saver is not None or self.home or Path(home_beside(folder_of(path))).is_dir()
+        is_known = self._saver is not None or self.home
+        has_home = is_known or Path(ckpt_file.home_beside(ckpt_file.folder_of(path))).is_dir()
         return self.saver_for(path) if has_home else None
 
     def _verify(self, path: str) -> FileId | None:
@@ -510,14 +495,14 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         damage: Corrupt | None = None
         if Path(path).is_file():
             try:
-                return verify_ckpt(Path(path))
+                return ckpt_file.verify_ckpt(Path(path))
             except Corrupt as error:
                 damage = error
         saver = self._existing_saver(path)
         if saver is not None and saver.write_again(path):
             if damage is not None:
                 warn(f"{damage} It was written again from {saver.place.home}.", SaveWarning)
-            return verify_ckpt(Path(path))
+            return ckpt_file.verify_ckpt(Path(path))
         if damage is not None:
             raise Corrupt(
                 f"{damage} It was not loaded, and its checkpoint is no longer in the home. Resume from "
@@ -534,7 +519,7 @@ class HoldfastCheckpointIO(TorchCheckpointIO):
         with temporary_folder("lightning") as folder:
             local = Path(folder) / "file.ckpt"
             fs.get_file(name, str(local))
-            verify_ckpt(local)
+            ckpt_file.verify_ckpt(local)
             return super().load_checkpoint(local, map_location, weights_only)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -549,7 +534,7 @@ def _integer(value: Any) -> int | None:
 def _parse_options(given: Any, path: str) -> Mapping[str, Any]:
     if given is None:
         return {}
-    if not isinstance(given, Mapping) or is_local(path):
+    if not isinstance(given, Mapping) or ckpt_file.is_local(path):
         raise TypeError(
             "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported "
             "for `HoldfastCheckpointIO`, unless it is a mapping of fsspec's options for the file system of a "

@@ -13,14 +13,8 @@ from msgspec.structs import asdict
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
 
-from holdfast.adapters.kit.data import (
-    DividedBatches,
-    bytes_of,
-    capture_process,
-    generators_of,
-    set_process,
-    tensor_of,
-)
+from holdfast.adapters.kit import data as kit_data
+from holdfast.adapters.kit.data import DividedBatches
 from holdfast.adapters.lightning.packages import EPOCH_CALLBACKS, CombinedLoader, DataLoaderIterDataFetcher
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.log import get_logger
@@ -115,7 +109,8 @@ class PositionedLoader(CombinedLoader):
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that the loaders own, each once."""
-        return list({id(one): one for loader in self.flattened for one in generators_of(loader)}.values())
+        every = (one for loader in self.flattened for one in kit_data.generators_of(loader))
+        return list({id(one): one for one in every}.values())
 
     # -- reach -----------------------------------------------------------------------------------------------
     def begin_at(self, position: DataPosition) -> None:
@@ -208,24 +203,24 @@ class PositionedLoader(CombinedLoader):
 
 def capture_generators() -> dict[str, Any]:
     """Return the generators of this process, as values that torch.load accepts with `weights_only`."""
-    return tree_map(_as_tensor, capture_process())
+    return tree_map(_as_tensor, kit_data.capture_process())
 
 
 def set_generators(states: dict[str, Any]) -> None:
     """Set the generators to states from `capture_generators`."""
-    set_process(tree_map(_as_plain, states))
+    kit_data.set_process(tree_map(_as_plain, states))
 
 
 def _as_tensor(value: Any) -> Any:
     if isinstance(value, bytes):
-        return tensor_of(value)
+        return kit_data.tensor_of(value)
     return torch.from_numpy(value.astype("int64")) if hasattr(value, "astype") else value  # of numpy
 
 
 def _as_plain(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return bytes_of(value) if value.dtype == torch.uint8 else value.cpu().numpy().astype("uint32")
+    return kit_data.bytes_of(value) if value.dtype == torch.uint8 else value.cpu().numpy().astype("uint32")
 
 
 KEY = "holdfast"

@@ -14,29 +14,9 @@ from msgspec.structs import asdict
 from torch.distributed import DistError
 
 from holdfast.adapters.kit.store_ranks import StoreRanks
-from holdfast.adapters.nebula.tag_index import (
-    EXPLICIT,
-    META,
-    TaggedCheckpoint,
-    TagIndex,
-    TagMeta,
-    goes_back,
-    key_of,
-    named_step,
-    next_step,
-)
-from holdfast.adapters.nebula.tag_writer import (
-    RANKS_S,
-    Settings,
-    TagCoordinator,
-    TagPlan,
-    TagWriter,
-    is_grouped,
-    local_folder,
-    memory_limit,
-    own_rank,
-    parse_location,
-)
+from holdfast.adapters.nebula import tag_index, tag_writer
+from holdfast.adapters.nebula.tag_index import EXPLICIT, META, TaggedCheckpoint, TagIndex, TagMeta
+from holdfast.adapters.nebula.tag_writer import RANKS_S, Settings, TagCoordinator, TagPlan, TagWriter
 from holdfast.checkpoint.exchange.packed_value import Packed, describe_partitions, pack
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.claim import read_run
@@ -84,7 +64,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.home = settings.home
-        self._memory_bytes = memory_limit(os.environ, host_memory.available_bytes())
+        self._memory_bytes = tag_writer.memory_limit(os.environ, host_memory.available_bytes())
         self._lock = threading.RLock()
         self._last_coordinator: TagCoordinator | None = None
         self._writer: TagWriter | None = None
@@ -110,14 +90,14 @@ class Session:
         with self._lock:
             if num_files != EXPLICIT or tag in self._drafts:
                 return
-            if self._find_done(tag) is None or named_step(tag) is None:
+            if self._find_done(tag) is None or tag_index.named_step(tag) is None:
                 self._start_draft(tag, num_files)
 
     def save(self, tag: str, name: str, value: Any, num_files: int | None, label: str | None = None) -> bool:
         """Save one partition of a tag, which the last one completes; return False if it was skipped."""
         packed = pack(value, name)
         packed.check(name)
-        key_of(name)
+        tag_index.key_of(name)
         with self._lock:
             self._check_errors()
             draft = self._drafts.get(tag)
@@ -125,7 +105,7 @@ class Session:
             if done is not None and label is None:
                 if name not in done.names:
                     return self._add_version(tag, name, packed)
-                if named_step(tag) is not None:  # it need not be saved again then
+                if tag_index.named_step(tag) is not None:  # it need not be saved again then
                     warn(
                         f"{tag} is complete and already contains {name!r}, so it was not saved again. Use "
                         "another tag for another state.",
@@ -141,7 +121,7 @@ class Session:
         done = self._done.get(tag)
         if done is None:
             return None
-        if goes_back(tag, self._ranks.published("last"), self._ranks.published("loaded")):
+        if tag_index.goes_back(tag, self._ranks.published("last"), self._ranks.published("loaded")):
             del self._done[tag]
             return None
         is_saved = done.key is None or self._ranks.files(done.key) > 0  # by some rank
@@ -241,9 +221,9 @@ class Session:
         begins = self._writer is None
         if begins:
             last = loaded if loaded is not None else self.index().last_step()
-        elif goes_back(draft.tag, last, loaded):
+        elif tag_index.goes_back(draft.tag, last, loaded):
             begins, last = True, loaded
-        step = next_step(draft.tag, last)
+        step = tag_index.next_step(draft.tag, last)
         self._ranks.publish("last", step)
         self._ranks.publish("loaded", None)
         interval_s, passed_s = self.settings.interval_s, time.monotonic() - self._last_sent_s
@@ -262,7 +242,7 @@ class Session:
                 rank=self._ranks.rank,
             )
         writer = self._get_writer(plan, draft.key)
-        keyed = {name: (key_of(name), packed) for name, packed in draft.files.items()}
+        keyed = {name: (tag_index.key_of(name), packed) for name, packed in draft.files.items()}
         state: dict[str, Any] = {key: packed.tree for key, packed in keyed.values()}
         meta = TagMeta(_VERSION, draft.tag, draft.label, self._ranks.rank, describe_partitions(keyed))
         state[META] = asdict(meta)
@@ -326,7 +306,7 @@ class Session:
     def _ranks(self) -> TagCoordinator:
         """Return the coordinator of the current process group, or of the last one."""
         last = self._last_coordinator
-        if last is None or (is_grouped() and (last.rank, last.world_size) != world()):
+        if last is None or (tag_writer.is_grouped() and (last.rank, last.world_size) != world()):
             last = self._last_coordinator = TagCoordinator(self.home, _num_coordinators[self.home])
             self._publish_loaded()
         return last
@@ -335,7 +315,7 @@ class Session:
     def index(self, persist_path: Any = None) -> TagIndex:
         """Return the checkpoints of a home, by default in this session's tiers."""
         self._check_process()
-        if persist_path is not None and (place := parse_location(persist_path)) != self.home:
+        if persist_path is not None and (place := tag_writer.parse_location(persist_path)) != self.home:
             return TagIndex(place, {"home": open_store(place)})
         wait_for_orphans(self.home, timeout_s=RANKS_S, notify=lambda _: None)
         with self._lock:
@@ -345,7 +325,7 @@ class Session:
                 local = self._writer.local
             else:  # the folder of the nearer tier, if the run exists
                 run = read_run(open_store(self.home))
-                local = local_folder(self.settings, run.id if run else None)
+                local = tag_writer.local_folder(self.settings, run.id if run else None)
         held = MemoryTierStore(self.home)
         tiers: dict[str, Store] = {"memory": held} if held else {}
         if local is not None:
@@ -360,7 +340,7 @@ class Session:
 
     def load(self, tagged: TaggedCheckpoint, name: str, map_location: Any) -> Any:
         """Load a partition of a checkpoint. The next save may continue from it."""
-        value = tagged.load(name, own_rank(), map_location)
+        value = tagged.load(name, tag_writer.own_rank(), map_location)
         with self._lock:
             if tagged.home == self.home:
                 self._loaded = tagged.step

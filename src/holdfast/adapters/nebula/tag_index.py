@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from holdfast.checkpoint.exchange.packed_value import (
-    Packed,
-    checked_metadata,
-    partition_key,
-    read_partition,
-    rebuild,
-    unpack,
-)
+from holdfast.checkpoint.exchange import packed_value
+from holdfast.checkpoint.exchange.packed_value import Packed
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.home.documents import check_files
@@ -95,7 +89,7 @@ def goes_back(tag: str, last: int | None, loaded: int | None) -> bool:
 
 def key_of(name: Any) -> str:
     """Return the key of a partition: its name, with characters escaped that keys cannot have."""
-    return partition_key(name, _RESERVED)
+    return packed_value.partition_key(name, _RESERVED)
 
 
 MapLocation = Any
@@ -174,7 +168,7 @@ class TaggedCheckpoint(Struct):
 
     def packed(self, name: str, index: int) -> Packed:
         """Return a packed partition of a part, on the CPU and verified."""
-        return read_partition(self.checkpoint, index, META, name)
+        return packed_value.read_partition(self.checkpoint, index, META, name)
 
     def load(self, name: str, rank: int, map_location: MapLocation) -> Any:
         """Load a partition: this rank's own, or else the lowest rank's."""
@@ -186,9 +180,9 @@ class TaggedCheckpoint(Struct):
                 moved[id(tensor)] = place(tensor, packed.devices.get(path, "cpu"), map_location)
             return moved[id(tensor)]
 
-        placed = rebuild(packed.tree, leaf)
-        with checked_metadata(name):
-            return unpack(placed, packed.kinds)
+        placed = packed_value.rebuild(packed.tree, leaf)
+        with packed_value.checked_metadata(name):
+            return packed_value.unpack(placed, packed.kinds)
 
 
 class TagIndex:

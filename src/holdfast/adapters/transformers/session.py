@@ -16,15 +16,8 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy
 from typing_extensions import Self, override
 
 from holdfast.adapters.kit.run import Choice, TrainerRun
-from holdfast.adapters.transformers.folders import (
-    Folders,
-    find_fault,
-    has_weights,
-    list_folders,
-    step_of,
-    surplus,
-    write_folder,
-)
+from holdfast.adapters.transformers import folders
+from holdfast.adapters.transformers.folders import Folders
 from holdfast.adapters.transformers.state import (
     DATA,
     GENERATORS,
@@ -155,10 +148,10 @@ class Session(TrainerRun, TrainerCallback):
 
     def _newest_stock(self, *, after: int) -> int | None:
         """Return the step of the newest complete folder that the Trainer has written itself."""
-        for step, folder in reversed(list_folders(Path(self._folders.output_dir))):
+        for step, folder in reversed(folders.list_folders(Path(self._folders.output_dir))):
             if step <= after:
                 return None
-            if not has_weights(folder):
+            if not folders.has_weights(folder):
                 continue  # of an interrupted save, or of a checkpoint in a home
             fault = self._fault(folder)
             if fault is None:
@@ -168,10 +161,10 @@ class Session(TrainerRun, TrainerCallback):
 
     def _fault(self, folder: Path) -> str | None:
         with_training = not self._args.save_only_model
-        return find_fault(folder, world_size=self.ranks.world_size, with_training=with_training)
+        return folders.find_fault(folder, world_size=self.ranks.world_size, with_training=with_training)
 
     def _of_path(self, path: str) -> Choice | None:
-        step = step_of(path)
+        step = folders.step_of(path)
         if step is None:
             raise InvalidInput(_invalid(path, "its name is not checkpoint-N, with N a step"))
         steps = self.ranks.of_rank_0(self.checkpointer.all_steps)
@@ -188,7 +181,9 @@ class Session(TrainerRun, TrainerCallback):
             self._go_back(step, steps, path)
             return Choice(path, step, home)
         is_newer = self._folders.is_here(path) and bool(steps) and step > max(steps)
-        if is_newer and self.ranks.of_rank_0(lambda: Path(path).is_dir() and not has_weights(Path(path))):
+        if is_newer and self.ranks.of_rank_0(
+            lambda: Path(path).is_dir() and not folders.has_weights(Path(path))
+        ):
             _log.warning(
                 "%s is of a save that was interrupted before it was complete. Training resumes from the "
                 "newest checkpoint that is.",
@@ -381,7 +376,7 @@ class Session(TrainerRun, TrainerCallback):
     @property
     def _best(self) -> int | None:
         """Step whose folder the Trainer names as that of the best model."""
-        return step_of(self._trainer.state.best_model_checkpoint or "")
+        return folders.step_of(self._trainer.state.best_model_checkpoint or "")
 
     def _note_best(self) -> None:
         """Note the folder of the best model, once the step that has it is saved."""
@@ -392,7 +387,7 @@ class Session(TrainerRun, TrainerCallback):
     def _pop_surplus(self) -> list[int]:
         """Return the steps beyond the Trainer's limit, and those that training has passed again."""
         limit = self._args.save_total_limit
-        found = surplus(self._steps, limit=limit, best=self._best)
+        found = folders.surplus(self._steps, limit=limit, best=self._best)
         if limit:  # a superseded step that is saved again must not be deleted
             passed = {step for step in self._superseded if step < self._steps[-1]}
             self._superseded -= {*passed, self._steps[-1]}
@@ -440,7 +435,7 @@ class Session(TrainerRun, TrainerCallback):
             steps = steps & {self._trainer.state.global_step, self._best}
         if self._writes_folders and self._args.should_save and not self._trainer.is_fsdp_enabled:
             for step in sorted(steps):
-                write_folder(self._trainer, self.home, step, self._folders.path(step))
+                folders.write_folder(self._trainer, self.home, step, self._folders.path(step))
         self.ranks.gather(None)
 
     def _finish(self) -> None:

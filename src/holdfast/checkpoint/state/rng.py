@@ -24,14 +24,19 @@ MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError
 """Errors that generators raise for a state which is not one of theirs."""
 
 
-def capture(table: TensorTable) -> dict[str, Any]:
-    """Collect the states of the generators of python, numpy (if imported), torch and the current device."""
+def process_states() -> dict[str, Any]:
+    """Return the states of the generators of python, numpy (if imported), torch and the current device."""
     values = {"seed": torch.initial_seed(), "python": python_state(random), "torch": torch.get_rng_state()}
     if numpy := sys.modules.get("numpy"):
         values["numpy"] = numpy.random.get_state(legacy=False)
     if torch.cuda.is_initialized():
         values["cuda"] = torch.cuda.get_rng_state()
-    return table.encode(values, KEY, Role(Replication.OWN))
+    return values
+
+
+def capture(table: TensorTable) -> dict[str, Any]:
+    """Collect the states of all process-wide generators in a table."""
+    return table.encode(process_states(), KEY, Role(Replication.OWN))
 
 
 def plan(load: Load, rank: int, world_size: int, *, own_rank: bool) -> None:

@@ -17,17 +17,9 @@ from holdfast.system import host_memory
 from holdfast.system.environment import read_integer
 from holdfast.system.log import get_logger
 from holdfast.system.units import format_bytes, parse_bytes, parse_duration, plural
+from holdfast.train.batch import training_step
 from holdfast.train.batch.result import BatchFit, Probe, choose_size, plan_accumulation, scaled_rates
-from holdfast.train.batch.training_step import (
-    STEPS_PER_PROBE,
-    StepBenchmark,
-    TrainingState,
-    batch_size_of,
-    collect_training_state,
-    count_bytes,
-    resize,
-    restored,
-)
+from holdfast.train.batch.training_step import StepBenchmark, TrainingState
 
 _PRECISION = 0.03
 _STRAIGHT = 0.01
@@ -203,7 +195,7 @@ def fit_batch(
     result = result if result is not None else BatchFit()
     if result:
         return result
-    training = collect_training_state(state)
+    training = training_step.collect_training_state(state)
     min_size = min_size or (2 if training.has_batch_norm else 1)
     _check(training, min_size, max_size, timed_steps)
     ranks = Ranks(timeout_s=_RANKS_TIMEOUT_S)
@@ -213,8 +205,8 @@ def fit_batch(
             f"global_batch_size, got {tuned_batch_size} and {global_batch_size} for "
             f"{plural(ranks.world_size, 'rank')}."
         )
-    sample_size = batch_size_of(sample) if make_batch is None or tuned_batch_size is None else 0
-    make_batch = make_batch or (lambda size: resize(sample, size))
+    sample_size = training_step.batch_size_of(sample) if make_batch is None or tuned_batch_size is None else 0
+    make_batch = make_batch or (lambda size: training_step.resize(sample, size))
     devices = {one for one in training.devices if one.type != "cpu"} or {torch.device("cpu")}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         raise Unsupported(
@@ -222,7 +214,7 @@ def fit_batch(
             "or on one CUDA device per rank."
         )
     (device,) = devices
-    used_bytes = count_bytes(training.all_tensors(), device)
+    used_bytes = training_step.count_bytes(training.all_tensors(), device)
     given_bytes = parse_bytes(memory_limit, "memory_limit") if memory_limit is not None else None
     limit_bytes = given_bytes or find_memory_limit(device, used_bytes)
     max_step_s = parse_duration(max_step_time, "max_step_time")
@@ -230,7 +222,7 @@ def fit_batch(
         if isinstance(state, MutableMapping):
             plain = {name: value for name, value in state.items() if isinstance(value, _PLAIN)}
             undo.callback(state.update, plain)
-        undo.enter_context(restored(training))
+        undo.enter_context(training_step.restored(training))
         if device.type == "cuda" and given_bytes is not None:
             undo.enter_context(_device_limit(device, given_bytes))
         benchmark = StepBenchmark(step, make_batch, training, device, limit_bytes)
@@ -317,7 +309,7 @@ class _Finder(Struct):
         def measure() -> tuple[int | None, int, float]:
             started_s = time.perf_counter()
             peak = of.measure_peak(size)
-            return peak, of.limit_bytes, (time.perf_counter() - started_s) / STEPS_PER_PROBE
+            return peak, of.limit_bytes, (time.perf_counter() - started_s) / training_step.STEPS_PER_PROBE
 
         measured = self._on_all(measure)
         step_s = max(seconds for _, _, seconds in measured)

@@ -6,8 +6,6 @@ import contextlib
 import copy
 import gc
 import os
-import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -23,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree
 
+from holdfast.checkpoint.state import rng
 from holdfast.checkpoint.state.sharding import local_of
 from holdfast.errors import InvalidInput, Unsupported
 from holdfast.system.units import format_bytes
@@ -141,13 +140,9 @@ def restored(training: TrainingState) -> Iterator[None]:
         keep(partial(generator.set_state, generator.get_state()))
     for stateful in training.stateful:
         keep(partial(stateful.load_state_dict, copy.deepcopy(stateful.state_dict())))
-    keep(partial(random.setstate, random.getstate()))
-    keep(partial(torch.set_rng_state, torch.get_rng_state()))
+    keep(partial(rng.restore, rng.process_states()))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         keep(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        keep(partial(numpy.random.set_state, numpy.random.get_state()))
     try:
         yield
     finally:

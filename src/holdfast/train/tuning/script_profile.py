@@ -24,20 +24,10 @@ from holdfast.system.linux.files import write_atomic
 from holdfast.system.linux.partial_files import temporary_folder
 from holdfast.system.linux.processes import end_of, process_group
 from holdfast.system.units import plural
-from holdfast.train.tuning import findings
+from holdfast.train.tuning import findings, measurements
 from holdfast.train.tuning.findings import Finding, TrialResult, TuningReport
 from holdfast.train.tuning.loaders import LoaderSettings
-from holdfast.train.tuning.measurements import (
-    NAMES,
-    QUESTIONS,
-    CompileVerdict,
-    Measurements,
-    RunFailure,
-    StepMeasurements,
-    Throughput,
-    judge_compile,
-    measure_throughput,
-)
+from holdfast.train.tuning.measurements import CompileVerdict, Measurements, StepMeasurements, Throughput
 
 
 class RunSpec(Struct, frozen=True):
@@ -92,7 +82,7 @@ class Profile:
                 f"{spec.script} ends after too few steps. Pass arguments with which it takes at least "
                 f"{plural(spec.num_steps + 3, 'step')}, or a smaller --steps."
             )
-        self.now = measure_throughput(self.steps.steps, self.steps.device)
+        self.now = measurements.measure_throughput(self.steps.steps, self.steps.device)
         self.paddings = findings.compare_lengths(self.steps.lengths) if "shapes" in questions else None
         self.findings += findings.find_padding(self.steps, self.paddings)
         self._find_in_code()
@@ -115,9 +105,9 @@ class Profile:
 
     def race(self, variant: str) -> None:
         """Compare eager steps with those of one way to compile."""
-        what = f"eager against compiled: {NAMES[variant]}"
+        what = f"eager against compiled: {measurements.NAMES[variant]}"
         if measured := self.ask(what, question="race", variant=variant):
-            self.verdicts.append(judge_compile(measured))
+            self.verdicts.append(measurements.judge_compile(measured))
 
     def ask(self, what: str, **changes: Any) -> Any:
         """Return the measurements of a run with a changed specification; None if it has failed."""
@@ -177,7 +167,7 @@ class ProfileRuns(Struct):
         # The result counts, not the exit status: a gloo rank may abort after its work is done.
         result = read_result(own)
         tail = end_of(log)
-        if isinstance(result, RunFailure):
+        if isinstance(result, measurements.RunFailure):
             raise RunFailed(f"{result.reason}\n{tail}".rstrip())
         if result is not None:
             return result
@@ -214,26 +204,26 @@ def read_spec(own: Path) -> RunSpec:
     return decode_as(RunSpec, (own / "spec.json").read_text(), "the specification of a profile run")
 
 
-def write_result(own: Path, result: Measurements | RunFailure) -> None:
+def write_result(own: Path, result: Measurements | measurements.RunFailure) -> None:
     """Write the result atomically."""
     write_atomic(own / _RESULT, json.dumps(to_plain(result)), is_durable=False)
 
 
-def read_result(own: Path) -> Measurements | RunFailure | None:
+def read_result(own: Path) -> Measurements | measurements.RunFailure | None:
     """Return the result, or None if it is missing."""
     try:
         text = (own / _RESULT).read_bytes()
     except FileNotFoundError:
         return None
     limits: dict[str, Any] = {"max_bytes": _MAX_RESULT_BYTES, "any_text": True}
-    return decode_as(Measurements | RunFailure, text, "the result of a profile run", **limits)
+    return decode_as(Measurements | measurements.RunFailure, text, "the result of a profile run", **limits)
 
 
 def profile_script(
     script: str,
     args: Sequence[str] = (),
     *,
-    questions: Collection[str] = QUESTIONS,
+    questions: Collection[str] = measurements.QUESTIONS,
     ranks: int | None = None,
     num_steps: int = 10,
     timeout_s: float = 600.0,
@@ -300,7 +290,7 @@ def _try(profile: Profile, settings: LoaderSettings) -> TrialResult:
         return TrialResult(number, failure=str(why).partition("\n")[0])
     if not tried.steps:
         return TrialResult(number, failure="the script ends before it can be measured")
-    return _result(number, measure_throughput(tried.steps, profile.steps.device))
+    return _result(number, measurements.measure_throughput(tried.steps, profile.steps.device))
 
 
 def _result(num_workers: int, got: Throughput) -> TrialResult:

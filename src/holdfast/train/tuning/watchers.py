@@ -43,15 +43,7 @@ from holdfast.train.tuning.measurements import (
     SyncMeasurements,
 )
 from holdfast.train.tuning.script_profile import RunSpec
-from holdfast.train.tuning.tracker import (
-    Call,
-    TrainingInfo,
-    Watcher,
-    Watching,
-    find_tensors,
-    intercepted,
-    traceable,
-)
+from holdfast.train.tuning.tracker import Call, TrainingInfo, Watcher, Watching
 
 _STATUS = Path("/proc/self/status")
 
@@ -150,14 +142,14 @@ def watch_steps(
     def noted(call: Call) -> Call:
         def calling(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                tensors = [one for one in find_tensors((args, kwargs)) if one.dim() > 0]
+                tensors = [one for one in tracker.find_tensors((args, kwargs)) if one.dim() > 0]
                 mask = kwargs.get("attention_mask")
                 given.extend([(tensors, mask if isinstance(mask, Tensor) else None)] if tensors else [])
             return call(*args, **kwargs)
 
         return calling
 
-    with intercepted(training, noted):
+    with tracker.intercepted(training, noted):
         for number in range(num_steps + _WARM_UP):
             given.clear()
             started, compiled = loaders.num_started, tracker.compilation_state()
@@ -218,7 +210,7 @@ def watch_syncs(training: TrainingInfo, *, num_steps: int) -> Watching:
     """Record every call in eager steps that needs a value of the device."""
     observer = _SyncObserver(training)
     eagerly = torch.compiler.set_stance("force_eager")  # a function mode would cause recompiles
-    with eagerly, observer, intercepted(training, observer.follow_call):
+    with eagerly, observer, tracker.intercepted(training, observer.follow_call):
         while observer.num_done < num_steps and (yield):
             observer.num_done += 1
     return SyncMeasurements(training.device.type, observer.num_done, tuple(observer.syncs()))
@@ -254,7 +246,7 @@ class _SyncObserver(TorchFunctionMode):
         """Return the function to call instead of that of a module."""
 
         def calling(*args: Any, **kwargs: Any) -> Any:
-            self._mark(find_tensors((args, kwargs)))
+            self._mark(tracker.find_tensors((args, kwargs)))
             self._depth += 1
             try:
                 return call(*args, **kwargs)
@@ -278,9 +270,9 @@ class _SyncObserver(TorchFunctionMode):
         result = func(*args, **kwargs)
         seconds = time.perf_counter() - started_s
         if self._device.type == "cpu":  # what an operation combines with a device tensor is there too
-            given = list(find_tensors((args, kwargs)))
+            given = list(tracker.find_tensors((args, kwargs)))
             if self._depth or any(tensor in self._on_device for tensor in given):
-                self._mark((*given, *find_tensors(result)))
+                self._mark((*given, *tracker.find_tensors(result)))
         if found is not None and kind is not None:
             place, library = found
             call = self.num_done, seconds, library, self._depth > 0
@@ -289,7 +281,7 @@ class _SyncObserver(TorchFunctionMode):
 
     def _waits(self, args: tuple[Any, ...]) -> bool:
         """Return True if the call needs a value that would be on the device."""
-        given = [tensor for tensor in find_tensors(args) if tensor.device.type != "meta"]
+        given = [tensor for tensor in tracker.find_tensors(args) if tensor.device.type != "meta"]
         if self._device.type != "cpu":
             return any(tensor.device.type == self._device.type for tensor in given)
         return any(self._depth or tensor in self._on_device for tensor in given)
@@ -332,7 +324,7 @@ def watch_graphs(training: TrainingInfo, *, num_steps: int, compiles_itself: boo
     num_done, num_graphs, failure = 0, 0, ""
 
     def traced(call: Call) -> Call:
-        compiled, is_explained = torch.compile(traceable(call), backend="eager"), False
+        compiled, is_explained = torch.compile(tracker.traceable(call), backend="eager"), False
 
         def calling(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_explained, num_graphs, failure
@@ -354,7 +346,7 @@ def watch_graphs(training: TrainingInfo, *, num_steps: int, compiles_itself: boo
         return calling
 
     _forget(compiles_itself)
-    with contextlib.nullcontext() if compiles_itself else intercepted(training, traced):
+    with contextlib.nullcontext() if compiles_itself else tracker.intercepted(training, traced):
         while num_done < num_steps and (yield):
             num_done += 1
             if num_done == 1 and not compiles_itself:
@@ -383,7 +375,7 @@ def _explain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expla
     try:
         with torch.compiler.set_stance("default"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch._dynamo.explain(traceable(call))(*args, **kwargs)
+            return torch._dynamo.explain(tracker.traceable(call))(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - any error of the compiler goes into the report
         return _short(str(error))
 
@@ -473,7 +465,7 @@ def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> W
     is_compiled, num_elements = False, 0
 
     def toggled(call: Call) -> Call:
-        compiled = torch.compile(traceable(call))
+        compiled = torch.compile(tracker.traceable(call))
         return lambda *args, **kwargs: (compiled if is_compiled else call)(*args, **kwargs)
 
     def counted(call: Call) -> Call:
@@ -481,13 +473,13 @@ def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> W
 
         def calling(*args: Any, **kwargs: Any) -> Any:
             nonlocal num_elements
-            tensors = find_tensors((args, kwargs))
+            tensors = tracker.find_tensors((args, kwargs))
             num_elements += max((tensor.numel() for tensor in tensors), default=0)
             return chosen(*args, **kwargs)
 
         return calling
 
-    with _compiling(training, variant, toggled, clock), intercepted(training, counted):
+    with _compiling(training, variant, toggled, clock), tracker.intercepted(training, counted):
         num_done, num_steps = 0, 2 * (num_pairs + 3)
         while num_done < num_steps:
             num_elements, compiled_before = 0, tracker.compilation_state()

@@ -22,14 +22,7 @@ from holdfast.system.documents import MAX_TEXT_CHARS, Count, shown, to_plain
 from holdfast.system.failpoint import failpoint
 from holdfast.system.units import divide, format_bytes
 from holdfast.watch.compiled import directory as directories
-from holdfast.watch.compiled.directory import (
-    FOLDER,
-    MAX_FILE_BYTES,
-    BuildEnvironment,
-    Directory,
-    check_path,
-    format_difference,
-)
+from holdfast.watch.compiled.directory import FOLDER, MAX_FILE_BYTES, BuildEnvironment, Directory
 
 MAX_INDEX_BYTES = 64 << 20
 
@@ -53,7 +46,7 @@ class PackedFile(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     packed_bytes: _FileBytes
 
     def __post_init__(self) -> None:
-        check_path(self.path)
+        directories.check_path(self.path)
 
 
 class CacheIndex(Struct, frozen=True):
@@ -194,7 +187,7 @@ def read_indices(store: Store, key: str, facts: BuildEnvironment, problems: list
                 continue
             if index.facts == facts:
                 return index
-            difference = format_difference(facts, index.facts)
+            difference = directories.format_difference(facts, index.facts)
             problems.append(f"{name} is for another environment: it differs in {difference}.")
         return None
 

@@ -22,19 +22,8 @@ from holdfast.errors import Corrupt, HoldfastError
 from holdfast.system.documents import to_plain
 from holdfast.system.environment import MAX_PLACE, JobReport, report_to_job
 from holdfast.system.units import Duration, parse_duration
-from holdfast.watch.hang.incidents import (
-    EVENT,
-    OVER,
-    RankEvidence,
-    capture_host,
-    capture_rank,
-    decode_evidence,
-    describe_hang,
-    describe_odd,
-    encode_evidence,
-    place_of,
-    read_progress,
-)
+from holdfast.watch.hang import incidents
+from holdfast.watch.hang.incidents import RankEvidence
 from holdfast.watch.hang.stacks import EXIT_SIGNAL, NAME, Kind, end_process, install_handlers
 
 
@@ -59,8 +48,8 @@ class Hang(ActionWatch):
     name: ClassVar[str] = NAME
     keeper: ClassVar[str | None] = "holdfast.watch.hang.watch:HangKeeper"
     events: ClassVar[Mapping[str, str]] = {
-        EVENT: "a rank makes no progress; with the member `evidence`",
-        OVER: "the rank makes progress again; seconds are those without",
+        incidents.EVENT: "a rank makes no progress; with the member `evidence`",
+        incidents.OVER: "the rank makes progress again; seconds are those without",
     }
 
     actions: ClassVar[tuple[str, ...]] = ("report", "restart", "off")
@@ -198,7 +187,7 @@ class HangKeeper(KeeperWatch):
                 self._reported = None
                 if progress.is_training:  # otherwise it has left its loop, as after a signal
                     seconds, detail = now_s - self._reported_s, "the training makes progress again"
-                    self._history.record(OVER, step=progress.step, seconds=seconds, detail=detail)
+                    self._history.record(incidents.OVER, step=progress.step, seconds=seconds, detail=detail)
             if is_late and self._reported is None:
                 self._handle(progress)
                 seen_s = time.monotonic()
@@ -210,10 +199,12 @@ class HangKeeper(KeeperWatch):
     def _handle(self, progress: TrainerProgress) -> None:
         """Capture all ranks of this host, and report a hang unless one may take long."""
         clock = self._clock
-        own = capture_rank(self._trainer, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s)
+        own = incidents.capture_rank(
+            self._trainer, progress, stalled_s=clock.stalled_s, limit_s=clock.limit_s
+        )
         config, peers = self._config, list[RankEvidence]()
         with contextlib.suppress(HoldfastError):
-            found_here = capture_host(config.home, attempt=config.attempt, without=config.rank)
+            found_here = incidents.capture_host(config.home, attempt=config.attempt, without=config.rank)
             peers = list(found_here.values())
         if (limit_s := self._longer_limit([own, *peers], progress)) is not None:
             self._clock.extend(limit_s)
@@ -229,11 +220,11 @@ class HangKeeper(KeeperWatch):
             if not is_first:  # the job takes the first place that is reported
                 time.sleep(_LEAD_S if self._config.all_ranks_here else _LEAD_S + _GATHER_S)
             with contextlib.suppress(OSError, Corrupt):  # it has exited
-                self._end_trainer(own.step, describe_odd(found))
+                self._end_trainer(own.step, incidents.describe_odd(found))
 
     def _longer_limit(self, ranks: Sequence[RankEvidence], progress: TrainerProgress) -> float | None:
         """Return a longer limit if a rank of this host does what may take long; None if none does."""
-        limits, places = self._limits, [place_of(one) for one in ranks]
+        limits, places = self._limits, [incidents.place_of(one) for one in ranks]
         kinds = {place.kind for place in places if place is not None}
         if Kind.DEBUGS in kinds or any(one.process.state == "stopped by a debugger" for one in ranks):
             return _UNLIMITED_S
@@ -243,11 +234,11 @@ class HangKeeper(KeeperWatch):
 
     def _record(self, evidence: RankEvidence) -> None:
         self._history.record(
-            EVENT,
+            incidents.EVENT,
             step=evidence.step,
             seconds=evidence.stalled_s,
-            detail=describe_odd([evidence]),
-            members={"evidence": encode_evidence(evidence)},
+            detail=incidents.describe_odd([evidence]),
+            members={"evidence": incidents.encode_evidence(evidence)},
         )
         with contextlib.suppress(HoldfastError):
             self._history.store.flush()
@@ -269,7 +260,7 @@ class HangKeeper(KeeperWatch):
         if self._restarts:
             action = "The trainers are ended, so that the job starts again."
         config = self._config
-        text = describe_hang(ranks, world_size=config.world_size, action=action, home=config.home)
+        text = incidents.describe_hang(ranks, world_size=config.world_size, action=action, home=config.home)
         if not self._run.show(text, wait_s=_SHOW_S):  # it is stopped, or something holds the GIL
             _print_to(self._trainer.trainer_pid, f"holdfast: {text}\n")
         return ranks
@@ -281,7 +272,7 @@ class HangKeeper(KeeperWatch):
         while time.monotonic() < deadline_s and len(found) < self._config.world_size:
             with contextlib.suppress(HoldfastError):
                 for line in read_lines(self._history.store, self._config.attempt)[0]:
-                    other = decode_evidence(line) if line["t"] >= since_unix_s else None
+                    other = incidents.decode_evidence(line) if line["t"] >= since_unix_s else None
                     if other is not None and not (other.rank in found and found[other.rank].is_late):
                         found[other.rank] = other
             time.sleep(_PERIOD_S)
@@ -291,7 +282,7 @@ class HangKeeper(KeeperWatch):
         deadline_s = time.monotonic() + _SAVES_S
         while self._run.has_work() and time.monotonic() < deadline_s:
             time.sleep(_PERIOD_S / _LOOKS)
-        if self._has_recovered(read_progress(self._trainer)):
+        if self._has_recovered(incidents.read_progress(self._trainer)):
             return
         report_to_job(JobReport(hung=step, place=place[:MAX_PLACE]))
         recording = self._run.in_background(

@@ -20,22 +20,9 @@ from holdfast.checkpoint.keeper.watch import KeeperRun, KeeperWatch
 from holdfast.checkpoint.watch import ActionWatch, WatchedRun
 from holdfast.errors import Corrupt, HoldfastError, InvalidInput
 from holdfast.system.units import Duration, parse_duration
+from holdfast.watch.pace import windows
 from holdfast.watch.pace.sampler import NAME, ActivitySampler
-from holdfast.watch.pace.windows import (
-    BEGUN,
-    EVENT,
-    FACTOR,
-    OVER,
-    PaceJudge,
-    PaceWindow,
-    RankWindow,
-    SlowPeriod,
-    WindowTable,
-    block_of_end,
-    block_of_slow,
-    decode_windows,
-    encode_windows,
-)
+from holdfast.watch.pace.windows import PaceJudge, PaceWindow, RankWindow, SlowPeriod, WindowTable
 
 _MIN_WINDOW_S = 0.2
 
@@ -57,15 +44,15 @@ class SlowRanks(ActionWatch):
     name: ClassVar[str] = NAME
     keeper: ClassVar[str | None] = "holdfast.watch.pace.watch:PaceKeeper"
     events: ClassVar[Mapping[str, str]] = {
-        EVENT: "own times of the ranks of one host in a few windows of time; with the member `pace`",
-        BEGUN: "all others wait for a rank; with the member `slow`",
-        OVER: "it is as quick as the others again; seconds are those in which it was slow",
+        windows.EVENT: "own times of the ranks of one host in a few windows of time; with the member `pace`",
+        windows.BEGUN: "all others wait for a rank; with the member `slow`",
+        windows.OVER: "it is as quick as the others again; seconds are those in which it was slow",
     }
 
     actions: ClassVar[tuple[str, ...]] = ("report", "off")
     action: str = "report"
     _: KW_ONLY
-    factor: float = FACTOR
+    factor: float = windows.FACTOR
     window: Duration = "15s"
 
     def __post_init__(self) -> None:
@@ -166,18 +153,19 @@ class PaceKeeper(KeeperWatch):
         """Write the windows since the last line into the history."""
         lines, self._lines = self._lines, []
         if lines:
-            document = encode_windows(lines, host=self._host, window_s=self._window_s)
-            self._history.record(EVENT, step=None, members={EVENT: document})
+            document = windows.encode_windows(lines, host=self._host, window_s=self._window_s)
+            self._history.record(windows.EVENT, step=None, members={windows.EVENT: document})
 
     def _read_others(self) -> None:
         """Read the windows of other hosts that are new in the history."""
         with contextlib.suppress(HoldfastError):  # the store failed; the next window reads again
-            for line in read_new_lines(self._history.store, self._config.attempt, self._read, EVENT):
-                found = decode_windows(line)
+            attempt = self._config.attempt
+            for line in read_new_lines(self._history.store, attempt, self._read, windows.EVENT):
+                found = windows.decode_windows(line)
                 if found is None or line.get("rank") in self._ranks:
                     continue
-                host, window_s, windows = found
-                for window in windows if window_s == self._window_s else ():
+                host, window_s, others = found
+                for window in others if window_s == self._window_s else ():
                     self._hosts |= dict.fromkeys(window.ranks, host)
                     self._table.add(window)
 
@@ -187,14 +175,16 @@ class PaceKeeper(KeeperWatch):
         step = None if own is None or own.before is None else own.before.step
         begun = [period for period in changed if period.until_unix_s is None]
         for period in begun:
-            self._history.record(BEGUN, step=step, detail=period.describe(), members=period.members())
+            self._history.record(windows.BEGUN, step=step, detail=period.describe(), members=period.members())
         for period in changed:
             if period.until_unix_s is not None:
-                text, seconds = block_of_end(period), period.until_unix_s - period.since_unix_s
-                self._history.record(OVER, step=step, seconds=seconds, detail=text, members=period.members())
+                text, seconds = windows.block_of_end(period), period.until_unix_s - period.since_unix_s
+                self._history.record(
+                    windows.OVER, step=step, seconds=seconds, detail=text, members=period.members()
+                )
                 self._run.show(text)
         if begun:
-            self._run.show(block_of_slow(begun, self._config.home))
+            self._run.show(windows.block_of_slow(begun, self._config.home))
 
 
 class _RankReader:

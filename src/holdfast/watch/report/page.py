@@ -12,17 +12,9 @@ from msgspec import Struct
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.errors import Unsupported
 from holdfast.system.units import plural
+from holdfast.watch.report import style
 from holdfast.watch.report.curves import Curve
 from holdfast.watch.report.figures import make_figures
-from holdfast.watch.report.style import (
-    MAX_ROWS,
-    format_seconds,
-    format_share,
-    format_size,
-    format_time,
-    framed,
-    read_asset,
-)
 from holdfast.watch.report.summary import RunSummary
 
 MAX_NUMBERS = 18  # numbers above the figures
@@ -47,9 +39,9 @@ def headline(summary: RunSummary) -> str:
     """Return the state of the run as a sentence."""
     if summary.last_unix_s is None:
         return "This run has no events yet."
-    last = format_time(summary.last_unix_s)
+    last = style.format_time(summary.last_unix_s)
     if summary.finished is not None:
-        done = format_time(summary.finished.finished_unix_s)
+        done = style.format_time(summary.finished.finished_unix_s)
         return f"Finished: step {summary.finished.step}, by attempt {summary.finished.attempt}, {done} UTC."
     newest = max(summary.attempts, key=lambda attempt: (attempt.last_seen_unix_s, attempt.number))
     text = f"Not marked as finished. Last event: {last} UTC"
@@ -69,18 +61,19 @@ def headline_numbers(summary: RunSummary) -> list[HeadlineNumber]:
     if (home := summary.home_contents) is not None:
         step, held = home.newest_step, "home holds no checkpoint"
         if home.num_checkpoints:
-            held = f"home holds {plural(home.num_checkpoints, 'checkpoint')}, {format_size(home.num_bytes)}"
-    wanted = f"of {format_seconds(times.wanted_s)} since the first start"
-    in_save = f"of training time spent in save(); {format_seconds(advice.cost_s)} per save"
-    lost = format_seconds(times.lost_s) if summary.interruptions else "nothing"
+            size = style.format_size(home.num_bytes)
+            held = f"home holds {plural(home.num_checkpoints, 'checkpoint')}, {size}"
+    wanted = f"of {style.format_seconds(times.wanted_s)} since the first start"
+    in_save = f"of training time spent in save(); {style.format_seconds(advice.cost_s)} per save"
+    lost = style.format_seconds(times.lost_s) if summary.interruptions else "nothing"
     again = f"{plural(len(summary.interruptions), 'interruption')}; {lost_steps} steps known to be repeated"
     saved = f"{len(durable)} durable" + (f", {num_failed} not" if num_failed else "")
-    saved += f"; {format_size(newest.num_bytes)} each" if newest else ""
-    saved += "" if advice.durable_s is None else f", {format_seconds(advice.durable_s)} until durable"
+    saved += f"; {style.format_size(newest.num_bytes)} each" if newest else ""
+    saved += "" if advice.durable_s is None else f", {style.format_seconds(advice.durable_s)} until durable"
     return [
         HeadlineNumber("Newest checkpoint", "none" if step is None else f"step {step}", held),
-        HeadlineNumber("Training that counts", format_share(times.goodput), wanted),
-        HeadlineNumber("Saving overhead", format_share(summary.overhead_share), in_save),
+        HeadlineNumber("Training that counts", style.format_share(times.goodput), wanted),
+        HeadlineNumber("Saving overhead", style.format_share(summary.overhead_share), in_save),
         HeadlineNumber("Lost to interruptions", lost, again),
         HeadlineNumber("Saves", str(len(summary.saves)), saved),
         HeadlineNumber("Best interval", *_best(summary)),
@@ -102,16 +95,16 @@ def _only_value(curve: Curve) -> HeadlineNumber:
 
 def _best(summary: RunSummary) -> tuple[str, str]:
     advice = summary.advice
-    was = f"actual: {format_seconds(advice.interval_s)}" if advice.interval_s else "at most one save"
+    was = f"actual: {style.format_seconds(advice.interval_s)}" if advice.interval_s else "at most one save"
     if advice.own is None or advice.useful_s is None:
         return "unknown", f"no failure yet; {was}"
     if advice.up_s < _MIN_UP_S:
-        trained = format_seconds(advice.up_s)
+        trained = style.format_seconds(advice.up_s)
         return "unknown", f"{trained} of training are too short to estimate it; {was}"
     in_steps = f"{plural(max(1, round(advice.useful_s / advice.step_s)), 'step')}; " if advice.step_s else ""
     how = "by Daly's formula" if advice.useful_s == advice.own.daly_s else "the time until a save is durable"
     failures = plural(advice.num_failures, "failure")
-    return format_seconds(advice.useful_s), f"{in_steps}{how}, from {failures}; {was}"
+    return style.format_seconds(advice.useful_s), f"{in_steps}{how}, from {failures}; {was}"
 
 
 _NOT_THERE = (
@@ -124,24 +117,24 @@ _LONG = 60  # characters; more are broken into lines
 def make_page(summary: RunSummary, *, name: str, made_unix_s: float) -> str:
     """Return the page as HTML."""
     figures = make_figures(summary)
-    specs = {id: framed(one.chart) for id, one in figures.items() if one.chart is not None}
+    specs = {id: style.framed(one.chart) for id, one in figures.items() if one.chart is not None}
     torn = plural(summary.num_torn, "incomplete line")
     parts = {
         "title": html.escape(f"{name}: report"),
         "name": html.escape(name),
         "sentence": html.escape(headline(summary)),
-        "made": html.escape(f"Made {format_time(made_unix_s)} UTC from the run's history."),
+        "made": html.escape(f"Made {style.format_time(made_unix_s)} UTC from the run's history."),
         "torn": f"<p>Skipped {torn} of the history, torn by a crash.</p>" if summary.num_torn else "",
         "tear-check": html.escape(tear_check(summary)),
         "numbers": "\n".join(one.as_html() for one in headline_numbers(summary)),
         "figures": "\n".join(_section(*one) for one in figures.items()),
-        "style": read_asset("page.css"),
+        "style": style.read_asset("page.css"),
         "library": chart_library().replace("</script", "<\\/script").replace("<!--", "\\x3c!--"),
-        "draw": read_asset("page.js"),
+        "draw": style.read_asset("page.js"),
         # A script element ends at the first "</script", even inside a string.
         "specs": json.dumps(specs, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c"),
     }
-    text = read_asset("page.html")
+    text = style.read_asset("page.html")
     for part in parts:
         assert text.count(f"<!--{part}-->") == 1, part
     # One pass, so that inserted text is never searched.
@@ -163,7 +156,7 @@ def _section(id: str, figure: WatchFigure) -> str:
 
 
 def _table(figure: WatchFigure) -> str:
-    rows = figure.rows[-MAX_ROWS:]
+    rows = figure.rows[-style.MAX_ROWS :]
     num_left_out = figure.num_rows_left_out + len(figure.rows) - len(rows)
     head = "".join(f'<th scope="col">{html.escape(column)}</th>' for column in figure.columns)
     body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)

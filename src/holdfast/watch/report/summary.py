@@ -20,18 +20,9 @@ from holdfast.errors import Corrupt, NotFound, Unsupported
 from holdfast.system.documents import to_plain
 from holdfast.watch.hang.incidents import HangIncident, describe_odd, list_hangs
 from holdfast.watch.pace.windows import PaceReading, SlowPeriod, list_paces, list_slow_periods
+from holdfast.watch.report import interruptions
 from holdfast.watch.report.curves import Curve, collect_curves
-from holdfast.watch.report.interruptions import (
-    AttemptSpan,
-    Interruption,
-    Losses,
-    Span,
-    attempt_spans,
-    find_losses,
-    neighbours,
-    seconds_of,
-    seconds_per_step,
-)
+from holdfast.watch.report.interruptions import AttemptSpan, Interruption, Losses, Span
 from holdfast.watch.report.saves import HistoryEvent, SaveRecord, collect_saves, parse_events
 
 ASSUMED_MTBF_S = (3600.0, 4 * 3600.0, 86400.0, 7 * 86400.0)
@@ -218,8 +209,8 @@ def summarize(
     num_torn: int = 0,
 ) -> RunSummary:
     """Return the summary of a run from its events, by time, and the claims of its attempts, by number."""
-    attempts, saves = attempt_spans(events, claims), collect_saves(events)
-    losses = find_losses(attempts, saves, finished=finished.attempt if finished else None)
+    attempts, saves = interruptions.attempt_spans(events, claims), collect_saves(events)
+    losses = interruptions.find_losses(attempts, saves, finished=finished.attempt if finished else None)
     began = min((attempt.started_unix_s for attempt in attempts), default=None)
     up_s = sum(one.last_seen_unix_s - one.training_unix_s for one in attempts if one.has_trained)
     # Attempts after the last one that trained have no countable cost yet.
@@ -269,21 +260,22 @@ def _times(
         for save in saves
         if save.returned_unix_s is not None and save.blocked_s
     ]
-    blocked_s = seconds_of(call for call in calls if not lost.contains(call[0]))
-    others = [seconds_of(one) for one in (losses.redone, losses.down, losses.restoring, losses.idle)]
+    blocked_s = interruptions.seconds_of(call for call in calls if not lost.contains(call[0]))
+    parts = losses.redone, losses.down, losses.restoring, losses.idle
+    others = list(map(interruptions.seconds_of, parts))
     return TimeBreakdown(total, max(0.0, total - blocked_s - sum(others)), blocked_s, *others)
 
 
 def _advise(
     attempts: Sequence[AttemptSpan],
     saves: Sequence[SaveRecord],
-    interruptions: Sequence[Interruption],
+    broken_off: Sequence[Interruption],
     up_s: float,
 ) -> IntervalAdvice:
     costs = [save.blocked_s for save in saves if save.blocked_s is not None]
-    pairs = neighbours(attempts, saves)
+    pairs = interruptions.neighbours(attempts, saves)
     gaps = [max(0.0, right.started_unix_s - left.started_unix_s) for left, right in pairs]
-    failures = [one for one in interruptions if one.is_failure]
+    failures = [one for one in broken_off if one.is_failure]
     num_failures = sum(1 + one.num_failed_starts for one in failures)
     cost_s = statistics.fmean(costs) if costs else None
     interval_s = statistics.fmean(gaps) if gaps else None
@@ -296,7 +288,7 @@ def _advise(
     return IntervalAdvice(
         cost_s=cost_s,
         interval_s=interval_s,
-        step_s=seconds_per_step(attempts, saves),
+        step_s=interruptions.seconds_per_step(attempts, saves),
         durable_s=statistics.median(durable) if durable else None,
         up_s=up_s,
         num_failures=num_failures,

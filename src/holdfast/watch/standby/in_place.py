@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from typing_extensions import override
 from holdfast.checkpoint import ranks
 from holdfast.checkpoint.keeper.save import Save
 from holdfast.checkpoint.run.training import Training
+from holdfast.checkpoint.state import rng
 from holdfast.checkpoint.watch import Watch
 from holdfast.system.environment import WATCH
 from holdfast.system.log import get_logger
@@ -48,7 +47,7 @@ def run_rounds(
         stays: call it again in this process; else the process ends, and its supervisor forks again.
         most: last round.
     """
-    StepWatch.link, fresh = link, _random_states()
+    StepWatch.link, fresh = link, rng.process_states()
     while True:
         link.begin(number)
         watcher: _Watcher | None = None
@@ -69,7 +68,7 @@ def run_rounds(
             if watcher is not None:
                 watcher.close()
             return found
-        _set_random_states(fresh)
+        rng.restore(fresh)  # as in a forked process
         number = Rounds(launch).next_after(number + 1)
         watcher.close()
         if launch.rank == 0:
@@ -153,16 +152,3 @@ def _release(error: BaseException, reason: str) -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _random_states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    """Set the random numbers to those of a forked process."""
-    random.setstate(states[0])
-    torch.set_rng_state(states[1])
-    if states[2] is not None:
-        sys.modules["numpy"].random.set_state(states[2])

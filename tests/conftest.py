@@ -86,7 +86,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of the test. Pytest's own fixture lists the folders of all earlier tests to number it."""
-    name = re.sub(r"\W", "_", request.node.name)[:30]
+    name = re.sub(r"\W", "_", request.node.name)[:16]  # the path of a Unix socket has at most 107 bytes
     path = tmp_path_factory.getbasetemp() / f"{name}-{next(_numbers)}"
     path.mkdir(mode=0o700)
     return path

@@ -29,6 +29,9 @@ class Interruption:
     outage_h: float = 0.0  # until enough nodes are there again
 
 
+ROUNDING_H = 1e-9  # moments are sums and differences of floats: an outage may pass its own end by a last digit
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Interruptions of one job, in order. None begins during the outage of another."""
@@ -46,12 +49,12 @@ class Trace:
         """
         free_h = 0.0
         for one in self.interruptions:
-            if one.at_h < free_h or one.outage_h < 0:
+            if one.at_h < free_h - ROUNDING_H or one.outage_h < 0:
                 raise ValueError(
                     f"{self.name}: an interruption at {one.at_h} h, in an outage until {free_h} h"
                 )
             free_h = one.at_h + one.outage_h
-        if free_h > self.hours:
+        if free_h > self.hours + ROUNDING_H:
             raise ValueError(f"{self.name}: an outage until {free_h} h, after its end at {self.hours} h")
 
     @property

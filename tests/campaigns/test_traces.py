@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.replaying import collection
@@ -56,6 +56,7 @@ def test_each_loss_of_a_node_while_the_job_could_run_interrupts_it(
 
 
 @given(COUNTS, st.integers(1, 6), st.integers(1, 3), st.floats(1.0, 200.0), st.floats(0.0, 5.0))
+@example([(0.2017204232205282, 0), (0.2017204232205282, 0), (1.0, 1)], 1, 1, 1.0, 0.0)  # rounds upwards
 def test_a_schedule_leaves_the_wanted_time_per_interruption(
     gaps: list[tuple[float, int]], needed: int, count: int, mtbf_s: float, max_outage_s: float
 ) -> None:

@@ -29,7 +29,7 @@ class Interruption:
     outage_h: float = 0.0  # until enough nodes are there again
 
 
-ROUNDING_H = 1e-9  # moments are sums and differences of floats: an outage may pass its own end by a last digit
+ROUNDING_H = 1e-9  # by which an outage may pass its own end: moments are sums and differences of floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.errors import HUNG_STATUS, PREEMPTED_STATUS
 from holdfast.jobs.sky.engine import render_document
 from holdfast.jobs.task.document import to_yaml
 from holdfast.jobs.task.parser import Overrides, parse_tasks
@@ -119,7 +120,7 @@ def test_skypilot_accepts_rendered_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_skypilot_accepts_what_the_engine_submits(tmp_path: Path) -> None:
-    """Including the additions: Holdfast's id, status 75, a hook, and caches with sequential uploads."""
+    """Including the additions: Holdfast's id and statuses, a hook, and caches with sequential uploads."""
     envs = Overrides(envs={"WANDB_API_KEY": "key"})
     tasks = {
         name: parse_tasks(text, f"{name}.yaml", envs).only() for name, text in {**SNIPPETS, **MORE}.items()
@@ -131,7 +132,7 @@ def test_skypilot_accepts_what_the_engine_submits(tmp_path: Path) -> None:
         found = told[name]
         assert isinstance(found, dict), f"{name}: {found}\n{texts[name]}"
         assert str(found["run"]).endswith(task.run)
-        assert found["free"] == [[*sorted(task.recovery.free_codes), 75]]
+        assert found["free"] == [sorted({*task.recovery.free_codes, PREEMPTED_STATUS, HUNG_STATUS})]
         assert found["hooks"] == [["preemption"]]
 
 

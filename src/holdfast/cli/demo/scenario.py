@@ -68,22 +68,26 @@ class Child:
         self._thread.start()
 
     def _receive(self) -> None:
-        record = self.record
         assert self._process.stdout is not None
-        for line in map(str.rstrip, self._process.stdout):
-            try:
-                facts = json.loads(line) if line.startswith("{") else {}
-            except ValueError:
-                facts = {}
-            if "sha256" in facts:
-                record.sha256 = facts["sha256"]
-            elif "step" in facts:
-                record.first_step_s = record.first_step_s or time.monotonic() - self._began
-                record.step = facts["step"]
-                self._screen.show_step(record.name, record.step, facts["loss"])
-            else:
-                record.output.append(line)
-                self._screen.show_output(line)
+        with self._process.stdout as pipe:
+            for line in map(str.rstrip, pipe):
+                self._receive_line(line)
+
+    def _receive_line(self, line: str) -> None:
+        record = self.record
+        try:
+            facts = json.loads(line) if line.startswith("{") else {}
+        except ValueError:
+            facts = {}
+        if "sha256" in facts:
+            record.sha256 = facts["sha256"]
+        elif "step" in facts:
+            record.first_step_s = record.first_step_s or time.monotonic() - self._began
+            record.step = facts["step"]
+            self._screen.show_step(record.name, record.step, facts["loss"])
+        else:
+            record.output.append(line)
+            self._screen.show_output(line)
 
     def wait_for(self, condition: Callable[[], _T], name: str) -> _T:
         """Wait until `condition()` is true, and return its value."""

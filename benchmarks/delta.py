@@ -25,7 +25,7 @@ os.environ.setdefault("MOONCLIP_THREADS", "1")
 import machine
 import numpy as np
 import torch
-import zstandard  # pyright: ignore[reportMissingImports] - in peers/requirements.txt
+import zstandard
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -69,7 +69,8 @@ def _measure(kind: str, rate: float, base_step: int) -> Iterator[dict[str, Any]]
     base: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
         moonclip = _Moonclip(Path(folder))
-        for step, model, optimizer in _train(kind, rate, base_step):
+        steps = train(kind, rate, base_step)
+        for step, model, optimizer in itertools.islice(steps, base_step + max(LATER)):
             if step != base_step and step - base_step not in LATER:
                 continue
             state = _tensors(model, optimizer)
@@ -90,15 +91,18 @@ def _measure(kind: str, rate: float, base_step: int) -> Iterator[dict[str, Any]]
             console.print(f"{kind}, rate {rate}, {step - base_step} steps after the base")
 
 
-def _train(kind: str, rate: float, base_step: int) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
+def train(
+    kind: str, rate: float, base_step: int, width: int = WIDTH
+) -> Iterator[tuple[int, nn.Module, torch.optim.Optimizer]]:
+    """Train, and yield the number of each step, the model and the optimizer, without end."""
     torch.manual_seed(0)
     text = b"".join(path.read_bytes() for path in sorted((HERE.parent / "docs").rglob("*.md")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    model = GPT()
+    model = GPT(width)
     if kind == "bf16":
         model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[0])
-    for step in range(1, base_step + max(LATER) + 1):
+    for step in itertools.count(1):
         optimizer.param_groups[0]["lr"] = rate if step > base_step - 50 else RATES[0]
         starts = torch.randint(len(data) - LENGTH - 1, (BATCH,)).tolist()
         tokens = torch.stack([data[start : start + LENGTH + 1] for start in starts])
@@ -113,11 +117,11 @@ def _train(kind: str, rate: float, base_step: int) -> Iterator[tuple[int, nn.Mod
 class GPT(nn.Module):
     """A GPT of bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits of the next bytes."""
@@ -127,11 +131,11 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """A transformer's block."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.queries, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend, then think."""
@@ -200,7 +204,7 @@ class _Moonclip:
     """moonclip with its defaults, without its background thread."""
 
     def __init__(self, folder: Path) -> None:
-        from moonclip import CheckpointManager  # pyright: ignore[reportMissingImports] - as above
+        from moonclip import CheckpointManager  # pyright: ignore[reportMissingImports] - in peers/requirements.txt
 
         self._folder = folder
         self._manager = CheckpointManager(str(folder), async_save=False, world_size=1, rank=0)

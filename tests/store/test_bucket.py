@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ceph import ceph_rgw
 from fault_proxy import FaultProxy
 from holdfast.checkpoint.store import ObjectInfo, Store, open_store
-from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore, cut_segments
+from holdfast.checkpoint.store.bucket import CREATE_BYTES, READ_BYTES, ObjectStore, cut_segments, exactly
 from holdfast.errors import Conflict, Corrupt, Denied, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.testing import StoreSuite
 from programs import run_python
@@ -386,7 +386,7 @@ def test_segments_have_equal_length_and_the_same_bytes(parts: list[bytes], lengt
             room[: len(part)] = part
             yield memoryview(room)[: len(part)]
 
-    found = list(cut_segments("a", reused(), len(whole), length))
+    found = list(cut_segments(reused(), length))
     assert b"".join(found) == whole
     assert all(len(one) == length for one in found[:-1])
     assert all(found)
@@ -397,4 +397,4 @@ def test_a_wrong_total_length_is_refused(parts: list[bytes], num_bytes: int) -> 
     if sum(map(len, parts)) == num_bytes:
         return
     with pytest.raises(InvalidInput):
-        list(cut_segments("a", parts, num_bytes, 10))
+        list(exactly("a", parts, num_bytes))

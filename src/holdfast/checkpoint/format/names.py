@@ -40,6 +40,7 @@ _FORMS: dict[str, tuple[str, int | None]] = {
     "emptied": ("attempts/{attempt}-emptied.json", MAX_SMALL_BYTES),
     "rollback": ("attempts/{attempt}-rollback.json", MAX_SMALL_BYTES),
     "history": ("history/{attempt}-{rank}.jsonl", MAX_LOG_BYTES),
+    "base": ("bases/{rank}-{attempt}-{step}.safetensors", None),
     "run": (f"{RUN}|{DONE}", MAX_SMALL_BYTES),
 }
 """Form of the names of each kind of object, and the most bytes that one may have."""
@@ -47,7 +48,7 @@ _PATTERNS = {
     **{kind: re.compile(form.replace(".", r"\.").format(**_NUMBERS)) for kind, (form, _) in _FORMS.items()},
     "step-other": re.compile(_NUMBERS["step"] + r"(?:/(?s:.)*)?"),  # the last, as it also matches the others
 }
-_OF_THE_RUN = ("saved", "emptied", "rollback", "history", "run")
+_OF_THE_RUN = ("saved", "emptied", "rollback", "history", "base", "run")
 _NUMBERED = re.compile(
     r"(?:attempts|history|compiled/[^/]+|step-[0-9]{8,})/(?:[^/]*-)?a([0-9]{4,18})[-.][^/]*"
 )
@@ -100,6 +101,7 @@ metrics = partial(_of_step, "metrics")  # step-00000500/metrics-a0003.json
 part = partial(_of_step, "part")  # step-00000500/rank-00001-a0003.json
 data = partial(_of_step, "data")  # step-00000500/rank-00001-a0003.safetensors
 frozen = partial(_of_step, "frozen")  # step-00000500/rank-00001-a0003-frozen.safetensors
+base = partial(_of_step, "base")  # bases/rank-00001-a0003-step-00000500.safetensors
 # Of an attempt:
 attempt = partial(_of_attempt, "attempt")  # attempts/a0003.json, its claim
 first_saved = partial(_of_attempt, "saved")  # attempts/a0003-saved.json, the proof that it had a checkpoint

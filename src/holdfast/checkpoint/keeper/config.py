@@ -70,6 +70,7 @@ class KeeperConfig(Struct, frozen=True):
     local_ranks: tuple[Count, ...] = ()  # ranks that share this local folder; empty for all
     keep_local: Count = 2  # newest checkpoints to keep in the local tier
     bandwidth: float | None = None  # bytes per second that this rank may send home
+    compress: bool = False  # what is sent to home, where that is faster
     patience_s: float = 3600.0  # time that home may fail before that is an error
     pause_s: float = 0.0  # time that a save is tried again while training waits for it
     keep_in_memory_s: float = 0.0  # time that file images stay in memory after the trainer's death

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
@@ -30,6 +31,9 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.system import backoff
 from holdfast.system.failpoint import failpoint
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.store.bucket import ObjectStore
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 """Shortest and longest pause before a retry, and the share of the outage so far that a pause lasts."""
@@ -80,6 +84,11 @@ class Drain:
         self._has_copied_older_histories = False
         self._changed = threading.Condition()
         self._frozen = FrozenFile(home, self._config)
+        self._compressing = None
+        if self._config.compress:  # else zstandard and numpy need not be there
+            from holdfast.checkpoint.keeper.compressing import CompressingUpload
+
+            self._compressing = CompressingUpload(self._local, cast("ObjectStore", home), self._config)
         self._thread = threading.Thread(target=self._run, name="holdfast-drain", daemon=True)
         self._thread.start()
 
@@ -167,6 +176,8 @@ class Drain:
         self._thread.join()
         self._copy_history()  # with the events since the last checkpoint arrived in home
         self._deletion.run()  # for steps that were to be deleted after the last drain
+        if self._compressing is not None:
+            self._compressing.delete_local_bases()
 
     # -- the loop --------------------------------------------------------------------------------------------
     def _run(self) -> None:
@@ -360,10 +371,13 @@ class Drain:
         """Send a file, unless it exists. A name is never used for other bytes."""
         if in_home.get(name) == file.num_bytes:
             return 0
-        blocks = paced(verified_blocks(self._local, name, file), self._config.bandwidth)
         is_free = name not in in_home  # else it is damaged, in a step without a manifest, and is replaced
         try:
-            self._home.put_parts(name, blocks, file.num_bytes, if_absent=is_free)
+            if self._compressing is not None:
+                self._compressing.send(name, file, if_absent=is_free)
+            else:
+                blocks = paced(verified_blocks(self._local, name, file), self._config.bandwidth)
+                self._home.put_parts(name, blocks, file.num_bytes, if_absent=is_free)
         except Conflict as error:
             if not has_image(self._home, name, file):
                 raise self._conflict(name) from error

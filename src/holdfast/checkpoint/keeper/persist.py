@@ -7,12 +7,14 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from holdfast.checkpoint.format.hashes import chunk_bytes_for, digest, hash_chunks
 from holdfast.checkpoint.format.part import DataFile
 from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, NotFound
 
+_Block = TypeVar("_Block", bytes, memoryview)
 BLOCK_BYTES = 8 << 20
 """Bytes that are sent or read at once."""
 
@@ -112,7 +114,7 @@ def put(store: Store, name: str, image: memoryview, bytes_per_s: float | None) -
     store.put_parts(name, paced(blocks, bytes_per_s), len(image), if_absent=True)
 
 
-def paced(blocks: Iterable[memoryview], bytes_per_s: float | None) -> Iterator[memoryview]:
+def paced(blocks: Iterable[_Block], bytes_per_s: float | None) -> Iterator[_Block]:
     """Yield blocks with pauses that keep them within a rate; None for no limit."""
     began, num_bytes = time.monotonic(), 0
     for block in blocks:

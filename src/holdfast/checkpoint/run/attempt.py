@@ -151,6 +151,7 @@ class Attempt:
             local=self._tiers.local,
             keep_local=1 if options.local is None else options.local.keep,
             bandwidth=options.home.bandwidth_bytes,
+            compress=options.home.compress,
             keep_in_memory_s=options.memory.keep_for_s,
         )
 

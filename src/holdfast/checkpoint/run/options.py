@@ -34,12 +34,16 @@ class Home:
             None for all. The newest save is always copied at the end, and by `wait`.
         bandwidth: bytes per second that each rank may send, or as "200MB"; None for no limit. Without `local`
             a save becomes durable only in home, and occupies its staging memory until then.
+        compress: with `local` and a bucket, send files without loss of a bit in a compressed form where that
+            is faster than to send them as they are. Only Holdfast reads this form; `holdfast export` writes
+            plain files.
     """
 
     url: str | os.PathLike[str]
     _: KW_ONLY
     every: int | str | datetime.timedelta | Every | None = None
     bandwidth: int | str | None = None
+    compress: bool = False
 
     def __post_init__(self) -> None:
         if self.every is not None:

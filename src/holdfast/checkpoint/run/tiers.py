@@ -33,6 +33,7 @@ from holdfast.checkpoint.restore.share import OTHER_RANKS
 from holdfast.checkpoint.run.options import Home, Local
 from holdfast.checkpoint.store import open_store
 from holdfast.checkpoint.store.bucket import ObjectStore
+from holdfast.checkpoint.store.compressed import load_compression
 from holdfast.checkpoint.store.contract import Store
 from holdfast.checkpoint.store.factory import absolute_place
 from holdfast.checkpoint.store.local import LocalStore
@@ -127,6 +128,13 @@ class Tiers:
         self.local_store = None if self.local is None else open_store(self.local)
         if self.local_store is not None:
             check_disjoint(self.home_store, self.local_store)
+        if home.compress:
+            if self.local_store is None or not isinstance(self.home_store, ObjectStore):
+                raise InvalidInput(
+                    "Home(compress=True) compresses what is sent from a local folder to a bucket. "
+                    f"Expected local= and the URL of a bucket, found local={self.local} and {self.home}."
+                )
+            load_compression("Home(compress=True)")
 
     @property
     def is_far(self) -> bool:

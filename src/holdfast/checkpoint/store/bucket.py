@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct, field
 from typing_extensions import override
 
-from holdfast.checkpoint.format.names import check_size
+from holdfast.checkpoint.format.names import CheckpointId, check_size
 from holdfast.checkpoint.store.address import AZURE, S3, Address, parse_address
 from holdfast.checkpoint.store.client_errors import classify
 from holdfast.checkpoint.store.clients import (
@@ -26,6 +26,7 @@ from holdfast.checkpoint.store.clients import (
     load_library,
     not_found,
 )
+from holdfast.checkpoint.store.compressed import CompressedFiles, stored_name
 from holdfast.checkpoint.store.contract import (
     Buffer,
     ObjectInfo,
@@ -66,6 +67,8 @@ class ObjectStore(Store):
     Above 64 MiB `if_absent` first checks the name and then uploads in parts, so for a moment another writer
     of the same name would go unnoticed. Use names for large objects that no other writer uses.
 
+    Data files may be stored compressed (`put_compressed`). All other methods give and take the plain ones.
+
     Parts of uploads that a kill interrupted stay in the bucket, invisible but billed, until a lifecycle rule
     of the bucket removes them, because the client library cannot list them. Uploads that fail while the
     process is alive are aborted.
@@ -86,6 +89,7 @@ class ObjectStore(Store):
         self._library = load_library()
         self._clients = Clients(self.address)
         self._logs = shared_logs(self.url, self._load_log, self._save_log)
+        self._compressed = CompressedFiles(lambda folder: list(self.list(folder)), self.read_into)
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
@@ -107,20 +111,49 @@ class ObjectStore(Store):
         self, name: str, parts: Iterable[Buffer], num_bytes: int, *, if_absent: bool = False
     ) -> None:
         """Write an object from parts. Holds the parts of the upload in flight, and one more."""
+        self._put_parts(name, exactly(name, parts, num_bytes), num_bytes, if_absent=if_absent)
+
+    def put_compressed(
+        self,
+        name: str,
+        base: CheckpointId | None,
+        parts: Iterable[Buffer],
+        plain_bytes: int,
+        *,
+        if_absent: bool,
+    ) -> None:
+        """Put the compressed form of a data file, see `format/compression.py`, as `put_parts`.
+
+        Args:
+            name: as in `put`.
+            base: checkpoint whose file of this rank its differences are to, under the name of a base.
+            parts: the compressed bytes in order.
+            plain_bytes: size of the plain file.
+            if_absent: as in `put`; a plain file of this name counts too.
+        """
+        if if_absent:
+            self._check_free(name)
+        self._put_parts(stored_name(name, plain_bytes, base), parts, plain_bytes, if_absent=if_absent)
+
+    def _put_parts(self, name: str, parts: Iterable[Buffer], most_bytes: int, *, if_absent: bool) -> None:
+        """Write an object from parts, which have about `most_bytes`, or fewer."""
         check_name(name)
-        if num_bytes <= (CREATE_BYTES if if_absent else self.address.part_bytes):
-            super().put_parts(name, parts, num_bytes, if_absent=if_absent)
+        if most_bytes <= (CREATE_BYTES if if_absent else self.address.part_bytes):
+            whole = bytearray()
+            for part in parts:  # which may all be in the same memory
+                whole += part
+            self.put(name, whole, if_absent=if_absent)
             return
         if if_absent:
             self._check_free(name)
         self._logs.forget(name)
-        segments = cut_segments(name, parts, num_bytes, self._part_bytes(num_bytes))
+        segments = cut_segments(parts, self._part_bytes(most_bytes))
         errors: list[Exception] = []
-        request = StoreRequest("write", name, num_bytes, num_tries=1)
+        request = StoreRequest("write", name, most_bytes, num_tries=1)
         failpoint("store.written")
         try:
             # Not retried as a whole: the parts are gone. The client retries each request.
-            self._upload(self._clients.get(retrying=True), name, _noting_errors(segments, errors), num_bytes)
+            self._upload(self._clients.get(retrying=True), name, _noting_errors(segments, errors), most_bytes)
         except Exception as error:
             if errors:
                 raise errors[0] from None
@@ -134,6 +167,8 @@ class ObjectStore(Store):
         """Copy an object on the server, so that no bytes are sent."""
         check_name(source)
         check_name(name)
+        if found := self._compressed.find(source, is_missing=True):
+            source, name = found.stored, name + found.stored.removeprefix(source)
         num_bytes = self.size(source)
         if num_bytes is None:
             raise not_found(self.address, source)
@@ -169,6 +204,17 @@ class ObjectStore(Store):
         self._logs.flush(name)
         if not len(buffer) and self.size(name) is None:
             raise not_found(self.address, name)
+        if (found := self._compressed.find(name)) is None:
+            try:
+                self._read_plain(name, offset, buffer)
+            except NotFound:
+                found = self._compressed.find(name, is_missing=True)
+                if found is None:
+                    raise
+        if found is not None:
+            self._compressed.read_into(name, found, offset, buffer)
+
+    def _read_plain(self, name: str, offset: int, buffer: memoryview) -> None:
         for _ in range(_MAX_CHANGES):
             versions = self._read_ranges(name, offset, buffer)
             if len(versions) < 2:
@@ -182,7 +228,13 @@ class ObjectStore(Store):
         self._logs.flush(name)
         if not num_bytes and self.size(name) is None:
             raise not_found(self.address, name)
-        return self._fetch(name, offset, num_bytes)[0] if num_bytes else memoryview(b"")
+        if self._compressed.find(name) is None:
+            try:
+                return self._fetch(name, offset, num_bytes)[0] if num_bytes else memoryview(b"")
+            except NotFound:
+                if self._compressed.find(name, is_missing=True) is None:
+                    raise
+        return super().read_view(name, offset, num_bytes)
 
     @override
     def append(self, name: str, data: bytes) -> None:
@@ -200,7 +252,11 @@ class ObjectStore(Store):
         self._logs.flush(check_prefix(prefix))
         folder = self.address.key(prefix).rpartition("/")[0] if prefix else self.address.prefix
         found = self._clients.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
-        return (entry for entry in found if entry.name.startswith(prefix))
+        return self._compressed.plain(entry for entry in found if entry.name.startswith(prefix))
+
+    def unused_bases(self, attempt: int) -> list[str]:
+        """Return the bases that no compressed file refers to, nor will one of `attempt`, the newest."""
+        return self._compressed.unused_bases(self.list(), attempt)
 
     @override
     def size(self, name: str) -> int | None:
@@ -208,13 +264,16 @@ class ObjectStore(Store):
         self._logs.flush(name)
         with suppress(NotFound):
             return self._clients.call(StoreRequest("find", name), lambda client: self._size(client, name))
-        return None
+        found = self._compressed.find(name, is_missing=True)
+        return None if found is None else found.plain_bytes
 
     @override
     def delete(self, name: str) -> None:
         """Remove an object."""
         check_name(name)
         self._logs.forget(name)
+        if found := self._compressed.files.pop(name, None):  # whoever deletes files has listed them
+            self.delete(found.stored)
         key = self.address.key(name)
         with suppress(NotFound):
             self._clients.call(StoreRequest("delete", name), lambda client: self._library.delete(client, key))
@@ -386,19 +445,26 @@ class ObjectStore(Store):
         return f"{self.address.place}/{name}"
 
 
-def cut_segments(
-    name: str, parts: Iterable[Buffer], num_bytes: int, segment_bytes: int
-) -> Iterator[bytearray]:
+def exactly(name: str, parts: Iterable[Buffer], num_bytes: int) -> Iterator[Buffer]:
+    """Yield parts, and raise if their total size is not the announced one."""
+    done = 0
+    for part in parts:
+        done += memoryview(part).nbytes
+        if done > num_bytes:
+            break
+        yield part
+    if done != num_bytes:
+        raise length_error(name, num_bytes, done)
+
+
+def cut_segments(parts: Iterable[Buffer], segment_bytes: int) -> Iterator[bytearray]:
     """Yield the bytes of parts in segments of equal length, the last one perhaps shorter.
 
     Each segment has memory of its own, because several are sent while the next is filled.
     """
-    segment, done = bytearray(), 0
+    segment = bytearray()
     for part in parts:
         rest = as_bytes(part)
-        done += len(rest)
-        if done > num_bytes:
-            break
         while rest:
             room = segment_bytes - len(segment)
             segment += rest[:room]
@@ -406,8 +472,6 @@ def cut_segments(
             if len(segment) == segment_bytes:
                 yield segment
                 segment = bytearray()
-    if done != num_bytes:
-        raise length_error(name, num_bytes, done)
     if segment:
         yield segment
 

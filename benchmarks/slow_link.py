@@ -1,0 +1,129 @@
+"""Saves into a bucket behind a slow link, as they are and with `Home(compress=True)`, and restores from it.
+
+A small GPT trains on the text of docs/ and saves every 10 steps. The link is the loopback device of a network
+namespace, whose rate `tc` bounds: this needs root, or a kernel that allows user namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import machine
+import psutil
+from delta import RATES, train
+from rich.console import Console
+from rich.table import Table
+
+import holdfast
+from holdfast import Home, Local
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.servers import ministack
+
+HERE = Path(__file__).resolve().parent
+EVERY, SAVES, WIDTH = 10, 7, 512
+console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def main() -> int:
+    """Start a process in a namespace for each rate, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rates", type=float, nargs="+", default=[5.0, 20.0], help="of the link, in MB/s")
+    parser.add_argument("--out", type=Path, help="default results/slow_link_<hardware>_<date>.json")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # the results of one rate
+    options = parser.parse_args()
+    if options.inside is not None:
+        options.inside.write_text(json.dumps([_measure(compress=compress) for compress in (False, True)]))
+        return 0
+    facts = machine.describe(HERE)
+    rows = [row | {"link_mb_s": rate} for rate in options.rates for row in _behind_link(rate)]
+    path = options.out or machine.results_path("slow_link", facts)
+    path.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+    names = (
+        "link, MB/s",
+        "compressed",
+        "plain MB",
+        "sent MB",
+        "in home after, s",
+        "core, s",
+        "restored in, s",
+    )
+    table = Table(*names)
+    for row in rows:
+        table.add_row(
+            f"{row['link_mb_s']:.0f}", "yes" if row["compress"] else "no", f"{row['plain_bytes'] / 1e6:.0f}",
+            *(f"{row[key]:.1f}" for key in ("sent_mb", "in_home_s", "core_s", "restore_s")),
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"wrote {path}")
+    return 0
+
+
+def _behind_link(rate: float) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        link = f"tc qdisc add dev lo root tbf rate {round(rate * 8000)}kbit burst 64kb latency 400ms"
+        script = f'ip link set lo mtu 1500 up && {link} && exec "$@"'
+        words = ["unshare", "--net", "--map-root-user", "sh", "-c", script, "sh"]
+        subprocess.run([*words, sys.executable, __file__, "--inside", str(out)], check=True)
+        return json.loads(out.read_text())
+
+
+def _measure(*, compress: bool) -> dict[str, Any]:
+    """Return means over the saves after the third: the first measures the link, the second is a base."""
+    with tempfile.TemporaryDirectory() as folder, ministack() as server:
+        os.environ.update(server.env)
+        home = Home(server.home("run", timeout="600"), compress=compress)
+        steps = train("fp32", RATES[0], 0, WIDTH)
+        step, model, optimizer = next(steps)
+        state = {"model": model, "optimizer": optimizer}
+        found = []
+        with holdfast.Checkpointer(
+            home, state, local=Local(Path(folder) / "local"), quiet=True
+        ) as checkpointer:
+            while len(found) < SAVES:
+                while step % EVERY:
+                    step, _, _ = next(steps)
+                sent, began = _sent(), time.perf_counter()
+                checkpointer.save(step)
+                checkpointer.wait()
+                found.append((time.perf_counter() - began, _sent()[0] - sent[0], _sent()[1] - sent[1]))
+                step, _, _ = next(steps)
+        plain_bytes = sum(
+            path.stat().st_size for path in Path(folder).rglob(f"step-{step - 1:08d}/*.safetensors")
+        )
+        before = [parameter.clone() for parameter in model.parameters()]
+        began = time.perf_counter()
+        with holdfast.Checkpointer(
+            home, state, local=Local(Path(folder) / "other"), quiet=True
+        ) as checkpointer:
+            checkpointer.restore()
+        restore_s = time.perf_counter() - began
+    del before
+    in_home, core, num_bytes = (sum(column) / len(column) for column in zip(*found[3:], strict=True))
+    return {
+        "compress": compress, "plain_bytes": plain_bytes, "sent_mb": num_bytes / 1e6, "in_home_s": in_home,
+        "core_s": core, "restore_s": restore_s, "saves": found,
+    }  # fmt: skip
+
+
+def _sent() -> tuple[float, int]:
+    """Return the seconds of a core that this process's children have used, and the bytes on the link."""
+    times = [
+        child.cpu_times()
+        for child in psutil.Process().children(recursive=True)
+        if "keeper" in " ".join(child.cmdline())
+    ]
+    return sum(one.user + one.system for one in times), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+
+
+if __name__ == "__main__":
+    sys.exit(main())

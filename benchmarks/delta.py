@@ -188,7 +188,7 @@ def _pack(way: str, block: bytes, base: bytes, width: int) -> bytes:
         found = found ^ np.frombuffer(base, np.uint8)
     if "planes" in way:
         found = np.ascontiguousarray(found.reshape(-1, width).T)
-    return zstandard.ZstdCompressor(level=LEVEL).compress(found)
+    return zstandard.ZstdCompressor(level=LEVEL).compress(found.tobytes())
 
 
 def _unpack(way: str, packed: bytes, base: bytes, width: int) -> bytes:

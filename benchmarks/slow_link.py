@@ -7,7 +7,9 @@ namespace, whose rate `tc` bounds: this needs root, or a kernel that allows user
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -18,12 +20,12 @@ from typing import Any
 
 import machine
 import psutil
+import torch
 from delta import RATES, train
 from rich.console import Console
 from rich.table import Table
 
-import holdfast
-from holdfast import Home, Local
+from holdfast import Checkpointer, Home, Local
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.servers import ministack
@@ -59,8 +61,9 @@ def main() -> int:
     table = Table(*names)
     for row in rows:
         table.add_row(
-            f"{row['link_mb_s']:.0f}", "yes" if row["compress"] else "no", f"{row['plain_bytes'] / 1e6:.0f}",
-            *(f"{row[key]:.1f}" for key in ("sent_mb", "in_home_s", "core_s", "restore_s")),
+            f"{row['link_mb_s']:.0f} MB/s", "yes" if row["compress"] else "no",
+            *(f"{row[key]:.0f} MB" for key in ("plain_mb", "sent_mb")),
+            *(f"{row[key]:.1f} s" for key in ("in_home_s", "core_s", "restore_s")),
         )  # fmt: skip
     console.print(table)
     console.print(f"wrote {path}")
@@ -83,46 +86,40 @@ def _measure(*, compress: bool) -> dict[str, Any]:
         os.environ.update(server.env)
         home = Home(server.home("run", timeout="600"), compress=compress)
         steps = train("fp32", RATES[0], 0, WIDTH)
-        step, model, optimizer = next(steps)
-        state = {"model": model, "optimizer": optimizer}
-        found = []
-        with holdfast.Checkpointer(
-            home, state, local=Local(Path(folder) / "local"), quiet=True
-        ) as checkpointer:
-            while len(found) < SAVES:
-                while step % EVERY:
-                    step, _, _ = next(steps)
-                sent, began = _sent(), time.perf_counter()
-                checkpointer.save(step)
-                checkpointer.wait()
-                found.append((time.perf_counter() - began, _sent()[0] - sent[0], _sent()[1] - sent[1]))
-                step, _, _ = next(steps)
-        plain_bytes = sum(
-            path.stat().st_size for path in Path(folder).rglob(f"step-{step - 1:08d}/*.safetensors")
-        )
-        before = [parameter.clone() for parameter in model.parameters()]
+        _, model, optimizer = next(steps)
+        state, found = {"model": model, "optimizer": optimizer}, []
+        with Checkpointer(home, state, local=Local(Path(folder) / "local"), quiet=True) as checkpointer:
+            for step, *_ in itertools.islice(steps, EVERY * SAVES):
+                if step % EVERY == 0:
+                    before, began = _used(), time.perf_counter()
+                    checkpointer.save(step)
+                    checkpointer.wait()
+                    found.append([time.perf_counter() - began, *map(operator.sub, _used(), before)])
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data.zero_()
         began = time.perf_counter()
-        with holdfast.Checkpointer(
-            home, state, local=Local(Path(folder) / "other"), quiet=True
-        ) as checkpointer:
+        with Checkpointer(home, state, local=Local(Path(folder) / "other"), quiet=True) as checkpointer:
             checkpointer.restore()
         restore_s = time.perf_counter() - began
-    del before
-    in_home, core, num_bytes = (sum(column) / len(column) for column in zip(*found[3:], strict=True))
-    return {
-        "compress": compress, "plain_bytes": plain_bytes, "sent_mb": num_bytes / 1e6, "in_home_s": in_home,
-        "core_s": core, "restore_s": restore_s, "saves": found,
-    }  # fmt: skip
+        if not all(map(torch.equal, weights, model.parameters())):
+            raise RuntimeError("the restored weights are others")
+        (*_, file) = sorted(Path(folder).rglob("*.safetensors"))
+        plain_mb = file.stat().st_size / 1e6
+    in_home_s, core_s, sent = (sum(column) / len(column) for column in zip(*found[3:], strict=True))
+    row = {"compress": compress, "plain_mb": plain_mb, "sent_mb": sent / 1e6, "in_home_s": in_home_s}
+    return row | {"core_s": core_s, "restore_s": restore_s, "saves": found}
 
 
-def _sent() -> tuple[float, int]:
-    """Return the seconds of a core that this process's children have used, and the bytes on the link."""
+def _used() -> tuple[float, int]:
+    """Return the seconds of a core that the keeper has used, and the bytes that the link has carried."""
     times = [
         child.cpu_times()
         for child in psutil.Process().children(recursive=True)
-        if "keeper" in " ".join(child.cmdline())
+        if any("holdfast.checkpoint.keeper" in word for word in child.cmdline())
     ]
-    return sum(one.user + one.system for one in times), psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    return sum(one.user + one.system for one in times), sent
 
 
 if __name__ == "__main__":

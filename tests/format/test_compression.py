@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.format import compression
 from holdfast.checkpoint.format.compression import (
-    Block,
+    CompressedBlock,
     compress,
     decompress,
     index_bytes,
@@ -93,7 +93,7 @@ def test_weights_near_their_base_take_less_than_planes_and_those_less_than_plain
 def test_a_frame_that_announces_a_huge_size_is_refused_before_memory_is_taken() -> None:
     huge = compression.zstandard.ZstdCompressor().compress(bytes(100 << 20))  # 10 kB that announce 100 MB
     with pytest.raises(Corrupt, match="another size"):
-        decompress(memoryview(huge), Block(0, len(huge), 4), 1000, None, "a")
+        decompress(memoryview(huge), CompressedBlock(0, len(huge), 4), 1000, None, "a")
 
 
 @pytest.mark.parametrize("index", [b"\xff\xff\xff\xff\x01", b"\x01\x00\x00\x00\x03", b"\x01\x00\x00\x00\x04"])

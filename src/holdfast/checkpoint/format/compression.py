@@ -29,7 +29,7 @@ _WIDTHS = (1, 2, 4)  # bytes of a number
 _DIFFERENCE = 1 << 7
 
 
-class Block(Struct, frozen=True):
+class CompressedBlock(Struct, frozen=True):
     """Place of a compressed block in its object, and its method."""
 
     start: int
@@ -48,7 +48,7 @@ def most_bytes(plain_bytes: int) -> int:
 
 
 def index_bytes(plain_bytes: int) -> int:
-    """Return the length of the index, with which the compressed form ends."""
+    """Return the length of the index at the end of the compressed form."""
     return -(-plain_bytes // BLOCK_BYTES) * _ENTRY.size
 
 
@@ -86,7 +86,9 @@ def _difference(block: memoryview, base: memoryview) -> memoryview:
     return (np.frombuffer(block, np.uint8) ^ np.frombuffer(base, np.uint8)).data
 
 
-def read_index(index: bytes | bytearray, plain_bytes: int, object_bytes: int, what: str) -> list[Block]:
+def read_index(
+    index: bytes | bytearray, plain_bytes: int, object_bytes: int, what: str
+) -> list[CompressedBlock]:
     """Return the places of all blocks, checked against the size of the object.
 
     Raises:
@@ -98,7 +100,7 @@ def read_index(index: bytes | bytearray, plain_bytes: int, object_bytes: int, wh
             raise Corrupt(
                 f"{what} has a block of {num_bytes} bytes with method {method} in its index.", key=what
             )
-        found.append(Block(start, num_bytes, method))
+        found.append(CompressedBlock(start, num_bytes, method))
         start += num_bytes
     if start + len(index) != object_bytes or len(index) != index_bytes(plain_bytes):
         raise Corrupt(f"{what} has {object_bytes} bytes; its index describes {start + len(index)}.", key=what)
@@ -106,7 +108,7 @@ def read_index(index: bytes | bytearray, plain_bytes: int, object_bytes: int, wh
 
 
 def decompress(
-    data: memoryview, block: Block, num_bytes: int, base: memoryview | None, what: str
+    data: memoryview, block: CompressedBlock, num_bytes: int, base: memoryview | None, what: str
 ) -> memoryview:
     """Return the plain bytes of a block.
 

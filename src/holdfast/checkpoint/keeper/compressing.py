@@ -85,7 +85,7 @@ class CompressingUpload:
             yield from verified_blocks(self._local, base.name, base.file)
 
     def _make_base(self, name: str, file: DataFile, facts: names.Parsed) -> None:
-        """Give a file that is no difference another name in both tiers, so that it outlives its step."""
+        """Give a file without differences another name in both tiers, so that it outlives its step."""
         base = _Base(facts.checkpoint_id, names.base(facts.step, facts.attempt, facts.rank), file)
         before = self._bases.pop(facts.rank, None)
         with contextlib.suppress(HoldfastError):  # then the next files are larger: not all stores can link

@@ -15,7 +15,7 @@ from holdfast.checkpoint.store.contract import ObjectInfo, ends_early
 from holdfast.errors import Corrupt, NotFound, Unsupported
 
 if TYPE_CHECKING:  # imports numpy and zstandard, which only compressed files need
-    from holdfast.checkpoint.format.compression import Block
+    from holdfast.checkpoint.format.compression import CompressedBlock
 
 _NO_BASE = "none"
 _STORED = re.compile(
@@ -63,7 +63,7 @@ class CompressedFiles:
     ) -> None:
         self._list_folder, self._read = list_folder, read
         self.files: dict[str, CompressedFile] = {}  # by the name of the plain file
-        self._blocks: dict[str, list[Block]] = {}  # by the name of the object, which is never replaced
+        self._blocks: dict[str, list[CompressedBlock]] = {}  # by the name of the object
 
     def plain(self, entries: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
         """Yield the entries of a listing, with compressed files as the plain ones; they are remembered."""

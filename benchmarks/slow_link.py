@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.servers import ministack
 
 HERE = Path(__file__).resolve().parent
-EVERY, SAVES, WIDTH = 10, 7, 512
+EVERY, SAVES, WIDTH = 10, 6, 512
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
@@ -89,7 +89,7 @@ def _measure(*, compress: bool) -> dict[str, Any]:
         _, model, optimizer = next(steps)
         state, found = {"model": model, "optimizer": optimizer}, []
         with Checkpointer(home, state, local=Local(Path(folder) / "local"), quiet=True) as checkpointer:
-            for step, *_ in itertools.islice(steps, EVERY * SAVES):
+            for step, *_ in itertools.islice(steps, EVERY * SAVES - 1):
                 if step % EVERY == 0:
                     before, began = _used(), time.perf_counter()
                     checkpointer.save(step)

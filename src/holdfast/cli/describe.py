@@ -6,17 +6,10 @@ import argparse
 from collections.abc import Iterator
 from operator import attrgetter, itemgetter
 
+from holdfast.cli import tables
 from holdfast.cli.commands import command
 from holdfast.cli.jobs import JOB, format_span, job_row
-from holdfast.cli.tables import (
-    Column,
-    format_time,
-    print_fields,
-    print_result,
-    print_table,
-    print_text,
-    printable,
-)
+from holdfast.cli.tables import Column
 from holdfast.jobs.description import JobDescription, describe_checks
 from holdfast.jobs.history import JobAttempt
 from holdfast.jobs.interface import describe
@@ -32,7 +25,9 @@ def print_checks(found: JobDescription) -> None:
             continue
         print(f"\nchecks before attempt {number}:")
         for line in describe_checks(of_nodes):
-            print_text(printable(line.lstrip()), indent=" " * (4 + len(line) - len(line.lstrip())))
+            tables.print_text(
+                tables.printable(line.lstrip()), indent=" " * (4 + len(line) - len(line.lstrip()))
+            )
 
 
 @command(
@@ -51,17 +46,17 @@ def print_checks(found: JobDescription) -> None:
 def run(args: argparse.Namespace) -> None:
     """Show the job."""
     found = describe(args.job)
-    print_result(args, {**to_plain(found), "job": job_row(found.job)}, lambda: _print(found))
+    tables.print_result(args, {**to_plain(found), "job": job_row(found.job)}, lambda: _print(found))
 
 
 def _print(found: JobDescription) -> None:
-    print_fields(_fields(found), width=14)
+    tables.print_fields(_fields(found), width=14)
     _print_attempts(found)
     print_checks(found)
     if found.checkpoints:
         print("\ncheckpoints:")
         columns = Column("HOME", itemgetter(0), "name"), Column("NEWEST STEP", itemgetter(1), "right")
-        print_table(columns, found.checkpoints.items())
+        tables.print_table(columns, found.checkpoints.items())
     for rank, lines in found.last_lines.items():
         print("\nlast lines:" if found.job.num_nodes == 1 else f"\nlast lines of node {rank}:")
         for line in lines:
@@ -87,9 +82,9 @@ def _fields(found: JobDescription) -> Iterator[tuple[str, str]]:
     if job.priority:
         yield "priority", str(job.priority)
     yield "task id", job.task_id
-    yield "submitted", format_time(job.submitted_unix_s)
+    yield "submitted", tables.format_time(job.submitted_unix_s)
     if job.ended_unix_s is not None:
-        yield "ended", format_time(job.ended_unix_s)
+        yield "ended", tables.format_time(job.ended_unix_s)
     running, down = format_span(durations.running_s), format_span(durations.down_s)
     yield "durations", f"{format_span(durations.total_s)} in total, {running} running, {down} down"
     if job.recoveries:
@@ -117,7 +112,7 @@ def _print_attempts(found: JobDescription) -> None:
     print("\nattempts:")
     columns = [
         Column("#", attrgetter("number"), "right"),
-        Column("STARTED", lambda of: format_time(of.started_unix_s)),
+        Column("STARTED", lambda of: tables.format_time(of.started_unix_s)),
         Column("TOOK", took, "right"),
         Column("LOST", lambda of: format_span(of.lost_s) if of.lost_s else None, "right"),
         Column("STEP", attrgetter("step"), "right"),
@@ -126,7 +121,7 @@ def _print_attempts(found: JobDescription) -> None:
     ]
     if any(one.machines for one in found.attempts):
         columns.insert(-1, Column("MACHINES", lambda of: " ".join(of.machines) or None, "name"))
-    print_table(columns, found.attempts)
+    tables.print_table(columns, found.attempts)
 
 
 def _exits(of: JobAttempt, num_nodes: int) -> str:

@@ -6,18 +6,10 @@ import argparse
 import time
 from operator import attrgetter
 
-from holdfast.cli import FOUND, print_note
+from holdfast.cli import FOUND, print_note, tables
 from holdfast.cli.commands import argument, command, either, repeated, step_number
 from holdfast.cli.jobs import JOB, engine_option, format_span, job_row, print_errors
-from holdfast.cli.tables import (
-    Column,
-    format_age,
-    format_time,
-    may_remove,
-    print_json,
-    print_result,
-    print_table,
-)
+from holdfast.cli.tables import Column
 from holdfast.errors import HoldfastError, InvalidInput
 from holdfast.jobs.description import durations_of
 from holdfast.jobs.engine import Job, each, sorted_out
@@ -63,11 +55,11 @@ def list_jobs(args: argparse.Namespace) -> None:
     is_whole = args.all or (args.json and args.tail is None)
     shown = active + (ended if is_whole else ended[: _SHOWN if args.tail is None else args.tail])
     if args.json:
-        print_json([job_row(job) for job in shown])
+        tables.print_json([job_row(job) for job in shown])
     elif not jobs:
         print("no jobs")
     else:
-        print_table(_JOB_COLUMNS, [(job, durations_of(job)) for job in shown])
+        tables.print_table(_JOB_COLUMNS, [(job, durations_of(job)) for job in shown])
         # The row has the first line only: this is the same for all jobs of an engine that does not answer.
         for reason in dict.fromkeys(job.reason for job in active if "\n" in job.reason):
             print_note(f"{' '.join(reason.replace(chr(10), ': ', 1).split())}")
@@ -119,7 +111,7 @@ def wait(args: argparse.Namespace) -> int:
             print(f"job {ended.id} ({ended.name}) is {ended.status.value}{why}", flush=True)
     jobs.sort(key=lambda job: job.id)
     if args.json:
-        print_json([job_row(job) for job in jobs])
+        tables.print_json([job_row(job) for job in jobs])
     return status or next((job.exit_status for job in jobs if job.exit_status), 0)
 
 
@@ -145,7 +137,7 @@ def cancel(args: argparse.Namespace) -> int:
     ended = {True: "was", False: "is being"}
     lines = [f"job {job.id} ({job.name}) {ended[job.status.is_final]} cancelled" for job in found]
     if args.json or lines or not errors:
-        print_result(args, [job_row(job) for job in found], "\n".join(lines) or "no jobs")
+        tables.print_result(args, [job_row(job) for job in found], "\n".join(lines) or "no jobs")
     return print_errors(errors)
 
 
@@ -171,7 +163,7 @@ def preempt(args: argparse.Namespace) -> None:
     found = job(args.job)
     preempted = get_engine(found.engine).preempt(found.id, lead_s=lead_s)
     when = f"its processes are killed in {format_duration(lead_s)}"
-    print_result(args, job_row(preempted), f"job {found.id} ({found.name}) is preempted; {when}")
+    tables.print_result(args, job_row(preempted), f"job {found.id} ({found.name}) is preempted; {when}")
 
 
 @command(
@@ -198,7 +190,7 @@ def forget(args: argparse.Namespace) -> int:
     forgotten: list[int] = []
     kept: dict[int, HoldfastError] = {}
     texts = {"nothing": "no jobs", "question": "remove these jobs?", "refusal": "Nothing was removed."}
-    for ended in jobs if may_remove(args, _FORGOTTEN_COLUMNS, jobs, **texts) else ():
+    for ended in jobs if tables.may_remove(args, _FORGOTTEN_COLUMNS, jobs, **texts) else ():
         try:
             get_engine(ended.engine).forget(ended.id, force=args.force)
             forgotten.append(ended.id)
@@ -206,7 +198,7 @@ def forget(args: argparse.Namespace) -> int:
             kept[ended.id] = error
     if args.json:
         reasons = [{"id": number, "why": str(why)} for number, why in kept.items()]
-        print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": reasons})
+        tables.print_json({"chosen": [job.id for job in jobs], "forgotten": forgotten, "kept": reasons})
     elif jobs:
         print(f"removed {plural(len(forgotten), 'job')}")
     status = print_errors([*kept.values(), *errors])
@@ -217,7 +209,7 @@ _FORGOTTEN_COLUMNS = (
     Column("ID", attrgetter("id"), "right"),
     Column("NAME", attrgetter("name"), "name"),
     Column("STATUS", attrgetter("status.value")),
-    Column("ENDED", lambda job: format_age(job.ended_unix_s)),
+    Column("ENDED", lambda job: tables.format_age(job.ended_unix_s)),
 )
 
 
@@ -255,12 +247,12 @@ def nodes(args: argparse.Namespace) -> int:
     results = list(each(clear_node, args.clear))
     found = node_standings()
     if args.json:
-        print_json([to_plain(one) for one in found])
+        tables.print_json([to_plain(one) for one in found])
     elif args.clear:
         cleared = [name for name, error in zip(args.clear, results, strict=True) if error is None]
         print(f"cleared: {', '.join(cleared) or 'no node'}")
     elif found:
-        print_table(_NODE_COLUMNS, found)
+        tables.print_table(_NODE_COLUMNS, found)
     else:
         print("no attempts in the last 30 days")
     return print_errors(one for one in results if one is not None)
@@ -279,6 +271,6 @@ _NODE_COLUMNS = (
     Column("CHECKS", lambda node: sum(node.failed_checks.values()), "right"),
     Column("CHANCE", _chance, "right", spare=2),
     Column("STANDS OUT", lambda node: "yes" if node.stands_out else "no"),
-    Column("LAST TROUBLE", lambda node: node.lost_unix_s and format_time(node.lost_unix_s), spare=1),
+    Column("LAST TROUBLE", lambda node: node.lost_unix_s and tables.format_time(node.lost_unix_s), spare=1),
     Column("WHY", lambda node: "; ".join(node.reasons), "text"),
 )

@@ -22,14 +22,8 @@ from holdfast.jobs.folder import JobFolder, job_folder, state_dir
 from holdfast.jobs.journal import write_document
 from holdfast.jobs.node import processes
 from holdfast.jobs.node.containers.container import containers, release_containers
+from holdfast.jobs.node.mounts import mount_records
 from holdfast.jobs.node.mounts.mount_plan import validate_sources
-from holdfast.jobs.node.mounts.mount_records import (
-    mounted_below,
-    private_mounts,
-    private_note,
-    remove_links,
-    unmount_below,
-)
 from holdfast.jobs.node.mounts.uploads import upload_status
 from holdfast.jobs.node.preparation import prepare
 from holdfast.jobs.node_spec import Environment
@@ -166,8 +160,8 @@ class RecordedEngine(ABC):
                 )
             _remove_containers(folder, number)
             # Before anything is removed: below a mount are the bucket's files.
-            unmount_below(folder.path)
-            remove_links(folder)
+            mount_records.unmount_below(folder.path)
+            mount_records.remove_links(folder)
             _remove_folder(records.set_aside(number))
         finally:
             if lock is not None:
@@ -360,7 +354,7 @@ def _remove_containers(folder: JobFolder, number: int) -> None:
 
 
 def _remove_folder(folder: Path) -> None:
-    if mounted := mounted_below(folder):
+    if mounted := mount_records.mounted_below(folder):
         raise Conflict(f"{mounted[0]} is mounted, so {folder} was not removed.")
     try:
         shutil.rmtree(folder)
@@ -401,7 +395,7 @@ def find_on_machines(task: Task, engine: str, *, bucket: str) -> Iterator[tuple[
             yield key, _NO_BASHRC
         if task.image is None and _UV_PIP.search(text):
             yield key, _OWN_PACKAGES
-    private = list(private_mounts(task))
+    private = list(mount_records.private_mounts(task))
     for mount in task.file_mounts:
         if mount.is_in_place:
             yield mount.key, _IN_PLACE
@@ -410,4 +404,4 @@ def find_on_machines(task: Task, engine: str, *, bucket: str) -> Iterator[tuple[
         if mount.source is None and mount.bucket:
             yield mount.key, f"{bucket} replaces the bucket {mount.bucket!r}"
         if mount in private:
-            yield mount.key, private_note()
+            yield mount.key, mount_records.private_note()

@@ -23,16 +23,8 @@ from holdfast.adapters.accelerate.state import (
     DataPosition,
     UnpreparedGenerators,
 )
-from holdfast.adapters.kit.run import (
-    HOME,
-    Choice,
-    Notices,
-    TrainerRun,
-    check_attach,
-    insert_class,
-    open_runs,
-    split_notices,
-)
+from holdfast.adapters.kit import run
+from holdfast.adapters.kit.run import Choice, Notices, TrainerRun
 from holdfast.checkpoint.run.options import Home, parse_home
 from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import (
@@ -107,11 +99,11 @@ class Session(TrainerRun):
     ) -> None:
         self._accelerator = accelerator
         self._state: dict[str, Any] = {FOLDERS: {}, PROGRESS: {}}
-        preemption, watches = split_notices(options.get("watches", ()))
+        preemption, watches = run.split_notices(options.get("watches", ()))
         super().__init__(home, self._state, options, group=None, watches=watches)
         self._notices = self.notices = Notices(preemption.sources, self.ranks, signals=preemption.signals)
         self.is_open = True  # until it is closed, also by a new session of this process for the same home
-        for other in list(open_runs):  # a process trains one run in a home, and this is its training now
+        for other in list(run.open_runs):  # a process trains one run in a home, and this is its training now
             if isinstance(other, Session) and other is not self and other.home == self.home and other.is_open:
                 other.close()
         # The ranks that write Accelerate's own files create folders.
@@ -400,7 +392,7 @@ class HoldfastAccelerator(Accelerator):
                         "ProjectConfiguration."
                     )
                 self.holdfast_root = Path(folder).absolute().parent
-                self.holdfast_home = parse_home(self.holdfast_root / HOME)
+                self.holdfast_home = parse_home(self.holdfast_root / run.HOME)
             self.holdfast_session = Session(
                 self, self.holdfast_home, self.holdfast_root, self.holdfast_options
             )
@@ -531,7 +523,7 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
 
     Ranks: collective.
     """
-    check_attach(accelerator, HoldfastAccelerator, options, _DECIDED, name="Accelerator")
+    run.check_attach(accelerator, HoldfastAccelerator, options, _DECIDED, name="Accelerator")
     check_accelerator(accelerator)
     for loader in accelerator._dataloaders:
         state.check_prepared(loader)
@@ -539,10 +531,10 @@ def attach(accelerator: _T, home: str | os.PathLike[str] | Home | None = None, *
     root = None if config.project_dir is None else Path(config.project_dir)
     if root is not None and config.automatic_checkpoint_naming:
         root /= "checkpoints"
-    parsed = parse_home(home) if home is not None else None if root is None else parse_home(root / HOME)
+    parsed = parse_home(home) if home is not None else None if root is None else parse_home(root / run.HOME)
     if parsed is not None and root is None:
         root = Path.cwd() if "://" in str(parsed.url) else Path(parsed.url).absolute().parent
-    attached = insert_class(accelerator, HoldfastAccelerator, before=Accelerator)
+    attached = run.insert_class(accelerator, HoldfastAccelerator, before=Accelerator)
     attached.holdfast_home, attached.holdfast_root, attached.holdfast_options = parsed, root, options
     for loader in accelerator._dataloaders:
         state.add_position(loader)

@@ -42,11 +42,6 @@ class CompressedBlock(Struct, frozen=True):
         return self.method & _DIFFERENCE != 0
 
 
-def most_bytes(plain_bytes: int) -> int:
-    """Return the most bytes that the compressed form of a file can have: no block grows."""
-    return plain_bytes + index_bytes(plain_bytes)
-
-
 def index_bytes(plain_bytes: int) -> int:
     """Return the length of the index at the end of the compressed form."""
     return -(-plain_bytes // BLOCK_BYTES) * _ENTRY.size

@@ -25,18 +25,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from holdfast.checkpoint.format.array_values import (
-    decode_dtype,
-    decode_ndarray,
-    decode_structured,
-    decode_torch,
-    encoder_of,
-    read_array,
-    read_bytes,
-    read_integer,
-    read_object,
-    read_text,
-)
+from holdfast.checkpoint.format import array_values
 from holdfast.checkpoint.format.composites import SavedTensor, check_composite, read_composite
 from holdfast.checkpoint.format.limits import MAX_VALUE_DEPTH
 from holdfast.checkpoint.format.value_advice import advice_for
@@ -148,7 +137,7 @@ def _encode(value: Any, path: str) -> Any:
         return _encode_dict(value, path)
     if encoder := _ENCODERS.get(kind):
         return encoder(value, path)
-    if encoder := encoder_of(value):
+    if encoder := array_values.encoder_of(value):
         return encoder(value, path)
     what = (
         f"a {kind.__module__}.{kind.__qualname__}, which cannot be saved: only tensors, numbers, strings, "
@@ -328,14 +317,14 @@ _ENCODERS: dict[type, Callable[[Any, str], Any]] = {
 
 
 def _decode_int(body: Any) -> int:
-    digits = read_text(body, _MAX_INT_DIGITS + 1)
+    digits = array_values.read_text(body, _MAX_INT_DIGITS + 1)
     if not _INT.fullmatch(digits):
         raise ValueError(f"expected an integer, found {shown(digits)}")
     return int(digits)
 
 
 def _decode_float(body: Any) -> float:
-    return float(read_text(body, MAX_NUMBER_CHARS))
+    return float(array_values.read_text(body, MAX_NUMBER_CHARS))
 
 
 def _hashable(items: Iterable[Any]) -> list[Any]:
@@ -348,27 +337,27 @@ def _hashable(items: Iterable[Any]) -> list[Any]:
 
 
 def _decode_pairs(body: Any) -> list[tuple[Any, Any]]:
-    rows = [read_array(row, 2) for row in read_array(body)]
+    rows = [array_values.read_array(row, 2) for row in array_values.read_array(body)]
     keys = _hashable(_decode(key) for key, _ in rows)
     return [(key, _decode(value)) for key, (_, value) in zip(keys, rows, strict=True)]
 
 
 def _decode_deque(body: Any) -> Any:
-    length, items = read_array(body, 2)
-    if length is not None and not 0 <= read_integer(length) <= sys.maxsize:
+    length, items = array_values.read_array(body, 2)
+    if length is not None and not 0 <= array_values.read_integer(length) <= sys.maxsize:
         raise ValueError(f"a deque of length {shown(length)}")
-    return collections.deque(map(_decode, read_array(items)), maxlen=length)
+    return collections.deque(map(_decode, array_values.read_array(items)), maxlen=length)
 
 
 def _decode_bytesio(body: Any) -> io.BytesIO:
-    content, position = read_array(body, 2)
-    found = io.BytesIO(read_bytes(content))
-    found.seek(read_integer(position))
+    content, position = array_values.read_array(body, 2)
+    found = io.BytesIO(array_values.read_bytes(content))
+    found.seek(array_values.read_integer(position))
     return found
 
 
 def _decode_decimal(body: Any) -> decimal.Decimal:
-    text = read_text(body, _MAX_DECIMAL_CHARS)
+    text = array_values.read_text(body, _MAX_DECIMAL_CHARS)
     found = decimal.Decimal(text)
     if str(found) != text:  # Python also accepts spaces, underscores and other digits
         raise ValueError(f"expected a decimal number, found {shown(text)}")
@@ -376,22 +365,24 @@ def _decode_decimal(body: Any) -> decimal.Decimal:
 
 
 def _decode_fraction(body: Any) -> fractions.Fraction:
-    numerator, denominator = (read_integer(_decode(part)) for part in read_array(body, 2))
+    numerator, denominator = (
+        array_values.read_integer(_decode(part)) for part in array_values.read_array(body, 2)
+    )
     if denominator < 1 or math.gcd(numerator, denominator) != 1:
         raise ValueError(f"expected a fraction in lowest terms, found {shown(body)}")
     return fractions.Fraction(numerator, denominator)
 
 
 def _decode_pure_path(body: Any) -> pathlib.PurePath:
-    flavour, text = read_array(body, 2)
+    flavour, text = array_values.read_array(body, 2)
     found = next((kind for kind, name in _FLAVOURS.items() if name == flavour), None)
     if found is None:
         raise ValueError(f"expected the kind of a path, found {shown(flavour)}")
-    return found(read_text(text))
+    return found(array_values.read_text(text))
 
 
 def _decode_uuid(body: Any) -> uuid.UUID:
-    text = read_text(body, 36)
+    text = array_values.read_text(body, 36)
     found = uuid.UUID(text)
     if str(found) != text:
         raise ValueError(f"expected a UUID, found {shown(text)}")
@@ -399,7 +390,7 @@ def _decode_uuid(body: Any) -> uuid.UUID:
 
 
 def _decode_members(body: Any) -> dict[str, Any]:
-    return {name: _decode(item) for name, item in read_object(body).items()}
+    return {name: _decode(item) for name, item in array_values.read_object(body).items()}
 
 
 def _with_members(namespace: Any, body: Any) -> Any:
@@ -408,17 +399,17 @@ def _with_members(namespace: Any, body: Any) -> Any:
 
 
 def _decode_namedtuple(body: Any) -> SavedNamedTuple:
-    kind, rows = read_array(body, 2)
-    pairs = [read_array(row, 2) for row in read_array(rows)]
-    fields = tuple((read_text(name), _decode(item)) for name, item in pairs)
+    kind, rows = array_values.read_array(body, 2)
+    pairs = [array_values.read_array(row, 2) for row in array_values.read_array(rows)]
+    fields = tuple((array_values.read_text(name), _decode(item)) for name, item in pairs)
     if len({name for name, _ in fields}) != len(fields):
         raise ValueError("a field twice in a named tuple")
-    return SavedNamedTuple(read_text(kind, _MAX_TYPE_CHARS), fields)
+    return SavedNamedTuple(array_values.read_text(kind, _MAX_TYPE_CHARS), fields)
 
 
 def _decode_dataclass(body: Any) -> SavedDataclass:
-    kind, members = read_array(body, 2)
-    return SavedDataclass(read_text(kind, _MAX_TYPE_CHARS), _decode_members(members))
+    kind, members = array_values.read_array(body, 2)
+    return SavedDataclass(array_values.read_text(kind, _MAX_TYPE_CHARS), _decode_members(members))
 
 
 def _decode_composite(body: Any) -> SavedTensor:
@@ -430,18 +421,18 @@ def _decode_composite(body: Any) -> SavedTensor:
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {
-    "$tensor": lambda body: TensorRef(read_text(body)),
+    "$tensor": lambda body: TensorRef(array_values.read_text(body)),
     "$int": _decode_int,
     "$float": _decode_float,
-    "$tuple": lambda body: tuple(map(_decode, read_array(body))),
-    "$set": lambda body: set(_hashable(map(_decode, read_array(body)))),
-    "$frozenset": lambda body: frozenset(_hashable(map(_decode, read_array(body)))),
-    "$bytes": read_bytes,
-    "$bytearray": lambda body: bytearray(read_bytes(body)),
+    "$tuple": lambda body: tuple(map(_decode, array_values.read_array(body))),
+    "$set": lambda body: set(_hashable(map(_decode, array_values.read_array(body)))),
+    "$frozenset": lambda body: frozenset(_hashable(map(_decode, array_values.read_array(body)))),
+    "$bytes": array_values.read_bytes,
+    "$bytearray": lambda body: bytearray(array_values.read_bytes(body)),
     "$bytesio": _decode_bytesio,
-    "$complex": lambda body: complex(*map(_decode_float, read_array(body, 2))),
-    "$range": lambda body: range(*map(read_integer, read_array(body, 3))),
-    "$slice": lambda body: slice(*map(_decode, read_array(body, 3))),
+    "$complex": lambda body: complex(*map(_decode_float, array_values.read_array(body, 2))),
+    "$range": lambda body: range(*map(array_values.read_integer, array_values.read_array(body, 3))),
+    "$slice": lambda body: slice(*map(_decode, array_values.read_array(body, 3))),
     "$decimal": _decode_decimal,
     "$uuid": _decode_uuid,
     "$fraction": _decode_fraction,
@@ -449,20 +440,24 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$odict": lambda body: collections.OrderedDict(_decode_pairs(body)),
     "$counter": lambda body: collections.Counter(dict(_decode_pairs(body))),
     "$deque": _decode_deque,
-    "$datetime": lambda body: datetime.datetime.fromisoformat(read_text(body, 64)),
-    "$date": lambda body: datetime.date.fromisoformat(read_text(body, 64)),
-    "$time": lambda body: datetime.time.fromisoformat(read_text(body, 64)),
-    "$timedelta": lambda body: datetime.timedelta(*map(read_integer, read_array(body, 3))),
-    "$path": lambda body: pathlib.Path(read_text(body)),
+    "$datetime": lambda body: datetime.datetime.fromisoformat(array_values.read_text(body, 64)),
+    "$date": lambda body: datetime.date.fromisoformat(array_values.read_text(body, 64)),
+    "$time": lambda body: datetime.time.fromisoformat(array_values.read_text(body, 64)),
+    "$timedelta": lambda body: datetime.timedelta(
+        *map(array_values.read_integer, array_values.read_array(body, 3))
+    ),
+    "$path": lambda body: pathlib.Path(array_values.read_text(body)),
     "$purepath": _decode_pure_path,
-    "$ndarray": decode_ndarray,
-    "$npscalar": lambda body: decode_ndarray(body)[()],
-    "$structured": decode_structured,
-    "$npdtype": decode_dtype,
-    "$torch": decode_torch,
+    "$ndarray": array_values.decode_ndarray,
+    "$npscalar": lambda body: array_values.decode_ndarray(body)[()],
+    "$structured": array_values.decode_structured,
+    "$npdtype": array_values.decode_dtype,
+    "$torch": array_values.decode_torch,
     "$composite": _decode_composite,
-    "$entry": lambda body: EntryRef(read_text(body)),
-    "$enum": lambda body: SavedEnum(*(read_text(text, _MAX_TYPE_CHARS) for text in read_array(body, 2))),
+    "$entry": lambda body: EntryRef(array_values.read_text(body)),
+    "$enum": lambda body: SavedEnum(
+        *(array_values.read_text(text, _MAX_TYPE_CHARS) for text in array_values.read_array(body, 2))
+    ),
     "$namedtuple": _decode_namedtuple,
     "$dataclass": _decode_dataclass,
     "$defaultdict": lambda body: collections.defaultdict(None, _decode_pairs(body)),

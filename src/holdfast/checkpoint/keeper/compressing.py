@@ -36,7 +36,8 @@ class _Base(Struct):
 class CompressingUpload:
     """Upload of the data files of a keeper's ranks, one after the other."""
 
-    def __init__(self, local: Store, home: ObjectStore, config: KeeperConfig) -> None:
+    def __init__(self, local: Store, home: Store, config: KeeperConfig) -> None:
+        assert isinstance(home, ObjectStore)  # as `Tiers` has checked
         self._local, self._home, self._config = local, home, config
         self._sent_per_s: float | None = None  # bytes; None until a file is sent as it is
         self._bases: dict[int, _Base] = {}

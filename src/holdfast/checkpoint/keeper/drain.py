@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, cast
 
 from holdfast.checkpoint.format import manifest as manifests
 from holdfast.checkpoint.format import names
@@ -31,9 +30,6 @@ from holdfast.checkpoint.store import Store
 from holdfast.errors import Conflict, Corrupt, HoldfastError, NotFound, RetryLater
 from holdfast.system import backoff
 from holdfast.system.failpoint import failpoint
-
-if TYPE_CHECKING:
-    from holdfast.checkpoint.store.bucket import ObjectStore
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S, _PAUSE_SHARE = 0.25, 30.0, 0.2
 """Shortest and longest pause before a retry, and the share of the outage so far that a pause lasts."""
@@ -88,7 +84,7 @@ class Drain:
         if self._config.compress:  # else zstandard and numpy need not be there
             from holdfast.checkpoint.keeper.compressing import CompressingUpload
 
-            self._compressing = CompressingUpload(self._local, cast("ObjectStore", home), self._config)
+            self._compressing = CompressingUpload(self._local, home, self._config)
         self._thread = threading.Thread(target=self._run, name="holdfast-drain", daemon=True)
         self._thread.start()
 

@@ -18,16 +18,10 @@ from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.nesting import composites
 from holdfast.checkpoint.format.value_index import ValueIndex
+from holdfast.checkpoint.home import newest
 from holdfast.checkpoint.home.listing import Listing, candidates
 from holdfast.checkpoint.home.metrics import read_metrics, read_values
-from holdfast.checkpoint.home.newest import (
-    Patience,
-    Skipped,
-    from_listing,
-    list_patiently,
-    no_such_checkpoint,
-    usable,
-)
+from holdfast.checkpoint.home.newest import Patience, Skipped
 from holdfast.checkpoint.restore import verify as verifying
 from holdfast.checkpoint.restore.parts import Parts
 from holdfast.checkpoint.restore.slices import SLICE_BYTES, TensorSlice, read_slices
@@ -433,7 +427,7 @@ def open(
     def read() -> Checkpoint:
         return _open_listed(store, step, attempt, best, mode, waits)
 
-    return read() if step is not None else from_listing(read)
+    return read() if step is not None else newest.from_listing(read)
 
 
 def _open_listed(
@@ -456,11 +450,11 @@ def list_matching(
     store: Store, waits: Patience, step: int | None, attempt: int | None = None
 ) -> tuple[Listing, list[CheckpointId]]:
     """Return the listing of a home, and its complete checkpoints of a step and attempt, newest first."""
-    home = list_patiently(store, waits)
+    home = newest.list_patiently(store, waits)
     every = candidates(home)
     matching = [one for one in every if step in (None, one.step) and attempt in (None, one.attempt)]
     if not matching:
-        raise no_such_checkpoint(store.url, every, step, attempt)
+        raise newest.no_such_checkpoint(store.url, every, step, attempt)
     return home, matching
 
 
@@ -469,7 +463,7 @@ def choose(
 ) -> tuple[_T, tuple[Skipped, ...]]:
     """Return the result of `load` for the first checkpoint that verifies, and those skipped before it."""
     skipped: dict[Skipped, HoldfastError] = {}
-    for loaded in usable(store, found, load, waits, skipped):
+    for loaded in newest.usable(store, found, load, waits, skipped):
         return loaded, tuple(skipped)
     raise next(iter(skipped.values()))
 

@@ -14,17 +14,7 @@ import torch
 from msgspec import Struct
 
 from holdfast.checkpoint.format.layout import EvenPartitioning, ListedPartitioning, Partitioning, Region
-from holdfast.checkpoint.state.tensors import (
-    PLAIN,
-    SHARD_ATTRIBUTES,
-    dtensor_class,
-    is_dtensor,
-    is_local_shard,
-    is_pending,
-    is_sharded_tensor,
-    laid_out_like,
-    may_be_sharded,
-)
+from holdfast.checkpoint.state import tensors
 from holdfast.errors import InvalidInput, Unsupported
 
 
@@ -100,18 +90,18 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
 
 def layout_of(tensor: torch.Tensor) -> ShardLayout | None:
     """Return the layout of a tensor, or None for a plain one; as `sharding_of`."""
-    if type(tensor) in PLAIN:
-        return _own_layout(tensor) if is_local_shard(tensor) else None
-    if is_dtensor(tensor):
+    if type(tensor) in tensors.PLAIN:
+        return _own_layout(tensor) if tensors.is_local_shard(tensor) else None
+    if tensors.is_dtensor(tensor):
         spec: Any = tensor._spec  # pyright: ignore[reportAttributeAccessIssue]
         is_listed = not getattr(spec, "use_strided_shard_as_shard_order", True)
         return _mesh_layout(spec.mesh, tuple(spec.placements), spec.shard_order if is_listed else None)
-    return _listed_layout(tensor) if is_sharded_tensor(tensor) else None
+    return _listed_layout(tensor) if tensors.is_sharded_tensor(tensor) else None
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of the whole tensor that `tensor` is or is a part of."""
-    return tuple(map(int, tensor.global_shape)) if is_local_shard(tensor) else tuple(tensor.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple(map(int, tensor.global_shape)) if tensors.is_local_shard(tensor) else tuple(tensor.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 _copies_of: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -128,10 +118,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
     Blocks: until a pending collective has filled the part.
     """
-    if not is_dtensor(tensor):
-        return _only_shard(tensor) if is_sharded_tensor(tensor) else tensor
+    if not tensors.is_dtensor(tensor):
+        return _only_shard(tensor) if tensors.is_sharded_tensor(tensor) else tensor
     local: Any = tensor._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-    return local if type(local) is torch.Tensor or not is_pending(local) else local.wait()
+    return local if type(local) is torch.Tensor or not tensors.is_pending(local) else local.wait()
 
 
 def shards_of(tensor: torch.Tensor, rank: int) -> list[tuple[torch.Tensor, Region]]:
@@ -153,21 +143,21 @@ def reshaped_like(local: torch.Tensor, model: torch.Tensor, shape: tuple[int, ..
 
 def shard_like(local: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the layout of `model` and the given local part."""
-    if is_sharded_tensor(model):
+    if tensors.is_sharded_tensor(model):
         return _listed_like(local, model)
     stride = model._spec.tensor_meta.stride  # pyright: ignore[reportAttributeAccessIssue]
-    return _wrap(laid_out_like(local, local_of(model)), model, tuple(model.shape), stride)
+    return _wrap(tensors.laid_out_like(local, local_of(model)), model, tuple(model.shape), stride)
 
 
 def parts_like(
     parts: Sequence[torch.Tensor], model: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     """Return a tensor with the layout of `model` and this rank's parts; padding of a plain one is zeros."""
-    if not is_local_shard(model):
+    if not tensors.is_local_shard(model):
         (part,) = parts
         return shard_like(part, model)
     new = torch.zeros_like(model, dtype=dtype, device=device, requires_grad=False)
-    vars(new).update({name: vars(model)[name] for name in SHARD_ATTRIBUTES})
+    vars(new).update({name: vars(model)[name] for name in tensors.SHARD_ATTRIBUTES})
     for place, part in zip(_own_layout(new).places, parts, strict=True):
         new[place.slices].copy_(part)
     return new
@@ -183,8 +173,10 @@ def make_real(
 ) -> None:
     """Make a meta tensor real in place. Modules and optimizers keep the same object."""
     parts = [source().detach().to(device=device, dtype=live.dtype, copy=copy) for source in sources]
-    is_part = is_divided(live) and not (type(live) in PLAIN and [one.shape for one in parts] == [live.shape])
-    real = parts_like(parts, live, live.dtype, device) if is_part else laid_out_like(parts[0], live)
+    is_part = is_divided(live) and not (
+        type(live) in tensors.PLAIN and [one.shape for one in parts] == [live.shape]
+    )
+    real = parts_like(parts, live, live.dtype, device) if is_part else tensors.laid_out_like(parts[0], live)
     if isinstance(live, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=live.requires_grad)
     vars(real).update(vars(live))
@@ -218,7 +210,7 @@ def _wrap(
         order = {"shard_order": spec.shard_order}
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     new = type(spec)(spec.mesh, placements, tensor_meta=meta, **order)
-    kind = dtensor_class()
+    kind = tensors.dtensor_class()
     return kind(local, new, requires_grad=False)
 
 
@@ -271,7 +263,7 @@ def _split_order(sizes: Sequence[int], placements: Sequence[Any]) -> list[tuple[
 
 def is_divided(tensor: torch.Tensor) -> bool:
     """Return True if `shard_like` can give other tensors the sharding of this one."""
-    return is_dtensor(tensor) or is_local_shard(tensor)
+    return tensors.is_dtensor(tensor) or tensors.is_local_shard(tensor)
 
 
 def _own_layout(tensor: Any) -> ShardLayout:
@@ -289,12 +281,12 @@ def _own_layout(tensor: Any) -> ShardLayout:
     except (TypeError, ValueError):
         is_sound, regions, places, shape = False, (), (), ()
     if not is_sound or len(set(regions)) < len(regions):
-        shown = ", ".join(f"{name}={getattr(tensor, name)}" for name in sorted(SHARD_ATTRIBUTES))
+        shown = ", ".join(f"{name}={getattr(tensor, name)}" for name in sorted(tensors.SHARD_ATTRIBUTES))
         raise Unsupported(
             f"its shards ({shown}) do not lie in the global tensor and in its own shape "
             f"{list(tensor.shape)}, each once. Give one offset and one size for each dimension of each shard."
         )
-    rank = torch.distributed.get_rank() if may_be_sharded() else 0
+    rank = torch.distributed.get_rank() if tensors.may_be_sharded() else 0
     is_whole = regions == (Region.whole(shape),)
     return ShardLayout((), ((rank,) * len(regions),), None if is_whole else regions, True, places)
 

@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from msgspec import Struct
 
+from holdfast.checkpoint.format import containers
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor
-from holdfast.checkpoint.format.containers import (
-    field_names,
-    is_dataclass,
-    is_named_tuple,
-    kind_of,
-    other_attributes,
-)
 from holdfast.checkpoint.format.limits import MAX_NAME_CHARS
 from holdfast.checkpoint.format.values import (
     NAMED_TYPES,
@@ -55,14 +49,14 @@ def has_name(kind: type, name: str) -> bool:
 
 def _check_fields(value: Any, found: dict[str, Any], path: str) -> None:
     """Raise if a dataclass has state that its fields do not show, or fields that are not set."""
-    if others := other_attributes(value):
+    if others := containers.other_attributes(value):
         raise InvalidInput(
             f"{path} is a {type(value).__qualname__} with attributes that are not fields of this dataclass: "
             f"{', '.join(others[:10])}. They would be lost. Nothing was written. Declare them as fields "
             "(init=False), or give the class state_dict() and load_state_dict().",
             key=path,
         )
-    if unset := [name for name in field_names(value) if name not in found]:
+    if unset := [name for name in containers.field_names(value) if name not in found]:
         raise InvalidInput(
             f"{path} is a {type(value).__qualname__} whose field {unset[0]} is not set, so it cannot be "
             "saved. Nothing was written. Give it a value, such as None.",
@@ -74,11 +68,11 @@ def saved_container(value: Any, path: str) -> Any:
     """Return the saved form of a container of the program's own type, with its live items; others as is."""
     if type(value) is collections.defaultdict:
         return collections.defaultdict(None, value)
-    kind = kind_of(value)
+    kind = containers.kind_of(value)
     items = () if kind is None else kind.items(value)
-    if is_named_tuple(value):
+    if containers.is_named_tuple(value):
         return SavedNamedTuple(type_name(type(value)), tuple(items))
-    if is_dataclass(value):
+    if containers.is_dataclass(value):
         fields = dict(items)
         _check_fields(value, fields, path)
         return SavedDataclass(type_name(type(value)), fields)
@@ -101,7 +95,7 @@ def saved_key(key: Any) -> Any:
         return key
     if isinstance(key, enum.Enum):
         return SavedEnum(type_name(kind), _name_of(key, repr(key)))
-    if is_named_tuple(key):
+    if containers.is_named_tuple(key):
         fields = zip(key._fields, map(saved_key, key), strict=True)
         return SavedNamedTuple(type_name(kind), tuple(fields))
     return kind(map(saved_key, key)) if kind in (tuple, frozenset) else key
@@ -113,7 +107,7 @@ def has_saved_form(tree: Any) -> bool:
         return True
     if isinstance(tree, (tuple, set, frozenset, dict)) and any(map(has_saved_form, tree)):
         return True
-    kind = kind_of(tree)
+    kind = containers.kind_of(tree)
     return kind is not None and any(has_saved_form(item) for _, item in kind.items(tree))
 
 
@@ -186,12 +180,12 @@ class Extraction(Struct):
                 raise _misplaced(value, name, may_be_entry=self.entries)
             if self.named_types:
                 value = saved_container(value, name)
-            elif is_named_tuple(value) or is_dataclass(value):
+            elif containers.is_named_tuple(value) or containers.is_dataclass(value):
                 return value
         return self._items(value, name)
 
     def _items(self, value: Any, name: str) -> Any:
-        container = kind_of(value)
+        container = containers.kind_of(value)
         if container is None:
             return saved_leaf(value, name) if self.named_types else value
         pairs = [(step, self.extract(item, f"{name}.{step}")) for step, item in container.items(value)]
@@ -254,7 +248,7 @@ def references(tree: Any) -> Iterator[str]:
     """Yield names of all tensors that an extracted tree refers to."""
     if isinstance(tree, TensorRef):
         yield tree.name
-    elif (kind := kind_of(tree)) is not None:
+    elif (kind := containers.kind_of(tree)) is not None:
         for _, item in kind.items(tree):
             if type(item) not in PLAIN_TYPES:
                 yield from references(item)
@@ -264,7 +258,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a value or a container, once per occurrence."""
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif (kind := kind_of(tree)) is not None:
+    elif (kind := containers.kind_of(tree)) is not None:
         for _, item in kind.items(tree):
             yield from tensors_in(item)
 
@@ -276,7 +270,7 @@ def insert_tensors(tree: Any, tensor: Callable[[str], torch.Tensor], *, is_live:
     """
     if type(tree) is TensorRef:
         return tensor(tree.name)
-    kind = kind_of(tree)
+    kind = containers.kind_of(tree)
     if kind is None:
         return tree
     pairs = [(step, insert_tensors(item, tensor, is_live=is_live)) for step, item in kind.items(tree)]

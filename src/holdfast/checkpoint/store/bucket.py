@@ -16,6 +16,7 @@ from msgspec import Struct, field
 from typing_extensions import override
 
 from holdfast.checkpoint.format.names import CheckpointId, check_size
+from holdfast.checkpoint.store import contract
 from holdfast.checkpoint.store.address import AZURE, S3, Address, parse_address
 from holdfast.checkpoint.store.client_errors import classify
 from holdfast.checkpoint.store.clients import (
@@ -27,18 +28,7 @@ from holdfast.checkpoint.store.clients import (
     not_found,
 )
 from holdfast.checkpoint.store.compressed import CompressedFiles, stored_name
-from holdfast.checkpoint.store.contract import (
-    Buffer,
-    ObjectInfo,
-    Properties,
-    Store,
-    already_exists,
-    as_bytes,
-    check_name,
-    check_prefix,
-    ends_early,
-    length_error,
-)
+from holdfast.checkpoint.store.contract import Buffer, ObjectInfo, Properties, Store
 from holdfast.checkpoint.store.error_codes import ErrorKind
 from holdfast.errors import Conflict, HoldfastError, NotFound, RetryLater, Unsupported
 from holdfast.system.failpoint import failpoint
@@ -94,8 +84,8 @@ class ObjectStore(Store):
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Write an object, sent from `data` itself without a copy."""
-        check_name(name)
-        view = as_bytes(data)
+        contract.check_name(name)
+        view = contract.as_bytes(data)
         self._logs.forget(name)
         failpoint("store.written")
         if if_absent and len(view) <= CREATE_BYTES:
@@ -118,7 +108,7 @@ class ObjectStore(Store):
         name: str,
         base: CheckpointId | None,
         parts: Iterable[Buffer],
-        plain_bytes: int,
+        num_bytes: int,
         *,
         if_absent: bool,
     ) -> None:
@@ -128,16 +118,16 @@ class ObjectStore(Store):
             name: as in `put`.
             base: checkpoint whose file of this rank its differences are to, under the name of a base.
             parts: the compressed bytes in order.
-            plain_bytes: size of the plain file.
+            size: bytes of the plain file.
             if_absent: as in `put`; a plain file of this name counts too.
         """
         if if_absent:
             self._check_free(name)
-        self._put_parts(stored_name(name, plain_bytes, base), parts, plain_bytes, if_absent=if_absent)
+        self._put_parts(stored_name(name, size, base), parts, size, if_absent=if_absent)
 
     def _put_parts(self, name: str, parts: Iterable[Buffer], most_bytes: int, *, if_absent: bool) -> None:
         """Write an object from parts, which have about `most_bytes`, or fewer."""
-        check_name(name)
+        contract.check_name(name)
         if most_bytes <= (CREATE_BYTES if if_absent else self.address.part_bytes):
             whole = bytearray()
             for part in parts:  # which may all be in the same memory
@@ -165,8 +155,8 @@ class ObjectStore(Store):
     @override
     def link(self, source: str, name: str) -> None:
         """Copy an object on the server, so that no bytes are sent."""
-        check_name(source)
-        check_name(name)
+        contract.check_name(source)
+        contract.check_name(name)
         if found := self._compressed.find(source, is_missing=True):
             source, name = found.stored, name + found.stored.removeprefix(source)
         num_bytes = self.size(source)
@@ -189,7 +179,7 @@ class ObjectStore(Store):
 
     @override
     def get(self, name: str) -> bytes:
-        check_name(name)
+        contract.check_name(name)
         self._logs.flush(name)
         return self._get(name)
 
@@ -200,7 +190,7 @@ class ObjectStore(Store):
         The bytes are used as received: a byte that was flipped on the way is detected by comparing hashes,
         not here.
         """
-        check_name(name)
+        contract.check_name(name)
         self._logs.flush(name)
         if not len(buffer) and self.size(name) is None:
             raise not_found(self.address, name)
@@ -224,7 +214,7 @@ class ObjectStore(Store):
     @override
     def read_view(self, name: str, offset: int, num_bytes: int) -> memoryview:
         """Return the client's own memory, filled by one request."""
-        check_name(name)
+        contract.check_name(name)
         self._logs.flush(name)
         if not num_bytes and self.size(name) is None:
             raise not_found(self.address, name)
@@ -242,14 +232,14 @@ class ObjectStore(Store):
 
         Reads through a store of this process see it at once; a killed process loses the last seconds.
         """
-        check_name(name)
+        contract.check_name(name)
         check_process(self.address.place)
         self._logs.append(name, data)
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List objects."""
-        self._logs.flush(check_prefix(prefix))
+        self._logs.flush(contract.check_prefix(prefix))
         folder = self.address.key(prefix).rpartition("/")[0] if prefix else self.address.prefix
         found = self._clients.call(StoreRequest("list", prefix), lambda client: self._listed(client, folder))
         return self._compressed.plain(entry for entry in found if entry.name.startswith(prefix))
@@ -260,7 +250,7 @@ class ObjectStore(Store):
 
     @override
     def size(self, name: str) -> int | None:
-        check_name(name)
+        contract.check_name(name)
         self._logs.flush(name)
         with suppress(NotFound):
             return self._clients.call(StoreRequest("find", name), lambda client: self._size(client, name))
@@ -270,7 +260,7 @@ class ObjectStore(Store):
     @override
     def delete(self, name: str) -> None:
         """Remove an object."""
-        check_name(name)
+        contract.check_name(name)
         self._logs.forget(name)
         if found := self._compressed.files.pop(name, None):  # whoever deletes files has listed them
             self.delete(found.stored)
@@ -280,7 +270,7 @@ class ObjectStore(Store):
 
     @override
     def sweep(self, prefix: str = "") -> None:
-        check_prefix(prefix)  # the library cannot list unfinished uploads; see the class docstring
+        contract.check_prefix(prefix)  # the library cannot list unfinished uploads; see the class docstring
 
     @override
     def check(self) -> None:
@@ -362,7 +352,7 @@ class ObjectStore(Store):
             return True
 
         if not self._clients.call(StoreRequest("write", name, len(view)), create):
-            raise already_exists(self._place(name), name)
+            raise contract.already_exists(self._place(name), name)
 
     def _size(self, client: Any, name: str) -> int:
         key = self.address.key(name)
@@ -376,7 +366,7 @@ class ObjectStore(Store):
 
     def _check_free(self, name: str) -> None:
         if self.size(name) is not None:
-            raise already_exists(self._place(name), name)
+            raise contract.already_exists(self._place(name), name)
 
     # -- reading ---------------------------------------------------------------------------------------------
     def _get(self, name: str, limit_s: float | None = None) -> bytes:
@@ -420,7 +410,7 @@ class ObjectStore(Store):
         none: tuple[memoryview, str | None] = memoryview(b""), None
         data, version = self._clients.call(StoreRequest("read", name, num_bytes), fetch, past_end=none)
         if len(data) < num_bytes:
-            raise ends_early(self._place(name), name, self.size(name), offset, num_bytes)
+            raise contract.ends_early(self._place(name), name, self.size(name), offset, num_bytes)
         return data, version
 
     def _listed(self, client: Any, folder: str) -> list[ObjectInfo]:
@@ -454,7 +444,7 @@ def exactly(name: str, parts: Iterable[Buffer], num_bytes: int) -> Iterator[Buff
             break
         yield part
     if done != num_bytes:
-        raise length_error(name, num_bytes, done)
+        raise contract.length_error(name, num_bytes, done)
 
 
 def cut_segments(parts: Iterable[Buffer], segment_bytes: int) -> Iterator[bytearray]:
@@ -464,7 +454,7 @@ def cut_segments(parts: Iterable[Buffer], segment_bytes: int) -> Iterator[bytear
     """
     segment = bytearray()
     for part in parts:
-        rest = as_bytes(part)
+        rest = contract.as_bytes(part)
         while rest:
             room = segment_bytes - len(segment)
             segment += rest[:room]

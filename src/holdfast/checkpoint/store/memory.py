@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 from typing_extensions import override
 
-from holdfast.checkpoint.store.contract import (
-    Buffer,
-    ObjectInfo,
-    Properties,
-    Store,
-    already_exists,
-    check_name,
-    check_prefix,
-    ends_early,
-)
+from holdfast.checkpoint.store import contract
+from holdfast.checkpoint.store.contract import Buffer, ObjectInfo, Properties, Store
 from holdfast.errors import NotFound
 
 
@@ -35,11 +27,11 @@ class MemoryStore(Store):
 
     @override
     def put(self, name: str, data: Buffer, *, if_absent: bool = False) -> None:
-        check_name(name)
+        contract.check_name(name)
         copy = bytes(data)
         with self._lock:
             if if_absent and name in self._objects:
-                raise already_exists(f"{self.url}/{name}", name)
+                raise contract.already_exists(f"{self.url}/{name}", name)
             self._objects[name] = copy
 
     @override
@@ -49,7 +41,7 @@ class MemoryStore(Store):
 
     @override
     def get(self, name: str) -> bytes:
-        check_name(name)
+        contract.check_name(name)
         with self._lock:
             data = self._objects.get(name)
         if data is None:
@@ -61,35 +53,35 @@ class MemoryStore(Store):
         data = self.get(name)
         found = data[offset : offset + len(buffer)]
         if len(found) < len(buffer):
-            raise ends_early(f"{self.url}/{name}", name, len(data), offset, len(buffer))
+            raise contract.ends_early(f"{self.url}/{name}", name, len(data), offset, len(buffer))
         buffer[:] = found
 
     @override
     def append(self, name: str, data: bytes) -> None:
-        check_name(name)
+        contract.check_name(name)
         with self._lock:
             self._objects[name] = self._objects.get(name, b"") + data
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
+        contract.check_prefix(prefix)
         with self._lock:
             found = [ObjectInfo(name, len(data)) for name, data in self._objects.items()]
         return (entry for entry in found if entry.name.startswith(prefix))
 
     @override
     def size(self, name: str) -> int | None:
-        check_name(name)
+        contract.check_name(name)
         with self._lock:
             data = self._objects.get(name)
         return None if data is None else len(data)
 
     @override
     def delete(self, name: str) -> None:
-        check_name(name)
+        contract.check_name(name)
         with self._lock:
             self._objects.pop(name, None)
 
     @override
     def sweep(self, prefix: str = "") -> None:
-        check_prefix(prefix)  # puts into memory leave nothing unfinished
+        contract.check_prefix(prefix)  # puts into memory leave nothing unfinished

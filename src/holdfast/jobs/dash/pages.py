@@ -17,14 +17,8 @@ from holdfast.checkpoint.format import names
 from holdfast.checkpoint.home.listing import list_home
 from holdfast.checkpoint.store import open_store
 from holdfast.errors import HoldfastError, InvalidInput, NotFound, RetryLater, printable, redact
-from holdfast.jobs.description import (
-    JobDescription,
-    describe_checks,
-    describe_job,
-    durations_of,
-    read_node_checks,
-    recorded_homes,
-)
+from holdfast.jobs import description
+from holdfast.jobs.description import JobDescription
 from holdfast.jobs.engine import Job
 from holdfast.jobs.folder import job_folder, state_dir
 from holdfast.jobs.history import Change, JobAttempt, read_changes
@@ -117,7 +111,7 @@ class JobBoard:
 
 def job_page(job: Job) -> dict[str, Any]:
     """Return everything that is recorded about a job as JSON, except its output."""
-    found = describe_job(job)
+    found = description.describe_job(job)
     homes = list(found.checkpoints.items())[:MAX_HOMES]
     return {
         "job": _row(job),
@@ -129,7 +123,7 @@ def job_page(job: Job) -> dict[str, Any]:
 
 def homes_of(job: Job) -> list[str]:
     """Return the homes with steps that a job has reported, at most `MAX_HOMES`."""
-    return list(recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
+    return list(description.recorded_homes(job_folder(state_dir(), job.id)))[:MAX_HOMES]
 
 
 def _row(job: Job) -> dict[str, Any]:
@@ -143,7 +137,9 @@ def _durations(job: Job, changes: Sequence[Change]) -> dict[str, Any]:
     as_of_s = job.ended_unix_s or (changes[-1].unix_s if changes else job.started_unix_s)
     if as_of_s is None:
         return {"running_s": 0.0, "down_s": 0.0, "as_of_unix_s": None, "grows": ""}
-    until, later = (durations_of(job, changes, now_unix_s=as_of_s + more_s) for more_s in (0.0, 1.0))
+    until, later = (
+        description.durations_of(job, changes, now_unix_s=as_of_s + more_s) for more_s in (0.0, 1.0)
+    )
     durations = {name: getattr(until, name) for name in ("running_s", "down_s")}
     grown = [name for name, value in durations.items() if getattr(later, name) > value]
     # A job may have ended at a time that is not known.
@@ -158,7 +154,7 @@ def _attempt(attempt: JobAttempt, found: JobDescription) -> dict[str, Any]:
         **{name: getattr(attempt, name) for name in (*same, *times)},
         "status": attempt.status.value,
         "exits": [attempt.exit_of(rank) for rank in range(found.job.num_nodes)],
-        "checks": list(describe_checks(found.checks.get(attempt.number, {}))),
+        "checks": list(description.describe_checks(found.checks.get(attempt.number, {}))),
     }
 
 
@@ -305,7 +301,7 @@ def _read(place: RunPlace) -> RunSummary:
         home = list_home(store)
         if not home.saved and not home.attempts:
             raise NotFound(f"{redact(place.place)} does not contain a run yet.")
-    return read_summary(store, read_node_checks(store))
+    return read_summary(store, description.read_node_checks(store))
 
 
 def _curves(summary: RunSummary) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import yaml
 from msgspec import Struct
 
 from holdfast.errors import InvalidInput, NotFound, Unsupported
+from holdfast.jobs.task import model
 from holdfast.jobs.task.document import (
     TaskDocument,
     fill_in,
@@ -33,11 +34,6 @@ from holdfast.jobs.task.model import (
     Repository,
     Task,
     TaskFile,
-    memory_mib,
-    parse_accelerators,
-    parse_cpus,
-    path_in_workdir,
-    value_at,
 )
 from holdfast.jobs.task.problems import find_problems, format_problems
 from holdfast.system.documents import decode_text
@@ -140,8 +136,8 @@ def _task(task: TaskDocument, name: str, job_name: str, given: Overrides) -> Tas
         repository=_repository(workdir, task, name) if isinstance(workdir, Mapping) else None,
         num_nodes=root.get("num_nodes") or 1,
         accelerators=_accelerators(root),
-        cpus=max(parse_cpus(cpus) or 0.0 for cpus in resource_values(root, "cpus")),
-        memory_mib=max(memory_mib(memory) or 0 for memory in resource_values(root, "memory")),
+        cpus=max(model.parse_cpus(cpus) or 0.0 for cpus in resource_values(root, "cpus")),
+        memory_mib=max(model.memory_mib(memory) or 0 for memory in resource_values(root, "memory")),
         priority=max(priorities, default=0),
         recovery=_recovery(root),
         file_mounts=tuple(mounts.values()),
@@ -173,16 +169,16 @@ def _accelerators(root: Mapping[str, Any]) -> Accelerators:
 
 
 def _read(plain: Any) -> Accelerators:
-    read = parse_accelerators(plain)
+    read = model.parse_accelerators(plain)
     assert isinstance(read, Accelerators)
     return read
 
 
 def _recovery(root: Mapping[str, Any]) -> JobRecovery:
-    asked = value_at(root, "resources.job_recovery")
-    codes = value_at(asked, "recover_on_exit_codes")
+    asked = model.value_at(root, "resources.job_recovery")
+    codes = model.value_at(asked, "recover_on_exit_codes")
     listed = codes if isinstance(codes, list) else [] if codes is None else [codes]
-    return JobRecovery(value_at(asked, "max_restarts_on_errors") or 0, frozenset(listed))
+    return JobRecovery(model.value_at(asked, "max_restarts_on_errors") or 0, frozenset(listed))
 
 
 def _mounts(task: TaskDocument, variables: Mapping[str, str]) -> Iterator[tuple[str, FileMount]]:
@@ -190,7 +186,7 @@ def _mounts(task: TaskDocument, variables: Mapping[str, str]) -> Iterator[tuple[
     for target, spec in (task.plain.get("file_mounts") or {}).items():
         filled = fill_in(spec, variables)
         where = fill_in(str(target), variables)
-        where = path_in_workdir(where) or where
+        where = model.path_in_workdir(where) or where
         if isinstance(filled, str):
             yield f"file_mounts.{target}", FileMount(where, filled, MountMode.COPY)
             continue
@@ -242,7 +238,7 @@ def _split_documents(documents: list[TaskDocument], name: str) -> tuple[str | No
     if not found:
         raise InvalidInput(f"{name}:1: the file is empty; expected a task with at least `run`.")
     first = found[0]
-    execution = value_at(first.plain, "execution")
+    execution = model.value_at(first.plain, "execution")
     where = f"{name}:{first.key_lines.get('execution')}: execution"
     if execution == "parallel":
         raise Unsupported(

@@ -8,15 +8,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from holdfast.jobs.task.document import (
-    ALTERNATIVES,
-    TaskDocument,
-    fill_in,
-    is_variable_name,
-    parse_variables,
-    places,
-    read_table,
-)
+from holdfast.jobs.task import document
+from holdfast.jobs.task.document import TaskDocument
 from holdfast.jobs.task.model import is_multiple, memory_mib, parse_accelerators, parse_cpus, path_in_workdir
 
 MAX_PRIORITY = 1000  # and the least one without its sign. Source: skypilot, sky/skylet/constants.py
@@ -144,7 +137,7 @@ def nearest(found: str, known: Collection[str]) -> str:
     return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-TASK = _read_shape(read_table("task/shapes.yaml")["task"])
+TASK = _read_shape(document.read_table("task/shapes.yaml")["task"])
 RESOURCES = TASK.shapes["resources"].either[0].shapes  # by key
 ACCELERATORS = RESOURCES["accelerators"]  # in any form
 
@@ -160,8 +153,8 @@ def find_problems(
     filled = dict(root)
     if isinstance(mounts := root.get("file_mounts"), dict):
         # SkyPilot too replaces variables first. Values of secrets stay out of messages.
-        variables = parse_variables(root.get("envs"), envs)
-        filled["file_mounts"] = {target: fill_in(spec, variables) for target, spec in mounts.items()}
+        variables = document.parse_variables(root.get("envs"), envs)
+        filled["file_mounts"] = {target: document.fill_in(spec, variables) for target, spec in mounts.items()}
     yield from TASK.problems(filled, "", task)
     if not (root.keys() & {"pool", "service"} or root.get("run")):
         what = "expected the commands of the job, found nothing"
@@ -172,10 +165,10 @@ def find_problems(
         if key in root:
             what = f"services and pools are not jobs; start this one with SkyPilot: `{use} FILE`"
             yield TaskProblem(key_lines[key], key, what)
-    resources = dict(places(root))
+    resources = dict(document.places(root))
     for where, place in resources.items():
         yield from _resource_problems(where, place, task)
-    given = [key for key in ALTERNATIVES if key in resources.get("resources", {})]
+    given = [key for key in document.ALTERNATIVES if key in resources.get("resources", {})]
     if len(given) > 1:
         where, what = f"resources.{given[1]}", f"expected one of {' and '.join(given)}, found both"
         yield TaskProblem(key_lines[where], where, what)
@@ -199,7 +192,7 @@ def _variable_problems(
         lines = [task.value_lines[f"{where}[{number}]"] for number in range(len(value))]
         named = [(str(name), None, line) for name, line in zip(value, lines, strict=True)]
     for name, plain, line in named:
-        if not is_variable_name(name):
+        if not document.is_variable_name(name):
             yield TaskProblem(line, f"{where}.{name}", f"expected the name of a variable, found {name!r}")
         elif "\0" in str(plain):
             yield TaskProblem(line, f"{where}.{name}", "expected a text without NUL characters")

@@ -20,14 +20,8 @@ from msgspec.structs import replace
 from holdfast.errors import Conflict, InvalidInput, RetryLater
 from holdfast.jobs.folder import JobFolder
 from holdfast.jobs.journal import encode, read_document, write_document
-from holdfast.jobs.node.mounts.mount_records import (
-    Link,
-    caches,
-    read_links,
-    read_mount_specs,
-    unmount_below,
-    visible_links,
-)
+from holdfast.jobs.node.mounts import mount_records
+from holdfast.jobs.node.mounts.mount_records import Link
 from holdfast.jobs.node.mounts.uploads import remove_copies
 from holdfast.system.privacy import is_private
 
@@ -112,9 +106,9 @@ def read_scratch_owner(scratch: JobFolder) -> ScratchOwner | None:
 
 def remove_scratch(scratch: JobFolder) -> bool:
     """Remove a scratch folder, unless it has files that are not uploaded. Return True if it was removed."""
-    unmount_below(scratch.path)
+    mount_records.unmount_below(scratch.path)
     remove_copies(scratch)
-    if any(Path(spec.path).exists() for spec in caches(scratch)):
+    if any(Path(spec.path).exists() for spec in mount_records.caches(scratch)):
         return False
     shutil.rmtree(scratch.path)
     return True
@@ -137,34 +131,36 @@ def _claim(scratch: JobFolder, owner: ScratchOwner) -> ScratchOwner:
 def write_scratch_mounts(job: JobFolder, scratch: JobFolder, *, is_shared: bool) -> None:
     """Write a job's mounts and links into its scratch folder, for mounter and shells."""
     paths = _paths(job, scratch)
-    specs = read_mount_specs(job)
+    specs = mount_records.read_mount_specs(job)
     moved = [replace(one, path=paths[one.path], is_shared=is_shared) for one in specs]
     write_document(scratch.mounts, moved)
-    links = [replace(one, source=paths.get(one.source, one.source)) for one in read_links(job)]
+    links = [replace(one, source=paths.get(one.source, one.source)) for one in mount_records.read_links(job)]
     write_document(scratch.links, links)
 
 
 def _paths(job: JobFolder, scratch: JobFolder) -> dict[str, str]:
     """Return the paths of a job's mounts in its scratch folder, by those in the job's folder."""
-    return {spec.path: str(scratch.copies / Path(spec.path).name) for spec in read_mount_specs(job)}
+    return {
+        spec.path: str(scratch.copies / Path(spec.path).name) for spec in mount_records.read_mount_specs(job)
+    }
 
 
 def moved_links(job: JobFolder, scratch: JobFolder) -> list[Link]:
     """Return the links of a job to files in its scratch folder."""
-    paths, links = _paths(job, scratch), read_links(job)
+    paths, links = _paths(job, scratch), mount_records.read_links(job)
     return [replace(one, source=paths[one.source]) for one in links if one.source in paths]
 
 
 def fixed_links(job: JobFolder) -> list[Link]:
     """Return the visible links of a job to files outside of scratch folders."""
-    sources = {spec.path for spec in read_mount_specs(job)}
-    return [link for link in visible_links(job) if link.source not in sources]
+    sources = {spec.path for spec in mount_records.read_mount_specs(job)}
+    return [link for link in mount_records.visible_links(job) if link.source not in sources]
 
 
 def shared_links(job: JobFolder) -> list[Link]:
     """Return the visible links of a job to scratch folders that all nodes see: those outside of workdirs."""
     fixed, nodes = fixed_links(job), job.path / "nodes"
-    moved = [link for link in visible_links(job) if link not in fixed]
+    moved = [link for link in mount_records.visible_links(job) if link not in fixed]
     return [link for link in moved if not Path(link.target).is_relative_to(nodes)]
 
 

@@ -19,7 +19,7 @@ from holdfast.adapters.dcp import HoldfastReader, HoldfastWriter
 from holdfast.adapters.nebula import interface, tag_index
 from holdfast.checkpoint.home import documents, newest
 from holdfast.checkpoint.restore import parts, verify
-from holdfast.checkpoint.store import direct_io, local
+from holdfast.checkpoint.store import direct_io, local, lookup
 from holdfast.cli import main, replay
 from holdfast.errors import Denied, NotFound, ResumeWarning, RetryLater
 
@@ -45,7 +45,7 @@ class Disk:
 
     def __init__(self, patch: pytest.MonkeyPatch, step: int, number: int, times: int, call: str) -> None:
         self.step, self.number, self.left, self.failed, self.call = step, number, times, 0, call
-        real_open, real_read, real_read_whole = local.open_regular, direct_io.read, direct_io.read_whole
+        real_open, real_read, real_read_whole = lookup.open_regular, direct_io.read, direct_io.read_whole
 
         def open_regular(folder_fd: int, name: str, flags: int) -> int:
             fd = real_open(folder_fd, name, flags)
@@ -64,7 +64,7 @@ class Disk:
                 self._fail(str(fd))
             return real_read_whole(fd, num_bytes)
 
-        patch.setattr(local, "open_regular", open_regular)
+        patch.setattr(lookup, "open_regular", open_regular)
         patch.setattr(direct_io, "read", read)
         patch.setattr(direct_io, "read_whole", read_whole)
 

@@ -59,12 +59,7 @@ def copy_part(room: memoryview, inside: Shard, offset: int, view: memoryview) ->
 
 
 def read_slices(
-    parts: Parts,
-    wanted: Sequence[str],
-    rank: int,
-    *,
-    slice_bytes: int = SLICE_BYTES,
-    num_threads: int = 4,
+    parts: Parts, wanted: Sequence[str], rank: int, *, slice_bytes: int = SLICE_BYTES, num_threads: int = 4
 ) -> Iterator[TensorSlice]:
     """Yield all bytes of tensors in the given order, each from first to last.
 

@@ -12,15 +12,9 @@ import torch
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from holdfast.checkpoint.format import containers
 from holdfast.checkpoint.format.composites import DTENSOR, SavedTensor, shown_type
-from holdfast.checkpoint.format.containers import (
-    NAMESPACES,
-    ContainerKind,
-    field_names,
-    is_dataclass,
-    is_named_tuple,
-    kind_of,
-)
+from holdfast.checkpoint.format.containers import ContainerKind
 from holdfast.checkpoint.format.values import (
     NAMED_TYPES,
     EntryRef,
@@ -77,7 +71,7 @@ class Fitting(Struct):
             return self._fit_fields(saved, live, path, is_here=is_here)
         if kind is collections.defaultdict and type(live) is not kind:
             raise _misfit(path, "collections.defaultdict", live)
-        container = kind_of(saved)
+        container = containers.kind_of(saved)
         if container is None or type(live) is not kind:
             if is_here and holds_entry(live):
                 return live
@@ -138,7 +132,7 @@ class Fitting(Struct):
 
     def _kept(self, saved: Any, left: dict[Any, Any], path: str) -> dict[Any, Any]:
         """Return the live items of a container that stay in it, of those that are not saved."""
-        if isinstance(saved, NAMESPACES):
+        if isinstance(saved, containers.NAMESPACES):
             self.missing += [f"{path}.{name}" for name in left]
             return left
         held = [step for step, item in left.items() if holds_entry(item)]
@@ -151,12 +145,16 @@ class Fitting(Struct):
         self, saved: SavedNamedTuple | SavedDataclass, live: Any, path: str, *, is_here: bool
     ) -> Any:
         """Return a value of the live type. Fields that only one side has are recorded."""
-        is_same = is_named_tuple(live) if isinstance(saved, SavedNamedTuple) else is_dataclass(live)
-        container = kind_of(live)
+        is_same = (
+            containers.is_named_tuple(live)
+            if isinstance(saved, SavedNamedTuple)
+            else containers.is_dataclass(live)
+        )
+        container = containers.kind_of(live)
         if container is None or not is_same or not has_name(type(live), saved.type):
             raise _misfit(path, saved.type, live)
         new = dict(container.items(live))
-        names = list(new) if isinstance(saved, SavedNamedTuple) else field_names(live)
+        names = list(new) if isinstance(saved, SavedNamedTuple) else containers.field_names(live)
         items = dict(saved.fields)
         self.unexpected += [f"{path}.{name}" for name in items if name not in names]
         self.missing += [f"{path}.{name}" for name in names if name not in items]
@@ -194,7 +192,7 @@ def _example(saved: Any, others: Iterable[Any], factory: Any) -> Any:
         found = next((one for one in others if has_name(type(one), saved.type)), _ABSENT)
     elif isinstance(saved, SavedTensor):
         found = next((one for one in others if misfit(saved, one) is None), _ABSENT)
-    elif kind_of(saved) is not None or type(saved) in (set, frozenset):
+    elif containers.kind_of(saved) is not None or type(saved) in (set, frozenset):
         found = next((one for one in others if type(one) is type(saved)), _ABSENT)
     else:
         return _ABSENT
@@ -310,7 +308,7 @@ class Updates(Struct):
         """Return the value to use from now on: `live` if it could be made equal in place, else `new`."""
         if live is new or type(live) is not type(new):
             return new
-        kind = kind_of(live)
+        kind = containers.kind_of(live)
         if isinstance(live, tuple) and kind is not None:
             return self._update_items(kind, live, new)
         if kind is None and not isinstance(live, (set, bytearray)) and not _is_array(live):
@@ -328,7 +326,7 @@ class Updates(Struct):
         pairs = [(step, self.update(places[step], item) if step in places else item) for step, item in items]
         are_same = all(step in places and item is places[step] for step, item in pairs)
         is_same = are_same and len(pairs) == len(places)
-        if is_same and (kind.refill is None or is_dataclass(live)):
+        if is_same and (kind.refill is None or containers.is_dataclass(live)):
             return live  # with what its cached properties have computed
         is_longer = isinstance(live, collections.deque) and live.maxlen != new.maxlen
         if kind.refill is None or is_longer:
@@ -370,7 +368,7 @@ def is_equal(value: Any, other: Any) -> bool:
         return False
     if isinstance(value, torch.Tensor):
         return value.dtype is other.dtype and value.shape == other.shape and torch.equal(value, other)
-    if (kind := kind_of(value)) is not None:
+    if (kind := containers.kind_of(value)) is not None:
         pairs, others = kind.items(value), kind.items(other)
         return len(pairs) == len(others) and all(
             a[0] == b[0] and is_equal(a[1], b[1]) for a, b in zip(pairs, others, strict=True)

@@ -16,16 +16,9 @@ from holdfast.checkpoint.format.layout import FillTarget, Region
 from holdfast.checkpoint.format.manifest import Tensor
 from holdfast.checkpoint.format.nesting import is_under
 from holdfast.checkpoint.format.values import decode
+from holdfast.checkpoint.state import sharding
 from holdfast.checkpoint.state.composites import set_content, take_apart
 from holdfast.checkpoint.state.fitting import GONE, Fitting, Misfit, Updates, misfit, needs_live
-from holdfast.checkpoint.state.sharding import (
-    is_divided,
-    local_of,
-    make_real,
-    parts_like,
-    shape_of,
-    shards_of,
-)
 from holdfast.checkpoint.state.tensors import (
     PLAIN,
     RAW,
@@ -215,13 +208,15 @@ class Load:
         """Plan to read this rank's part of a saved tensor, which is split as `model`, into new memory."""
         device = self.device_of(model)
         sources = self.read(name, device, [region for _, region in self._parts_of(model, label)])
-        return lambda: parts_like(
+        return lambda: sharding.parts_like(
             [source().to(device) for source in sources], model, self.dtype(name), device
         )
 
     def read_as(self, name: str, model: torch.Tensor, label: str) -> Maker:
         """Plan to read a saved tensor into new memory: split as a model of its shape, or whole."""
-        if (is_divided(model) or is_sharded_tensor(model)) and shape_of(model) == self.shape(name):
+        if (sharding.is_divided(model) or is_sharded_tensor(model)) and sharding.shape_of(
+            model
+        ) == self.shape(name):
             return self.read_like(name, model, label)
         self.read(name)
         return partial(self.tensor, name)
@@ -249,7 +244,7 @@ class Load:
         is_own = is_local_shard(live) and self._is_own(name, live)
         parts = self._parts_of(live, label, is_own=is_own)
         self.used.add(name)
-        self.written[label] = local_of(live)
+        self.written[label] = sharding.local_of(live)
         saved = self.tied.get(name, name)
         if live.device.type == "meta":
             self._make_real(name, live, [region for _, region in parts], label)
@@ -278,7 +273,7 @@ class Load:
         is_known = type(live) in PLAIN or is_dtensor(live) or is_sharded_tensor(live)
         if not is_known or live.layout is not torch.strided:
             raise unfillable(live, label)
-        expected, found = shape_of(live), self.shape(name)
+        expected, found = sharding.shape_of(live), self.shape(name)
         if expected != found and not self._is_own(name, live):
             raise InvalidInput(
                 f"{label} has shape {list(expected)} in the live state but {list(found)} in the checkpoint. "
@@ -300,12 +295,12 @@ class Load:
         if type(live) in PLAIN and (is_own or not is_local_shard(live)):
             return [(live, None)]
         try:
-            local, shards = local_of(live), shards_of(live, self._rank)
+            local, shards = sharding.local_of(live), sharding.shards_of(live, self._rank)
         except Unsupported as error:
             raise unfillable(live, label, str(error)) from error
         if type(local) not in PLAIN or local.layout is not torch.strided:
             raise unfillable(local, label)
-        whole = Region.whole(shape_of(live))
+        whole = Region.whole(sharding.shape_of(live))
         if not shards and not is_local_shard(live):  # its sharding has other ranks only
             return [(local, Region(whole.offsets, whole.offsets))]
         return [(shard, None if region == whole else region) for shard, region in shards]
@@ -338,7 +333,7 @@ class Load:
         Return a function that returns `live` with the saved values after filling, or a new tensor if they
         differ from those that the others have there; None if `live` shares no memory or is not plain.
         """
-        is_plain = type(live) is torch.Tensor and not live.requires_grad and not is_divided(live)
+        is_plain = type(live) is torch.Tensor and not live.requires_grad and not sharding.is_divided(live)
         if not is_plain or self.tied.get(name, name) in self._parts:
             return None
         if tuple(live.shape) != self.shape(name) or live.dtype is not self.dtype(name):
@@ -387,7 +382,9 @@ class Load:
         is_shared = self.tied.get(name, name) in self._claimed
         sources = self.read(name, device, regions)
         if not is_second:
-            self.add_step(LoadPhase.SWAP, lambda: make_real(live, sources, device, label, copy=is_shared))
+            self.add_step(
+                LoadPhase.SWAP, lambda: sharding.make_real(live, sources, device, label, copy=is_shared)
+            )
         elif not is_shared:
             self.notes.append(f"{label}: {_UNTIED}")
 

@@ -104,13 +104,7 @@ class ObjectStore(Store):
         self._put_parts(name, exactly(name, parts, num_bytes), num_bytes, if_absent=if_absent)
 
     def put_compressed(
-        self,
-        name: str,
-        base: CheckpointId | None,
-        parts: Iterable[Buffer],
-        num_bytes: int,
-        *,
-        if_absent: bool,
+        self, name: str, base: CheckpointId | None, parts: Iterable[Buffer], size: int, *, if_absent: bool
     ) -> None:
         """Put the compressed form of a data file, see `format/compression.py`, as `put_parts`.
 

@@ -39,7 +39,7 @@ def main() -> int:
     """Start a process in a namespace for each rate, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=[5.0, 20.0], help="of the link, in MB/s")
-    parser.add_argument("--out", type=Path, help="default results/slow_link_<hardware>_<date>.json")
+    parser.add_argument("--out", type=Path, help="default results/slowlink_<hardware>_<date>.json")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # the results of one rate
     options = parser.parse_args()
     if options.inside is not None:
@@ -47,7 +47,7 @@ def main() -> int:
         return 0
     facts = machine.describe(HERE)
     rows = [row | {"link_mb_s": rate} for rate in options.rates for row in _behind_link(rate)]
-    path = options.out or machine.results_path("slow_link", facts)
+    path = options.out or machine.results_path("slowlink", facts)
     path.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
     names = (
         "link, MB/s",

@@ -305,6 +305,30 @@ def render_delta(documents: list[dict[str, Any]]) -> str:
     )
 
 
+def render_slow_link(documents: list[dict[str, Any]]) -> str:
+    """The Markdown of `slow_link.py`: a line for each link, with and without compression."""
+    document = documents[0]
+    names = [
+        "link",
+        "compressed",
+        "file",
+        "sent for a save",
+        "in home after",
+        "time of a core",
+        "restored in",
+    ]
+    found = [
+        [
+            f"{row['link_mb_s']:.0f} MB/s",
+            "yes" if row["compress"] else "no",
+            *(f"{row[key]:.0f} MB" for key in ("plain_mb", "sent_mb")),
+            *(f"{row[key]:.1f} s" for key in ("in_home_s", "core_s", "restore_s")),
+        ]
+        for row in document["rows"]
+    ]
+    return f"_{columns.facts(document['machine'], rounds=None)}_\n\n" + _table(names, found)
+
+
 def render_simulated(documents: list[dict[str, Any]]) -> str:
     """The Markdown of `simulate.py`: goodput by interval and way, and the simulation beside the replays."""
     document = documents[0]
@@ -447,6 +471,7 @@ RENDERERS = {
         }
     ),
     "delta": render_delta,
+    "slowlink": render_slow_link,
     "simulated": render_simulated,
     "standby": render_numbers(
         {

@@ -1,7 +1,8 @@
 """Saves into a bucket behind a slow link, as they are and with `Home(compress=True)`, and restores from it.
 
-A small GPT trains on the text of docs/ and saves every 10 steps. The link is the loopback device of a network
-namespace, whose rate `tc` bounds: this needs root, or a kernel that allows user namespaces.
+A small GPT trains on the text of docs/, in fp32, or in bf16 at a low learning rate, and saves every 10 steps.
+The link is the loopback device of a network namespace, whose rate `tc` bounds: this needs root, or a kernel
+that allows user namespaces.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ from tests.servers import ministack
 
 HERE = Path(__file__).resolve().parent
 EVERY, SAVES, WIDTH = 10, 6, 512
+TRAININGS = {"fp32": ("fp32", RATES[0]), "bf16, low learning rate": ("bf16", RATES[1])}
 console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 160)
 
 
 def main() -> int:
     """Start a process in a namespace for each rate, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rates", type=float, nargs="+", default=[5.0, 20.0], help="of the link, in MB/s")
+    parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="of the link, in MB/s")
     parser.add_argument("--out", type=Path, help="default results/slowlink_<hardware>_<date>.json")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # the results of one rate
     options = parser.parse_args()
     if options.inside is not None:
-        options.inside.write_text(json.dumps([_measure(compress=compress) for compress in (False, True)]))
+        ways = itertools.product(TRAININGS, (False, True))
+        options.inside.write_text(json.dumps([_measure(name, compress=compress) for name, compress in ways]))
         return 0
     facts = machine.describe(HERE)
     rows = [row | {"link_mb_s": rate} for rate in options.rates for row in _behind_link(rate)]
@@ -61,7 +64,7 @@ def main() -> int:
     table = Table(*names)
     for row in rows:
         table.add_row(
-            f"{row['link_mb_s']:.0f} MB/s", "yes" if row["compress"] else "no",
+            row["training"], f"{row['link_mb_s']:.0f} MB/s", "yes" if row["compress"] else "no",
             *(f"{row[key]:.0f} MB" for key in ("plain_mb", "sent_mb")),
             *(f"{row[key]:.1f} s" for key in ("in_home_s", "core_s", "restore_s")),
         )  # fmt: skip
@@ -80,12 +83,12 @@ def _behind_link(rate: float) -> list[dict[str, Any]]:
         return json.loads(out.read_text())
 
 
-def _measure(*, compress: bool) -> dict[str, Any]:
+def _measure(name: str, *, compress: bool) -> dict[str, Any]:
     """Return means over the saves after the third: the first measures the link, the second is a base."""
     with tempfile.TemporaryDirectory() as folder, ministack() as server:
         os.environ.update(server.env)
         home = Home(server.home("run", timeout="600"), compress=compress)
-        steps = train("fp32", RATES[0], 0, WIDTH)
+        steps = train(*TRAININGS[name], 0, WIDTH)
         _, model, optimizer = next(steps)
         state, found = {"model": model, "optimizer": optimizer}, []
         with Checkpointer(home, state, local=Local(Path(folder) / "local"), quiet=True) as checkpointer:
@@ -107,7 +110,13 @@ def _measure(*, compress: bool) -> dict[str, Any]:
         (*_, file) = sorted(Path(folder).rglob("*.safetensors"))
         plain_mb = file.stat().st_size / 1e6
     in_home_s, core_s, sent = (sum(column) / len(column) for column in zip(*found[3:], strict=True))
-    row = {"compress": compress, "plain_mb": plain_mb, "sent_mb": sent / 1e6, "in_home_s": in_home_s}
+    row = {
+        "training": name,
+        "compress": compress,
+        "plain_mb": plain_mb,
+        "sent_mb": sent / 1e6,
+        "in_home_s": in_home_s,
+    }
     return row | {"core_s": core_s, "restore_s": restore_s, "saves": found}
 
 

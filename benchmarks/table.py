@@ -319,6 +319,7 @@ def render_slow_link(documents: list[dict[str, Any]]) -> str:
     ]
     found = [
         [
+            row["training"],
             f"{row['link_mb_s']:.0f} MB/s",
             "yes" if row["compress"] else "no",
             *(f"{row[key]:.0f} MB" for key in ("plain_mb", "sent_mb")),

@@ -39,7 +39,7 @@ def _pairs(data: bytes, base: bytes | None, size: int) -> list[tuple[memoryview,
 
 
 def _read(whole: bytes, plain_bytes: int, base: bytes | None, size: int) -> bytes:
-    index = whole[len(whole) - index_bytes(plain_bytes) :]
+    index = bytearray(whole[len(whole) - index_bytes(plain_bytes) :])
     found = b""
     for number, block in enumerate(read_index(index, plain_bytes, len(whole), "a")):
         at = number * size
@@ -98,4 +98,4 @@ def test_a_frame_that_announces_a_huge_size_is_refused_before_memory_is_taken() 
 @pytest.mark.parametrize("index", [b"\xff\xff\xff\xff\x01", b"\x01\x00\x00\x00\x03", b"\x01\x00\x00\x00\x04"])
 def test_an_index_that_does_not_describe_its_object_is_refused(index: bytes) -> None:
     with pytest.raises(Corrupt):
-        read_index(index, 1000, 1000, "a")
+        read_index(bytearray(index), 1000, 1000, "a")

@@ -22,6 +22,9 @@ BLOCK_BYTES = 4 << 20
 """Plain bytes of each block but the last."""
 _SAMPLE_BYTES = 32 << 10
 """Bytes in the middle of a block that each method is tried on."""
+_WORTH = (
+    0.8  # size of a difference, as a share of the block alone, from which on it is not worth reading a base
+)
 _LEVEL = 1  # higher ones take three times as long for one hundredth of the bytes
 _ENTRY = struct.Struct("<IB")  # of the index: compressed bytes of a block, and its method
 _PLAIN = 0  # method of a block that does not get smaller; the others are a width, perhaps with the flag below
@@ -61,12 +64,13 @@ def _compress_block(block: memoryview, base: memoryview | None) -> tuple[int, by
     variants = {0: block}
     if base is not None and len(base) == len(block):
         variants[_DIFFERENCE] = _difference(block, base)
-    middle = len(block) // 2 // 8 * 8  # where numbers begin
-    sample = slice(middle, middle + _SAMPLE_BYTES)
-    method = min(
-        (flag | width for flag in variants for width in _WIDTHS),
-        key=lambda method: len(_encode(variants[method & _DIFFERENCE][sample], method & ~_DIFFERENCE)),
-    )
+    middle = slice(len(block) // 16 * 8, len(block) // 16 * 8 + _SAMPLE_BYTES)  # from where a number begins
+    sizes = {
+        flag | width: len(_encode(variant[middle], width)) / (_WORTH if flag else 1)
+        for flag, variant in variants.items()
+        for width in _WIDTHS
+    }
+    method = min(sizes, key=sizes.__getitem__)
     data = _encode(variants[method & _DIFFERENCE], method & ~_DIFFERENCE)
     return (method, data) if len(data) < len(block) else (_PLAIN, bytes(block))
 
@@ -81,9 +85,7 @@ def _difference(block: memoryview, base: memoryview) -> memoryview:
     return (np.frombuffer(block, np.uint8) ^ np.frombuffer(base, np.uint8)).data
 
 
-def read_index(
-    index: bytes | bytearray, plain_bytes: int, object_bytes: int, what: str
-) -> list[CompressedBlock]:
+def read_index(index: bytearray, plain_bytes: int, object_bytes: int, what: str) -> list[CompressedBlock]:
     """Return the places of all blocks, checked against the size of the object.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # imports numpy and zstandard, which only compressed files ne
     from holdfast.checkpoint.format.compression import CompressedBlock
 
 _NO_BASE = "none"
+_CACHED_BLOCKS = 8  # of 4 MiB: reads begin and end in the middle of blocks
 _STORED = re.compile(
     r"(?P<name>.+\.safetensors)\.zst-(?P<size>[1-9]\d{0,15})-"
     rf"(?:{_NO_BASE}|a(?P<attempt>\d{{4,9}})-(?P<step>\d{{8,15}}))"
@@ -63,6 +65,7 @@ class CompressedFiles:
     ) -> None:
         self._list_folder, self._read = list_folder, read
         self.files: dict[str, CompressedFile] = {}  # by the name of the plain file
+        self._block = lru_cache(_CACHED_BLOCKS)(self._read_block)
         self._blocks: dict[str, list[CompressedBlock]] = {}  # by the name of the object
 
     def plain(self, entries: Iterable[ObjectInfo]) -> Iterator[ObjectInfo]:
@@ -96,35 +99,33 @@ class CompressedFiles:
             Corrupt: they are damaged, or lack their base.
             Unsupported: a library is not installed.
         """
-        compression = load_compression(name)
-        size, end = compression.BLOCK_BYTES, offset + len(buffer)
+        size, end = load_compression(name).BLOCK_BYTES, offset + len(buffer)
         if end > file.plain_bytes:
             raise ends_early(name, name, file.plain_bytes, offset, len(buffer))
+        for number in range(offset // size, -(-end // size)):
+            plain, at = self._block(file, number), number * size
+            start, stop = max(at, offset), min(at + size, end)
+            buffer[start - offset : stop - offset] = plain[start - at : stop - at]
+
+    def _read_block(self, file: CompressedFile, number: int) -> memoryview:
+        compression = load_compression(file.stored)
         if (blocks := self._blocks.get(file.stored)) is None:
             index = bytearray(min(compression.index_bytes(file.plain_bytes), file.num_bytes))
             self._read(file.stored, file.num_bytes - len(index), memoryview(index))
             blocks = compression.read_index(index, file.plain_bytes, file.num_bytes, file.stored)
             self._blocks[file.stored] = blocks
-        needed = range(offset // size, -(-end // size))
-        begin = blocks[needed.start].start if needed else 0
-        data = memoryview(bytearray(sum(blocks[number].num_bytes for number in needed)))
-        self._read(file.stored, begin, data)
-        for number in needed:
-            block, at = blocks[number], number * size
-            num_bytes = min(size, file.plain_bytes - at)
-            base = self._read_base(name, file.base, at, num_bytes) if block.needs_base else None
-            packed = data[block.start - begin :][: block.num_bytes]
-            plain = compression.decompress(packed, block, num_bytes, base, file.stored)
-            start, stop = max(at, offset), min(at + num_bytes, end)
-            buffer[start - offset : stop - offset] = plain[start - at : stop - at]
-
-    def _read_base(self, name: str, base: str, offset: int, num_bytes: int) -> memoryview:
-        buffer = memoryview(bytearray(num_bytes))
-        try:
-            self._read(base, offset, buffer)
-        except NotFound as error:
-            raise Corrupt(f"{name} consists of differences to {base}, which is missing.", key=name) from error
-        return buffer
+        block, at = blocks[number], number * compression.BLOCK_BYTES
+        data = memoryview(bytearray(block.num_bytes))
+        self._read(file.stored, block.start, data)
+        num_bytes = min(compression.BLOCK_BYTES, file.plain_bytes - at)
+        base = memoryview(bytearray(num_bytes)) if block.needs_base else None
+        if base is not None:
+            try:
+                self._read(file.base, at, base)
+            except NotFound as error:
+                message = f"{file.stored} consists of differences to {file.base}, which is missing."
+                raise Corrupt(message, key=file.stored) from error
+        return compression.decompress(data, block, num_bytes, base, file.stored)
 
     def unused_bases(self, listed: Iterable[ObjectInfo], attempt: int) -> list[str]:
         """Return the bases in a listing of all objects that no file in it, and none to come, refers to.

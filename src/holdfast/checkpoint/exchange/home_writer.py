@@ -17,14 +17,7 @@ from holdfast.checkpoint.format.layout import FileLayout, Shard, check_name, lay
 from holdfast.checkpoint.format.manifest import Manifest
 from holdfast.checkpoint.format.names import CheckpointId
 from holdfast.checkpoint.format.part import DataFile
-from holdfast.checkpoint.home.claim import (
-    check_run,
-    claim_attempt,
-    new_run,
-    newest_attempt,
-    note_saved,
-    read_run,
-)
+from holdfast.checkpoint.home import claim
 from holdfast.checkpoint.home.commit import make_manifest
 from holdfast.checkpoint.home.documents import read_part
 from holdfast.checkpoint.home.history import History
@@ -77,8 +70,8 @@ def write_home(
     shards = [tensor.shard for tensor in source]
     layout = lay_out(shards, 0)
     refuse_existing_home(store)
-    this_run = read_run(store) or new_run()  # written last
-    attempt = claim_attempt(store, this_run.id, world_size=1).number
+    this_run = claim.read_run(store) or claim.new_run()  # written last
+    attempt = claim.claim_attempt(store, this_run.id, world_size=1).number
     try:
         refuse_existing_home(store)  # again, because later imports and runs see the claim
         store.sweep()
@@ -97,7 +90,7 @@ def write_home(
             delete_files(store, written)  # the manifest first, so that nothing incomplete is ever visible
             store.delete(names.attempt(attempt))
         raise
-    note_saved(store, this_run.id, CheckpointId(attempt=attempt, step=step))
+    claim.note_saved(store, this_run.id, CheckpointId(attempt=attempt, step=step))
     with suppress(HoldfastError):  # the checkpoint is complete; the next start of the run writes it too
         store.put(names.RUN, run.document(this_run), if_absent=True)
     with suppress(HoldfastError):  # they do no harm, and `holdfast rm --incomplete` deletes them
@@ -139,7 +132,7 @@ def refuse_existing_home(store: Store) -> None:
 
 
 def _check_not_overtaken(store: Store, attempt: int) -> None:
-    newest = newest_attempt(store)
+    newest = claim.newest_attempt(store)
     if newest > attempt:
         raise Conflict(
             f"Another import or a training run has started in {store.url} during this import (attempt "
@@ -171,7 +164,7 @@ def _file_parts(
 def copy_checkpoint(source: Store, target: Store, saved: Manifest) -> None:
     """Copy a checkpoint into an empty place, and verify every byte on the way, one block at a time."""
     step, attempt = saved.step, saved.attempt
-    check_run(target, saved.run)
+    claim.check_run(target, saved.run)
     for rank in range(saved.world_size):
         found = read_part(source, saved, rank)
         files = {names.data(step, attempt, rank): found.file, names.frozen(step, attempt, rank): found.frozen}

@@ -11,7 +11,7 @@ import holdfast
 from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
-from holdfast.watch.hang.incidents import describe_groups, describe_odd
+from holdfast.watch.hang.incidents import describe_groups, describe_odd, group_ranks
 from holdfast.watch.report import style
 from holdfast.watch.report.curves import Curve, Point
 from holdfast.watch.report.interruptions import Interruption, Span
@@ -359,7 +359,9 @@ def hangs(found: RunSummary) -> WatchFigure:
         step, stalled_s = min(one.step for one in hang.ranks), max(one.stalled_s for one in hang.ranks)
         place = describe_odd(hang.ranks)
         rows.append((hang.unix_s, hang.attempt, step, len(hang.ranks), stalled_s, end, cost_s, place))
-    newest = "\n\n".join(line for hang in found.hangs[-1:] for line in describe_groups(hang.groups))
+    newest = "\n\n".join(
+        line for hang in found.hangs[-1:] for line in describe_groups(group_ranks(hang.ranks))
+    )
     lead, note = f"{plural(len(rows), 'hang')}. ", f"\n\nThe newest one:\n\n{newest}"
     return style.make_figure("hangs", rows, lead=lead, note=note)
 

@@ -104,7 +104,7 @@ def test_each_deviation_makes_its_claim_fail(
 
 
 def test_recoveries_are_found_in_the_outcome(outcome: DemoOutcome) -> None:
-    recoveries = find_recoveries(outcome)
+    recoveries = list(find_recoveries(outcome))
     assert [recovery.steps_lost for recovery in recoveries] == [1, 3, 0]
     assert [recovery.passed_over for recovery in recoveries] == [False, True, False]
     assert [recovery.back_s for recovery in recoveries] == [1.0, 1.0, 1.0]

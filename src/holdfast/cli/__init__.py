@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from holdfast import __version__
@@ -152,29 +153,19 @@ def _discard_output_that_cannot_be_written() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-@contextlib.contextmanager
-def _escaped(command: str) -> Iterator[None]:
+def _escaped(command: str) -> AbstractContextManager[object]:
     """Escape control characters in the output of a command, unless its output is raw."""
     if command in _RAW:
-        yield
-        return
+        return contextlib.nullcontext()
     from holdfast.cli.tables import Printable
 
-    out = sys.stdout
-    sys.stdout = Printable(out)  # pyright: ignore[reportAttributeAccessIssue] it writes text
-    try:
-        yield
-    finally:
-        sys.stdout = out
+    return contextlib.redirect_stdout(Printable(sys.stdout))
 
 
-@contextlib.contextmanager
-def _limited(args: argparse.Namespace) -> Iterator[None]:
+def _limited(args: argparse.Namespace) -> AbstractContextManager[object]:
     """Apply `--patience`, if the command has that option, to all requests in the block."""
     if not hasattr(args, "patience"):
-        yield
-        return
+        return contextlib.nullcontext()
     from holdfast.checkpoint.store.command_limit import command_limit
 
-    with command_limit.limited(args.patience, print_note):
-        yield
+    return command_limit.limited(args.patience, print_note)

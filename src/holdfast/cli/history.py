@@ -90,8 +90,9 @@ def _number(row: Event, name: str) -> float:
     return value if isinstance(value, (int, float)) else 0
 
 
-def _size(row: Event) -> str | None:
-    return format_bytes(num_bytes) if (num_bytes := _number(row, "bytes")) else None
+def _amount(name: str, form: Callable[[float], str]) -> Callable[[Event], str | None]:
+    """Return the function that formats a number of a row, which may be missing."""
+    return lambda row: form(value) if (value := _number(row, name)) else None
 
 
 def _span(name: str) -> Callable[[Event], str | None]:
@@ -110,10 +111,6 @@ def _with_speed(event: Event) -> Event:
     return {**event, "tier": tier_of(event), "bytes_per_s": speed}
 
 
-def _seconds(event: Event) -> str | None:
-    return format_duration(seconds) if (seconds := _number(event, "seconds")) else None
-
-
 _EVENT_TABLE = (
     Column("TIME", lambda event: format_time(event["t"])),
     Column("ATTEMPT", lambda event: event.get("attempt"), "right"),
@@ -121,8 +118,8 @@ _EVENT_TABLE = (
     Column("EVENT", lambda event: event.get("event")),
     Column("STEP", lambda event: event.get("step"), "right"),
     Column("TIER", lambda event: event.get("tier"), spare=3),
-    Column("SIZE", _size, "right"),
-    Column("SECONDS", _seconds, "right"),
+    Column("SIZE", _amount("bytes", format_bytes), "right"),
+    Column("SECONDS", _amount("seconds", format_duration), "right"),
     Column("GB/S", _speed, "right", spare=1),
     Column("DETAIL", lambda event: event.get("detail") or "", "text"),
 )
@@ -157,7 +154,7 @@ _SAVE_TABLE = (
     Column("ATTEMPT", itemgetter("attempt"), "right", spare=3),
     Column("TIER", itemgetter("tier")),
     Column("TIME", lambda row: format_time(row["t"])),
-    Column("SIZE", _size, "right"),
+    Column("SIZE", _amount("bytes", format_bytes), "right"),
     Column("BLOCKED", _span("blocked_s"), "right"),
     Column("STAGED", _span("staged_s"), "right", spare=1),
     Column("WRITTEN IN", _span("write_s"), "right", spare=2),

@@ -232,10 +232,8 @@ def _attach(engine: RecordedEngine, job: Job, args: argparse.Namespace) -> int:
         wanted = OutputSelection(follow=True, is_timed=True, with_changes=True)
         print_output(job, wanted, is_json=args.json)
     except KeyboardInterrupt:
-        print(
-            f"\nholdfast: job {job.id} is still running; to see its output: holdfast logs {job.id} -f",
-            file=sys.stderr,
-        )
+        print(file=sys.stderr)
+        print_note(f"job {job.id} is still running; to see its output: holdfast logs {job.id} -f")
         return 0
     ended = engine.job(job.id)
     if args.json:

@@ -62,7 +62,8 @@ def _padded(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[st
 def _print_lines(lines: Sequence[str]) -> None:
     """Print a heading, bold on a terminal, and the rows below."""
     heading = f"\x1b[1m{lines[0]}\x1b[0m" if sys.stdout.isatty() else lines[0]
-    styled(sys.stdout).write(f"{heading}\n")
+    out = sys.stdout.out if isinstance(sys.stdout, Printable) else sys.stdout  # it leaves the style as it is
+    out.write(f"{heading}\n")
     print("".join(f"{line}\n" for line in lines[1:]), end="", flush=True)
 
 
@@ -109,11 +110,6 @@ class Printable(io.TextIOBase):
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] read-only here
         """Encoding of the wrapped stream."""
         return self.out.encoding
-
-
-def styled(out: TextIO) -> TextIO:
-    """Return the stream that writes escape sequences unchanged."""
-    return out.out if isinstance(out, Printable) else out
 
 
 def write_output(path: str, text: str, what: str) -> None:

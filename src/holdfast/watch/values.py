@@ -307,11 +307,8 @@ def not_finite(checked: Iterable[TensorHealth]) -> list[str]:
     return [f"NaN or infinity in {', '.join(name[:100] for name in names)}{more}"]
 
 
-def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
-    """Return the norms that differ too much from those before."""
-    if len(before) < _MIN_BEFORE:
-        return []
-    found: list[str] = []
+def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> Iterator[str]:
+    """Yield the norms that differ too much from those before."""
     for name, now, earlier, limit in (
         ("parameters", squares.parameters, [one.parameters for one in before], _MAX_GROWTH),
         ("optimizer state", squares.moments, [one.moments for one in before], _MAX_MOMENT_GROWTH),
@@ -322,8 +319,7 @@ def _out_of_reason(squares: Squares, before: Sequence[Squares]) -> list[str]:
             continue
         ratio = math.sqrt(now) / usual
         if ratio > limit or (name == "parameters" and ratio < 1 / limit):
-            found.append(f"the norm of the {name} is {math.sqrt(now):.4g}, usually {usual:.4g}")
-    return found
+            yield f"the norm of the {name} is {math.sqrt(now):.4g}, usually {usual:.4g}"
 
 
 _WHAT = "the section of finite values"

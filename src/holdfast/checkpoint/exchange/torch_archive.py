@@ -186,9 +186,6 @@ class _FileRange(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = 0, /) -> int:
         self._at = max(0, offset + (0, self._at, self._length)[whence])
         return self._at
@@ -267,9 +264,6 @@ class _ArchiveFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._out.tell() - self._base
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         return self._out.seek(offset + (0 if whence else self._base), whence) - self._base

@@ -22,7 +22,7 @@ from holdfast.checkpoint.exchange import safe_unpickler
 from holdfast.checkpoint.exchange.safe_unpickler import check_pickle
 from holdfast.checkpoint.exchange.source import RegionReader, Source, SourceTensor, file_reader, read_range
 from holdfast.checkpoint.exchange.torch_archive import check_layout, locate_tensor
-from holdfast.checkpoint.exchange.trees import flatten, is_named_tensor, is_state_dict, nest, select
+from holdfast.checkpoint.exchange.trees import flatten, nest, select, without_implied
 from holdfast.checkpoint.format.agreement import covers_once
 from holdfast.checkpoint.format.catalog import check_tensor
 from holdfast.checkpoint.format.dtypes import ITEM_BYTES
@@ -268,12 +268,7 @@ class _DcpFolder:
             if flat[name] == {} and inner.tensors:
                 flat[name] = {o.name[len(name) + 1 :]: TensorRef(o.name) for o in inner.tensors}
         nested = nest({self._paths.get(name, (name,)): value for name, value in flat.items()})
-        values = {
-            key: {} if is_state_dict(key, tree) else tree
-            for key, tree in nested.items()
-            if not is_named_tensor(key, tree)
-        }
-        return Source(tuple(tensors), tied, values)
+        return Source(tuple(tensors), tied, without_implied(nested))
 
     def _tensor(self, name: str, entry: safe_unpickler.StandIn) -> SourceTensor:
         shape = tuple(entry.fields["size"])

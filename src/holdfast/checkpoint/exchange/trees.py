@@ -80,24 +80,26 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
 
     for key, item in tree.items():
         try:
-            stripped = Extraction(emit).extract(item, key)
+            values[key] = Extraction(emit).extract(item, key)
         except RecursionError as error:
             raise InvalidInput(
                 f"The value of {key[:60]!r} contains itself, or is nested too deeply. Nothing was imported. "
                 "Save a source without it.",
                 key=key[:60],
             ) from error
-        if not is_named_tensor(key, stripped):
-            values[key] = {} if is_state_dict(key, stripped) else stripped
-    return tensors, tied, values
+    return tensors, tied, without_implied(values)
 
 
-def is_named_tensor(key: str, tree: Any) -> bool:
-    """Return True for a top-level tensor, which its name implies."""
-    return isinstance(tree, TensorRef) and tree.name == key
+def without_implied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return top-level values without tensors, and items of dicts of tensors, that their names imply."""
+    return {
+        key: {} if _is_state_dict(key, tree) else tree
+        for key, tree in values.items()
+        if not (isinstance(tree, TensorRef) and tree.name == key)
+    }
 
 
-def is_state_dict(key: str, tree: Any) -> bool:
+def _is_state_dict(key: str, tree: Any) -> bool:
     """Return True for a dict of tensors under their own names, which the names imply."""
     if type(tree) not in (dict, collections.OrderedDict):
         return False

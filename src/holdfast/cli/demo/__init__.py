@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         screen = Screen(sys.stderr if args.json else sys.stdout, steps=args.steps, home=str(folder))
         screen.show_event(f"all files of the demo are in {home or folder}")
         outcome = Scenario(folder, steps=args.steps, num_bytes=num_bytes, screen=screen, home=home).run()
-        checked, recoveries = check_claims(outcome), find_recoveries(outcome)
+        checked, recoveries = check_claims(outcome), list(find_recoveries(outcome))
     finally:
         if not args.keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+from collections.abc import Iterator
 
 from msgspec import Struct
 
@@ -24,12 +25,11 @@ class Recovery(Struct, frozen=True):
     back_s: float | None  # from the start of the process to the end of its first step
 
 
-def find_recoveries(outcome: DemoOutcome) -> list[Recovery]:
-    """Return the recovery from each failure whose next start has restored a checkpoint."""
-    found: list[Recovery] = []
+def find_recoveries(outcome: DemoOutcome) -> Iterator[Recovery]:
+    """Yield the recovery from each failure whose next start has restored a checkpoint."""
     for attempt, (failed, start) in enumerate(itertools.pairwise(outcome.starts), start=2):
         if (event := outcome.restored(attempt)) and failed.status is not None:
-            recovery = Recovery(
+            yield Recovery(
                 what=failed.failure,
                 at_step=failed.step,
                 status=failed.status,
@@ -39,8 +39,6 @@ def find_recoveries(outcome: DemoOutcome) -> list[Recovery]:
                 restore_s=event["seconds"],
                 back_s=start.first_step_s,
             )
-            found.append(recovery)
-    return found
 
 
 class DemoClaim(Struct, frozen=True):

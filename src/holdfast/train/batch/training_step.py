@@ -275,7 +275,6 @@ class StepBenchmark(Struct, frozen=True):
 
         Ranks: collective if the step is.
         """
-        self._clear()
         with self._within_memory(size):
             if self.device.type != "cuda":
                 return self._host_peak(size)
@@ -294,7 +293,6 @@ class StepBenchmark(Struct, frozen=True):
 
         Ranks: collective if the step is.
         """
-        self._clear()
         with self._within_memory(size):
             batch, times_s = self.make_batch(size), []
             self.step(batch)
@@ -324,7 +322,8 @@ class StepBenchmark(Struct, frozen=True):
 
     @contextlib.contextmanager
     def _within_memory(self, size: int) -> Iterator[None]:
-        """Suppress out-of-memory errors of the block."""
+        """Suppress out-of-memory errors of the block, which begins and ends with all memory free."""
+        self._clear()
         try:
             yield
         except (RuntimeError, MemoryError) as error:

@@ -26,15 +26,8 @@ from holdfast.errors import InvalidInput, ResumeWarning
 from holdfast.system.callsite import warn
 from holdfast.system.rawbytes import view_bytes
 from holdfast.system.units import plural
-from holdfast.train.data.progress import (
-    BatchProgress,
-    Cursor,
-    EpochLayout,
-    GlobalBatch,
-    Pass,
-    Ranges,
-    add_range,
-)
+from holdfast.train.data import progress
+from holdfast.train.data.progress import Cursor, GlobalBatch, Pass, Ranges
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -97,8 +90,8 @@ class Batches(ABC):
                 f"{accumulation_steps=}: it needs at least one unit per rank and accumulation step.",
                 rank=self.rank,
             )
-        self._layout = EpochLayout(batch_size, self._num_shares, drop_last, self._count_units)
-        self._progress = BatchProgress(self._layout)
+        self._layout = progress.EpochLayout(batch_size, self._num_shares, drop_last, self._count_units)
+        self._progress = progress.BatchProgress(self._layout)
         self._newest: weakref.ref[_Epoch] | None = None
         self._has_warned = False
 
@@ -218,7 +211,7 @@ class Batches(ABC):
             start = sum(self._count_units(one) for one in range(epoch))
         skipped: Ranges = ()
         for low, high in state.get("skipped", ()):
-            skipped = add_range(skipped, low, high)
+            skipped = progress.add_range(skipped, low, high)
         self._progress.load(Cursor(epoch, start, start + state["taken"]), skipped)
 
     def _state_of(self, cursor: Cursor) -> dict[str, Any]:

@@ -39,15 +39,12 @@ def free_ranges(ranges: Ranges, start: int, stop: int) -> Iterator[tuple[int, in
         yield start, stop
 
 
-def first_numbers(ranges: Ranges, num: int) -> Ranges:
-    """Return the stretches with the first `num` numbers of some ranges."""
-    taken: list[tuple[int, int]] = []
+def first_numbers(ranges: Ranges, num: int) -> Iterator[tuple[int, int]]:
+    """Yield the stretches with the first `num` numbers of some ranges."""
     for low, high in ranges:
-        if num == 0:
-            break
-        taken.append((low, min(high, low + num)))
-        num -= taken[-1][1] - low
-    return tuple(taken)
+        if num > 0:
+            yield low, min(high, low + num)
+        num -= high - low
 
 
 class Cursor(Struct, frozen=True):
@@ -110,7 +107,7 @@ class EpochLayout(Struct, frozen=True):
         size = self.next_size(num_left)
         if size == 0:
             return None
-        stretches = first_numbers(free, size)
+        stretches = tuple(first_numbers(free, size))
         is_last = self.next_size(num_left - size) == 0
         after = self.move(cursor, end if is_last else stretches[-1][1], skipped)
         return GlobalBatch(cursor, stretches, after)

@@ -11,16 +11,9 @@ import torch
 from msgspec import Struct
 from msgspec.structs import astuple
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 from torch.distributed.tensor import DTensor
 
 from holdfast.checkpoint.ranks import Ranks
@@ -235,9 +228,9 @@ def _make_units(
     for block in blocks:
         if compile:
             block.compile()  # separately: the hooks of the units stay outside and cause no graph breaks
-        fully_shard(block, reshard_after_forward=reshard_after_forward, **policies)
+        fsdp.fully_shard(block, reshard_after_forward=reshard_after_forward, **policies)
     # The backward pass starts right after the forward pass, so freeing the root in between would be wasted.
-    fully_shard(model, reshard_after_forward=False, **policies)
+    fsdp.fully_shard(model, reshard_after_forward=False, **policies)
     if prefetch:
         _prefetch(model, blocks, prefetch)
 
@@ -355,6 +348,7 @@ def shard(
     digest = digest_model(model)
     digests = [ModelDigest(*row) for row in ranks.gather(astuple(digest))]
     source = choose_source(model, digests, weights, ranks)
+    offload = fsdp.CPUOffloadPolicy(pin_memory=device != "cpu") if cpu_offload else fsdp.OffloadPolicy()
     _make_units(
         model,
         blocks.names,
@@ -363,8 +357,8 @@ def shard(
         prefetch=prefetch,
         reshard_after_forward=reshard_after_forward,
         mesh=init_device_mesh(device, layout.mesh_shape, mesh_dim_names=layout.mesh_names),
-        mp_policy=MixedPrecisionPolicy(computed, None if computed is None else torch.float32),
-        offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu") if cpu_offload else OffloadPolicy(),
+        mp_policy=fsdp.MixedPrecisionPolicy(computed, None if computed is None else torch.float32),
+        offload_policy=offload,
     )
     if digest.on_meta:
         materialize(model, device, cpu_offload=cpu_offload)
@@ -387,7 +381,7 @@ def shard(
 def _check_not_sharded(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"shard() takes a torch.nn.Module, got {type(model).__name__}.")
-    wrappers = (FSDPModule, FullyShardedDataParallel, nn.parallel.DistributedDataParallel)
+    wrappers = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel, nn.parallel.DistributedDataParallel)
     for name, module in model.named_modules():
         if isinstance(module, wrappers):
             raise Unsupported(

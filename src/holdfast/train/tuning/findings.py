@@ -12,16 +12,8 @@ from msgspec import Struct
 from holdfast.system.documents import to_plain
 from holdfast.system.units import format_duration, plural
 from holdfast.train.lengths import Padding, compare_paddings
-from holdfast.train.tuning.measurements import (
-    NAMES,
-    CompileVerdict,
-    GraphMeasurements,
-    RowLengths,
-    SourceLine,
-    StepMeasurements,
-    SyncMeasurements,
-    Throughput,
-)
+from holdfast.train.tuning import measurements
+from holdfast.train.tuning.measurements import CompileVerdict, SourceLine, StepMeasurements, Throughput
 
 MIN_WAIT_SHARE = 0.10  # smallest share of a step spent waiting for data that is a finding
 _MIN_SHARE_OF_STEPS = 0.25  # rarer syncs are ordinary logging
@@ -59,7 +51,7 @@ _CHANGES = {
 _OTHERWISE = "Do it every so many steps, or outside of the step."
 
 
-def find_syncs(syncs: SyncMeasurements, step_s: float) -> list[Finding]:
+def find_syncs(syncs: measurements.SyncMeasurements, step_s: float) -> list[Finding]:
     """Find lines that make the host wait in most steps. Occasional syncs are not findings."""
     found = []
     for sync in syncs.found:
@@ -84,7 +76,7 @@ def find_syncs(syncs: SyncMeasurements, step_s: float) -> list[Finding]:
     return found
 
 
-def find_breaks(graphs: GraphMeasurements, syncs: Sequence[Finding]) -> list[Finding]:
+def find_breaks(graphs: measurements.GraphMeasurements, syncs: Sequence[Finding]) -> list[Finding]:
     """Find lines that break the model's graph, merged with syncs of the same line."""
     by_place = {sync.place: sync for sync in syncs}
     costs = f"the model compiles to {plural(graphs.num_graphs, 'graph')}; nothing is fused across a break"
@@ -105,7 +97,7 @@ def exclude_lines(findings: Iterable[Finding], others: Iterable[Finding]) -> lis
     return [one for one in findings if one.place not in taken]
 
 
-def find_recompiles(graphs: GraphMeasurements, num_shapes: int) -> list[Finding]:
+def find_recompiles(graphs: measurements.GraphMeasurements, num_shapes: int) -> list[Finding]:
     """Find functions that are compiled repeatedly."""
     found = []
     for recompile in graphs.recompiles:
@@ -213,7 +205,7 @@ def _compile_with(best: CompileVerdict, steps: StepMeasurements) -> tuple[str, s
 
 def format_verdict(verdict: CompileVerdict) -> str:
     """Format a verdict in a few words."""
-    name = NAMES[verdict.variant]
+    name = measurements.NAMES[verdict.variant]
     if verdict.failure:
         return f"{name}: {verdict.failure}"
     warm_up = format_duration(verdict.warm_up_s)
@@ -233,7 +225,7 @@ class PaddingComparison(Struct, frozen=True):
     others: tuple[Padding, ...]
 
 
-def compare_lengths(lengths: RowLengths | None) -> PaddingComparison | None:
+def compare_lengths(lengths: measurements.RowLengths | None) -> PaddingComparison | None:
     """Return a comparison of paddings on measured lengths, or None for batches without unequal rows."""
     if lengths is None or sum(map(len, lengths.rows)) < _MIN_ROWS:
         return None

@@ -28,20 +28,9 @@ from torch._dynamo.utils import CompilationMetrics, clear_compilation_metrics, g
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.train.tuning import source_lines, tracker
+from holdfast.train.tuning import measurements, source_lines, tracker
 from holdfast.train.tuning.loaders import LoaderMonitor
-from holdfast.train.tuning.measurements import (
-    CompileMeasurements,
-    GraphBreak,
-    GraphMeasurements,
-    HostSync,
-    Recompile,
-    RowLengths,
-    SourceLine,
-    StepMeasurements,
-    StepTiming,
-    SyncMeasurements,
-)
+from holdfast.train.tuning.measurements import SourceLine, StepTiming
 from holdfast.train.tuning.script_profile import RunSpec
 from holdfast.train.tuning.tracker import Call, TrainingInfo, Watcher, Watching
 
@@ -173,13 +162,13 @@ def watch_steps(
                     rows.append(found[0])
                     widths.append(found[1])
     modules = [tracker.unwrap(one.module) for one in training.modules]
-    return StepMeasurements(
+    return measurements.StepMeasurements(
         device=training.device.type,
         steps=tuple(steps),
         call=next((one.place for one in training.modules if one.place is not None), None),
         loader=loader,
         shapes=tuple(shapes),
-        lengths=RowLengths(tuple(rows), tuple(widths)) if rows else None,
+        lengths=measurements.RowLengths(tuple(rows), tuple(widths)) if rows else None,
         compiled_at=compiled_at[0] if compiled_at else None,
         has_random=any(tracker.uses_randomness(module) for module in modules),
         num_blocks=sum(len(tracker.find_layers(module)) for module in modules),
@@ -213,7 +202,7 @@ def watch_syncs(training: TrainingInfo, *, num_steps: int) -> Watching:
     with eagerly, observer, tracker.intercepted(training, observer.follow_call):
         while observer.num_done < num_steps and (yield):
             observer.num_done += 1
-    return SyncMeasurements(training.device.type, observer.num_done, tuple(observer.syncs()))
+    return measurements.SyncMeasurements(training.device.type, observer.num_done, tuple(observer.syncs()))
 
 
 class _SyncObserver(TorchFunctionMode):
@@ -234,13 +223,13 @@ class _SyncObserver(TorchFunctionMode):
         for called in training.modules:
             self._mark((*called.module.parameters(), *called.module.buffers()))
 
-    def syncs(self) -> Iterator[HostSync]:
+    def syncs(self) -> Iterator[measurements.HostSync]:
         """Yield the lines that make the host wait, each with all of its calls."""
         for (kind, place), calls in self._calls.items():
             num_steps = len({step for step, *_ in calls})
             _, _, library, in_forward = calls[0]
             seconds = sum(seconds for _, seconds, *_ in calls)
-            yield HostSync(kind, place, library, num_steps, len(calls), seconds, in_forward)
+            yield measurements.HostSync(kind, place, library, num_steps, len(calls), seconds, in_forward)
 
     def follow_call(self, call: Call) -> Call:
         """Return the function to call instead of that of a module."""
@@ -320,7 +309,7 @@ def watch_graphs(training: TrainingInfo, *, num_steps: int, compiles_itself: boo
 
     If the script compiles by itself, its compilations are only observed. No code is generated in either case.
     """
-    breaks: dict[SourceLine, GraphBreak] = {}
+    breaks: dict[SourceLine, measurements.GraphBreak] = {}
     num_done, num_graphs, failure = 0, 0, ""
 
     def traced(call: Call) -> Call:
@@ -357,7 +346,7 @@ def watch_graphs(training: TrainingInfo, *, num_steps: int, compiles_itself: boo
         _note(breaks, torch._dynamo.utils.graph_break_reasons)
         num_graphs = len({(one.co_filename, one.co_firstlineno, one.co_name) for one in metrics})
     recompiles = tuple(_recompiles(metrics))
-    return GraphMeasurements(num_graphs, tuple(breaks.values()), recompiles, num_done, failure)
+    return measurements.GraphMeasurements(num_graphs, tuple(breaks.values()), recompiles, num_done, failure)
 
 
 def _forget(traces: bool) -> None:
@@ -380,16 +369,16 @@ def _explain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Expla
         return _short(str(error))
 
 
-def _note(breaks: dict[SourceLine, GraphBreak], reasons: Iterable[GraphCompileReason]) -> None:
+def _note(breaks: dict[SourceLine, measurements.GraphBreak], reasons: Iterable[GraphCompileReason]) -> None:
     for reason in reasons:
         place = source_lines.innermost_user_line(
             (frame.filename, frame.lineno or 0) for frame in reason.user_stack
         )
         if place is not None and source_lines.is_user_code(place.file) and reason.graph_break:
-            breaks.setdefault(place, GraphBreak(place, _short(reason.reason)))
+            breaks.setdefault(place, measurements.GraphBreak(place, _short(reason.reason)))
 
 
-def _recompiles(metrics: list[CompilationMetrics]) -> Iterator[Recompile]:
+def _recompiles(metrics: list[CompilationMetrics]) -> Iterator[measurements.Recompile]:
     """Yield the functions that were recompiled, including those that follow graph breaks."""
     by_function: dict[tuple[str, int], list[CompilationMetrics]] = defaultdict(list)
     first_failures: dict[str, str] = {}  # of the guards, by the number of the compilation, as in 0/2
@@ -408,7 +397,7 @@ def _recompiles(metrics: list[CompilationMetrics]) -> Iterator[Recompile]:
         failed = any("limit" in (one.fail_reason or one.fail_type or "").lower() for one in compilations)
         guards = (next((line for line in one.splitlines() if line.strip()), "") for one in reasons)
         shorts = tuple(dict.fromkeys(_NUMBER.sub("", guard.partition("#")[0]).strip() for guard in guards))
-        yield Recompile(
+        yield measurements.Recompile(
             place=_line_of_recompile(reasons, file, line),
             function=(compilations[0].co_name or "").replace(_RESUMED, ""),
             num_times=len(reasons),
@@ -504,7 +493,7 @@ def watch_compiled(training: TrainingInfo, *, variant: str, num_pairs: int) -> W
     eager, compiled = (tuple(times[key][-num_pairs:]) for key in (False, True))
     typical_s = _middle(whole)
     warm_up_s = sum(compiling) - len(compiling) * _middle(compiled) * typical_s / (_middle(eager) or 1.0)
-    return CompileMeasurements(
+    return measurements.CompileMeasurements(
         variant=variant,
         eager_s=eager,
         compiled_s=compiled,

@@ -128,12 +128,8 @@ class PlaceGroup(Struct, frozen=True):
     is_odd: bool = False  # the others wait for them
 
 
-def place_of(evidence: RankEvidence) -> Place | None:
-    """Return the place of the thread that trains; None without stacks."""
-    return _place(evidence.process, evidence.thread)
-
-
-def _place(process: ProcessStacks, thread: int) -> Place | None:
+def place_of(process: ProcessStacks, thread: int) -> Place | None:
+    """Return the place of the thread that trains, or of a worker's oldest (0); None without stacks."""
     found = main_thread(process.threads, thread)
     return None if found is None else find_place(found)
 
@@ -142,7 +138,7 @@ def group_ranks(evidence: Iterable[RankEvidence]) -> list[PlaceGroup]:
     """Return the groups of ranks at the same place, the odd ones first."""
     groups: dict[tuple[str, Kind, int], list[int]] = {}
     for of_rank in sorted(evidence, key=lambda of_rank: of_rank.rank):
-        place = place_of(of_rank)
+        place = place_of(of_rank.process, of_rank.thread)
         kind = Kind.WORKS if place is None or of_rank.process.state.startswith(_STOPPED) else place.kind
         groups.setdefault((_describe(of_rank, place), kind, of_rank.step), []).append(of_rank.rank)
     found = [PlaceGroup(tuple(ranks), text, kind, step) for (text, kind, step), ranks in groups.items()]
@@ -160,7 +156,7 @@ def _describe(evidence: RankEvidence, place: Place | None) -> str:
         text = f"{text}, in phase {evidence.phase!r}"
     if place is not None and place.operation.startswith("DataLoader"):
         for worker in evidence.workers:
-            at = _place(worker, 0)
+            at = place_of(worker, 0)
             if at is not None and at.user is not None:
                 return f"{text}; its worker is in {at.describe()}"
     return text
@@ -189,11 +185,6 @@ class HangIncident(Struct, frozen=True):
     unix_s: float  # of the first record
     ranks: tuple[RankEvidence, ...]  # those that have some
     over_s: float | None = None  # its duration, if the training made progress again; else None
-
-    @property
-    def groups(self) -> list[PlaceGroup]:
-        """Ranks at the same place, those that the others wait for first."""
-        return group_ranks(self.ranks)
 
 
 def list_hangs(lines: Iterable[Mapping[str, Any]]) -> list[HangIncident]:

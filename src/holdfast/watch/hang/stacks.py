@@ -124,10 +124,8 @@ def capture(pid: int, stacks_fd: int) -> tuple[ProcessStacks, tuple[ProcessStack
     Blocks: at most 3 s per process, and 45 s for other captures.
     """
     try:
-        file = os.open(f"/proc/{pid}/fd/{stacks_fd}", os.O_RDONLY | os.O_CLOEXEC) if stacks_fd >= 0 else -1
-    except OSError:
-        file = -1
-    if file < 0:
+        file = os.open(f"/proc/{pid}/fd/{stacks_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # it has exited, or has no such file: -1
         return ProcessStacks(pid, read_state(pid), ()), ()
     try:
         # The stacks of two captures must not alternate in it.

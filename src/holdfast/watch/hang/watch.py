@@ -224,7 +224,7 @@ class HangKeeper(KeeperWatch):
 
     def _longer_limit(self, ranks: Sequence[RankEvidence], progress: TrainerProgress) -> float | None:
         """Return a longer limit if a rank of this host does what may take long; None if none does."""
-        limits, places = self._limits, [incidents.place_of(one) for one in ranks]
+        limits, places = self._limits, [incidents.place_of(one.process, one.thread) for one in ranks]
         kinds = {place.kind for place in places if place is not None}
         if Kind.DEBUGS in kinds or any(one.process.state == "stopped by a debugger" for one in ranks):
             return _UNLIMITED_S

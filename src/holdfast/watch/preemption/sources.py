@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -327,13 +328,13 @@ class End(Cloud):
     _most_lead_s: float | None = None
 
     @abstractmethod
-    def left_s(self) -> float | None:
-        """Return the time left; None without a limit."""
+    def left_s(self) -> float:
+        """Return the time left; infinite without a limit."""
 
     @override
     def poll(self) -> Notice | None:
         left_s = self.left_s()
-        if left_s is None:
+        if left_s == math.inf:
             self.pause_s = _MOST_PAUSE_S
             return None
         if self._most_lead_s is None:
@@ -369,11 +370,10 @@ class SlurmLimit(End):
     name, detail = "slurm", "time limit"
 
     def __init__(self) -> None:
-        self._end_s: float | None = None
-        self._is_unlimited = False
+        self._end_s: float | None = None  # infinite without a limit; None if it is not known
 
     @override
-    def left_s(self) -> float | None:
+    def left_s(self) -> float:
         text, words = "", ["squeue", "--noheader", f"--jobs={os.environ['SLURM_JOB_ID']}", "--format=%L"]
         with contextlib.suppress(OSError):
             done = run_program(words, timeout_s=_SQUEUE_S)
@@ -382,15 +382,14 @@ class SlurmLimit(End):
         if found is not None:
             days, hours, minutes, seconds = (int(group or 0) for group in found.groups())
             self._end_s = time.monotonic() + ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-            self._is_unlimited = False
         elif text == "UNLIMITED":
-            self._is_unlimited = True
-        elif self._end_s is None and not self._is_unlimited:
+            self._end_s = math.inf
+        elif self._end_s is None:
             end = os.environ.get("SLURM_JOB_END_TIME", "")
             if not end.isdecimal():
                 raise Unreachable(f"squeue gives no time left for job {os.environ['SLURM_JOB_ID']}: {text!r}")
             self._end_s = time.monotonic() + int(end) - time.time()
-        return None if self._is_unlimited or self._end_s is None else self._end_s - time.monotonic()
+        return self._end_s - time.monotonic()
 
 
 def _is_in_slurm_job() -> bool:

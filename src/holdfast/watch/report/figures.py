@@ -6,12 +6,13 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 
 import holdfast
 from holdfast.checkpoint.policy import BestInterval, lost_share
 from holdfast.checkpoint.watch import WatchFigure
 from holdfast.system.units import plural
-from holdfast.watch.hang.incidents import describe_groups, describe_odd
+from holdfast.watch.hang.incidents import describe_groups, describe_odd, group_ranks
 from holdfast.watch.report import style
 from holdfast.watch.report.curves import Curve, Point
 from holdfast.watch.report.interruptions import Interruption, Span
@@ -193,21 +194,18 @@ def timeline(summary: RunSummary) -> WatchFigure | None:
         # With an x2, Vega-Lite would treat the same domain as a different one.
         "bar_time": {**time, "scale": {"type": "utc", "nice": False}},
     }
-    return style.make_figure("timeline", _timeline_rows(summary), note=note, chart=chart)
+    rows = sorted(_timeline_rows(summary), key=itemgetter(0))
+    return style.make_figure("timeline", rows, note=note, chart=chart)
 
 
-def _saving(saves: list[SaveRecord]) -> list[Spec]:
-    bars: list[Spec] = []
+def _saving(saves: list[SaveRecord]) -> Iterator[Spec]:
     for save in saves:
         what = f"step {save.step}, attempt {save.attempt}, {style.format_size(save.num_bytes)}"
         if (end := save.returned_unix_s) is not None:
-            bars.append(_bar("save()", (end - (save.blocked_s or 0.0), end), what))
-        bars += [
-            _bar(f"to {copy.tier}", (save.started_unix_s, copy.durable_unix_s), what)
-            for copy in save.copies
-            if copy.durable_unix_s is not None and not copy.was_drained and f"to {copy.tier}" in _LANES
-        ]
-    return bars
+            yield _bar("save()", (end - (save.blocked_s or 0.0), end), what)
+        for copy in save.copies:
+            if copy.durable_unix_s is not None and not copy.was_drained and f"to {copy.tier}" in _LANES:
+                yield _bar(f"to {copy.tier}", (save.started_unix_s, copy.durable_unix_s), what)
 
 
 def _bar(lane: str, span: Span, what: str) -> Spec:
@@ -216,27 +214,25 @@ def _bar(lane: str, span: Span, what: str) -> Spec:
     return {"lane": lane, "from": began, "to": end, "what": what, "took": took}
 
 
-def _timeline_rows(summary: RunSummary) -> list[Row]:
-    """Return the rows by time: time, attempt, event, step, duration and detail."""
-    rows: list[Row] = []
+def _timeline_rows(summary: RunSummary) -> Iterator[Row]:
+    """Yield the rows: time, attempt, event, step, duration and detail."""
     for attempt in summary.attempts:
         where = "from scratch" if attempt.restored_step is None else f"from step {attempt.restored_step}"
         what = f"started {where}" if attempt.has_trained else "started, without further events"
         detail = attempt.remark or (f"on {attempt.host}" if attempt.host else None)
         start = attempt.started_unix_s, attempt.number
-        rows.append((*start, what, attempt.restored_step, attempt.restore_s or None, detail))
+        yield (*start, what, attempt.restored_step, attempt.restore_s or None, detail)
     for gap in summary.losses.gaps:
         detail = gap.end or f"{style.format_seconds(gap.cost_s)} lost"
         end = gap.last_seen_unix_s, gap.before
-        rows.append((*end, f"last event ({gap.kind})", gap.last_step, None, detail))
+        yield (*end, f"last event ({gap.kind})", gap.last_step, None, detail)
     for event in (*summary.problems, *summary.drains):
         took_s = event.seconds or None
-        rows.append((event.unix_s, event.attempt, event.kind, event.step, took_s, event.detail))
+        yield event.unix_s, event.attempt, event.kind, event.step, took_s, event.detail
     for save in summary.saves:
         took_s = next((copy.durable_s for copy in save.copies if copy.tier == HOME), None)
         what = "saved" if save.durable else f"save {save.outcome}"
-        rows.append((save.started_unix_s, save.attempt, what, save.step, took_s, save.detail))
-    return sorted(rows, key=lambda row: row[0])
+        yield save.started_unix_s, save.attempt, what, save.step, took_s, save.detail
 
 
 def progress(summary: RunSummary) -> WatchFigure | None:
@@ -359,7 +355,9 @@ def hangs(found: RunSummary) -> WatchFigure:
         step, stalled_s = min(one.step for one in hang.ranks), max(one.stalled_s for one in hang.ranks)
         place = describe_odd(hang.ranks)
         rows.append((hang.unix_s, hang.attempt, step, len(hang.ranks), stalled_s, end, cost_s, place))
-    newest = "\n\n".join(line for hang in found.hangs[-1:] for line in describe_groups(hang.groups))
+    newest = "\n\n".join(
+        line for hang in found.hangs[-1:] for line in describe_groups(group_ranks(hang.ranks))
+    )
     lead, note = f"{plural(len(rows), 'hang')}. ", f"\n\nThe newest one:\n\n{newest}"
     return style.make_figure("hangs", rows, lead=lead, note=note)
 

@@ -50,9 +50,8 @@ def format_metrics(summary: RunSummary, home: str) -> str:
     return "\n".join([*lines, "# EOF", ""])
 
 
-def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
-    """Return the numbers of a run; unknown ones are left out."""
-    found: list[MetricFamily] = []
+def metric_families(summary: RunSummary, home: str) -> Iterator[MetricFamily]:
+    """Yield the numbers of a run; unknown ones are left out."""
     for name, text, values in _families(summary):
         rows = values if isinstance(values, Sequence) else [] if values is None else [({}, values)]
         samples = tuple(({"home": home, **labels}, value) for labels, value in rows)
@@ -60,8 +59,7 @@ def metric_families(summary: RunSummary, home: str) -> list[MetricFamily]:
         if samples:
             is_counter, unit = end == "total", end if end in ("seconds", "ratio") else ""
             whole = f"holdfast_{stem if is_counter else name}"
-            found.append(MetricFamily(whole, text, samples, unit, is_counter))
-    return found
+            yield MetricFamily(whole, text, samples, unit, is_counter)
 
 
 def _families(summary: RunSummary) -> Iterator[tuple[str, str, Values]]:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,12 +84,10 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _open_files() -> list[str]:
-    found = list[str]()
+def _open_files() -> Iterator[str]:
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the list itself
-            found.append(str(path.readlink()))
-    return found
+            yield str(path.readlink())
 
 
 class _Running(Struct, frozen=True):

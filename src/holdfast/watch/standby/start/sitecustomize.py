@@ -102,7 +102,7 @@ def _hand_over(end: socket.socket, position: int) -> None:
         "environment": dict(os.environ),
         "folder": os.getcwd(),
         "surroundings": surroundings(),
-        "ignored": [name for name in FORWARDED if signal.getsignal(_number(name)) == signal.SIG_IGN],
+        "ignored": [name for name in FORWARDED if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN],
         "soft_limits": [resource.getrlimit(number)[0] for number in LIMITS],
         "processors": list(os.sched_getaffinity(0)),
         "umask": mask,
@@ -131,9 +131,9 @@ def _act_for(end: socket.socket, pidfd: int) -> NoReturn:
         with contextlib.suppress(ProcessLookupError):  # the exit status is on its way
             signal.pidfd_send_signal(pidfd, number)
 
-    for name in FORWARDED:
-        if signal.getsignal(_number(name)) != signal.SIG_IGN:
-            signal.signal(_number(name), forward)
+    for number in (getattr(signal, name) for name in FORWARDED):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, forward)
     end.settimeout(None)
     reply = end.recv(100)
     exit_as(int(reply) if reply else -signal.SIGKILL)  # the standby was killed, and the program with it
@@ -153,10 +153,6 @@ def exit_as(status: int) -> NoReturn:
 
 def _write(reason: str) -> None:
     sys.stderr.write(f"holdfast: this start does not use its standby: {reason}\n")
-
-
-def _number(name: str) -> int:
-    return getattr(signal, name)
 
 
 def _begin() -> None:

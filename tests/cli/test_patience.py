@@ -56,7 +56,7 @@ def test_denied_access_is_not_retried(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(number, "no")
 
         with monkeypatch.context() as patch:
-            patch.setattr("holdfast.checkpoint.store.local.open_regular", refuse)
+            patch.setattr("holdfast.checkpoint.store.lookup.open_regular", refuse)
             for act in (lambda: store.get("a"), lambda: store.put("b", b"2")):
                 with pytest.raises(kind) as caught:
                     act()

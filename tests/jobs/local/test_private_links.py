@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import Conflict, InvalidInput, Unsupported
 from holdfast.jobs import describe
-from holdfast.jobs.node.mounts import mount_records
+from holdfast.jobs.node.mounts import mount_plan
 from holdfast.jobs.node.mounts.mount_records import private_note
 from holdfast.jobs.task.parser import Overrides, parse_tasks
 from jobs.harness import JobHarness, needs_namespaces
@@ -150,7 +150,7 @@ def test_a_target_is_private_by_the_path_that_it_means(harness: JobHarness) -> N
 def test_without_namespaces_it_is_refused_at_the_launch(
     harness: JobHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mount_records, "why_unavailable", lambda: "[Errno 1] Operation not permitted")
+    monkeypatch.setattr(mount_plan, "why_unavailable", lambda: "[Errno 1] Operation not permitted")
     with pytest.raises(Unsupported, match=r"not possible on this machine.*Choose a path below ~"):
         refused(harness, TARGET)
     assert not harness.engine.jobs()

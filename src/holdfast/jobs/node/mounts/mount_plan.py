@@ -15,9 +15,17 @@ from holdfast.checkpoint.store.endpoints import check_endpoint
 from holdfast.errors import Conflict, Denied, HoldfastError, InvalidInput, NotFound, RetryLater, Unsupported
 from holdfast.jobs.folder import JobFolder, bucket_folder
 from holdfast.jobs.journal import write_document
-from holdfast.jobs.node.mounts import mount_records
 from holdfast.jobs.node.mounts.download import exists
-from holdfast.jobs.node.mounts.mount_records import Link, MountSpec
+from holdfast.jobs.node.mounts.mount_records import (
+    Link,
+    MountSpec,
+    is_coverable,
+    is_private_target,
+    normal_target,
+    private_mounts,
+    why_not_mountable,
+    why_unavailable,
+)
 from holdfast.jobs.node.workdir import check_copy, copy_file, copy_tree, left_out
 from holdfast.jobs.task.model import FileMount, MountMode, Task, memory_mib
 from holdfast.system.units import format_bytes
@@ -40,12 +48,12 @@ def validate(task: Task, state: Path, *, runs_here: bool = True) -> None:
     for mount in task.file_mounts:
         with _located(task.where(mount.key)):
             _check_source(mount, state, runs_here=runs_here)
-            target = mount_records.normal_target(mount)
+            target = normal_target(mount)
             if mount.is_inside:
                 _check_inside(mount, state)
             elif target.is_absolute() and not mount.is_in_place:
                 _check_target(target, state)
-    private = [(mount, mount_records.normal_target(mount)) for mount in mount_records.private_mounts(task)]
+    private = [(mount, normal_target(mount)) for mount in private_mounts(task)]
     for (mount, target), (other, above) in itertools.permutations(private, 2):
         if target.is_relative_to(above):
             raise InvalidInput(
@@ -65,7 +73,7 @@ def _check_source(mount: FileMount, state: Path, *, runs_here: bool) -> None:
         check_endpoint(mount.source, "The task file")
         open_store(mount.source)
         needs_fuse = runs_here and mount.mode is MountMode.MOUNT
-        if needs_fuse and (why := mount_records.why_not_mountable(mount.source)):
+        if needs_fuse and (why := why_not_mountable(mount.source)):
             raise Unsupported(f"{why} Nothing was started.")
     place = None if mount.is_remote else _local_place(mount, state)
     if mount.mode is MountMode.MOUNT_CACHED:
@@ -80,16 +88,16 @@ def _check_target(target: Path, state: Path) -> None:
     """Check that a link can be created, or is possible as a private one."""
     if target.parts[1:2] and target.parts[1] in _OF_KERNEL:
         raise InvalidInput(f"/{target.parts[1]} is of the kernel. Choose another path.")
-    if not mount_records.is_private_target(target):
+    if not is_private_target(target):
         is_free = not target.exists() or target.is_symlink()
-    elif why := mount_records.why_unavailable():
+    elif why := why_unavailable():
         raise Unsupported(
             f"you have no permission to create {target}, and a mount namespace, in which the job "
             f"could have it, is not possible on this machine: {why}. Choose a path below ~ or relative to "
             "the workdir, or ask the administrator to allow user namespaces. Nothing was started."
         )
     else:
-        is_free = mount_records.is_coverable(target, state)
+        is_free = is_coverable(target, state)
     if not is_free:
         raise Conflict(f"{target} already exists, and was not changed. Choose another path.")
 
@@ -170,7 +178,7 @@ def _check_fetch(place: str, limit: int | None) -> None:
 
 def place(task: Task, folder: JobFolder, state: Path, further: Iterable[Link] = ()) -> None:
     """Copy local files, and record the links and mounts of a job."""
-    links, specs, private = list(further), [], list(mount_records.private_mounts(task))
+    links, specs, private = list(further), [], list(private_mounts(task))
     for number, mount in enumerate(task.file_mounts):
         if mount.is_in_place:
             continue

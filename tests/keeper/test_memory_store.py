@@ -77,6 +77,18 @@ def hold() -> Iterator[Callable[..., Holder]]:
         assert not holder.thread.is_alive()
 
 
+def test_the_offer_of_a_keeper_stays_when_it_gives_up_the_saves_that_a_lost_host_has_no_part_of(
+    hold: Callable[..., Holder],
+) -> None:
+    """With peers it offers its memory before that, and a new host may come later."""
+    holder = hold(b"abcdefgh", (Image("a", 0, 8),))
+    before = holder.lockfile.info
+    holder.lockfile.set_done()
+    found, holder.lockfile.info = holder.lockfile.info, before
+    holder.lockfile.set_done(held=before.held)  # so that the end of the test finds it
+    assert found.held == before.held
+
+
 def test_a_keeper_that_many_processes_ask_at_once_is_not_passed_over(
     hold: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
 ) -> None:

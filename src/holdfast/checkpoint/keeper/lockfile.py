@@ -107,7 +107,8 @@ class Lockfile:
 
     def set_done(self, *, held: str = "") -> None:
         """Record that no attempt needs to wait for this keeper, and the name of its socket, if it has one."""
-        self._update(busy=False, is_done=True, held=held)
+        # With peers the memory is offered before the saves are given up: then the name stays (note 048).
+        self._update(busy=False, is_done=True, held=held or self.info.held)
 
     def _update(self, **facts: Any) -> None:
         with self._changing:

@@ -138,8 +138,13 @@ def finish(cluster: Cluster, attempt: Attempt) -> list[str]:
     return digests
 
 
-def run_once(folder: Path, num_hosts: int, options: Sequence[object], expected: list[str], seed: int) -> int:
-    """Kill hosts at random moments until the run finishes. Return the number of kills."""
+def run_once(
+    folder: Path, num_hosts: int, options: Sequence[object], expected: list[str], seed: int, late_s: float
+) -> int:
+    """Kill hosts at random moments until the run finishes. Return the number of kills.
+
+    A new host comes `late_s` after each loss.
+    """
     chance, cluster = random.Random(seed), Cluster(folder, num_hosts, 2, NUMBERS)
     try:
         attempt, must, num_kills = cluster.start(*options), MustHave(cluster), 0
@@ -161,6 +166,7 @@ def run_once(folder: Path, num_hosts: int, options: Sequence[object], expected: 
             print(f"lost {name} at step {attempt.newest('step')}: expect step {must.step}", flush=True)
             if chance.random() < 0.3:
                 chance.shuffle(cluster.hosts)  # ranks get other numbers
+            time.sleep(late_s)
             attempt = cluster.start(*options)
         found = finish(cluster, attempt)
         check_restored(attempt, must.step)
@@ -274,6 +280,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=7, help="trainings of each size, each killed five times")
     parser.add_argument("--troubles", action="store_true", help="trouble of peers instead of lost hosts")
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--late", type=float, default=0.0, help="seconds until a new host comes")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--folder", type=Path, help="for the logs, which stay")
     parser.add_argument("--inside", action="store_true", help="this process may make hosts")
@@ -300,9 +307,9 @@ def main() -> int:
         training = ("--steps", options.steps, "--every", 2, "--peers", 1, "--bandwidth", "60kB")
         kills = failures = 0
         for number in range(options.runs):
-            seed = options.seed + number
+            seed, folder = options.seed + number, base / f"{num_hosts}-hosts-{number}"
             try:
-                kills += run_once(base / f"{num_hosts}-hosts-{number}", num_hosts, training, expected, seed)
+                kills += run_once(folder, num_hosts, training, expected, seed, options.late)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 failures += 1
                 print(f"{num_hosts} hosts, seed {seed}: {error}", flush=True)

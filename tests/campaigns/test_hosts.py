@@ -47,8 +47,10 @@ def test_a_lost_host_is_continued_without_and_taken_in_again(options: list[str],
     run("fewer_hosts", tmp_path, "--runs", "1", *options)
 
 
-def test_a_lost_host_that_is_replaced_costs_nothing_before_the_last_copy(tmp_path: Path) -> None:
-    run("lost_hosts", tmp_path, "--runs", "1", "--hosts", "3", "--steps", "30")
+@pytest.mark.parametrize("late_s", [0, 40])
+def test_a_lost_host_that_is_replaced_costs_nothing_before_the_last_copy(tmp_path: Path, late_s: int) -> None:
+    """After 30 s keepers give up the saves that the lost host has no part of, but not their memory."""
+    run("lost_hosts", tmp_path, "--runs", "1", "--hosts", "3", "--steps", "30", "--late", str(late_s))
 
 
 def test_trouble_of_peers_stops_no_training(tmp_path: Path) -> None:

@@ -52,16 +52,9 @@ def main() -> int:
     rows = [row | {"link_mb_s": rate} for rate in options.rates for row in _behind_link(rate)]
     path = options.out or machine.results_path("slowlink", facts)
     path.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
-    names = (
-        "link, MB/s",
-        "compressed",
-        "plain MB",
-        "sent MB",
-        "in home after, s",
-        "core, s",
-        "restored in, s",
+    table = Table(
+        "training", "link", "compressed", "plain", "sent", "in home after", "of a core", "restored in"
     )
-    table = Table(*names)
     for row in rows:
         table.add_row(
             row["training"], f"{row['link_mb_s']:.0f} MB/s", "yes" if row["compress"] else "no",

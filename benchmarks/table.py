@@ -308,15 +308,8 @@ def render_delta(documents: list[dict[str, Any]]) -> str:
 def render_slow_link(documents: list[dict[str, Any]]) -> str:
     """The Markdown of `slow_link.py`: a line for each link, with and without compression."""
     document = documents[0]
-    names = [
-        "link",
-        "compressed",
-        "file",
-        "sent for a save",
-        "in home after",
-        "time of a core",
-        "restored in",
-    ]
+    names = ["training", "link", "compressed", "file", "sent for a save"]
+    names += ["in home after", "of a core", "restored in"]
     found = [
         [
             row["training"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ def run(campaign: str, folder: Path, *options: str) -> None:
         command = isolated([*program, *options])
     except Unsupported as error:
         pytest.skip(f"this machine makes no hosts: {error}")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    environment = {**os.environ, "HOLDFAST_KEEP_IN_MEMORY": "2m"}  # other tests keep nothing
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import holdfast
 from adapters import running
 from adapters.door_suite import DoorSuite, Plan
 from making import kept
+from stage.training import wait_until
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
@@ -116,10 +116,7 @@ def test_a_run_whose_workers_die_after_a_notice_exits_with_75(tmp_path: Path) ->
     """The script has not saved step 6, and only the script can."""
     plan: dict[str, Any] = {**EXPLICIT, "workers": 1, "asks": False, "slow_from": 28}
     train(tmp_path / "out", status=75, kill_at=6, signal=15, **plan)
-    deadline = time.monotonic() + 60
-    while not kept(tmp_path / "out" / "holdfast"):  # the keeper completes it
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: kept(tmp_path / "out" / "holdfast"))  # the keeper completes it
     assert holdfast.open(tmp_path / "out" / "holdfast").step == 5
 
 

@@ -2,7 +2,7 @@
 
 The bytes of the same place in each number stand together: signs and exponents of neighbours are alike, while
 the last bytes of mantissas are random. Each block can be read without the others. What proves that the bytes
-are right are their hashes, which are those of the plain file.
+are right are the hashes of the plain file.
 
 Source: byte planes are the shuffle of HDF5 and Blosc; moonclip stores differences between checkpoints.
 """
@@ -22,9 +22,8 @@ BLOCK_BYTES = 4 << 20
 """Plain bytes of each block but the last."""
 _SAMPLE_BYTES = 32 << 10
 """Bytes in the middle of a block that each method is tried on."""
-_WORTH = (
-    0.8  # size of a difference, as a share of the block alone, from which on it is not worth reading a base
-)
+_WORTH = 0.8
+"""Largest size of a difference, as a share of the block alone: readers of a difference read the base too."""
 _LEVEL = 1  # higher ones take three times as long for one hundredth of the bytes
 _ENTRY = struct.Struct("<IB")  # of the index: compressed bytes of a block, and its method
 _PLAIN = 0  # method of a block that does not get smaller; the others are a width, perhaps with the flag below
